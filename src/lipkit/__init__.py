@@ -1,0 +1,67 @@
+"""lipkit: Lipschitz-bounded neural networks in PyTorch.
+
+Build them, train them, bound them, certify them, ship them::
+
+    net = lipkit.models.kwlarge(layer="cayley")
+    L = lipkit.lipschitz(net)
+    plain = lipkit.export(net, input_shape=(3, 32, 32))
+    cert = lipkit.certify(plain, images, labels)
+
+Names are imported on first use, so that ``import lipkit`` is instant and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module it lives in.
+_HOME = {
+    "lipschitz": "lipkit.protocol",
+    "export": "lipkit.protocol",
+    "save": "lipkit.plain",
+    "load": "lipkit.plain",
+    "certify": "lipkit.certificates",
+    "fit": "lipkit.training",
+}
+_PACKAGES = (
+    "attacks",
+    "bounds",
+    "certificates",
+    "conv",
+    "data",
+    "errors",
+    "evaluation",
+    "layers",
+    "linalg",
+    "models",
+    "plain",
+    "protocol",
+    "report",
+    "testing",
+    "training",
+)
+
+__all__ = ["__version__", *sorted(_HOME), *_PACKAGES]
+
+if TYPE_CHECKING:
+    from lipkit.certificates import certify as certify
+    from lipkit.plain import load as load
+    from lipkit.plain import save as save
+    from lipkit.protocol import export as export
+    from lipkit.protocol import lipschitz as lipschitz
+    from lipkit.training import fit as fit
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"lipkit.{name}")
+    raise AttributeError(f"module 'lipkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,41 @@
+"""A-priori rounding constants of float64 arithmetic (unit roundoff u = 2^-53)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+UNIT = 2.0**-53
+WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def gamma(n: int) -> float:
+    """Upper bound of the relative error of n chained float64 operations: ``n u / (1 - n u)``, slightly enlarged.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, lemma 3.1.
+
+    >>> gamma(2) >= 2 * UNIT
+    True
+    """
+    return 1.01 * n * UNIT / (1 - n * UNIT)
+
+
+def up(value: Tensor, operations: int) -> Tensor:
+    """``value`` (float64, non-negative) enlarged to cover that many roundings of positive terms.
+
+    >>> bool(up(torch.tensor(1.0, dtype=torch.float64), 3) > 1)
+    True
+    """
+    return value * (1 + gamma(operations + 2))
+
+
+def round_up(value: float) -> float:
+    """The next float64 above ``value``: the result of one rounded operation is then never below the exact one."""
+    return math.nextafter(value, math.inf)
+
+
+def to_double(a: Tensor) -> Tensor:
+    """``a`` in float64 or complex128: exact for every floating dtype of torch up to float64."""
+    return a.to(torch.complex128 if a.is_complex() else torch.float64)

@@ -1,0 +1,115 @@
+r"""The symbol (Fourier transform) of a convolution kernel, by a small matrix product.
+
+Convention: torch's cross-correlation, ``y[p] = sum_s K[s] x[p + s - c]`` with the integer centre
+``c = (k - 1) // 2`` per axis, which is what ``nn.Conv2d(padding='same', padding_mode='circular')`` computes.
+On the wave :math:`e^{2\pi i f p / n}` it acts as the matrix :math:`F(f) = \sum_s K[s]\, e^{2\pi i f (s - c)/n}`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.errors import ShapeError
+
+
+def check_kernel(kernel: Tensor) -> None:
+    """Raise ``ShapeError`` unless ``kernel`` is a real tensor ``(cout, cin, kh, kw)`` without empty sides."""
+    if kernel.ndim != 4 or 0 in kernel.shape:
+        raise ShapeError(f"kernel: expected shape (cout, cin, kh, kw) without zeros, got {tuple(kernel.shape)}")
+    if not kernel.is_floating_point():
+        raise ShapeError(f"kernel: expected a real floating dtype, got {kernel.dtype}")
+
+
+def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of 2 pi f (s - c) / n, shape (len(frequencies), k), reduced modulo n before the table look-up.
+
+    Angles are reduced in integers so that a self-conjugate frequency (2 f = 0 mod n) has a sine of exactly 0.
+    """
+    taps = torch.arange(k, device=like.device) - (k - 1) // 2
+    turns = torch.remainder(frequencies.to(like.device)[:, None] * taps, n)
+    angle = turns.to(torch.float64) * (2 * math.pi / n)
+    sine = torch.where(torch.remainder(2 * turns, n) == 0, torch.zeros_like(angle), angle.sin())
+    return angle.cos(), sine
+
+
+def symbol_at(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
+    r"""The matrices :math:`F(f_1, f_2)` of ``kernel`` at a list of frequencies.
+
+    Args:
+        kernel: ``(cout, cin, kh, kw)``, real. May be larger than the image: taps then wrap around.
+        f1, f2: integer tensors ``(F,)``: cycles per image height ``h`` and width ``w``.
+        h, w: size of the circular image.
+
+    Returns:
+        Complex ``(F, cout, cin)``: the imaginary part is exactly 0 at self-conjugate frequencies.
+
+    Cost:
+        Two real products of F x (kh kw) by (kh kw) x (cout cin).
+
+    >>> identity = torch.zeros(1, 1, 3, 3)
+    >>> identity[0, 0, 1, 1] = 1.0
+    >>> symbol_at(identity, torch.tensor([0, 1]), torch.tensor([0, 2]), 5, 5).flatten().tolist()
+    [(1+0j), (1+0j)]
+    """
+    re, im = symbol_parts(kernel, f1, f2, h, w)
+    return torch.complex(re, im)
+
+
+def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of :func:`symbol_at`, each ``(F, cout, cin)``."""
+    check_kernel(kernel)
+    cout, cin, kh, kw = kernel.shape
+    cos1, sin1 = _waves(f1, h, kh, kernel)
+    cos2, sin2 = _waves(f2, w, kw, kernel)
+    # e^{i(a + b)} for every pair of taps: (F, kh * kw)
+    cos = (cos1[:, :, None] * cos2[:, None, :] - sin1[:, :, None] * sin2[:, None, :]).flatten(1)
+    sin = (sin1[:, :, None] * cos2[:, None, :] + cos1[:, :, None] * sin2[:, None, :]).flatten(1)
+    taps = kernel.permute(2, 3, 0, 1).reshape(kh * kw, cout * cin)
+    table = torch.cat((cos, sin)).to(kernel.dtype)
+    re, im = (table @ taps).reshape(2, -1, cout, cin).unbind(0)
+    return re, im
+
+
+def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
+    r"""The symbol at the ``h x (w // 2 + 1)`` frequencies of a real 2-D transform.
+
+    Equal to ``conj(rfft2(K, (h, w))) * exp(-2 pi i (c1 f1 / h + c2 f2 / w))`` for kernels that fit the image.
+
+    Args:
+        kernel: ``(cout, cin, kh, kw)``, real.
+        h, w: size of the circular image.
+
+    Returns:
+        Complex ``(h, w // 2 + 1, cout, cin)``.
+
+    >>> symbol(torch.ones(2, 3, 1, 1), 4, 6).shape
+    torch.Size([4, 4, 2, 3])
+    """
+    half = w // 2 + 1
+    f1 = torch.arange(h).repeat_interleave(half)
+    f2 = torch.arange(half).repeat(h)
+    return symbol_at(kernel, f1, f2, h, w).unflatten(0, (h, half))
+
+
+def fold(kernel: Tensor, h: int, w: int) -> Tensor:
+    """The kernel of at most ``h x w`` taps with the same circular convolution on an ``h x w`` image.
+
+    Taps that meet modulo the image size are added. The result keeps the centring convention ``(k - 1) // 2``.
+
+    >>> fold(torch.ones(1, 1, 3, 3), 1, 2).flatten().tolist()
+    [3.0, 6.0]
+    """
+    check_kernel(kernel)
+    for dim, n in ((2, h), (3, w)):
+        k = kernel.shape[dim]
+        if k <= n:
+            continue
+        taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
+        target = torch.remainder(taps + (n - 1) // 2, n)
+        shape = list(kernel.shape)
+        shape[dim] = n
+        kernel = torch.zeros(shape, dtype=kernel.dtype, device=kernel.device).index_add(dim, target, kernel)
+    return kernel

@@ -1,0 +1,264 @@
+"""What every constrained layer shares: arguments checked once, bias, stride, and the two rules."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.conv import Symbol, apply_symbol, downsample, fold
+from lipkit.errors import OptionError, ShapeError
+from lipkit.plain import FourierConv2d
+from lipkit.protocol import Shape, export_rule, lipschitz_rule
+
+Pair = int | tuple[int, int]
+
+
+def check_positive(**values: int) -> None:
+    """Raise ``OptionError`` unless every value is an integer of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ``OptionError`` unless parameters of this dtype can be constrained (float32 or float64)."""
+    dtype = dtype or torch.get_default_dtype()
+    if dtype not in (torch.float32, torch.float64):
+        raise OptionError(
+            f"dtype: expected torch.float32 or torch.float64, got {dtype}: constraints do not hold in less; "
+            "use torch.autocast around the forward pass instead"
+        )
+
+
+def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.Parameter | None:
+    """A bias of ``out`` values, uniform in +-1/sqrt(fan_in) as in ``nn.Linear``, or None."""
+    if not bias:
+        return None
+    values = torch.empty(out, device=device, dtype=dtype)
+    return nn.Parameter(nn.init.uniform_(values, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)))
+
+
+def autocast_off(x: Tensor) -> Any:
+    """A context in which autocast does not lower the precision of the constrained object."""
+    return torch.autocast(device_type=x.device.type, enabled=False)
+
+
+class ConstrainedLinear(nn.Module, ABC):
+    """A dense layer ``y = Q x + b`` whose matrix Q = ``weight()`` obeys a constraint by construction.
+
+    Subclasses make their parameters in ``make_parameters`` and return Q, ``(out_features, in_features)``, from
+    ``weight()``. Options of a subclass are keyword arguments, checked and set before ``super().__init__``.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        check_positive(in_features=in_features, out_features=out_features)
+        check_dtype(dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.make_parameters(device, dtype)
+        self.register_parameter("bias", new_bias(out_features, in_features, bias, device, dtype))
+
+    @abstractmethod
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        """Create every free parameter; called once, by ``__init__``."""
+
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """The constrained matrix ``(out_features, in_features)``, in float32 or better."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast_off(x):
+            q = self.weight()
+        return F.linear(x, q, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class ConstrainedConv2d(nn.Module, ABC):
+    """A circular, size-preserving convolution with emulated stride whose norm is constrained by construction.
+
+    Takes the arguments of ``nn.Conv2d`` in their order. ``stride`` s is an invertible downsampling (the kernel, of
+    ``kernel_size`` taps, then acts on s^2 in_channels), ``padding`` is 'same' or the integer that preserves the size.
+    Subclasses make their parameters in ``make_parameters``; their options are keyword arguments, checked and set
+    before ``super().__init__``.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: str | Pair = "same",
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "circular",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        if len(kernel) != 2:
+            raise OptionError(f"kernel_size: expected one or two integers, got {kernel_size!r}")
+        steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
+        if len(set(steps)) != 1:
+            raise OptionError(f"stride: expected one integer for both axes, got {stride!r}")
+        step = steps[0]
+        check_positive(in_channels=in_channels, out_channels=out_channels, stride=step)
+        check_positive(**{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
+        check_dtype(dtype)
+        self.check_padding(kernel, padding, padding_mode)
+        if dilation not in (1, (1, 1)):
+            raise OptionError(f"dilation: expected 1, got {dilation!r}")
+        if groups != 1:
+            raise OptionError(f"groups: expected 1, got {groups!r}")
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size, self.stride = kernel, step
+        self.inner_channels = in_channels * step**2
+        fan_in = self.inner_channels * kernel[0] * kernel[1]
+        self.make_parameters(device, dtype)
+        self.register_parameter("bias", new_bias(out_channels, fan_in, bias, device, dtype))
+
+    @abstractmethod
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        """Create every free parameter; called once, by ``__init__``."""
+
+    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
+        """Raise ``OptionError`` unless padding keeps the size and is circular."""
+        if padding_mode != "circular":
+            raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}")
+        sizes = (padding, padding) if isinstance(padding, int) else padding
+        same = tuple((k - 1) // 2 for k in kernel) if all(k % 2 for k in kernel) else None
+        if padding != "same" and (same is None or tuple(sizes) != same):
+            keeps = "'same'" if same is None else f"'same' or {same}"
+            raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"bias={self.bias is not None}"
+        )
+
+    def resample(self, x: Tensor) -> Tensor:
+        """The input after invertible downsampling, its shape checked."""
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ShapeError(
+                f"{type(self).__name__}: expected input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
+            )
+        return downsample(x, self.stride)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
+
+
+class SymbolConv2d(ConstrainedConv2d):
+    """A convolution constrained at each frequency: subclasses return their symbol for an image size."""
+
+    @abstractmethod
+    def symbol(self, height: int, width: int) -> Symbol:
+        """The constrained symbol on ``height x width`` (after downsampling), in float32 or better."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.resample(x)
+        with autocast_off(x):
+            symbol = self.symbol(*x.shape[-2:])
+            y = apply_symbol(symbol, x.to(symbol.real.dtype))
+        return self.add_bias(y)
+
+
+class KernelConv2d(ConstrainedConv2d):
+    """A convolution whose constrained object is a kernel: subclasses return it."""
+
+    @abstractmethod
+    def kernel(self) -> Tensor:
+        """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.resample(x)
+        with autocast_off(x):
+            kernel = fold(self.kernel(), *x.shape[-2:])
+        return self.add_bias(circular_conv2d(x, kernel))
+
+
+def circular_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
+    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``.
+
+    >>> circular_conv2d(torch.arange(3.0).reshape(1, 1, 1, 3), torch.tensor([[[[1.0, 0.0, 0.0]]]])).flatten().tolist()
+    [2.0, 0.0, 1.0]
+    """
+    kh, kw = kernel.shape[-2:]
+    pads = [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
+    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)
+
+
+def _stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
+    return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
+
+
+def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
+    """``nn.Linear`` with the constrained matrix as it is now."""
+    if input_shape[-1] != layer.in_features:
+        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    q = layer.weight()
+    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device=q.device, dtype=q.dtype)
+    plain.weight.copy_(q)
+    if layer.bias is not None:
+        plain.bias.copy_(layer.bias)
+    return plain
+
+
+def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, int]:
+    """Image size after downsampling; ``ShapeError`` if the layer does not accept ``input_shape``."""
+    layer.resample(torch.empty(1, *input_shape, device="meta"))
+    return input_shape[1] // layer.stride, input_shape[2] // layer.stride
+
+
+def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
+    """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now."""
+    size = resampled_size(layer, input_shape)
+    return nn.Sequential(*_stride_modules(layer), FourierConv2d.from_symbol(layer.symbol(*size), *size, layer.bias))
+
+
+def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
+    """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now."""
+    kernel = fold(layer.kernel(), *resampled_size(layer, input_shape))
+    cout, cin, kh, kw = kernel.shape
+    plain = nn.Conv2d(
+        cin,
+        cout,
+        (kh, kw),
+        padding="same",
+        padding_mode="circular",
+        bias=layer.bias is not None,
+        device=kernel.device,
+        dtype=kernel.dtype,
+    )
+    plain.weight.copy_(kernel)
+    if plain.bias is not None and layer.bias is not None:
+        plain.bias.copy_(layer.bias)
+    return nn.Sequential(*_stride_modules(layer), plain)
+
+
+def register_one_lipschitz(*types: type[nn.Module]) -> None:
+    """Both rules for final layers that are 1-Lipschitz by construction; the export follows from their base."""
+    exports: list[tuple[type[nn.Module], Any]] = [
+        (ConstrainedLinear, export_linear),
+        (SymbolConv2d, export_symbol_conv),
+        (KernelConv2d, export_kernel_conv),
+    ]
+    for kind in types:
+        lipschitz_rule(kind)(lambda module, input_shape: 1.0)
+        export_rule(kind)(next(rule for base, rule in exports if issubclass(kind, base)))

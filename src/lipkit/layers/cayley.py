@@ -1,0 +1,115 @@
+"""Cayley: orthogonal dense layers and convolutions by the Cayley transform [Cayley]."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.conv import Symbol, kernel_symbol
+from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, register_one_lipschitz
+from lipkit.linalg import at_least_float32, cayley
+
+
+def rescaled(free: Tensor, scale: Tensor) -> Tensor:
+    """``scale * free / ||free||_F``: the weight normalisation inside the transform; finite at zero.
+
+    >>> rescaled(torch.tensor([[3.0, 4.0]]), torch.tensor(10.0)).tolist()
+    [[6.0, 8.0]]
+    """
+    free, scale = at_least_float32(free), at_least_float32(scale)
+    return free * (scale / torch.linalg.vector_norm(free).clamp_min(1e-12))
+
+
+def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """A free weight with the initialisation of torch's own layers, and its Frobenius norm as the learnable scale."""
+    free = nn.init.kaiming_uniform_(torch.empty(shape, device=device, dtype=dtype), a=math.sqrt(5))
+    return nn.Parameter(free), nn.Parameter(torch.linalg.vector_norm(free))
+
+
+class CayleyLinear(ConstrainedLinear):
+    r"""Dense layer with a semi-orthogonal matrix, :math:`y = Qx + b`, :math:`Q = \mathrm{cayley}(g\,V/\|V\|_F)`.
+
+    Args:
+        in_features, out_features: as ``nn.Linear``.
+        bias: whether a bias is added.
+        device, dtype: of the parameters (float32 or float64).
+
+    Parameters ``free`` V (out_features, in_features), ``scale`` g (0-d) and ``bias``.
+
+    Guarantee:
+        1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
+
+    Cost:
+        One inverse of size min(in_features, out_features) per forward pass.
+
+    Raises:
+        OptionError: sizes below 1, another dtype.
+
+    >>> layer = CayleyLinear(3, 5)
+    >>> x = torch.ones(1, 3)
+    >>> bool(torch.isclose((layer(x) - layer.bias).norm(), x.norm()))
+    True
+
+    References:
+        [Cayley] Trockman & Kolter, ICLR 2021, section 4.1 and Appendix A.
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        self.free, self.scale = free_and_scale((self.out_features, self.in_features), device, dtype)
+
+    def weight(self) -> Tensor:
+        return cayley(rescaled(self.free, self.scale))
+
+
+class CayleyConv2d(SymbolConv2d):
+    r"""Orthogonal circular convolution: the Cayley transform of the kernel's symbol at each frequency.
+
+    .. math:: \hat y(f) = \mathrm{cayley}(\hat W(f))\, \hat x(f) + b, \qquad W = g\, V / \|V\|_F
+
+    Args:
+        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be as large as the image or larger.
+        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
+        padding: 'same', or the integer that preserves the size.
+        dilation, groups: 1.
+        bias: whether a bias is added.
+        padding_mode: 'circular'.
+        device, dtype: of the parameters (float32 or float64).
+
+    Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw), ``scale`` g (0-d) and ``bias``.
+
+    Shapes:
+        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
+
+    Guarantee:
+        1-Lipschitz; all singular values 1 up to rounding, an isometry if out_channels >= s^2 in_channels.
+
+    Cost:
+        One inverse of size c = min(out_channels, s^2 in_channels) at each of about H W / (2 s^2) frequencies.
+
+    Raises:
+        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
+
+    >>> layer = CayleyConv2d(3, 8, 3)
+    >>> x = torch.ones(1, 3, 7, 5)
+    >>> y = layer(x) - layer.bias[:, None, None]
+    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
+    (torch.Size([1, 8, 7, 5]), True)
+
+    References:
+        [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1, Appendices A and E.
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        shape = (self.out_channels, self.inner_channels, *self.kernel_size)
+        self.free, self.scale = free_and_scale(shape, device, dtype)
+
+    def symbol(self, height: int, width: int) -> Symbol:
+        raw = kernel_symbol(rescaled(self.free, self.scale), height, width)
+        pair = cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
+        return Symbol(cayley(raw.real), torch.stack((pair.real, pair.imag), 1))
+
+
+register_one_lipschitz(CayleyLinear, CayleyConv2d)

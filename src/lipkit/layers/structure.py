@@ -1,0 +1,218 @@
+"""Layers that shape a network rather than learn features: normalisation, gain, residual, pooling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers._base import check_dtype, check_positive
+from lipkit.plain import Affine, ConvexResidual
+from lipkit.protocol import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+
+
+class Normalize(nn.Module):
+    r"""Input normalisation ``(x - mean) / std`` per channel, as a layer of the model.
+
+    Images stay in [0, 1] outside, so radii are in image units: the layer multiplies the Lipschitz constant by
+    :math:`1 / \min_c \mathrm{std}_c`.
+
+    Args:
+        mean, std: one number per channel; every std positive.
+
+    Raises:
+        OptionError: different lengths, a non-positive or non-finite std, a non-finite mean.
+
+    >>> Normalize([0.5], [0.25])(torch.ones(1, 1, 1, 1)).item()
+    2.0
+    >>> float(lipschitz(Normalize([0.5, 0.5], [0.25, 0.5])))
+    4.0
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        mean, std = [float(m) for m in mean], [float(s) for s in std]
+        if not mean or len(mean) != len(std):
+            raise OptionError(f"Normalize: expected as many means as stds, at least one, got {mean} and {std}")
+        if not all(math.isfinite(v) for v in mean + std) or min(std) <= 0:
+            raise OptionError(f"Normalize: expected finite means and positive finite stds, got {mean} and {std}")
+        self.register_buffer("mean", torch.tensor(mean, device=device, dtype=dtype))
+        self.register_buffer("std", torch.tensor(std, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != len(self.mean):
+            raise ShapeError(
+                f"Normalize: expected {len(self.mean)} channels in dimension 1, got shape {tuple(x.shape)}"
+            )
+        shape = (-1,) + (1,) * (x.ndim - 2)
+        return (x - self.mean.view(shape)) / self.std.view(shape)
+
+    def extra_repr(self) -> str:
+        return f"mean={self.mean.tolist()}, std={self.std.tolist()}"
+
+
+class Scale(nn.Module):
+    """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma.
+
+    Args:
+        gamma: the constant, positive and finite.
+        learnable: whether gamma is trained (as its logarithm, so it stays positive).
+
+    Raises:
+        OptionError: gamma is not positive and finite.
+
+    >>> layer = Scale(3.0)
+    >>> layer(torch.ones(1, 1)).item(), float(lipschitz(layer))
+    (3.0, 3.0)
+    """
+
+    def __init__(self, gamma: float, learnable: bool = False, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        gamma = float(gamma)
+        if not (math.isfinite(gamma) and gamma > 0):
+            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+        self.learnable = learnable
+        value = torch.tensor(math.log(gamma) if learnable else gamma, device=device, dtype=dtype)
+        if learnable:
+            self.log_gamma = nn.Parameter(value)
+        else:
+            self.register_buffer("fixed_gamma", value)
+
+    def gamma(self) -> Tensor:
+        """The constant as it is now, 0-d."""
+        return self.log_gamma.exp() if self.learnable else self.fixed_gamma  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gamma() * x
+
+    def extra_repr(self) -> str:
+        return f"gamma={float(self.gamma()):.6g}, learnable={self.learnable}"
+
+
+class Residual(nn.Module):
+    r"""Convex skip connection: :math:`y = s f(x) + (1 - s) x` with a learnable :math:`s = \sigma(\alpha)`.
+
+    Its constant is :math:`s L_f + 1 - s`: 1 for a 1-Lipschitz body.
+
+    Args:
+        body: f, which keeps the shape of its input.
+        share: initial s, strictly between 0 and 1.
+
+    Raises:
+        OptionError: share outside (0, 1). ShapeError: the body changes the shape.
+
+    >>> layer = Residual(nn.ReLU(), share=0.5)
+    >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), float(lipschitz(layer))
+    ([[-1.0, 2.0]], 1.0)
+
+    References:
+        [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
+    """
+
+    def __init__(self, body: nn.Module, share: float = 0.5, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        if not 0 < share < 1:
+            raise OptionError(f"share: expected a number strictly between 0 and 1, got {share}")
+        self.body = body
+        self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))
+
+    def share(self) -> Tensor:
+        """s as it is now, 0-d."""
+        return torch.sigmoid(self.alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if y.shape != x.shape:
+            raise ShapeError(f"Residual: expected a body that keeps the shape {tuple(x.shape)}, got {tuple(y.shape)}")
+        s = self.share()
+        return s * y + (1 - s) * x
+
+
+class ScaledAvgPool2d(nn.Module):
+    r"""``s * average pooling`` over s x s windows: a 1-Lipschitz map of norm exactly 1.
+
+    Args:
+        kernel_size: s; windows do not overlap.
+
+    Raises:
+        OptionError: ``kernel_size`` below 1. ShapeError: s does not divide the height and width.
+
+    >>> ScaledAvgPool2d(2)(torch.ones(1, 1, 2, 2)).item()
+    2.0
+    """
+
+    def __init__(self, kernel_size: int) -> None:
+        super().__init__()
+        check_positive(kernel_size=kernel_size)
+        self.kernel_size = kernel_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.kernel_size
+        if x.ndim != 4 or x.shape[-2] % s or x.shape[-1] % s:
+            raise ShapeError(
+                f"ScaledAvgPool2d: expected (B, C, H, W) with H and W multiples of {s}, got {tuple(x.shape)}"
+            )
+        return nn.functional.avg_pool2d(x, s) * s
+
+    def extra_repr(self) -> str:
+        return f"kernel_size={self.kernel_size}"
+
+
+@lipschitz_rule(Normalize)
+def _normalize(module: Normalize, input_shape: Shape | None) -> Tensor:
+    return 1 / module.std.to(torch.float64).amin()
+
+
+@lipschitz_rule(Scale)
+def _scale(module: Scale, input_shape: Shape | None) -> Tensor:
+    return module.gamma().to(torch.float64)
+
+
+@lipschitz_rule(Residual)
+def _residual(module: Residual, input_shape: Shape | None) -> Tensor:
+    share = module.share().to(torch.float64)
+    return 1 + share * (lipschitz(module.body, input_shape) - 1)
+
+
+@lipschitz_rule(ScaledAvgPool2d)
+def _pool(module: ScaledAvgPool2d, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@export_rule(Normalize)
+def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    scale = 1 / module.std.double()
+    dtype = module.std.dtype
+    return Affine(scale.to(dtype), (-module.mean.double() * scale).to(dtype))
+
+
+@export_rule(Scale)
+def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
+    gamma = module.gamma().reshape(1)
+    return Affine(gamma, torch.zeros_like(gamma))
+
+
+@export_rule(Residual)
+def _export_residual(module: Residual, input_shape: Shape) -> nn.Module:
+    reached = output_shape(module.body, input_shape)
+    if reached != input_shape:
+        raise ShapeError(f"Residual: expected a body that keeps the shape {input_shape}, got {reached}")
+    return ConvexResidual(export(module.body, input_shape), module.share())
+
+
+@export_rule(ScaledAvgPool2d)
+def _export_pool(module: ScaledAvgPool2d, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    s = module.kernel_size
+    return nn.AvgPool2d(s, divisor_override=s)

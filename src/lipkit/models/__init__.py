@@ -1,0 +1,36 @@
+"""Architectures, one per file, and the table that recipes name them by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.models.kwlarge import kwlarge
+from lipkit.models.small import small
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"kwlarge": kwlarge, "small": small}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """The architecture ``name`` with these options.
+
+    Raises:
+        OptionError: unknown name, or an option that the architecture does not have.
+
+    >>> type(build("small", input_shape=(1, 8, 8), classes=10)).__name__
+    'Sequential'
+    """
+    if name not in MODELS:
+        raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    try:
+        inspect.signature(MODELS[name]).bind(**options)
+        return MODELS[name](**options)
+    except TypeError as error:
+        raise OptionError(f"model {name}: {error}") from None
+
+
+__all__ = ["MODELS", "build", "kwlarge", "small"]

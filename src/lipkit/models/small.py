@@ -1,0 +1,61 @@
+"""A small sibling of KWLarge for images of 8 x 8 to 28 x 28."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lipkit.layers import MaxMin, families
+from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.protocol import Shape
+
+
+def small(
+    layer: str = "cayley",
+    width: int = 1,
+    *,
+    kernel_size: int = 3,
+    input_shape: Shape = (1, 8, 8),
+    classes: int = 10,
+    lipschitz: float = 1.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **options: Any,
+) -> nn.Sequential:
+    """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between.
+
+    Args:
+        layer: acronym of the family (``lipkit list layers``).
+        width: w, multiplies the channels.
+        kernel_size: of the first layer; strided layers use 1.
+        input_shape: (C, H, W) with H and W even (multiples of 4 above 12 x 12).
+        classes: number of outputs.
+        lipschitz: target constant of the network behind the normalisation.
+        mean, std: input normalisation, part of the network.
+        options: options of the family's convolution.
+
+    >>> small(input_shape=(1, 8, 8), classes=3)[-1].out_features
+    3
+    """
+    family = families.get(layer)
+    twice = max(input_shape[-2:]) > 12
+    channels, height, breadth = check_image(input_shape, 4 if twice else 2, "small")
+    check_classes(classes)
+    layers = [
+        family.conv(channels, 16 * width, kernel_size, **options),
+        MaxMin(),
+        family.conv(16 * width, 32 * width, 1, stride=2, **options),
+        MaxMin(),
+    ]
+    if twice:
+        layers += [family.conv(32 * width, 32 * width, 1, stride=2, **options), MaxMin()]
+    pixels = height * breadth // (16 if twice else 4)
+    layers += [
+        nn.Flatten(),
+        family.linear(32 * width * pixels, 256 * width),
+        MaxMin(),
+        family.linear(256 * width, classes),
+    ]
+    return bounded(layers, lipschitz, mean, std)

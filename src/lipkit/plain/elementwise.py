@@ -1,0 +1,57 @@
+"""Constant elementwise maps and the constant convex residual."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lipkit.errors import ShapeError
+
+
+class Affine(nn.Module):
+    """``y = scale * x + shift`` per channel (dimension 1), with constant buffers.
+
+    Args:
+        scale, shift: tensors ``(C,)``, or ``(1,)`` for one value for every channel.
+
+    >>> import torch
+    >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
+    [[1.0, 1.0, 1.0]]
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        if scale.ndim != 1 or scale.shape != shift.shape:
+            raise ShapeError(
+                f"Affine: expected scale and shift of one shape (C,), got {tuple(scale.shape)} and {tuple(shift.shape)}"
+            )
+        self.register_buffer("scale", scale.detach().clone())
+        self.register_buffer("shift", shift.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (-1,) + (1,) * (x.ndim - 2)
+        return x * self.scale.view(shape) + self.shift.view(shape)
+
+    def extra_repr(self) -> str:
+        return f"channels={len(self.scale)}"
+
+
+class ConvexResidual(nn.Module):
+    """``y = s f(x) + (1 - s) x`` with a constant share s in [0, 1].
+
+    >>> import torch
+    >>> ConvexResidual(nn.Identity(), torch.tensor(0.25))(torch.ones(1, 2)).tolist()
+    [[1.0, 1.0]]
+    """
+
+    share: Tensor
+
+    def __init__(self, body: nn.Module, share: Tensor) -> None:
+        super().__init__()
+        self.body = body
+        self.register_buffer("share", share.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.share * self.body(x) + (1 - self.share) * x

@@ -1,0 +1,16 @@
+"""The two open functions of the library, ``lipschitz`` and ``export``, and the rules of torch's and plain modules."""
+
+from lipkit.protocol import plain_rules as plain_rules
+from lipkit.protocol import torch_rules as torch_rules
+from lipkit.protocol.registry import (
+    Shape,
+    export,
+    export_rule,
+    guard,
+    lipschitz,
+    lipschitz_rule,
+    output_shape,
+    rules,
+)
+
+__all__ = ["Shape", "export", "export_rule", "guard", "lipschitz", "lipschitz_rule", "output_shape", "rules"]

@@ -1,0 +1,217 @@
+"""``lipschitz`` and ``export``: open functions whose rules are registered by exact type.
+
+The contract of a constrained layer:
+
+1. All parameters exist, in their final shape, when ``__init__`` returns; the raw parameter is never called
+   ``weight``.
+2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
+   the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
+   error is inside the bound). The image size comes from the input.
+3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
+4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
+   raises.
+5. A class is abstract or final; variants are functions passed as options.
+
+A layer joins by two rules, one for each function. Nothing is ever assumed to be 1-Lipschitz: a module without a rule,
+and one whose forward pass is not the one its type names (hooks, an instance-level ``forward``, parametrizations),
+is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.plain import Network
+
+Shape = tuple[int, ...]
+# The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
+LipschitzRule = Callable[[Any, Shape | None], Tensor | float]
+ExportRule = Callable[[Any, Shape], nn.Module]
+Rule = TypeVar("Rule", LipschitzRule, ExportRule)
+
+_LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
+_EXPORT: dict[type[nn.Module], ExportRule] = {}
+
+
+def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
+    """Register ``rule(module, input_shape) -> number`` as the proved l2 Lipschitz bound of exactly these types.
+
+    >>> class Negate(nn.Module):
+    ...     def forward(self, x): return -x
+    >>> @lipschitz_rule(Negate)
+    ... def _(module, input_shape): return 1.0
+    >>> float(lipschitz(Negate()))
+    1.0
+    """
+    return _register(_LIPSCHITZ, types)
+
+
+def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
+    """Register ``rule(module, input_shape) -> plain module`` as the export of exactly these types."""
+    return _register(_EXPORT, types)
+
+
+def _register(table: dict[type[nn.Module], Rule], types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Rule]:
+    def put(rule: Rule) -> Rule:
+        for kind in types:
+            if kind in table:
+                raise NoRuleError(f"{_name(kind)} already has a rule; expected one rule for each type")
+            table[kind] = rule
+        return rule
+
+    return put
+
+
+def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
+    """Every type with a rule, and whether it has one for ``lipschitz`` and one for ``export``."""
+    return {kind: (kind in _LIPSCHITZ, kind in _EXPORT) for kind in {**_LIPSCHITZ, **_EXPORT}}
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def guard(module: nn.Module) -> None:
+    """Refuse a module whose forward pass may not be the one that its type names.
+
+    Raises:
+        NoRuleError: forward hooks or pre-hooks (of the module or global), methods replaced on the instance,
+            parametrizations.
+    """
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        raise NoRuleError(
+            f"{_name(kind)} has parametrizations on {sorted(module.parametrizations)}, "  # type: ignore[arg-type]
+            "expected none: use torch.nn.utils.parametrize.remove_parametrizations(..., leave_parametrized=True) "
+            "on a copy to bound the effective weight"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise NoRuleError(
+            f"{_name(kind)} has forward hooks or pre-hooks, which can change its output, expected none: remove them"
+        )
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise NoRuleError(
+            f"global forward hooks are installed, which can change the output of {_name(kind)}, expected none: "
+            "remove them"
+        )
+    for name in vars(module):
+        if callable(getattr(kind, name, None)):
+            raise NoRuleError(
+                f"{_name(kind)} has an instance-level {name!r} that hides the method of its class, expected none: "
+                "make it a subclass with its own rule"
+            )
+
+
+def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) -> Rule:
+    if not isinstance(module, nn.Module):
+        raise NoRuleError(f"{function}: expected an nn.Module, got {_name(type(module))}")
+    guard(module)
+    kind = type(module)
+    if kind in table:
+        return table[kind]
+    parents = [_name(base) for base in kind.__mro__[1:] if base in table]
+    why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
+    raise NoRuleError(
+        f"{function} has no rule for {_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
+        f"lipkit.protocol.{function}_rule, or replace the module by a layer that has one"
+    )
+
+
+def _checked(input_shape: Shape) -> Shape:
+    try:
+        shape = tuple(int(n) for n in input_shape)
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ShapeError(
+            f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
+        )
+    return shape
+
+
+def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
+    r"""Upper bound of the l2 Lipschitz constant of ``module``: what the mathematics promises.
+
+    .. math:: \|f(x) - f(y)\|_2 \le L \|x - y\|_2 \quad\text{for all } x, y
+
+    Args:
+        module: a module with a rule: lipkit's layers and models, and the ``torch.nn`` modules listed by
+            :func:`rules`. Containers are bounded through their children.
+        input_shape: shape of one input without the batch; some bounds need it, some get tighter.
+
+    Returns:
+        0-d float64, differentiable (a learnable gain has a gradient).
+
+    Guarantee:
+        Upper. For an exported network it is computed from the stored numbers in float64, rounding included, and
+        does not rely on the layer that made them.
+
+    Raises:
+        NoRuleError: no rule, a hook, an instance-level method, a parametrization, or a mode in which the module
+            has no Lipschitz constant (BatchNorm or Dropout in training), anywhere inside.
+        ShapeError: a wrong or missing ``input_shape``.
+
+    >>> float(lipschitz(nn.Sequential(nn.ReLU(), nn.LeakyReLU(0.1))))
+    1.0
+    """
+    rule = _rule(_LIPSCHITZ, module, "lipschitz")
+    bound = rule(module, None if input_shape is None else _checked(input_shape))
+    return torch.as_tensor(bound, dtype=torch.float64).reshape(())
+
+
+def export(module: nn.Module, input_shape: Shape) -> Network:
+    """The same function with constant weights, as a chain of plain modules in evaluation mode.
+
+    This is the trust boundary: evaluation, certificates, attacks and deployment work on the result, and its bound is
+    computed from its numbers.
+
+    Args:
+        module: a module with a rule.
+        input_shape: shape of one input without the batch. The result accepts no other.
+
+    Returns:
+        :class:`lipkit.plain.Network`: ``torch.nn`` modules and those of :mod:`lipkit.plain`, independent of
+        ``module``; nothing in it requires a gradient.
+
+    Raises:
+        NoRuleError: as :func:`lipschitz`.
+        ShapeError: the module does not accept ``input_shape``.
+
+    >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
+    Network(
+      input_shape=(2,)
+      (0): Linear(in_features=2, out_features=2, bias=True)
+    )
+    """
+    rule = _rule(_EXPORT, module, "export")
+    with torch.no_grad():
+        return Network([rule(module, _checked(input_shape))], _checked(input_shape))
+
+
+def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
+    """Shape of one output for one input of ``input_shape``, found by running a zero through ``module``.
+
+    Raises:
+        ShapeError: the module does not accept that shape.
+
+    >>> output_shape(nn.Flatten(), (3, 4, 4))
+    (48,)
+    """
+    floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    like = floating[0] if floating else torch.zeros(())
+    zero = torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device)
+    try:
+        with torch.no_grad():
+            return tuple(module(zero).shape[1:])
+    except ShapeError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ShapeError(f"{_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
