@@ -111,7 +111,7 @@ class Residual(nn.Module):
         OptionError: share outside (0, 1). ShapeError: the body changes the shape.
 
     >>> layer = Residual(nn.ReLU(), share=0.5)
-    >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), float(lipschitz(layer))
+    >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), lipschitz(layer).item()
     ([[-1.0, 2.0]], 1.0)
 
     References:

@@ -13,8 +13,8 @@ from lipkit.errors import ShapeError
 def _flatten(modules: Iterable[nn.Module]) -> list[nn.Module]:
     flat: list[nn.Module] = []
     for module in modules:
-        chain = isinstance(module, nn.Sequential) and type(module) in (nn.Sequential, Network)
-        flat.extend(_flatten(module) if chain else [module])
+        chain = type(module) in (nn.Sequential, Network)
+        flat.extend(_flatten(module.children()) if chain else [module])
     return [m for m in flat if type(m) is not nn.Identity]
 
 
