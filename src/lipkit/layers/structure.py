@@ -99,16 +99,17 @@ class Scale(nn.Module):
 
 
 class Residual(nn.Module):
-    r"""Convex skip connection: :math:`y = s f(x) + (1 - s) x` with a learnable :math:`s = \sigma(\alpha)`.
+    r"""Convex skip connection: :math:`y = s f(x) + (1 - s) g(x)` with a learnable :math:`s = \sigma(\alpha)`.
 
-    Its constant is :math:`s L_f + 1 - s`: 1 for a 1-Lipschitz body.
+    Its constant is :math:`s L_f + (1 - s) L_g`: 1 for a 1-Lipschitz body and shortcut.
 
     Args:
-        body: f, which keeps the shape of its input.
+        body: f.
         share: initial s, strictly between 0 and 1.
+        shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
 
     Raises:
-        OptionError: share outside (0, 1). ShapeError: the body changes the shape.
+        OptionError: share outside (0, 1). ShapeError: body and shortcut end in different shapes.
 
     >>> layer = Residual(nn.ReLU(), share=0.5)
     >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), lipschitz(layer).item()
@@ -118,12 +119,20 @@ class Residual(nn.Module):
         [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
     """
 
-    def __init__(self, body: nn.Module, share: float = 0.5, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        share: float = 0.5,
+        shortcut: nn.Module | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         super().__init__()
         check_dtype(dtype)
         if not 0 < share < 1:
             raise OptionError(f"share: expected a number strictly between 0 and 1, got {share}")
         self.body = body
+        self.shortcut = nn.Identity() if shortcut is None else shortcut
         self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))
 
     def share(self) -> Tensor:
@@ -131,11 +140,14 @@ class Residual(nn.Module):
         return torch.sigmoid(self.alpha)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x)
-        if y.shape != x.shape:
-            raise ShapeError(f"Residual: expected a body that keeps the shape {tuple(x.shape)}, got {tuple(y.shape)}")
+        y, kept = self.body(x), self.shortcut(x)
+        if y.shape != kept.shape:
+            raise ShapeError(
+                f"Residual: expected a body that ends in the shape of its shortcut {tuple(kept.shape)}, "
+                f"got {tuple(y.shape)}"
+            )
         s = self.share()
-        return s * y + (1 - s) * x
+        return s * y + (1 - s) * kept
 
 
 class ScaledAvgPool2d(nn.Module):
@@ -181,7 +193,8 @@ def _scale(module: Scale, input_shape: Shape | None) -> Tensor:
 @lipschitz_rule(Residual)
 def _residual(module: Residual, input_shape: Shape | None) -> Tensor:
     share = module.share().to(torch.float64)
-    return 1 + share * (lipschitz(module.body, input_shape) - 1)
+    body, shortcut = (lipschitz(branch, input_shape) for branch in (module.body, module.shortcut))
+    return shortcut + share * (body - shortcut)
 
 
 @lipschitz_rule(ScaledAvgPool2d)
@@ -205,10 +218,8 @@ def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
 
 @export_rule(Residual)
 def _export_residual(module: Residual, input_shape: Shape) -> nn.Module:
-    reached = output_shape(module.body, input_shape)
-    if reached != input_shape:
-        raise ShapeError(f"Residual: expected a body that keeps the shape {input_shape}, got {reached}")
-    return ConvexResidual(export(module.body, input_shape), module.share())
+    output_shape(module, input_shape)
+    return ConvexResidual(export(module.body, input_shape), module.share(), export(module.shortcut, input_shape))
 
 
 @export_rule(ScaledAvgPool2d)

@@ -10,9 +10,18 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.models.kwlarge import kwlarge
+from lipkit.models.lipconvnet import lipconvnet
+from lipkit.models.resnet9 import resnet9
 from lipkit.models.small import small
+from lipkit.models.wide_resnet import wide_resnet
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"kwlarge": kwlarge, "small": small}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "kwlarge": kwlarge,
+    "lipconvnet": lipconvnet,
+    "resnet9": resnet9,
+    "small": small,
+    "wide_resnet": wide_resnet,
+}
 
 
 def build(name: str, **options: Any) -> nn.Module:
@@ -33,4 +42,4 @@ def build(name: str, **options: Any) -> nn.Module:
         raise OptionError(f"model {name}: {error}") from None
 
 
-__all__ = ["MODELS", "build", "kwlarge", "small"]
+__all__ = ["MODELS", "build", "kwlarge", "lipconvnet", "resnet9", "small", "wide_resnet"]

@@ -39,7 +39,7 @@ class Affine(nn.Module):
 
 
 class ConvexResidual(nn.Module):
-    """``y = s f(x) + (1 - s) x`` with a constant share s in [0, 1].
+    """``y = s f(x) + (1 - s) g(x)`` with a constant share s in [0, 1]; the shortcut g is the identity by default.
 
     >>> import torch
     >>> ConvexResidual(nn.Identity(), torch.tensor(0.25))(torch.ones(1, 2)).tolist()
@@ -48,10 +48,11 @@ class ConvexResidual(nn.Module):
 
     share: Tensor
 
-    def __init__(self, body: nn.Module, share: Tensor) -> None:
+    def __init__(self, body: nn.Module, share: Tensor, shortcut: nn.Module | None = None) -> None:
         super().__init__()
         self.body = body
+        self.shortcut = nn.Identity() if shortcut is None else shortcut
         self.register_buffer("share", share.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.share * self.body(x) + (1 - self.share) * x
+        return self.share * self.body(x) + (1 - self.share) * self.shortcut(x)

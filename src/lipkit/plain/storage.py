@@ -42,6 +42,8 @@ ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("in_features", "out_features"),
     nn.Conv1d: _CONV,
     nn.Conv2d: _CONV,
+    nn.Identity: (),
+    nn.ZeroPad2d: ("padding",),
     nn.Flatten: ("start_dim", "end_dim"),
     nn.Unflatten: ("dim", "unflattened_size"),
     nn.PixelUnshuffle: ("downscale_factor",),
@@ -95,7 +97,11 @@ def describe(module: nn.Module) -> dict[str, Any]:
     if kind is Affine:
         return {"type": "Affine", "channels": len(module.scale)}  # type: ignore[arg-type]
     if kind is ConvexResidual:
-        return {"type": "ConvexResidual", "body": describe(module.body)}  # type: ignore[arg-type]
+        return {
+            "type": "ConvexResidual",
+            "body": describe(module.body),  # type: ignore[arg-type]
+            "shortcut": describe(module.shortcut),  # type: ignore[arg-type]
+        }
     if kind not in ARGUMENTS:
         raise OptionError(
             f"expected a plain module ({', '.join(sorted(_BY_NAME))}), got {kind.__module__}.{kind.__qualname__}; "
@@ -127,7 +133,7 @@ def build(config: Any) -> nn.Module:
         if name == "Affine":
             return Affine(torch.zeros(arguments["channels"]), torch.zeros(arguments["channels"]))
         if name == "ConvexResidual":
-            return ConvexResidual(build(arguments["body"]), torch.zeros(()))
+            return ConvexResidual(build(arguments["body"]), torch.zeros(()), build(arguments["shortcut"]))
         allowed = set(ARGUMENTS[_BY_NAME[name]]) | ({"bias"} if _BY_NAME[name] in _WITH_BIAS else set())
         if set(arguments) != allowed:
             raise DataError(f"{name}: expected the arguments {sorted(allowed)}, got {sorted(arguments)}")

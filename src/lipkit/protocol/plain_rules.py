@@ -28,7 +28,8 @@ def _affine(module: Affine, input_shape: Shape | None) -> Tensor:
 def _convex_residual(module: ConvexResidual, input_shape: Shape | None) -> Tensor:
     share = to_double(module.share)
     # As stored and evaluated the two weights are `share` and `1 - share`; negative ones count by absolute value.
-    return up(share.abs() * lipschitz(module.body, input_shape) + (1 - share).abs(), 3)
+    body, shortcut = (lipschitz(branch, input_shape) for branch in (module.body, module.shortcut))
+    return up(share.abs() * body + (1 - share).abs() * shortcut, 4)
 
 
 def transform_norm(matrices: list[Tensor]) -> float:
@@ -63,4 +64,4 @@ def _already_plain(module: nn.Module, input_shape: Shape) -> nn.Module:
 @export_rule(ConvexResidual)
 def _export_residual(module: ConvexResidual, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    return ConvexResidual(export(module.body, input_shape), module.share)
+    return ConvexResidual(export(module.body, input_shape), module.share, export(module.shortcut, input_shape))

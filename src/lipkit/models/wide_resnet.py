@@ -1,0 +1,94 @@
+"""Wide residual networks, 1-Lipschitz: convex skips, norm-1 pooling, one more linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d, families
+from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.protocol import Shape
+
+
+def wide_resnet(
+    depth: int = 10,
+    widen: int = 10,
+    layer: str = "cayley",
+    *,
+    kernel_size: int = 3,
+    input_shape: Shape = (3, 32, 32),
+    classes: int = 10,
+    lipschitz: float = 1.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **options: Any,
+) -> nn.Sequential:
+    """WRN-depth-widen: 16 channels, then three groups of (depth - 4) / 6 blocks with 16, 32, 64 times ``widen``.
+
+    Each block is MaxMin, conv, MaxMin, conv under a convex skip; where the shape changes, the skip is a 1 x 1 layer of
+    the same family. Strided layers act after invertible downsampling with half the kernel, rounded down. The last
+    pooling is half of the usual one (4 instead of 8 at 32 x 32), followed by one more linear layer.
+
+    Args:
+        depth: 6 n + 4.
+        widen: widening factor.
+        layer: acronym of the family (``lipkit list layers``).
+        kernel_size: of the layers of stride 1.
+        input_shape: (C, H, W) with H and W multiples of 16.
+        classes: number of outputs.
+        lipschitz: target constant of the network behind the normalisation.
+        mean, std: input normalisation, part of the network.
+        options: options of the family's convolution.
+
+    Raises:
+        OptionError: depth is not 6 n + 4 with n >= 1, or widen is below 1.
+
+    >>> from lipkit.protocol import lipschitz
+    >>> lipschitz(wide_resnet(10, 1, input_shape=(3, 16, 16))).item()
+    1.0
+
+    References:
+        [Cayley] section 6.1 (WideResNet10-10); Zagoruyko & Komodakis, BMVC 2016.
+    """
+    family = families.get(layer)
+    channels, height, breadth = check_image(input_shape, 16, "wide_resnet")
+    check_classes(classes)
+    if depth < 10 or depth % 6 != 4:
+        raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, ...), got {depth}")
+    if widen < 1:
+        raise OptionError(f"widen: expected at least 1, got {widen}")
+    half = max(1, kernel_size // 2)
+
+    def block(cin: int, cout: int, stride: int) -> nn.Module:
+        first = half if stride > 1 else kernel_size
+        body = nn.Sequential(
+            MaxMin(),
+            family.conv(cin, cout, first, stride=stride, **options),
+            MaxMin(),
+            family.conv(cout, cout, kernel_size, **options),
+        )
+        same = cin == cout and stride == 1
+        return Residual(body, shortcut=None if same else family.conv(cin, cout, 1, stride=stride, **options))
+
+    layers: list[nn.Module] = [family.conv(channels, 16, kernel_size, **options)]
+    current = 16
+    for group, stride in enumerate((1, 2, 2)):
+        target = 16 * widen * 2**group
+        for i in range((depth - 4) // 6):
+            layers.append(block(current, target, stride if i == 0 else 1))
+            current = target
+    pool_h, pool_w = height // 8, breadth // 8
+    if pool_h != pool_w:
+        raise OptionError(f"input_shape: expected a square image for the last pooling, got {height} x {breadth}")
+    layers += [
+        MaxMin(),
+        ScaledAvgPool2d(pool_h),
+        nn.Flatten(),
+        family.linear(current * 4, current),
+        MaxMin(),
+        family.linear(current, classes),
+    ]
+    return bounded(layers, lipschitz, mean, std)
