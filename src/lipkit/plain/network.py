@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +10,17 @@ from torch import Tensor, nn
 from lipkit.errors import ShapeError
 
 
-def _flatten(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    flat: list[nn.Module] = []
+def _flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | None]]:
+    """The chain without nesting and identities; each module with its multiplier, if it has one."""
+    flat: list[tuple[nn.Module, Tensor | None]] = []
     for module in modules:
-        chain = type(module) in (nn.Sequential, Network)
-        flat.extend(_flatten(module.children()) if chain else [module])
-    return [m for m in flat if type(m) is not nn.Identity]
+        if isinstance(module, Network):
+            flat.extend((child, module.multiplier(i)) for i, child in enumerate(module))
+        elif type(module) is nn.Sequential:
+            flat.extend(_flatten(module))
+        elif type(module) is not nn.Identity:
+            flat.append((module, None))
+    return flat
 
 
 class Network(nn.Sequential):
@@ -27,6 +32,9 @@ class Network(nn.Sequential):
     Args:
         modules: plain modules, applied in order.
         input_shape: shape of one input, without the batch; another one raises ``ShapeError``.
+        multipliers: for activations between linear layers, by index in the flat chain: positive diagonals ``(n,)`` of
+            the LMI (``lipkit.bounds.lmi``) that bounds the whole run of linear layers. They travel with the network
+            and are a claim that is checked, never trusted.
 
     >>> import torch
     >>> net = Network([nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Identity())], (1, 2, 2))
@@ -34,11 +42,33 @@ class Network(nn.Sequential):
     (2, torch.Size([3, 4]))
     """
 
-    def __init__(self, modules: Iterable[nn.Module], input_shape: tuple[int, ...]) -> None:
-        super().__init__(*_flatten(modules))
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        input_shape: tuple[int, ...],
+        multipliers: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        flat = _flatten(modules)
+        super().__init__(*(module for module, _ in flat))
         self.input_shape = tuple(int(n) for n in input_shape)
+        given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})
+        for i, values in sorted(given.items()):
+            if not 0 <= i < len(flat) or values.ndim != 1:
+                raise ShapeError(
+                    f"multiplier {i}: expected shape (n,) at an index below {len(flat)}, got {tuple(values.shape)}"
+                )
+            self.register_buffer(f"multiplier{i}", values.detach().clone())
         self.requires_grad_(False)
         self.eval()
+
+    def multiplier(self, index: int) -> Tensor | None:
+        """The multiplier of the module at ``index``, if it has one."""
+        return self._buffers.get(f"multiplier{index}")
+
+    def multipliers(self) -> dict[int, Tensor]:
+        """Every multiplier, by index in the chain."""
+        found = {i: self.multiplier(i) for i in range(len(self))}
+        return {i: m for i, m in found.items() if m is not None}
 
     def __getitem__(self, index: slice | int) -> Any:
         # A part of the chain has another input shape: it is an ordinary Sequential.

@@ -92,8 +92,11 @@ def describe(module: nn.Module) -> dict[str, Any]:
     kind = type(module)
     if kind in (Network, nn.Sequential):
         modules = [describe(child) for child in module.children()]
-        shape = {"input_shape": list(module.input_shape)} if isinstance(module, Network) else {}
-        return {"type": kind.__name__, **shape, "modules": modules}
+        config: dict[str, Any] = {"type": kind.__name__, "modules": modules}
+        if isinstance(module, Network):
+            config["input_shape"] = list(module.input_shape)
+            config["multipliers"] = {str(i): len(m) for i, m in module.multipliers().items()}
+        return config
     if kind is Affine:
         return {"type": "Affine", "channels": len(module.scale)}  # type: ignore[arg-type]
     if kind is ConvexResidual:
@@ -129,7 +132,10 @@ def build(config: Any) -> nn.Module:
     try:
         if name in ("Network", "Sequential"):
             modules = [build(child) for child in arguments["modules"]]
-            return nn.Sequential(*modules) if name == "Sequential" else Network(modules, arguments["input_shape"])
+            if name == "Sequential":
+                return nn.Sequential(*modules)
+            multipliers = {int(i): torch.zeros(int(n)) for i, n in arguments["multipliers"].items()}
+            return Network(modules, arguments["input_shape"], multipliers)
         if name == "Affine":
             return Affine(torch.zeros(arguments["channels"]), torch.zeros(arguments["channels"]))
         if name == "ConvexResidual":
@@ -140,7 +146,7 @@ def build(config: Any) -> nn.Module:
         return _BY_NAME[name](**arguments)
     except KeyError as error:
         raise DataError(f"network configuration: unknown or missing {error} in {str(config)[:80]!r}") from None
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"network configuration: {name} cannot be built: {error}") from None

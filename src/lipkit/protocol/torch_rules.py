@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import circular, spectral_norm, symbol_sup
+from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.rounding import to_double, up
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.plain import Affine, Network
 from lipkit.protocol.pooling import average_norm, average_norm_any_size, max_pool_constant
 from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.protocol.slopes import slope_runs
 
 # Largest slope of each activation whose slope is a constant of nature, rounded up in the last digit given.
 # GELU: at x = sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by bisection of the
@@ -167,14 +169,31 @@ def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) 
     return math.nextafter(1 / math.sqrt(math.prod(input_shape[-2:])), math.inf)
 
 
-@lipschitz_rule(nn.Sequential, Network)
+@lipschitz_rule(nn.Sequential)
 def _sequential(module: nn.Sequential, input_shape: Shape | None) -> Tensor:
-    if isinstance(module, Network):
-        if input_shape not in (None, module.input_shape):
-            raise ShapeError(f"network exported for inputs of shape {module.input_shape}, got {input_shape}")
-        input_shape = module.input_shape
-    product = torch.ones((), dtype=torch.float64)
+    return _product(list(module), input_shape)
+
+
+@lipschitz_rule(Network)
+def _network(module: Network, input_shape: Shape | None) -> Tensor:
+    if input_shape not in (None, module.input_shape):
+        raise ShapeError(f"network exported for inputs of shape {module.input_shape}, got {input_shape}")
+    gains = {run.start: (run, gain_bound(run.weights, run.multipliers)) for run in slope_runs(module)}
+    product, shape, position = torch.ones((), dtype=torch.float64), module.input_shape, 0
     children = list(module)
+    while position < len(children):
+        run, gain = gains.get(position, (None, math.inf))
+        part = children[position : run.stop if run else position + 1]
+        factor = _product(part, shape).clamp_max(gain)
+        product = product * factor if float(factor) in (0.0, 1.0) else up(product * factor, 1)
+        for child in part:
+            shape = output_shape(child, shape)
+        position += len(part)
+    return product
+
+
+def _product(children: list[nn.Module], input_shape: Shape | None) -> Tensor:
+    product = torch.ones((), dtype=torch.float64)
     for i, child in enumerate(children):
         factor = lipschitz(child, input_shape)
         product = up(product * factor, 1) if float(factor.detach()) not in (0.0, 1.0) else product * factor

@@ -1,0 +1,163 @@
+r"""The block-tridiagonal LMI of a feed-forward network: a proof that its gain is at most gamma.
+
+For :math:`h_{k+1} = \sigma(W_k h_k + b_k)`, k < L, :math:`y = W_L h_L + b_L`, with slopes of :math:`\sigma` in [0, 1]
+and positive diagonal multipliers :math:`\Lambda_k`, the network is gamma-Lipschitz if
+
+.. math:: H = \begin{pmatrix} \gamma I & -W_0^\top \Lambda_0 \\ -\Lambda_0 W_0 & 2\Lambda_0 & \ddots \\
+          & \ddots & 2\Lambda_{L-1} & -W_L^\top \\ & & -W_L & \gamma I \end{pmatrix} \succeq 0 .
+
+Source: Fazlyab et al., NeurIPS 2019 (LipSDP-neuron); [LBDN] section 2 and Appendix for this form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.rounding import UNIT, gamma, to_double
+from lipkit.errors import OptionError, ShapeError
+
+
+def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
+    r"""Whether a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
+
+    Runs Cholesky on :math:`H - cI` with :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
+    every symmetric matrix within spectral distance ``error`` of ``h`` is positive semidefinite.
+
+    Args:
+        h: ``(n, n)``, float64, symmetric.
+        error: bound of the spectral norm of ``h`` minus the matrix that it stands for.
+
+    Returns:
+        True is a proof; False says nothing.
+
+    >>> is_positive_semidefinite(torch.eye(3, dtype=torch.float64)), is_positive_semidefinite(-torch.eye(3).double())
+    (True, False)
+
+    References:
+        Rump, BIT Numerical Mathematics 46 (2006), theorem 2.3.
+    """
+    if not bool(torch.isfinite(h).all()):
+        return False
+    n = h.shape[0]
+    diagonal = h.diagonal()
+    g = gamma(2 * (n + 2))
+    shift = (g / (1 - g)) * float(diagonal.clamp_min(0).sum()) * (1 + gamma(n)) + error
+    shifted = h - shift * (1 + 8 * UNIT) * torch.eye(n, dtype=h.dtype, device=h.device)
+    # The subtraction itself rounds the diagonal by at most u times its size.
+    shifted = shifted - 2 * UNIT * torch.diag(diagonal.abs() + shift)
+    return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
+
+
+def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    if not weights or len(multipliers) != len(weights) - 1:
+        raise ShapeError(
+            f"expected L multipliers for L + 1 >= 1 weights, got {len(multipliers)} for {len(weights)} weights"
+        )
+    for k, (a, b) in enumerate(pairwise(weights)):
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ShapeError(f"weights {k} and {k + 1} do not chain: shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    for k, m in enumerate(multipliers):
+        if tuple(m.shape) != (weights[k].shape[0],):
+            raise ShapeError(f"multiplier {k}: expected shape ({weights[k].shape[0]},), got {tuple(m.shape)}")
+        if not bool((torch.isfinite(m) & (m > 0)).all()):
+            raise OptionError(f"multiplier {k}: expected positive finite entries, got a minimum of {float(m.min())}")
+    return [to_double(w.detach()) for w in weights], [to_double(m.detach()) for m in multipliers]
+
+
+def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> Tensor:
+    """H of the module docstring, dense, float64.
+
+    Args:
+        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``.
+        multipliers: diagonals of Lambda_0 .. Lambda_{L-1}, each ``(n_{k+1},)``.
+        gain: gamma.
+
+    >>> lmi_matrix([torch.eye(1)], [], 2.0).tolist()
+    [[2.0, -1.0], [-1.0, 2.0]]
+    """
+    weights, multipliers = _checked(weights, multipliers)
+    sizes = [weights[0].shape[1], *(w.shape[0] for w in weights)]
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    h = torch.zeros(starts[-1], starts[-1], dtype=torch.float64, device=weights[0].device)
+    diagonal = torch.full((starts[-1],), float(gain), dtype=torch.float64, device=h.device)
+    for k, w in enumerate(weights):
+        block = w if k == len(multipliers) else multipliers[k][:, None] * w
+        rows, cols = slice(starts[k + 1], starts[k + 2]), slice(starts[k], starts[k + 1])
+        h[rows, cols], h[cols, rows] = -block, -block.mT
+        if k < len(multipliers):
+            diagonal[rows] = 2 * multipliers[k]
+    h.diagonal().copy_(diagonal)
+    return h
+
+
+def proves_gain(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> bool:
+    """Whether ``H >= 0`` is proved in floating point for these weights, multipliers and ``gain``.
+
+    Guarantee:
+        True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is
+        ``gain``-Lipschitz in l2, in exact arithmetic. False says nothing.
+
+    Cost:
+        One Cholesky factorisation of the total width.
+
+    >>> proves_gain([0.9 * torch.eye(2)], [], 1.0), proves_gain([1.1 * torch.eye(2)], [], 1.0)
+    (True, False)
+    """
+    if not (math.isfinite(gain) and gain > 0):
+        return False
+    h = lmi_matrix(weights, multipliers, gain)
+    # Congruence by powers of two is exact (barring underflow) and makes the diagonal nearly constant, so that the
+    # allowance, which is relative to the trace, is small against every block.
+    _, exponent = torch.frexp(h.diagonal())
+    half = -torch.div(exponent, 2, rounding_mode="floor")
+    one = torch.ones((), dtype=torch.float64, device=h.device)
+    scale = torch.ldexp(one.expand_as(half), half)
+    h = scale[:, None] * h * scale[None, :]
+    # Each off-diagonal entry carries one rounding (Lambda W), possibly a subnormal one.
+    error = 2 * UNIT * float(torch.linalg.matrix_norm(h)) * (1 + gamma(h.shape[0] ** 2 + 4)) + 1e-290
+    return is_positive_semidefinite(h, error)
+
+
+def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
+    r"""Smallest gain that these multipliers are found to prove; ``inf`` if they prove none.
+
+    With M the middle blocks of H and C their coupling to the ends, :math:`H \succeq 0` iff :math:`M \succeq 0` and
+    :math:`\gamma I \succeq C M^+ C^\top`: an eigenvalue proposes gamma, then :func:`proves_gain` decides.
+
+    Guarantee:
+        Upper bound, proved in floating point.
+
+    >>> 1.0 <= gain_bound([torch.eye(2), torch.eye(2)], [torch.ones(2)]) < 1.0 + 1e-9
+    True
+    """
+    weights, multipliers = _checked(weights, multipliers)
+    if not all(bool(torch.isfinite(w).all()) for w in weights):
+        return math.inf
+    n0, n_out = weights[0].shape[1], weights[-1].shape[0]
+    h = lmi_matrix(weights, multipliers, 0.0)
+    inner = slice(n0, h.shape[0] - n_out)
+    ends = torch.cat((torch.arange(n0), torch.arange(h.shape[0] - n_out, h.shape[0]))).to(h.device)
+    if multipliers:
+        middle = h[inner, inner]
+        scale = middle.diagonal().rsqrt()
+        unit = scale[:, None] * middle * scale[None, :]
+        values, vectors = torch.linalg.eigh(unit)
+        # Directions on which M vanishes carry no coupling when H >= 0 is feasible: the pseudo-inverse drops them.
+        keep = values > 1e-11
+        half = (vectors[:, keep] * values[keep].rsqrt()) * scale[:, None]
+        coupling = h[ends][:, inner] @ half
+        guess = float(torch.linalg.eigvalsh(coupling @ coupling.mT)[-1])
+    else:
+        guess = float(torch.linalg.matrix_norm(weights[0], 2))
+    if guess <= 0:
+        guess = 1e-300
+    for slack in (1e-13, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0):
+        candidate = guess * (1 + slack)
+        if proves_gain(weights, multipliers, candidate):
+            return candidate
+    return math.inf

@@ -1,0 +1,22 @@
+"""Data sets: whole, in memory, checked when they are read.
+
+Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model.
+"""
+
+from lipkit.data.augment import random_crop, random_flip
+from lipkit.data.convert import as_data, as_split
+from lipkit.data.registry import DATASETS, Entry, data_root, load
+from lipkit.data.split import Data, Split
+
+__all__ = [
+    "DATASETS",
+    "Data",
+    "Entry",
+    "Split",
+    "as_data",
+    "as_split",
+    "data_root",
+    "load",
+    "random_crop",
+    "random_flip",
+]

@@ -1,0 +1,75 @@
+"""A data set in one .npz file."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from lipkit.data.convert import as_data, as_split
+from lipkit.data.reading import check_claim, file_size, reading
+from lipkit.data.split import Data
+from lipkit.errors import DataError
+
+NAMES = ("x_train", "y_train", "x_test", "y_test")
+
+
+def load_npz(path: Path) -> Data:
+    """Load a .npz file with the arrays `x_train`, `y_train`, `x_test`, `y_test`.
+
+    Integer `y` of shape (N,) is classification, with an optional array `classes` of names; floating-point
+    `y` of shape (N,) or (N, d) is regression. Images are channels first, uint8 or floating point in [0, 1];
+    uint8 of shape (N, H, W) gets a channel axis.
+
+    Args:
+        path: the file. No pickled array in it is read.
+
+    Raises:
+        DataError: if an array is missing, is not of that form, or claims a size that the file cannot hold.
+    """
+    file_size(path, "write one with numpy.savez_compressed(path, x_train=, y_train=, x_test=, y_test=)")
+    with reading(path), zipfile.ZipFile(path) as archive:
+        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        if missing := [name for name in NAMES if name not in members]:
+            raise DataError(f"{path}: expected the arrays {', '.join(NAMES)}, got none named {', '.join(missing)}")
+        wanted = [*NAMES, "classes"] if "classes" in members else [*NAMES]
+        arrays = {name: _read(path, archive, members[name]) for name in wanted}
+    classes = arrays.get("classes", np.empty(0, "U1"))
+    if classes.dtype.kind != "U" or classes.ndim != 1:
+        raise DataError(f"{path}: expected classes as a list of strings, got {classes.dtype} of shape {classes.shape}")
+    train, test = (as_split((arrays[f"x_{p}"], arrays[f"y_{p}"]), f"{path}: {p}") for p in ("train", "test"))
+    return as_data(f"npz:{path}", train, test, [str(name) for name in classes])
+
+
+def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    """Read one array, after comparing the size in its header with the archive's and the file's."""
+    where = path / info.filename
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DataError(f"{where}: expected a stored or deflated array, got zip method {info.compress_type}")
+    deflated = info.compress_type == zipfile.ZIP_DEFLATED
+    check_claim(where, info.file_size, info.compress_size, compressed=deflated)
+    check_claim(where, info.compress_size, path.stat().st_size, compressed=False)
+    try:
+        with archive.open(info) as stream:
+            shape, dtype = _header(stream)
+            claimed, held = math.prod(shape) * dtype.itemsize, info.file_size - stream.tell()
+            if dtype.kind not in "biufU" or dtype.itemsize == 0:
+                raise ValueError(f"dtype {dtype}")
+            if claimed != held:
+                raise ValueError(f"a header that claims {claimed} bytes before {held} bytes of data")
+        with archive.open(info) as stream:
+            return np.lib.format.read_array(stream, allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python source and lets the parser's errors through
+        raise DataError(f"{where}: expected a complete array of numbers in .npy format, got {error}") from error
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of the format")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    return shape, dtype

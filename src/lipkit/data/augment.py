@@ -1,0 +1,78 @@
+"""Augmentation of a batch of images: pure functions, on the device the images are on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional
+
+from lipkit.errors import OptionError, ShapeError
+
+
+def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
+    r"""Shift each image by its own random offset, zeros coming in from the border.
+
+    The image is padded by `padding` zeros on each side and an H x W window is cut out of it:
+
+    .. math:: z_{n,c,i,j} = \mathrm{pad}(x)_{n,c,\,i + a_n,\,j + b_n}, \quad
+        a_n, b_n \sim U\{0, \dots, 2\,\mathrm{padding}\}
+
+    Args:
+        x: images of shape (N, C, H, W), any dtype.
+        padding: p >= 0, in pixels.
+        generator: the only source of randomness. A CPU generator gives the same offsets for `x` on any
+            device.
+
+    Returns:
+        a new tensor of the shape, dtype and device of `x`.
+
+    Raises:
+        ShapeError: if `x` is not of shape (N, C, H, W).
+        OptionError: if `padding` is not an integer >= 0.
+
+    Example:
+        >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
+        >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
+        torch.Size([1, 1, 2, 2])
+
+    References:
+        He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
+    """
+    _check_images(x)
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        raise OptionError(f"expected padding as an integer >= 0, got {padding!r}")
+    n, _, height, width = x.shape
+    # Drawn where the generator lives, then moved: two numbers per image.
+    offset = torch.randint(2 * padding + 1, (2, n), generator=generator, device=generator.device).to(x.device)
+    padded = functional.pad(x, (padding,) * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 2p + 1, 2p + 1, H, W)
+    return windows[torch.arange(n, device=x.device), :, offset[0], offset[1]]
+
+
+def random_flip(x: Tensor, generator: Generator) -> Tensor:
+    """Mirror each image left to right with probability 1/2.
+
+    Args:
+        x: images of shape (N, C, H, W), any dtype.
+        generator: the only source of randomness. A CPU generator gives the same choices for `x` on any
+            device.
+
+    Returns:
+        a new tensor of the shape, dtype and device of `x`.
+
+    Raises:
+        ShapeError: if `x` is not of shape (N, C, H, W).
+
+    Example:
+        >>> x = torch.arange(3.0).reshape(1, 1, 1, 3).repeat(4, 1, 1, 1)
+        >>> random_flip(x, torch.Generator().manual_seed(1))[:, 0, 0, 0].unique()
+        tensor([0., 2.])
+    """
+    _check_images(x)
+    chosen = torch.randint(2, (len(x),), generator=generator, device=generator.device).to(x.device).bool()
+    return torch.where(chosen[:, None, None, None], x.flip(-1), x)
+
+
+def _check_images(x: Tensor) -> None:
+    if x.ndim != 4:
+        raise ShapeError(f"expected images of shape (N, C, H, W), got {tuple(x.shape)}")

@@ -1,0 +1,74 @@
+"""The 8 x 8 handwritten digits that come with scikit-learn: real data that needs no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lipkit.data.split import Data, Split, fixed_permutation
+from lipkit.errors import DataError
+
+CLASSES = tuple("0123456789")
+INPUT_SHAPE = (1, 8, 8)
+SOURCE = 'comes with scikit-learn: pip install "lipkit[train]"'
+SPLIT_SEED = 0
+
+
+def load_digits(root: Path | None = None) -> Data:
+    """Load the digits: 1438 training and 359 test images of shape (1, 8, 8), float32 in {0, 1/16, ..., 1}.
+
+    The split is stratified 80/20 with a fixed seed, and made here, so it does not depend on the version of
+    scikit-learn: see `stratified_split`.
+
+    Args:
+        root: not used; the data lies inside scikit-learn.
+
+    Raises:
+        DataError: if scikit-learn is not installed.
+
+    Example:
+        >>> data = load_digits()
+        >>> len(data.train), len(data.test), data.input_shape
+        (1438, 359, (1, 8, 8))
+
+    References:
+        Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998
+        (its test part).
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise DataError(f"expected scikit-learn for the data set digits, got none; {SOURCE}") from error
+    bunch = datasets.load_digits()
+    # The pixels are counts 0..16; k/16 is exact in float32.
+    x = torch.from_numpy(np.asarray(bunch.images, dtype=np.float32) / 16)[:, None]
+    labels = np.asarray(bunch.target, dtype=np.int64)
+    y = torch.from_numpy(labels)
+    train, test = (torch.from_numpy(index) for index in stratified_split(labels, 0.2, SPLIT_SEED))
+    return Data("digits", Split(x[train], y[train]), Split(x[test], y[test]), CLASSES)
+
+
+def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split 0..N-1 so that each class gives `test_share` of its samples, rounded, to the test part.
+
+    Args:
+        labels: integer labels of shape (N,).
+        test_share: between 0 and 1.
+        seed: of the permutation that chooses the test samples.
+
+    Returns:
+        (train, test): ascending, disjoint indices that cover 0..N-1.
+
+    Example:
+        >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
+        >>> len(train), len(test[test < 10]), len(test[test >= 10])
+        (12, 2, 1)
+    """
+    order = fixed_permutation(len(labels), seed)
+    held_out = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = order[labels[order] == label]
+        held_out[members[: round(test_share * len(members))]] = True
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

@@ -1,0 +1,179 @@
+"""What a data set is: two splits of tensors, checked once when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipkit.errors import DataError, OptionError, ShapeError
+
+SUBSET_SEED = 20240
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Samples and their targets, whole, in memory.
+
+    Args:
+        x: inputs of shape (N, *shape): uint8 images 0..255, or floating point (images in [0, 1]).
+        y: int64 labels of shape (N,), or floating-point targets of shape (N, d) for regression.
+
+    Raises:
+        DataError: if a shape or dtype is not one of these, the lengths differ, there is no sample,
+            a label is negative, or a value is not finite.
+
+    Example:
+        >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
+        >>> split.batch(torch.tensor([1, 2]))
+        (tensor([[0.2000],
+                [1.0000]]), tensor([1, 1]))
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        x, y = self.x, self.y
+        if x.ndim < 2 or not (x.dtype == torch.uint8 or x.is_floating_point()):
+            raise DataError(
+                f"expected x of shape (N, *shape), uint8 or floating point, got {_describe(x)} "
+                "(integers wider than uint8 have no defined range: divide them to [0, 1] first)"
+            )
+        if not (y.dtype == torch.int64 and y.ndim == 1) and not (y.is_floating_point() and y.ndim == 2):
+            raise DataError(
+                f"expected y as int64 labels of shape (N,) or floating-point targets of shape (N, d), "
+                f"got {_describe(y)}"
+            )
+        if len(x) != len(y) or len(x) == 0:
+            raise DataError(
+                f"expected at least one sample, each with one target, got {len(x)} samples and {len(y)} targets"
+            )
+        for name, values in (("x", x), ("y", y)):
+            if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+                raise DataError(f"expected finite values in {name}, got NaN or infinity")
+        if not y.is_floating_point() and int(y.min()) < 0:
+            raise DataError(f"expected labels >= 0, got {int(y.min())}")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, index: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return the samples at `index` as (x, y), x in float32: uint8 is divided by 255, float stays."""
+        x, y = self.x[index], self.y[index]
+        x = x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32)
+        return x, y
+
+    def take(self, limit: int) -> Split:
+        """Return a random subset of at most `limit` samples.
+
+        The subset is drawn with a fixed seed: the same call gives the same samples on every machine, in the
+        order of the original, and a smaller limit gives a subset of a larger one's.
+
+        Raises:
+            OptionError: if `limit` is not a positive integer.
+        """
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise OptionError(f"expected limit as an integer >= 1, got {limit!r}")
+        if limit >= len(self):
+            return self
+        index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))
+        return Split(self.x[index], self.y[index])
+
+    def to(self, device: torch.device | str) -> Split:
+        """Return the split with both tensors on `device`."""
+        return Split(self.x.to(device), self.y.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A data set: a training split, a test split and the names of the classes.
+
+    Args:
+        name: the name it was loaded by.
+        train: samples to train on.
+        test: held-out samples, of the same shape and dtype.
+        classes: the name of each class, in label order; empty for regression.
+
+    Raises:
+        ShapeError: if the splits differ in the shape of a sample or of a target.
+        DataError: if the splits differ in dtype, a label has no class name, or floating-point images of shape
+            (C, H, W) leave [0, 1] (normalisation is a layer of the model, so that radii are in pixel units).
+    """
+
+    name: str
+    train: Split
+    test: Split
+    classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        train, test = self.train, self.test
+        if train.x.shape[1:] != test.x.shape[1:] or train.y.shape[1:] != test.y.shape[1:]:
+            raise ShapeError(
+                f"{self.name}: expected training and test samples of one shape, got inputs "
+                f"{tuple(train.x.shape[1:])} and {tuple(test.x.shape[1:])}, targets "
+                f"{tuple(train.y.shape[1:])} and {tuple(test.y.shape[1:])}"
+            )
+        if train.x.dtype != test.x.dtype or train.y.dtype != test.y.dtype:
+            raise DataError(
+                f"{self.name}: expected training and test data of one dtype, got inputs {train.x.dtype} and "
+                f"{test.x.dtype}, targets {train.y.dtype} and {test.y.dtype}"
+            )
+        for part, split in (("training", train), ("test", test)):
+            self._check(part, split)
+
+    def _check(self, part: str, split: Split) -> None:
+        if self.task == "regression":
+            if self.classes:
+                raise DataError(f"{self.name}: expected no class names for regression, got {len(self.classes)}")
+        elif int(split.y.max()) >= len(self.classes):
+            raise DataError(
+                f"{self.name}: expected {part} labels below the number of classes {len(self.classes)}, "
+                f"got {int(split.y.max())}"
+            )
+        if split.x.is_floating_point() and split.x.ndim == 4:
+            low, high = (float(v) for v in torch.aminmax(split.x))
+            if low < 0 or high > 1:
+                raise DataError(
+                    f"{self.name}: expected {part} images in [0, 1], got values from {low:g} to {high:g} "
+                    "(store uint8 or rescale; normalisation is a layer of the model)"
+                )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one sample, without the batch."""
+        return tuple(self.train.x.shape[1:])
+
+    @property
+    def task(self) -> str:
+        """`"classification"` for integer labels, `"regression"` for floating-point targets."""
+        return "regression" if self.train.y.is_floating_point() else "classification"
+
+    def take(self, limit: int) -> Data:
+        """Return the data set with at most `limit` samples in each split: see `Split.take`."""
+        return replace(self, train=self.train.take(limit), test=self.test.take(limit))
+
+
+def fixed_permutation(n: int, seed: int) -> np.ndarray:
+    """Return a permutation of 0..n-1 that depends on `n` and `seed` alone.
+
+    It sorts the raw stream of PCG64, which NumPy guarantees across versions and platforms; the streams of
+    `Generator.permutation` and `torch.randperm` are not guaranteed.
+
+    Example:
+        >>> fixed_permutation(5, 0)
+        array([3, 2, 1, 0, 4])
+    """
+    return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
+
+
+def numbered_classes(labels: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return the names "0", "1", ... up to the largest label that occurs."""
+    return tuple(str(i) for i in range(1 + max(int(y.max()) for y in labels)))
+
+
+def _describe(t: Tensor) -> str:
+    return f"shape {tuple(t.shape)} and dtype {str(t.dtype).removeprefix('torch.')}"
