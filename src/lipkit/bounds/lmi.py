@@ -25,8 +25,8 @@ from lipkit.errors import OptionError, ShapeError
 def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
     r"""Whether a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
 
-    Runs Cholesky on :math:`H - cI` with :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
-    every symmetric matrix within spectral distance ``error`` of ``h`` is positive semidefinite.
+    Runs Cholesky on :math:`H - cI`, :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
+    every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite.
 
     Args:
         h: ``(n, n)``, float64, symmetric.

@@ -43,7 +43,15 @@ def symbol_error(kernel: Tensor) -> Tensor:
     """Bound of the spectral norm of the rounding error of ``symbol_at(kernel, ...)`` in float64, at any frequency."""
     taps = kernel.shape[-1] * kernel.shape[-2]
     # Each entry is a sum of `taps` products with cosines and sines that carry up to 8 roundings themselves.
-    return up(kernel.detach().abs().sum((-2, -1)).square().sum((-2, -1)).sqrt().amax(), 64) * gamma(2 * taps + 32)
+    size = kernel.detach().abs()
+    error = up(size.sum((-2, -1)).square().sum((-2, -1)).sqrt().amax(), size.numel() + 64) * gamma(2 * taps + 64)
+    # Squares and products below the normal range lose an absolute amount that no relative error covers.
+    return torch.where(size.amax() > 0, error + 2.0**-500, error)
+
+
+def _largest(norms: list[Tensor]) -> Tensor:
+    """The largest of the groups; a group that is not a number (infinite or undefined entries) counts as infinite."""
+    return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf).amax()
 
 
 def symbol_sup(kernel: Tensor, *, groups: int = 1, points: int | None = None) -> Tensor:
@@ -79,7 +87,7 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, points: int | None = None) ->
     check_kernel(kernel)
     kernels = to_double(split_groups(kernel, groups))
     kh, kw = kernel.shape[-2:]
-    s1, s2 = (k if k == 1 else (points or 16 * (k - 1)) for k in (kh, kw))
+    s1, s2 = (k if k == 1 else 16 * (k - 1) if points is None else points for k in (kh, kw))
     correction = grid_correction(kh, s1) * grid_correction(kw, s2)
     # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.
     f1 = torch.arange(s1).repeat_interleave(s2 // 2 + 1)
@@ -89,7 +97,7 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, points: int | None = None) ->
         on_grid = spectral_norm(symbol_at(one, f1, f2, s1, s2))
         bound = up((on_grid.detach() + symbol_error(one)) * correction, 4)
         norms.append(scale_to(bound, on_grid) if on_grid.requires_grad else bound)
-    return torch.stack(norms).amax()
+    return _largest(norms)
 
 
 def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
@@ -121,4 +129,4 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
     for one in to_double(split_groups(kernel, groups)):
         norm = spectral_norm(symbol_at(one, f1, f2, h, w))
         norms.append(norm + symbol_error(one))
-    return torch.stack(norms).amax()
+    return _largest(norms)

@@ -8,6 +8,8 @@ norm of the matrix *as stored*, whatever the eigenvalue routine did: that one on
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def spectral_norms(a: Tensor) -> Tensor:
         One Gram matrix on the smaller side, one ``eigvalsh`` and one Cholesky factorisation, all float64.
 
     Raises:
-        ShapeError: ``a`` has fewer than two dimensions or an empty one.
+        ShapeError: ``a`` has fewer than two dimensions or an empty one, or is not of a floating or complex dtype.
 
     >>> norms = spectral_norms(torch.diag(torch.tensor([3.0, 1.0])))
     >>> 3.0 <= float(norms) < 3.0 + 1e-11
@@ -74,6 +76,8 @@ def spectral_norms(a: Tensor) -> Tensor:
     """
     if a.ndim < 2 or 0 in a.shape[-2:]:
         raise ShapeError(f"expected matrices (..., m, n) with m, n >= 1, got shape {tuple(a.shape)}")
+    if not (a.is_floating_point() or a.is_complex()):
+        raise ShapeError(f"expected matrices of a floating or complex dtype, got {a.dtype}")
     batch = a.shape[:-2]
     flat = a.detach().reshape(-1, *a.shape[-2:])
     if not len(flat):
@@ -83,22 +87,30 @@ def spectral_norms(a: Tensor) -> Tensor:
     return torch.cat([_chunk(to_double(part)) for part in flat.split(step)]).reshape(batch)
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2^exponent`` in float64, exactly, from its bits: ``torch.ldexp`` goes through a rounded ``pow``.
+
+    >>> power_of_two(torch.tensor([-1022, 0, 3])).tolist() == [2.0**-1022, 1.0, 8.0]
+    True
+    """
+    return ((exponent.to(torch.int64).clamp(-1022, 1023) + 1023) << 52).view(torch.float64)
+
+
 def _chunk(a: Tensor) -> Tensor:
     finite = torch.isfinite(a).flatten(1).all(1)
-    biggest = a.abs().amax((-2, -1))
+    # Real and imaginary parts apart: the modulus of a finite complex number can overflow.
+    parts = torch.view_as_real(a.resolve_conj()).flatten(-2) if a.is_complex() else a
+    biggest = parts.abs().amax((-2, -1))
     # A power of two (exact) brings the largest entry near 1: no overflow or underflow can enter the Gram matrix.
     _, exponent = torch.frexp(torch.where(finite & (biggest > 0), biggest, torch.ones_like(biggest)))
     # In two steps, since 2^exponent itself can leave the range of float64.
     first = exponent // 2
-    scaled = torch.ldexp(torch.ldexp(a.real, -first[:, None, None]), (first - exponent)[:, None, None])
-    if a.is_complex():
-        imag = torch.ldexp(torch.ldexp(a.imag, -first[:, None, None]), (first - exponent)[:, None, None])
-        scaled = torch.complex(scaled, imag)
+    scaled = a * power_of_two(-first)[:, None, None] * power_of_two(first - exponent)[:, None, None]
     scaled = torch.where(finite[:, None, None], scaled, torch.ones_like(scaled))
     # Entries that the scaling (or the products) made subnormal lose at most 2^-1000 each.
     lost = a.shape[-1] * a.shape[-2] * 2.0**-500
     norm = up(_level(scaled, _gram(scaled)).sqrt(), 2) + lost
-    norm = torch.ldexp(torch.ldexp(norm, first), exponent - first)
+    norm = norm * power_of_two(first) * power_of_two(exponent - first)
     # A product that ended in the subnormal range was rounded by at most 2^-1074.
     norm = torch.where(norm < 2.0**-1000, norm + 2.0**-1074, norm)
     norm = torch.where(biggest == 0, torch.zeros_like(norm), norm)
@@ -132,10 +144,13 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 def _largest_singular_value(a: Tensor) -> Tensor:
     with torch.no_grad():
-        _, vectors = torch.linalg.eigh(_gram(a))
+        # Entries near 1, so that the Gram matrix of huge or tiny ones stays in range.
+        largest = torch.linalg.vector_norm(a.reshape(-1), math.inf)
+        scaled = a / largest if bool(largest >= 2.0**-1000) else a * 2.0**1000
+        _, vectors = torch.linalg.eigh(_gram(scaled))
         one_side = vectors[:, -1]
         tall = a.shape[0] >= a.shape[1]
-        other = a @ one_side if tall else a.mH @ one_side
+        other = scaled @ one_side if tall else scaled.mH @ one_side
         other = other / torch.linalg.vector_norm(other)
         u, v = (other, one_side) if tall else (one_side, other)
     value = u.conj() @ a @ v

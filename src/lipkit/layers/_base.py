@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
 
 def autocast_off(x: Tensor) -> Any:
     """A context in which autocast does not lower the precision of the constrained object."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
     return torch.autocast(device_type=x.device.type, enabled=False)
 
 

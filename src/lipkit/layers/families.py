@@ -28,6 +28,10 @@ class Family:
         sizes: the kernels and images it accepts, in words.
         accepts: the same as a predicate of kernel size, height and width (after downsampling).
         options: keyword options of the convolution and the values that the laws try.
+        slack: relative amount by which ``lipschitz`` of a layer may exceed 1 (a truncation error in the bound).
+        attained: share of its bound that the norm of a new layer reaches at least (not for 'orthogonal').
+        train_gap: declared relative difference between training and evaluation mode (Taylor terms).
+        smooth: whether the layer is differentiable where singular values of a parameter coincide.
     """
 
     name: str
@@ -40,6 +44,10 @@ class Family:
     sizes: str = "any kernel, any image"
     accepts: Accepts = field(default=lambda k, h, w: True)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    slack: float = 0.0
+    attained: float | None = None
+    train_gap: float = 0.0
+    smooth: bool = True
 
 
 FAMILIES: dict[str, Family] = {

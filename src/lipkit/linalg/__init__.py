@@ -1,6 +1,21 @@
 """Pure functions on matrices ``(..., m, n)``, real or complex, batched: any matrix to a semi-orthogonal one."""
 
 from lipkit.linalg._common import at_least_float32, orthogonality_residual
+from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.cayley import cayley
+from lipkit.linalg.householder import householder
+from lipkit.linalg.newton_schulz import newton_schulz
+from lipkit.linalg.polar import polar
+from lipkit.linalg.table import ORTHOGONALIZE, resolve
 
-__all__ = ["at_least_float32", "cayley", "orthogonality_residual"]
+__all__ = [
+    "ORTHOGONALIZE",
+    "at_least_float32",
+    "bjorck",
+    "cayley",
+    "householder",
+    "newton_schulz",
+    "orthogonality_residual",
+    "polar",
+    "resolve",
+]
