@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -34,6 +35,19 @@ def up(value: Tensor, operations: int) -> Tensor:
 def round_up(value: float) -> float:
     """The next float64 above ``value``: the result of one rounded operation is then never below the exact one."""
     return math.nextafter(value, math.inf)
+
+
+def reciprocal_up(value: float) -> float:
+    """The smallest float64 that is not below ``1 / value`` (``value`` non-negative).
+
+    >>> reciprocal_up(0.25), reciprocal_up(0.0), reciprocal_up(3.0) > 1 / 3
+    (4.0, inf, True)
+    """
+    if not value > 0:
+        return math.inf
+    quotient = 1 / value
+    exact = not math.isfinite(quotient) or not math.isfinite(value) or Fraction(quotient) * Fraction(value) >= 1
+    return quotient if exact else math.nextafter(quotient, math.inf)
 
 
 def to_double(a: Tensor) -> Tensor:

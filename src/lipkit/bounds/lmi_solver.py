@@ -1,0 +1,191 @@
+r"""Multipliers that make the LMI of :mod:`lipkit.bounds.lmi` as tight as it can be: a barrier method of its own.
+
+Minimise gamma over :math:`(\gamma, \lambda)` with :math:`H(\gamma, \lambda) \succ 0`. Every hidden unit i enters H by a matrix
+of rank two, :math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights), so with
+:math:`G = H^{-1}` the gradient and the Hessian of :math:`-\log\det H` are entries of three products:
+
+.. math:: P = E^\top G V,\quad Q = V^\top G V,\quad R = E^\top G E, \qquad
+          \nabla_i = -2 P_{ii}, \qquad \nabla^2_{il} = 2 (P_{il} P_{li} + Q_{il} R_{il}) .
+
+One Newton step costs one inverse of the total width N and one solve of the number of hidden units: a general conic
+solver, which factors a system in the N(N+1)/2 entries of H, is slower by orders of magnitude here. Nothing rests on this
+file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
+
+Source: the structure is ours; the barrier method is Boyd & Vandenberghe, Convex Optimization, section 11.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.lmi import gain_bound, lmi_matrix
+from lipkit.bounds.rounding import to_double
+from lipkit.bounds.verified import spectral_norms
+from lipkit.errors import OptionError
+
+
+class Solution(NamedTuple):
+    """A proved gain, its multipliers, the product of the norms for comparison, and the Newton steps taken."""
+
+    gain: float
+    multipliers: list[Tensor]
+    product: float
+    steps: int
+
+
+def norm_multipliers(norms: Sequence[float]) -> list[float]:
+    r"""Scalars t_k whose multipliers :math:`t_k I` prove the product of the norms: :math:`\prod_j s_j / \prod_{j \le k} s_j^2`.
+
+    >>> norm_multipliers([2.0, 3.0])
+    [1.5]
+    """
+    product, total, out = math.prod(norms), 1.0, []
+    for s in norms[:-1]:
+        total *= s * s
+        out.append(product / total)
+    return out
+
+
+def _reduced(weights: list[Tensor]) -> list[Tensor]:
+    """Ends replaced by smaller ones with the same Gram matrices: the LMI sees nothing else of them."""
+    first, last = weights[0], weights[-1]
+    if len(weights) > 1 and first.shape[1] > first.shape[0]:
+        first = torch.linalg.qr(first.mT, mode="r").R.mT
+    if len(weights) > 1 and last.shape[0] > last.shape[1]:
+        last = torch.linalg.qr(last, mode="r").R
+    return [first, *weights[1:-1], last] if len(weights) > 1 else weights
+
+
+class _Barrier:
+    """-log det H and its derivatives in x = (gamma, lambda)."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.weights = weights
+        self.widths = [w.shape[0] for w in weights[:-1]]
+        self.n0, hidden = weights[0].shape[1], sum(self.widths)
+        self.size = self.n0 + hidden + weights[-1].shape[0]
+        self.units = slice(self.n0, self.n0 + hidden)
+        # Columns v_i = e_i - w_i.
+        self.v = torch.zeros(self.size, hidden, dtype=torch.float64)
+        self.v[self.units] = torch.eye(hidden, dtype=torch.float64)
+        row = column = 0
+        for w in weights[:-1]:
+            self.v[row : row + w.shape[1], column : column + w.shape[0]] -= w.mT
+            row, column = row + w.shape[1], column + w.shape[0]
+        self.ends = torch.ones(self.size, dtype=torch.bool)
+        self.ends[self.units] = False
+
+    def matrix(self, x: Tensor) -> Tensor:
+        return lmi_matrix(self.weights, list(x[1:].split(self.widths)), float(x[0]))
+
+    def value(self, x: Tensor) -> float:
+        """-log det H, or inf outside the cone."""
+        if not bool((x > 0).all()):
+            return math.inf
+        factor, info = torch.linalg.cholesky_ex(self.matrix(x))
+        return math.inf if int(info) else -2 * float(factor.diagonal().log().sum())
+
+    def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        g = torch.cholesky_inverse(torch.linalg.cholesky(self.matrix(x)))
+        gv = g @ self.v
+        p, q, r = gv[self.units], self.v.mT @ gv, g[self.units, self.units]
+        gradient = torch.cat((-g.diagonal()[self.ends].sum()[None], -2 * p.diagonal()))
+        hessian = torch.empty(len(x), len(x), dtype=torch.float64)
+        hessian[1:, 1:] = 2 * (p * p.mT + q * r)
+        hessian[0, 0] = g[self.ends][:, self.ends].square().sum()
+        hessian[0, 1:] = 2 * (gv[self.ends] * g[self.ends][:, self.units]).sum(0)
+        hessian[1:, 0] = hessian[0, 1:]
+        return gradient, hessian
+
+
+def _newton(barrier: _Barrier, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
+    """Minimise ``weight * gamma - log det H`` from a strictly feasible x; the point and the steps taken."""
+    goal = torch.zeros_like(x)
+    goal[0] = weight
+    for step in range(1, budget + 1):
+        gradient, hessian = barrier.derivatives(x)
+        gradient = gradient + goal
+        # Jacobi scaling: multipliers may differ by many orders of magnitude.
+        scale = hessian.diagonal().clamp_min(1e-300).rsqrt()
+        factor, info = torch.linalg.cholesky_ex(scale[:, None] * hessian * scale[None, :])
+        if int(info):
+            return x, step
+        direction = -scale * torch.cholesky_solve((scale * gradient)[:, None], factor)[:, 0]
+        decrement = -float(gradient @ direction)
+        if not decrement > 1e-6:
+            return x, step
+        now, length = weight * float(x[0]) + barrier.value(x), 1.0
+        while length > 1e-8:
+            trial = x + length * direction
+            if weight * float(trial[0]) + barrier.value(trial) <= now - 0.1 * length * decrement:
+                break
+            length /= 2
+        else:
+            return x, step
+        x = trial
+    return x, budget
+
+
+def minimise_gain(weights: Sequence[Tensor], *, accuracy: float = 1e-5, max_steps: int = 300) -> Solution:
+    """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, with that proof.
+
+    Args:
+        weights: each ``(n_{k+1}, n_k)``, finite.
+        accuracy: relative distance from the optimum at which the barrier method stops.
+        max_steps: most Newton steps in total.
+
+    Returns:
+        :class:`Solution`; ``gain`` is at most a rounding above the product of the norms, and never a number that
+        :func:`lipkit.bounds.lmi.proves_gain` has not proved.
+
+    Guarantee:
+        Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
+
+    Cost:
+        Tens of Newton steps, each one inverse of the total width and one solve of the number of hidden units.
+
+    Raises:
+        OptionError: a weight is not finite. ShapeError: the weights do not chain.
+
+    >>> s = minimise_gain([torch.eye(2), torch.eye(2)])
+    >>> abs(s.gain - 1) < 1e-4, [m.shape for m in s.multipliers]
+    (True, [torch.Size([2])])
+    """
+    weights = [to_double(w.detach()).cpu() for w in weights]
+    if not all(bool(torch.isfinite(w).all()) for w in weights):
+        raise OptionError("weights: expected finite numbers, got NaN or infinity")
+    norms = [float(spectral_norms(w)) for w in weights]
+    product = math.prod(norms) * (1 + 1e-14 * len(norms))
+    if product == 0 or not math.isfinite(product) or len(weights) == 1:
+        ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
+        return Solution(product, ones, product, 0)
+    # All norms 1: then gamma = 1 and lambda = 1 is feasible, and every larger gamma strictly.
+    unit = [w / s for w, s in zip(weights, norms, strict=True)]
+    barrier = _Barrier(_reduced(unit))
+    x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)
+    x[0] = 1.1
+    weight, steps = float(barrier.size), 0
+    while steps < max_steps:
+        x, used = _newton(barrier, x, weight, max_steps - steps)
+        steps += used
+        if barrier.size / weight < accuracy * float(x[0]):
+            break
+        weight *= 8
+    back = norm_multipliers(norms)
+    safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]
+    found = [m * t for m, t in zip(x[1:].split(barrier.widths), back, strict=True)]
+    # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
+    best = Solution(math.inf, safe, product, steps)
+    for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
+        mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
+        gain = gain_bound(weights, mixed)
+        if gain < best.gain:
+            best = Solution(gain, mixed, product, steps)
+        if math.isfinite(gain):
+            break
+    return best if best.gain <= product else Solution(product, safe, product, steps)

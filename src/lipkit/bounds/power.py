@@ -1,0 +1,163 @@
+r"""LOWER estimates of spectral norms by the power method. They never certify anything.
+
+The quotient :math:`\|Av\| / \|v\|` of any vector is at most :math:`\|A\|_2`, so whatever a power iteration returns is
+too small: dividing by it leaves a norm above 1. Certificates use the other files of this package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.conv import check_kernel, fold
+from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg import at_least_float32
+
+
+def _check_iterations(iterations: int) -> None:
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
+        raise OptionError(f"iterations: expected an integer of at least 0, got {iterations!r}")
+
+
+def start_vector(n: int, like: Tensor) -> Tensor:
+    r"""The fixed start of every iteration, ``(n,)``: the chirp :math:`\cos(\pi \sqrt2\, i^2)`, without any structure.
+
+    A function of n alone: no generator, no state, and no frequency in which it is small.
+
+    >>> start_vector(3, torch.zeros(())).round(decimals=2)
+    tensor([ 1.0000, -0.2700,  0.4700])
+    """
+    i = torch.arange(n, dtype=torch.float64, device=like.device)
+    return torch.cos(math.pi * torch.remainder(math.sqrt(2) * i * i, 2)).to(like.dtype)
+
+
+def _unit(v: Tensor, dims: tuple[int, ...]) -> Tensor:
+    norm = torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+    return v / torch.where(norm > 0, norm, torch.ones_like(norm))
+
+
+def _iterate(
+    v: Tensor,
+    apply: Callable[[Tensor], Tensor],
+    adjoint: Callable[[Tensor], Tensor],
+    iterations: int,
+    dims: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """The unit vector v after so many steps, and its image."""
+    v = _unit(v, dims)
+    for _ in range(iterations):
+        v = _unit(adjoint(apply(v)), dims)
+    return v, apply(v)
+
+
+def power_lower_estimate(matrix: Tensor, iterations: int = 20) -> Tensor:
+    r"""LOWER estimate of the spectral norm of each matrix, by the power method from a fixed start.
+
+    .. math:: v \leftarrow A^*Av / \|A^*Av\|, \qquad \text{estimate} = \|Av\| \le \|A\|_2
+
+    Args:
+        matrix: ``(..., m, n)``, real or complex. Half precision is widened to float32.
+        iterations: number of steps, at least 0.
+
+    Returns:
+        Real ``(...)``, differentiable through all steps: the exact gradient of the number returned. 0 at a zero
+        matrix.
+
+    Guarantee:
+        None from above: the true norm is at least this, up to rounding. With a fixed start there are matrices for
+        which no number of steps is enough (a start orthogonal to the largest singular vector).
+
+    Cost:
+        ``2 iterations + 1`` products by a vector.
+
+    Raises:
+        ShapeError: not a matrix. OptionError: a negative number of iterations.
+
+    >>> float(power_lower_estimate(torch.diag(torch.tensor([3.0, 1.0])), iterations=9)) <= 3.0
+    True
+    """
+    if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
+        raise ShapeError(f"matrix: expected shape (..., m, n) with m, n >= 1, got {tuple(matrix.shape)}")
+    _check_iterations(iterations)
+    a = at_least_float32(matrix)
+    v = start_vector(a.shape[-1], a)[:, None]
+    _, image = _iterate(v, lambda x: a @ x, lambda y: a.mH @ y, iterations, (-2, -1))
+    return torch.linalg.vector_norm(image, dim=(-2, -1))
+
+
+def _correlate(x: Tensor, kernel: Tensor, centre: tuple[int, int]) -> Tensor:
+    """Circular cross-correlation of the tap ``centre``, size-preserving."""
+    (top, left), (kh, kw) = centre, kernel.shape[-2:]
+    pads = (left, kw - 1 - left, top, kh - 1 - top)
+    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)
+
+
+def _best_frequency(x: Tensor, y: Tensor) -> Tensor:
+    """The largest quotient ``||y(f)|| / ||x(f)||`` over the frequencies f in which x is not mere rounding."""
+    power_in, power_out = (torch.fft.rfft2(t).abs().square().sum((0, 1)) for t in (x, y))
+    counts = power_in > 1e-4 * power_in.amax()
+    quotient = torch.where(counts, power_out, 0) / torch.where(counts, power_in, 1)
+    largest = quotient.amax()
+    # sqrt has no finite derivative at 0, where the kernel is zero.
+    return torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
+
+
+def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) -> Tensor:
+    r"""LOWER estimate of the norm of a circular convolution on ``h x w``, by the convolutional power method.
+
+    .. math:: x \leftarrow K^\top K x / \|K^\top K x\|, \qquad
+              \text{estimate} = \max_f \frac{\|\widehat{Kx}(f)\|}{\|\hat x(f)\|} \le \|K\|_2
+
+    where :math:`K` is a convolution and :math:`K^\top` the transposed one, on one image from a fixed start. A circular
+    convolution acts on each frequency by itself, so the image carries one power iteration for each of them: the
+    quotient of the best one is never below the plain :math:`\|Kx\| / \|x\|`, and after 10 steps typically within
+    1 % of the norm instead of 4 %. Frequencies of less than 1e-4 of the largest power do not count (rounding).
+
+    Args:
+        kernel: ``(cout, cin, kh, kw)``, real; taps beyond the image wrap around. Half precision is widened.
+        h, w: size of the circular image.
+        iterations: number of steps, at least 0.
+
+    Returns:
+        0-d tensor in the dtype of ``kernel``, differentiable through all steps. 0 at a zero kernel.
+
+    Guarantee:
+        None from above: the true norm (``bounds.circular``) is at least this, up to rounding.
+
+    Cost:
+        ``2 iterations + 1`` convolutions and two Fourier transforms of one image.
+
+    Raises:
+        ShapeError: not a kernel, or an empty image. OptionError: a negative number of iterations.
+
+    >>> from lipkit.bounds import circular
+    >>> k = torch.arange(18.0).reshape(2, 1, 3, 3)
+    >>> 0.99 * float(circular(k, 5, 4)) < float(farnia_lower_estimate(k, 5, 4)) < 1.00001 * float(circular(k, 5, 4))
+    True
+
+    References:
+        Farnia, Zhang & Tse, ICLR 2019, and Ryu et al., ICML 2019, for the power method by convolutions; the fixed
+        start and the quotient per frequency are ours.
+    """
+    check_kernel(kernel)
+    if h < 1 or w < 1:
+        raise ShapeError(f"image: expected a height and width of at least 1, got {h} x {w}")
+    _check_iterations(iterations)
+    kernel = fold(at_least_float32(kernel), h, w)
+    kh, kw = kernel.shape[-2:]
+    flipped = kernel.flip(-2, -1).transpose(0, 1)
+    centre, opposite = ((kh - 1) // 2, (kw - 1) // 2), (kh // 2, kw // 2)
+    x = start_vector(kernel.shape[1] * h * w, kernel).reshape(1, -1, h, w)
+    return _best_frequency(
+        *_iterate(
+            x,
+            lambda v: _correlate(v, kernel, centre),
+            lambda y: _correlate(y, flipped, opposite),
+            iterations,
+            (0, 1, 2, 3),
+        )
+    )

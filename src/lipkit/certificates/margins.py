@@ -1,0 +1,195 @@
+r"""Margins and the radii they certify: pure functions on logits, in float64, every radius rounded down.
+
+If the difference ``y_t - y_i`` of two logits is ``K_ti``-Lipschitz, no input closer than ``(y_t - y_i) / K_ti`` lets
+class ``i`` reach class ``t``. Two proved values of ``K_ti`` are offered and the smaller one counts, pair by pair:
+
+    sqrt(2) L              for an L-Lipschitz network                                     (`global_constants`)
+    L_b ||w_t - w_i||      for a last layer with rows w_i after an L_b-Lipschitz body     (`last_layer_constants`)
+
+so ``radius = min_{i != t} (y_t - y_i) / K_ti`` is never below the better of the two classical certificates.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.errors import OptionError, ShapeError
+
+_SQRT2_UP = math.nextafter(math.sqrt(2.0), math.inf)
+
+
+def round_up(value: Tensor) -> Tensor:
+    """The next float64 above: covers the rounding of one correctly rounded operation.
+
+    >>> bool(round_up(torch.ones((), dtype=torch.float64)) > 1)
+    True
+    """
+    return torch.nextafter(value, torch.full_like(value, math.inf))
+
+
+def round_down(value: Tensor) -> Tensor:
+    """The next float64 below: covers the rounding of one correctly rounded operation.
+
+    >>> bool(round_down(torch.ones((), dtype=torch.float64)) < 1)
+    True
+    """
+    return torch.nextafter(value, torch.full_like(value, -math.inf))
+
+
+def predictions(logits: Tensor) -> Tensor:
+    """The predicted class, (N,) int64: the first largest logit, or -1 where a logit is NaN (never correct).
+
+    >>> predictions(torch.tensor([[1.0, 3.0], [float("nan"), 0.0]])).tolist()
+    [1, -1]
+    """
+    return torch.where(logits.isnan().any(dim=1), -1, logits.argmax(dim=1))
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    r"""Signed margins ``y_t - max_{i != t} y_i``: positive exactly where the label wins alone.
+
+    Args:
+        logits: (N, K) with K >= 2.
+        labels: (N,) integers in [0, K).
+
+    Returns:
+        (N,) float64; NaN where a logit is NaN or infinite.
+
+    Raises:
+        ShapeError: the shapes are not (N, K >= 2) and (N,).
+        OptionError: a label is not an integer in [0, K).
+
+    >>> margins(torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([0, 1])).tolist()
+    [-2.0, 0.0]
+    """
+    check_logits(logits, labels)
+    logits = logits.double()
+    own = logits.gather(1, labels[:, None])
+    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+    margin = own[:, 0] - rest
+    return torch.where(logits.isfinite().all(dim=1), margin, math.nan)
+
+
+def global_constants(constant: float, classes: int) -> Tensor:
+    r"""``K_ti = sqrt(2) L`` for every pair of classes of an L-Lipschitz network, rounded up.
+
+    Args:
+        constant: L >= 0, a proved upper bound; ``inf`` (nothing is known) gives radius 0.
+        classes: K >= 2.
+
+    Returns:
+        (K, K) float64 with a zero diagonal.
+
+    Raises:
+        OptionError: ``constant`` is negative or NaN.
+
+    >>> global_constants(1.0, 2)[0, 1].item() >= 2**0.5
+    True
+    """
+    check_constant(constant)
+    pairs = torch.full((classes, classes), _SQRT2_UP * constant, dtype=torch.float64)
+    return (round_up(pairs) if constant > 0 else pairs).fill_diagonal_(0.0)
+
+
+def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
+    r"""``K_ti = L_b ||w_t - w_i||`` for a network that ends in a linear layer, rounded up.
+
+    Args:
+        weight: (K, n), the rows ``w_i`` of the last layer.
+        body_constant: L_b >= 0, a proved upper bound for everything before the last layer.
+
+    Returns:
+        (K, K) float64 with a zero diagonal; also zero where two rows are equal: then the difference of the two logits
+        is the same for every input.
+
+    Raises:
+        ShapeError: ``weight`` is not a matrix.
+        OptionError: ``body_constant`` is negative or NaN.
+
+    >>> last_layer_constants(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), 2.0)[0, 1].item() >= 10.0
+    True
+    """
+    check_constant(body_constant)
+    if weight.ndim != 2:
+        raise ShapeError(f"expected a last-layer weight of shape (K, n), got {tuple(weight.shape)}")
+    rows = weight.detach().double()
+    slack = 1.0 + (rows.shape[1] + 8) * torch.finfo(torch.float64).eps
+    result = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for t in range(len(rows)):  # one class at a time: K^2 n numbers at once would not fit for many classes
+        difference = (rows - rows[t]).abs()
+        largest = difference.amax(dim=1, keepdim=True)  # scaled, so that the squares cannot underflow to 0
+        scaled = difference / torch.where(largest > 0, largest, 1.0)
+        result[t] = scaled.square().sum(dim=1).sqrt() * largest[:, 0] * slack
+    if body_constant == 0:
+        return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)
+    # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one
+    equal = 0.0 if math.isfinite(body_constant) else math.inf
+    return torch.where(result == 0, equal, round_up(result * body_constant)).fill_diagonal_(0.0)
+
+
+def radii(logits: Tensor, labels: Tensor, constants: Tensor, *, logit_error: Tensor | float = 0.0) -> Tensor:
+    r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``.
+
+    **Guarantee.** A lower bound of the distance to the nearest input that is classified differently, if ``K_ti`` are
+    proved Lipschitz constants of the logit differences and every logit is known within ``logit_error``: the
+    prediction is constant on the open ball. Subtraction and division are rounded down.
+
+    Radius 0: a wrong prediction, a tie, a NaN or infinite logit, a NaN or infinite constant. Where ``K_ti`` is 0 (a
+    constant network, two equal last-layer rows) the pair never changes order: it allows every radius (``inf``) if
+    ``y_t - y_i`` is positive after ``logit_error`` has been taken off, and none otherwise; 0/0 does not occur.
+
+    Args:
+        logits: (N, K).
+        labels: (N,) integers in [0, K).
+        constants: (K, K), from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
+        logit_error: a number or (N,), absolute error of each logit.
+
+    Returns:
+        (N,) float64, in units of the input's l2 norm.
+
+    Raises:
+        ShapeError: the shapes do not fit together.
+        OptionError: a label is not an integer in [0, K).
+
+    >>> y = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    >>> radii(y, torch.tensor([0, 0]), global_constants(1.0, 3))  # 2 / sqrt(2), and a tie
+    tensor([1.4142, 0.0000], dtype=torch.float64)
+    """
+    check_logits(logits, labels)
+    classes = logits.shape[1]
+    if constants.shape != (classes, classes):
+        raise ShapeError(f"expected constants of shape {(classes, classes)}, got {tuple(constants.shape)}")
+    logits = logits.double()
+    error = torch.as_tensor(logit_error, dtype=torch.float64, device=logits.device).expand(len(logits))[:, None]
+    difference = round_down(logits.gather(1, labels[:, None]) - logits)
+    difference = torch.where(error > 0, round_down(difference - round_up(2 * error)), difference)
+    lipschitz = constants.to(logits)[labels]
+    positive = (difference > 0) & lipschitz.isfinite()
+    moving = positive & (lipschitz > 0)
+    quotient = round_down(difference / torch.where(moving, lipschitz, 1.0))
+    pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
+    radius = pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    known = logits.isfinite().all(dim=1) & error[:, 0].isfinite()
+    return torch.where(known, radius, 0.0)
+
+
+def check_logits(logits: Tensor, labels: Tensor) -> None:
+    """Raise unless ``logits`` is (N, K >= 2) and ``labels`` holds N integers in [0, K)."""
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise ShapeError(f"expected logits of shape (N, K) with K >= 2 classes, got {tuple(logits.shape)}")
+    if labels.shape != logits.shape[:1]:
+        raise ShapeError(f"expected {len(logits)} labels of shape ({len(logits)},), got {tuple(labels.shape)}")
+    if labels.dtype != torch.int64:
+        raise OptionError(f"expected integer class labels (int64), got {str(labels.dtype).removeprefix('torch.')}")
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+        found = f"labels from {int(labels.min())} to {int(labels.max())}"
+        raise OptionError(f"expected labels from 0 to {logits.shape[1] - 1} for {logits.shape[1]} logits, got {found}")
+
+
+def check_constant(constant: float) -> None:
+    """Raise unless ``constant`` is a number >= 0 (``inf`` included)."""
+    if not constant >= 0:
+        raise OptionError(f"expected a Lipschitz constant >= 0, got {constant}")

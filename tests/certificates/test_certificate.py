@@ -1,0 +1,245 @@
+"""`certify` against closed forms on linear networks, and everything it must refuse."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lipkit import plain
+from lipkit.attacks import pgd_l2
+from lipkit.certificates import certify
+from lipkit.certificates.certificate import float64_device
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+
+
+def linear_network(seed: int = 0, features: int = 6, classes: int = 4) -> plain.Network:
+    torch.manual_seed(seed)
+    return plain.Network([nn.Linear(features, classes)], (features,))
+
+
+def samples(network: plain.Network, count: int = 40) -> tuple[Tensor, Tensor]:
+    x = torch.rand(count, *network.input_shape, generator=torch.Generator().manual_seed(1))
+    return x, network(x).argmax(dim=1)
+
+
+def distances(network: plain.Network, x: Tensor, y: Tensor) -> np.ndarray:
+    """Distance from each sample to the nearest point where its class loses, for one linear layer."""
+    last = network[-1]
+    weight, bias = last.weight.double().numpy(), last.bias.double().numpy()
+    logits = x.double().numpy() @ weight.T + bias
+    result = []
+    for row, label in zip(logits, y.tolist(), strict=True):
+        others = [i for i in range(len(weight)) if i != label]
+        result.append(min((row[label] - row[i]) / np.linalg.norm(weight[label] - weight[i]) for i in others))
+    return np.array(result)
+
+
+def test_linear_network_gets_exactly_the_distance_to_the_decision_boundary() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    truth = distances(network, x, y)
+    assert certificate.method == "last layer"
+    assert certificate.body_constant == 1.0
+    # a margin keeps 9e-13 of the logits' size back, which matters where the margin itself is tiny
+    np.testing.assert_allclose(certificate.radius.numpy(), truth, rtol=1e-9, atol=1e-11)
+    assert (certificate.radius.numpy() < truth).all()
+
+
+def test_the_prediction_changes_just_outside_the_radius_and_not_just_inside() -> None:
+    network = linear_network().double()
+    x, y = samples(network.float())
+    network = network.double()
+    certificate = certify(network, x, y)
+    weight, bias = network[-1].weight, network[-1].bias
+    for point, label, radius in zip(x.double(), y, certificate.radius, strict=True):
+        logits = weight @ point + bias
+        pairs = (logits[label] - logits) / (weight[label] - weight).norm(dim=1)
+        rival = pairs.nan_to_num(math.inf).argmin()
+        direction = (weight[rival] - weight[label]) / (weight[rival] - weight[label]).norm()
+        assert network(point[None] + radius * (1 - 1e-6) * direction).argmax() == label
+        assert network(point[None] + radius * (1 + 1e-6) * direction + 1e-12 * direction).argmax() != label
+
+
+def test_constant_is_the_spectral_norm_from_above() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    constant = certify(network, x, y).constant
+    truth = np.linalg.norm(network[-1].weight.double().numpy(), 2)
+    assert truth <= constant <= truth * (1 + 1e-6)
+
+
+def test_a_network_without_a_last_linear_layer_uses_the_global_constant() -> None:
+    network = plain.Network([nn.Linear(6, 4), plain.MaxMin()], (6,))
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    assert certificate.method == "global"
+    assert certificate.body_constant is None
+    expected = certificate.margin.clamp_min(0) / (math.sqrt(2) * certificate.constant)
+    torch.testing.assert_close(certificate.radius, expected, rtol=1e-9, atol=1e-11)
+    assert (certificate.radius <= expected).all()
+
+
+def test_input_normalisation_multiplies_radii_by_the_smallest_std() -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(3 * 4 * 4, 5)
+    std, mean = torch.tensor([0.25, 0.5, 0.125]), torch.tensor([0.5, 0.4, 0.3])
+    normalised = plain.Network([plain.Affine(1 / std, -mean / std), nn.Flatten(), last], (3, 4, 4))
+    bare = plain.Network([nn.Flatten(), last], (3, 4, 4))
+    x, _ = samples(bare)
+    z = (x - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+    y = bare(z).argmax(dim=1)
+    inside, outside = certify(normalised, x, y), certify(bare, z, y)
+    torch.testing.assert_close(inside.radius, outside.radius * 0.125, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(inside.body_constant, 8.0, rtol=1e-6, atol=0)
+    assert inside.constant == pytest.approx(8 * outside.constant, rel=1e-6)
+
+
+def random_networks() -> list[plain.Network]:
+    torch.manual_seed(3)
+    dense = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5)]
+    conv = [nn.Conv2d(1, 4, 3, padding=1), plain.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)]
+    tanh = [nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 6), plain.MaxMin()]
+    return [plain.Network(modules, (1, 8, 8)) for modules in (dense, conv, tanh)]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_pgd_never_beats_the_certificate(number: int) -> None:
+    network = random_networks()[number]
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    attacked = pgd_l2(network, x, y, certificate.radius, steps=40, box=None)
+    with torch.no_grad():
+        assert (network.double()(attacked.double()).argmax(dim=1) == y).all()
+    # and the radii are not idle: ten times as far, the same attack finds nearly all
+    network = random_networks()[number]
+    attacked = pgd_l2(network, x, y, certificate.radius * 10, steps=40, box=None)
+    assert (network(attacked).argmax(dim=1) != y).float().mean() > 0.5
+
+
+def test_float32_and_float64_networks_of_the_same_numbers_agree_exactly() -> None:
+    network = random_networks()[1]
+    x, y = samples(network)
+    single = certify(network, x, y)
+    double = certify(random_networks()[1].double(), x, y)
+    assert torch.equal(single.radius, double.radius)
+    assert single.constant == double.constant
+    assert next(iter(network.parameters())).dtype == torch.float32  # the copy was certified, not the caller's
+
+
+def test_batch_size_does_not_matter() -> None:
+    network = random_networks()[0]
+    x, y = samples(network)
+    torch.testing.assert_close(
+        certify(network, x, y, batch_size=7).radius, certify(network, x, y).radius, rtol=1e-9, atol=1e-12
+    )
+
+
+def test_wrong_labels_ties_and_nan_get_no_radius() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    wrong = certify(network, x, (y + 1) % 4)
+    assert wrong.radius.eq(0).all()
+    assert wrong.clean_accuracy == 0
+    assert (wrong.margin < 0).all()
+    x[0] = math.nan
+    spoilt = certify(network, x, y)
+    assert spoilt.radius[0] == 0
+    assert spoilt.prediction[0] == -1
+    last = nn.Linear(2, 2)
+    last.weight.data, last.bias.data = torch.ones(2, 2), torch.zeros(2)
+    tied = certify(plain.Network([last], (2,)), torch.rand(9, 2), torch.zeros(9, dtype=torch.int64))
+    assert tied.radius.eq(0).all()
+
+
+def test_a_constant_network_is_certified_at_every_radius() -> None:
+    last = nn.Linear(2, 2)
+    last.weight.data, last.bias.data = torch.zeros(2, 2), torch.tensor([1.0, 0.0])
+    certificate = certify(plain.Network([last], (2,)), torch.rand(3, 2), torch.tensor([0, 0, 1]))
+    assert certificate.radius.tolist() == [math.inf, math.inf, 0.0]
+    assert certificate.accuracy(1e9) == pytest.approx(2 / 3)
+
+
+def test_accuracy_counts_radii_strictly_above() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    eps = float(certificate.radius.median())
+    assert certificate.accuracy(eps) == float((certificate.radius > eps).double().mean())
+    assert certificate.accuracy(math.inf) == 0
+    with pytest.raises(OptionError, match="expected a radius >= 0, got -1"):
+        certificate.accuracy(-1)
+    with pytest.raises(OptionError, match="got nan"):
+        certificate.accuracy(math.nan)
+
+
+def test_certificate_is_frozen_and_names_its_network() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    assert certificate.network_sha256 == plain.sha256(network)
+    assert certificate.network_sha256 != certify(linear_network(1), x, y).network_sha256
+    assert (certificate.dtype, certificate.input_shape, len(certificate)) == ("float64", (6,), 40)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        certificate.constant = 0.0  # type: ignore[misc]
+
+
+def test_csv_reads_back_exactly(tmp_path: Path) -> None:
+    network = linear_network()
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    certificate.save_csv(tmp_path / "radii.csv")
+    with (tmp_path / "radii.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["index", "label", "prediction", "correct", "radius", "margin"]
+    assert [float(row["radius"]) for row in rows] == certificate.radius.tolist()
+    assert [float(row["margin"]) for row in rows] == certificate.margin.tolist()
+    assert [int(row["index"]) for row in rows] == list(range(40))
+    assert [int(row["correct"]) for row in rows] == certificate.correct.long().tolist()
+
+
+def test_refuses_what_is_not_exported() -> None:
+    with pytest.raises(NoRuleError, match=r"got Sequential: certify lipkit\.export"):
+        certify(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2), torch.tensor([0]))  # type: ignore[arg-type]
+
+
+def test_refuses_a_network_that_was_tampered_with() -> None:
+    network = linear_network()
+    network[-1].register_forward_hook(lambda module, args, output: 10 * output)
+    with pytest.raises(NoRuleError, match="hook"):
+        certify(network, *samples(linear_network()))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "error", "message"),
+    [
+        (torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64), ShapeError, r"\(N, 6\), got \(3, 5\)"),
+        (torch.zeros(6), torch.zeros(6, dtype=torch.int64), ShapeError, r"got \(6,\)"),
+        (torch.zeros(3, 6), torch.zeros(2, dtype=torch.int64), ShapeError, "expected 3 labels"),
+        (torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64), OptionError, "at least one sample"),
+        (torch.zeros(3, 6), torch.zeros(3, 1), OptionError, "regression targets"),
+        (torch.zeros(3, 6, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), OptionError, "got uint8"),
+        (torch.zeros(3, 6), torch.full((3,), 9), OptionError, "from 0 to 3"),
+    ],
+)
+def test_refusals(x: Tensor, y: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        certify(linear_network(), x, y)
+
+
+def test_refuses_an_empty_batch() -> None:
+    network = linear_network()
+    with pytest.raises(OptionError, match="batch_size >= 1, got 0"):
+        certify(network, *samples(network), batch_size=0)
+
+
+def test_devices_without_float64_are_replaced_by_the_cpu() -> None:
+    assert float64_device("mps") == torch.device("cpu")
+    assert float64_device("cuda:1") == torch.device("cuda:1")

@@ -1,0 +1,175 @@
+"""The LMI solver against an interior-point solver of another kind, and its proofs against sampled gains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipkit.bounds.lmi import lmi_matrix
+from lipkit.certificates import lipsdp
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.plain import Affine, Network
+from lipkit.protocol import lipschitz
+
+
+def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:
+    """A random network with rows of about unit norm."""
+    generator = torch.Generator().manual_seed(seed)
+    modules: list[nn.Module] = []
+    for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        layer = nn.Linear(a, b, dtype=torch.float64)
+        with torch.no_grad():
+            layer.weight.copy_(
+                torch.randn(b, a, generator=generator, dtype=torch.float64) * a**-0.5 * spread ** (i % 3)
+            )
+        modules += [layer, activation()]
+    return Network(modules[:-1], (sizes[0],))
+
+
+def clarabel_gain(network: Network) -> float:
+    """The same semidefinite program by Clarabel: minimise gamma with svec(H(gamma, lambda)) in the PSD cone."""
+    clarabel = pytest.importorskip("clarabel")
+    from scipy import sparse
+
+    weights = [m.weight.detach().numpy().astype(float) for m in network if isinstance(m, nn.Linear)]
+    widths = [w.shape[0] for w in weights[:-1]]
+
+    def h(gamma: float, lam: np.ndarray) -> np.ndarray:
+        parts = np.split(lam, np.cumsum(widths)[:-1])
+        sizes = [weights[0].shape[1], *widths, weights[-1].shape[0]]
+        starts = np.cumsum([0, *sizes])
+        out = np.zeros((starts[-1], starts[-1]))
+        for k, w in enumerate(weights):
+            block = w if k == len(widths) else parts[k][:, None] * w
+            out[starts[k + 1] : starts[k + 2], starts[k] : starts[k + 1]] = -block
+        out = out + out.T
+        out[np.diag_indices_from(out)] = np.concatenate([np.full(sizes[0], gamma), 2 * lam, np.full(sizes[-1], gamma)])
+        return out
+
+    n = 1 + sum(widths)
+    constant = h(0.0, np.zeros(n - 1))
+    size = len(constant)
+    upper = [(i, j) for j in range(size) for i in range(j + 1)]
+    rows, cols = np.array(upper).T
+    factor = np.where(rows == cols, 1.0, np.sqrt(2.0))
+
+    def svec(m: np.ndarray) -> np.ndarray:
+        return m[rows, cols] * factor
+
+    unit = np.eye(n)
+    columns = [svec(h(unit[i, 0], unit[i, 1:]) - constant) for i in range(n)]
+    settings = clarabel.DefaultSettings()
+    settings.verbose = False
+    problem = clarabel.DefaultSolver(
+        sparse.csc_matrix((n, n)),
+        np.eye(n)[0],
+        sparse.csc_matrix(-np.array(columns).T),
+        svec(constant),
+        [clarabel.PSDTriangleConeT(size)],
+        settings,
+    )
+    solution = problem.solve()
+    assert str(solution.status) in ("Solved", "AlmostSolved")
+    return float(solution.x[0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spread"),
+    [([3, 8, 8, 2], 1.0), ([4, 20, 20, 20, 3], 1.0), ([9, 5, 7], 1.0), ([2, 6, 5, 6, 7], 4.0)],
+)
+def test_solver_agrees_with_clarabel(sizes: list[int], spread: float) -> None:
+    network = mlp(sizes, spread=spread)
+    proof, reference = lipsdp.solve(network), clarabel_gain(network)
+    assert reference * (1 - 1e-5) <= proof.gain <= reference * 1.0005
+    assert lipsdp.verify(network, proof.gain, proof.multipliers)
+    assert not lipsdp.verify(network, reference * 0.99, proof.multipliers)
+
+
+def test_sixty_units_three_times_below_the_product() -> None:
+    proof = lipsdp.solve(mlp([4, 60, 60, 60, 3]))
+    assert proof.product / proof.gain > 3
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU])
+def test_no_sampled_gain_exceeds_the_proof(activation: type[nn.Module]) -> None:
+    network = mlp([3, 10, 10, 2], activation, seed=3)
+    gain = lipsdp.solve(network).gain
+    x = torch.randn(400, 3, dtype=torch.float64) * 3
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda v: network(v[None])[0]))(x)
+    reached = float(torch.linalg.matrix_norm(jacobians, 2).max())
+    assert reached <= gain
+    assert reached > 0.02 * gain
+
+
+def test_exact_for_one_hidden_layer_of_positive_weights() -> None:
+    """Positive weights: all units can be active at once, so the gain is ||W1 W0||, which the LMI must not undercut."""
+    network = mlp([3, 6, 2])
+    with torch.no_grad():
+        for module in network:
+            if isinstance(module, nn.Linear):
+                module.weight.abs_()
+    true = float(torch.linalg.matrix_norm(network[2].weight @ network[0].weight, 2))
+    assert true <= lipsdp.solve(network).gain <= 1.2 * true
+
+
+def test_attached_multipliers_bound_the_network_and_wrong_ones_do_no_harm() -> None:
+    network = mlp([4, 12, 12, 3])
+    proof = lipsdp.solve(network)
+    product = lipschitz(network)
+    assert float(lipschitz(lipsdp.attach(network, proof.multipliers))) == pytest.approx(proof.gain, rel=1e-4)
+    wrong = {i: torch.rand(len(m)) + 1e-3 for i, m in proof.multipliers.items()}
+    bound = lipschitz(lipsdp.attach(network, wrong))
+    assert proof.gain * (1 - 1e-4) <= float(bound) <= float(product)
+
+
+def test_scaling_around_the_run_counts() -> None:
+    network = mlp([4, 12, 3])
+    proof = lipsdp.solve(network)
+    units = Affine(torch.tensor([10.0, 1.0, 1.0, 1.0]), torch.zeros(4))
+    outer = Network([units, network, Affine(torch.tensor([3.0]), torch.ones(1))], (4,))
+    scaled = lipsdp.solve(outer)
+    assert scaled.gain == pytest.approx(30 * proof.gain, rel=1e-9)
+    assert sorted(scaled.multipliers) == [2]
+    assert lipsdp.verify(outer, scaled.gain * (1 + 1e-12), scaled.multipliers)
+    assert not lipsdp.verify(outer, proof.gain, scaled.multipliers)
+
+
+def test_weights_with_zero_and_extreme_norms() -> None:
+    network = mlp([3, 5, 5, 2])
+    with torch.no_grad():
+        network[0].weight.mul_(1e8)
+        network[4].weight.mul_(1e-9)
+    proof = lipsdp.solve(network)
+    assert 0 < proof.gain <= proof.product
+    with torch.no_grad():
+        network[2].weight.zero_()
+    assert lipsdp.solve(network).gain <= 1e-300
+
+
+def test_refusals() -> None:
+    network = mlp([3, 4, 2])
+    good = [torch.ones(4)]
+    with pytest.raises(OptionError, match=r"lipkit\.export"):
+        lipsdp.verify(nn.Sequential(nn.Linear(2, 2)), 1.0, [])
+    with pytest.raises(NoRuleError, match="slope in"):
+        lipsdp.solve(Network([nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2)], (2,)))
+    with pytest.raises(ShapeError, match=r"expected shape \(4,\)"):
+        lipsdp.verify(network, 1.0, [torch.ones(5)])
+    with pytest.raises(OptionError, match="positive"):
+        lipsdp.verify(network, 1.0, [torch.tensor([1.0, 1.0, 0.0, 1.0])])
+    with pytest.raises(ShapeError, match="expected L multipliers"):
+        lipsdp.verify(network, 1.0, good * 2)
+    for gamma in (0.0, -1.0, float("nan")):
+        assert not lipsdp.verify(network, gamma, good)
+    with torch.no_grad():
+        network[0].weight[0, 0] = float("nan")
+    with pytest.raises(OptionError, match="finite"):
+        lipsdp.solve(network)
+
+
+def test_matrix_matches_its_definition() -> None:
+    w0, w1 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])
+    expected = [[5.0, 0, -7, 0], [0, 5, -14, 0], [-7, -14, 14, -3], [0, 0, -3, 5]]
+    assert lmi_matrix([w0, w1], [torch.tensor([7.0])], 5.0).tolist() == expected
