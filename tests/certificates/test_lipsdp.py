@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, 
     """A random network with rows of about unit norm."""
     generator = torch.Generator().manual_seed(seed)
     modules: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (a, b) in enumerate(pairwise(sizes)):
         layer = nn.Linear(a, b, dtype=torch.float64)
         with torch.no_grad():
             layer.weight.copy_(

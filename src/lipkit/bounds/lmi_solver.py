@@ -1,15 +1,15 @@
 r"""Multipliers that make the LMI of :mod:`lipkit.bounds.lmi` as tight as it can be: a barrier method of its own.
 
-Minimise gamma over :math:`(\gamma, \lambda)` with :math:`H(\gamma, \lambda) \succ 0`. Every hidden unit i enters H by a matrix
-of rank two, :math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights), so with
-:math:`G = H^{-1}` the gradient and the Hessian of :math:`-\log\det H` are entries of three products:
+Minimise gamma over :math:`(\gamma, \lambda)` with :math:`H(\gamma, \lambda) \succ 0`. Every hidden unit i enters H by
+a matrix of rank two, :math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights),
+so with :math:`G = H^{-1}` the gradient and the Hessian of :math:`-\log\det H` are entries of three products:
 
 .. math:: P = E^\top G V,\quad Q = V^\top G V,\quad R = E^\top G E, \qquad
           \nabla_i = -2 P_{ii}, \qquad \nabla^2_{il} = 2 (P_{il} P_{li} + Q_{il} R_{il}) .
 
 One Newton step costs one inverse of the total width N and one solve of the number of hidden units: a general conic
-solver, which factors a system in the N(N+1)/2 entries of H, is slower by orders of magnitude here. Nothing rests on this
-file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
+solver, which factors a system in the N(N+1)/2 entries of H, is slower by orders of magnitude here. Nothing rests on
+this file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
 Source: the structure is ours; the barrier method is Boyd & Vandenberghe, Convex Optimization, section 11.3.
 """
@@ -39,7 +39,7 @@ class Solution(NamedTuple):
 
 
 def norm_multipliers(norms: Sequence[float]) -> list[float]:
-    r"""Scalars t_k whose multipliers :math:`t_k I` prove the product of the norms: :math:`\prod_j s_j / \prod_{j \le k} s_j^2`.
+    r"""Scalars :math:`t_k = \prod_j s_j / \prod_{j \le k} s_j^2` whose multipliers prove the product of the norms.
 
     >>> norm_multipliers([2.0, 3.0])
     [1.5]
