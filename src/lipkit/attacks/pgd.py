@@ -82,15 +82,16 @@ def pgd_l2(
     radius = _check(x, y, eps, steps, restarts, box, loss)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     best = x.detach().clone()
-    best_loss = torch.full((len(x),), -math.inf, dtype=torch.float64, device=x.device)
+    best_loss = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
     fooled = torch.zeros(len(x), dtype=torch.bool, device=x.device)
 
     def remember(index: Tensor, points: Tensor, logits: Tensor, value: Tensor) -> None:
         wrong = misclassified(logits, y[index])
-        better = (wrong & ~fooled[index]) | ((wrong == fooled[index]) & (value.double() > best_loss[index]))
+        value = value.to(best_loss)
+        better = (wrong & ~fooled[index]) | ((wrong == fooled[index]) & (value > best_loss[index]))
         chosen = index[better]
         best[chosen] = points[better]
-        best_loss[chosen] = value.double()[better]
+        best_loss[chosen] = value[better]
         fooled[chosen] |= wrong[better]
 
     rivals: Tensor | None = None

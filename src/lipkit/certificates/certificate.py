@@ -2,26 +2,30 @@ r"""Certificates of an exported network: radii from bounds recomputed in float64
 
 from __future__ import annotations
 
-import copy
 import csv
 import dataclasses
 import io
 import math
 import os
 from pathlib import Path
+from typing import overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit import plain
 from lipkit.certificates import margins
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.certificates.exported import (
+    check_inputs,
+    dtype_name,
+    float64_copy,
+    float64_device,
+    proved_bound,
+    split_last_layer,
+)
+from lipkit.certificates.regression import LOGIT_SLACK, RegressionCertificate, certify_regression
+from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
-from lipkit.protocol import lipschitz
-
-# Float64 evaluation of a network errs by about 1e-15 of the numbers it adds up; this share of them (9e-13) is taken off
-# every margin. It costs nothing visible and keeps noise on an exact tie from becoming a radius.
-_LOGIT_SLACK = 2.0**-40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,15 +90,40 @@ class Certificate:
         write_atomic(Path(path), text.getvalue().encode())
 
 
+@overload
 def certify(
     network: plain.Network,
     x: Tensor,
     y: Tensor,
     *,
+    delta: None = None,
     batch_size: int = 256,
     device: str | torch.device = "cpu",
-) -> Certificate:
-    r"""Certified l2 radii of an exported network.
+) -> Certificate: ...
+
+
+@overload
+def certify(
+    network: plain.Network,
+    x: Tensor,
+    y: Tensor,
+    *,
+    delta: float,
+    batch_size: int = 256,
+    device: str | torch.device = "cpu",
+) -> RegressionCertificate: ...
+
+
+def certify(
+    network: plain.Network,
+    x: Tensor,
+    y: Tensor,
+    *,
+    delta: float | None = None,
+    batch_size: int = 256,
+    device: str | torch.device = "cpu",
+) -> Certificate | RegressionCertificate:
+    r"""Certified l2 radii of a classifier; with ``delta``, certified output deviations of a regression.
 
     With ``K_ti = min(sqrt(2) L, L_b ||w_t - w_i||)`` (the second only for a network that ends in ``nn.Linear``)
 
@@ -110,24 +139,29 @@ def certify(
     Args:
         network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
         x: (N, *input_shape), floating point, on any device.
-        y: (N,) int64 labels.
+        y: (N,) int64 labels; with ``delta`` (N, d) floating-point targets.
+        delta: for regression: l2 norm of the input deviation that output deviations are certified for; see
+            `lipkit.certificates.certify_regression`, which is then called.
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are evaluated. A device without float64 (mps) is replaced by the CPU.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
-        OptionError: labels are not integers in [0, K), or there is no sample.
+        OptionError: labels are not integers in [0, K), there is no sample, or ``delta`` is given for labels.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer).
     """
-    _check(network, x, y, batch_size)
+    if delta is not None:
+        return certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device)
+    check_inputs(network, x, batch_size)
+    _check_labels(x, y)
     network64 = float64_copy(network, device)
     device = float64_device(device)
-    constant = _bound(network64, network64.input_shape)
+    constant = proved_bound(network64, network64.input_shape)
     split = split_last_layer(network64)
-    body_constant = None if split is None else _bound(split[0], network64.input_shape)
+    body_constant = None if split is None else proved_bound(split[0], network64.input_shape)
 
     logits, scale = [], []
     with torch.no_grad():
@@ -152,7 +186,7 @@ def certify(
         last_layer = margins.last_layer_constants(split[1].weight.cpu(), body_constant)
         constants = torch.minimum(constants, last_layer)
     return Certificate(
-        radius=margins.radii(outputs, labels, constants, logit_error=_LOGIT_SLACK * torch.cat(scale)),
+        radius=margins.radii(outputs, labels, constants, logit_error=LOGIT_SLACK * torch.cat(scale)),
         prediction=margins.predictions(outputs),
         label=labels.clone(),
         margin=margins.margins(outputs, labels),
@@ -165,60 +199,11 @@ def certify(
     )
 
 
-def float64_copy(network: plain.Network, device: str | torch.device = "cpu") -> plain.Network:
-    """A copy in float64 that holds exactly the same numbers; on the CPU where ``device`` has no float64."""
-    return copy.deepcopy(network).cpu().double().to(float64_device(device))  # mps cannot even hold a float64 tensor
-
-
-def float64_device(device: str | torch.device) -> torch.device:
-    """``device``, or the CPU where that device has no float64.
-
-    >>> float64_device("mps")
-    device(type='cpu')
-    """
-    device = torch.device(device)
-    return torch.device("cpu") if device.type == "mps" else device
-
-
-def split_last_layer(network: plain.Network) -> tuple[nn.Sequential, nn.Linear] | None:
-    """(everything before it, the last layer) of a network that ends in exactly an ``nn.Linear``, else None."""
-    modules = list(network)
-    if not modules or type(modules[-1]) is not nn.Linear:
-        return None
-    return nn.Sequential(*modules[:-1]), modules[-1]
-
-
-def _bound(network: nn.Sequential, input_shape: tuple[int, ...]) -> float:
-    if len(network) == 0:
-        return 1.0
-    bound = float(lipschitz(network, input_shape))
-    margins.check_constant(bound)
-    return math.nextafter(bound, math.inf) if bound > 0 else 0.0
-
-
-def _check(network: object, x: Tensor, y: Tensor, batch_size: int) -> None:
-    if not isinstance(network, plain.Network):
-        raise NoRuleError(
-            f"expected an exported network (lipkit.plain.Network), got {type(network).__name__}: "
-            "certify lipkit.export(model, input_shape)"
-        )
-    shape = tuple(network.input_shape)
-    if tuple(x.shape[1:]) != shape or x.ndim != len(shape) + 1:
-        raise ShapeError(f"expected inputs of shape (N, {', '.join(map(str, shape))}), got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise OptionError(f"expected floating-point inputs (images in [0, 1]), got {_name(x.dtype)}")
+def _check_labels(x: Tensor, y: Tensor) -> None:
     if y.is_floating_point():
         raise OptionError(
-            f"expected integer class labels (int64), got {_name(y.dtype)}: certificates for regression targets "
-            "are not available, only lipkit.lipschitz bounds such a network"
+            f"expected integer class labels (int64), got {dtype_name(y)}: for regression targets give delta, the input "
+            "deviation to bound the output deviation for"
         )
-    if len(x) == 0:
-        raise OptionError("expected at least one sample to certify, got 0")
     if y.shape != x.shape[:1]:
         raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}")
-    if batch_size < 1:
-        raise OptionError(f"expected batch_size >= 1, got {batch_size}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

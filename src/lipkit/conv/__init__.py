@@ -1,5 +1,7 @@
 """Algebra of convolution kernels: symbols, products in Fourier space, resampling."""
 
+from lipkit.conv.block import bcop_kernel, block_convolve, two_taps
+from lipkit.conv.kernel_exponential import adjoint, skew, taylor_features, taylor_norm
 from lipkit.conv.resample import downsample
 from lipkit.conv.spectrum import (
     Spectrum,
@@ -14,14 +16,21 @@ from lipkit.conv.symbol import check_kernel, fold, symbol, symbol_at, symbol_par
 __all__ = [
     "Spectrum",
     "Symbol",
+    "adjoint",
     "apply_symbol",
+    "bcop_kernel",
+    "block_convolve",
     "check_kernel",
     "downsample",
     "fold",
     "frequencies",
     "kernel_symbol",
+    "skew",
     "symbol",
     "symbol_at",
     "symbol_parts",
+    "taylor_features",
+    "taylor_norm",
     "transform_matrices",
+    "two_taps",
 ]

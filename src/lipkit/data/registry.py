@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lipkit.data import cifar10, digits, mnist
+from lipkit.data import cifar10, digits, mnist, square_wave
 from lipkit.data.arrays import load_npz
 from lipkit.data.custom import load_custom
 from lipkit.data.folder import load_folder
@@ -24,7 +24,7 @@ class Entry:
         description: one line.
         loader: takes the data root, returns the Data.
         input_shape: the shape of one sample.
-        classes: the names of the classes, in label order.
+        classes: the names of the classes, in label order; empty for regression.
         source: where to get it, and where to put it.
     """
 
@@ -57,6 +57,13 @@ DATASETS: dict[str, Entry] = {
         cifar10.CLASSES,
         cifar10.SOURCE,
     ),
+    "square_wave": Entry(
+        "a function of one variable that jumps, for regression: 300 training and 200 test points",
+        square_wave.load_square_wave,
+        square_wave.INPUT_SHAPE,
+        (),
+        square_wave.SOURCE,
+    ),
 }
 
 
@@ -74,8 +81,8 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
     """Load a data set by name.
 
     Args:
-        spec: a name of DATASETS (`digits`, `mnist`, `cifar10`); `folder:PATH` (train/CLASS/*, test/CLASS/*);
-            `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is run).
+        spec: a name of DATASETS (`digits`, `mnist`, `cifar10`, `square_wave`); `folder:PATH` (train/CLASS/*,
+            test/CLASS/*); `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is run).
             PATH is relative to the working directory.
         root: where the data sets of the table lie; see `data_root`.
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.

@@ -1,19 +1,48 @@
 """Constrained layers, one family per file; :mod:`lipkit.layers.families` is their table."""
 
+from lipkit.layers.aol import AolConv2d, AolLinear
+from lipkit.layers.bcop import BcopConv2d
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
+from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
+from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
+from lipkit.layers.lot import LotConv2d
+from lipkit.layers.ossn import OssnConv2d
+from lipkit.layers.rko import RkoConv2d
+from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
+from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
+from lipkit.layers.soc import SocConv2d
 from lipkit.layers.structure import Normalize, Residual, Scale, ScaledAvgPool2d
+from lipkit.layers.svcm import SvcmConv2d
 from lipkit.plain import GroupSort, MaxMin
 
 __all__ = [
     "FAMILIES",
+    "AolConv2d",
+    "AolLinear",
+    "BcopConv2d",
+    "BjorckLinear",
     "CayleyConv2d",
     "CayleyLinear",
+    "ContractionLinear",
+    "CplConv2d",
+    "CplLinear",
+    "EcoConv2d",
     "Family",
     "GroupSort",
+    "LotConv2d",
     "MaxMin",
     "Normalize",
+    "OrthogonalLinear",
+    "OssnConv2d",
     "Residual",
+    "RkoConv2d",
+    "SandwichConv2d",
+    "SandwichLinear",
     "Scale",
     "ScaledAvgPool2d",
+    "SllConv2d",
+    "SllLinear",
+    "SocConv2d",
+    "SvcmConv2d",
 ]

@@ -133,11 +133,15 @@ class ConstrainedConv2d(nn.Module, ABC):
         self.inner_channels = in_channels * step**2
         fan_in = self.inner_channels * kernel[0] * kernel[1]
         self.make_parameters(device, dtype)
-        self.register_parameter("bias", new_bias(out_channels, fan_in, bias, device, dtype))
+        self.register_parameter("bias", new_bias(self.bias_channels(), fan_in, bias, device, dtype))
 
     @abstractmethod
     def make_parameters(self, device: Any, dtype: Any) -> None:
         """Create every free parameter; called once, by ``__init__``."""
+
+    def bias_channels(self) -> int:
+        """Number of biases: one for each output channel, unless the bias sits inside the layer."""
+        return self.out_channels
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         """Raise ``OptionError`` unless padding keeps the size and is circular."""
@@ -207,7 +211,8 @@ def circular_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)
 
 
-def _stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
+def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
+    """The plain module of the emulated stride, if there is one."""
     return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
 
 
@@ -232,12 +237,11 @@ def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, i
 def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now."""
     size = resampled_size(layer, input_shape)
-    return nn.Sequential(*_stride_modules(layer), FourierConv2d.from_symbol(layer.symbol(*size), *size, layer.bias))
+    return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(layer.symbol(*size), *size, layer.bias))
 
 
-def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now."""
-    kernel = fold(layer.kernel(), *resampled_size(layer, input_shape))
+def circular_module(kernel: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias."""
     cout, cin, kh, kw = kernel.shape
     plain = nn.Conv2d(
         cin,
@@ -245,14 +249,21 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
         (kh, kw),
         padding="same",
         padding_mode="circular",
-        bias=layer.bias is not None,
+        bias=bias is not None,
         device=kernel.device,
         dtype=kernel.dtype,
     )
-    plain.weight.copy_(kernel)
-    if plain.bias is not None and layer.bias is not None:
-        plain.bias.copy_(layer.bias)
-    return nn.Sequential(*_stride_modules(layer), plain)
+    with torch.no_grad():
+        plain.weight.copy_(kernel)
+        if plain.bias is not None and bias is not None:
+            plain.bias.copy_(bias)
+    return plain
+
+
+def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
+    """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now."""
+    kernel = fold(layer.kernel(), *resampled_size(layer, input_shape))
+    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
 
 
 def register_one_lipschitz(*types: type[nn.Module]) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipkit.bounds.rounding import reciprocal_up, up
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers._base import check_dtype, check_positive
 from lipkit.plain import Affine, ConvexResidual
 from lipkit.protocol import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.protocol.plain_rules import refuse_inplace
 
 
 class Normalize(nn.Module):
@@ -181,20 +183,26 @@ class ScaledAvgPool2d(nn.Module):
 
 
 @lipschitz_rule(Normalize)
-def _normalize(module: Normalize, input_shape: Shape | None) -> Tensor:
-    return 1 / module.std.to(torch.float64).amin()
+def _normalize(module: Normalize, input_shape: Shape | None) -> float:
+    # Loaded statistics may have any sign.
+    return reciprocal_up(float(module.std.to(torch.float64).abs().amin()))
 
 
 @lipschitz_rule(Scale)
 def _scale(module: Scale, input_shape: Shape | None) -> Tensor:
-    return module.gamma().to(torch.float64)
+    return module.gamma().to(torch.float64).abs()
 
 
 @lipschitz_rule(Residual)
 def _residual(module: Residual, input_shape: Shape | None) -> Tensor:
+    refuse_inplace(module)
     share = module.share().to(torch.float64)
     body, shortcut = (lipschitz(branch, input_shape) for branch in (module.body, module.shortcut))
-    return shortcut + share * (body - shortcut)
+    total = share * body + (1 - share) * shortcut
+    # Equal branches (1-Lipschitz ones, nearly always) need no rounding allowance.
+    if bool(body == shortcut) and bool(total.isfinite()):
+        return total + (shortcut - total).detach()
+    return up(total, 5)
 
 
 @lipschitz_rule(ScaledAvgPool2d)
@@ -218,6 +226,7 @@ def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
 
 @export_rule(Residual)
 def _export_residual(module: Residual, input_shape: Shape) -> nn.Module:
+    refuse_inplace(module)
     output_shape(module, input_shape)
     return ConvexResidual(export(module.body, input_shape), module.share(), export(module.shortcut, input_shape))
 

@@ -3,6 +3,7 @@
 from lipkit.linalg._common import at_least_float32, orthogonality_residual
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.cayley import cayley
+from lipkit.linalg.exponential import exponential, taylor_exponential
 from lipkit.linalg.householder import householder
 from lipkit.linalg.newton_schulz import newton_schulz
 from lipkit.linalg.polar import polar
@@ -13,9 +14,11 @@ __all__ = [
     "at_least_float32",
     "bjorck",
     "cayley",
+    "exponential",
     "householder",
     "newton_schulz",
     "orthogonality_residual",
     "polar",
     "resolve",
+    "taylor_exponential",
 ]

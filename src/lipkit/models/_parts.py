@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -13,18 +14,26 @@ from lipkit.protocol import Shape
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
     """(C, H, W), or ``ShapeError`` unless H and W are multiples of ``multiple``."""
-    shape = tuple(input_shape)
-    if len(shape) != 3 or min(shape) < 1 or shape[1] % multiple or shape[2] % multiple:
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    sizes = len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)
+    if not sizes or shape[1] % multiple or shape[2] % multiple:
         raise ShapeError(
-            f"{model}: expected an input shape (C, H, W) with H and W multiples of {multiple}, got {shape}"
+            f"{model}: expected an input shape (C, H, W) with H and W multiples of {multiple}, got {input_shape}"
         )
-    return shape
+    return shape[0], shape[1], shape[2]
 
 
 def check_classes(classes: int) -> None:
     """Raise ``OptionError`` unless there are at least two classes."""
-    if classes < 2:
-        raise OptionError(f"classes: expected at least 2, got {classes}")
+    if type(classes) is not int or classes < 2:
+        raise OptionError(f"classes: expected an integer of at least 2, got {classes!r}")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ``OptionError`` for options that would reach only the convolutions and so break the model."""
+    for name in ("device", "dtype"):
+        if name in options:
+            raise OptionError(f"{name}: expected no such option, got {options[name]}: move the whole model with .to()")
 
 
 def bounded(
@@ -32,6 +41,7 @@ def bounded(
     lipschitz: float = 1.0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    channels: int | None = None,
 ) -> nn.Sequential:
     """A chain with an optional input normalisation in front and a gain of ``lipschitz`` after it.
 
@@ -42,6 +52,8 @@ def bounded(
     if (mean is None) != (std is None):
         raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
     if mean is not None and std is not None:
+        if channels is not None and len(mean) != channels:
+            raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
         head.append(Normalize(mean, std))
     if lipschitz != 1.0:
         head.append(Scale(lipschitz))

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from lipkit.layers import MaxMin, families
-from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.layers._base import check_positive
+from lipkit.models._parts import bounded, check_classes, check_image, check_options
 from lipkit.protocol import Shape
 
 
@@ -47,6 +48,8 @@ def kwlarge(
     family = families.get(layer)
     channels, height, breadth = check_image(input_shape, 4, "kwlarge")
     check_classes(classes)
+    check_options(options)
+    check_positive(kernel_size=kernel_size)
     half = max(1, kernel_size // 2)
     pixels = (height // 4) * (breadth // 4)
     layers = [
@@ -65,4 +68,4 @@ def kwlarge(
         MaxMin(),
         family.linear(512, classes),
     ]
-    return bounded(layers, lipschitz, mean, std)
+    return bounded(layers, lipschitz, mean, std, channels)

@@ -95,4 +95,4 @@ def lipconvnet(
             current = cout
     head = families.get(last_blocks)
     layers += [nn.Flatten(), head.linear(current * size**2, classes)]
-    return bounded(layers, lipschitz, mean, std)
+    return bounded(layers, lipschitz, mean, std, channels)

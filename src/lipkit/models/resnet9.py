@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d, families
-from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.models._parts import bounded, check_classes, check_image, check_options
 from lipkit.protocol import Shape
 
 
@@ -48,6 +48,7 @@ def resnet9(
     family = families.get(layer)
     channels, height, breadth = check_image(input_shape, 16, "resnet9")
     check_classes(classes)
+    check_options(options)
 
     def conv(cin: int, cout: int) -> list[nn.Module]:
         return [family.conv(cin, cout, kernel_size, **options), MaxMin()]
@@ -72,4 +73,4 @@ def resnet9(
         MaxMin(),
         family.linear(8 * width, classes),
     ]
-    return bounded(layers, lipschitz, mean, std)
+    return bounded(layers, lipschitz, mean, std, channels)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.layers import MaxMin, families
-from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.models._parts import bounded, check_classes, check_image, check_options
 from lipkit.protocol import Shape
 
 
@@ -40,9 +40,11 @@ def small(
     3
     """
     family = families.get(layer)
-    twice = max(input_shape[-2:]) > 12
+    _, height, breadth = check_image(input_shape, 2, "small")
+    twice = max(height, breadth) > 12
     channels, height, breadth = check_image(input_shape, 4 if twice else 2, "small")
     check_classes(classes)
+    check_options(options)
     layers = [
         family.conv(channels, 16 * width, kernel_size, **options),
         MaxMin(),
@@ -58,4 +60,4 @@ def small(
         MaxMin(),
         family.linear(256 * width, classes),
     ]
-    return bounded(layers, lipschitz, mean, std)
+    return bounded(layers, lipschitz, mean, std, channels)

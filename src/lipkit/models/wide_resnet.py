@@ -9,7 +9,8 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d, families
-from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.layers._base import check_positive
+from lipkit.models._parts import bounded, check_classes, check_image, check_options
 from lipkit.protocol import Shape
 
 
@@ -56,6 +57,8 @@ def wide_resnet(
     family = families.get(layer)
     channels, height, breadth = check_image(input_shape, 16, "wide_resnet")
     check_classes(classes)
+    check_options(options)
+    check_positive(kernel_size=kernel_size)
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, ...), got {depth}")
     if widen < 1:
@@ -91,4 +94,4 @@ def wide_resnet(
         MaxMin(),
         family.linear(current, classes),
     ]
-    return bounded(layers, lipschitz, mean, std)
+    return bounded(layers, lipschitz, mean, std, channels)

@@ -4,7 +4,11 @@ from lipkit.plain.activations import GroupSort, MaxMin, group_sort, maxmin
 from lipkit.plain.elementwise import Affine, ConvexResidual
 from lipkit.plain.fourier import FourierConv2d
 from lipkit.plain.network import Network
+from lipkit.plain.sandwich import SandwichBlock
+from lipkit.plain.phase import PhaseConv2d
+from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.plain.storage import load, save, sha256
+from lipkit.plain.taylor import TaylorConv2d
 
 __all__ = [
     "Affine",
@@ -13,6 +17,11 @@ __all__ = [
     "GroupSort",
     "MaxMin",
     "Network",
+    "SandwichBlock",
+    "PhaseConv2d",
+    "TaylorConv2d",
+    "ResizeChannels",
+    "SlopeResidual",
     "group_sort",
     "load",
     "maxmin",

@@ -8,8 +8,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, apply_symbol, frequencies, transform_matrices
+from lipkit.conv import Symbol, apply_symbol, transform_matrices
 from lipkit.errors import ShapeError
+
+# The transform of a side n has n^2 numbers: a small file must not be able to ask for terabytes.
+MAX_SIDE = 4096
 
 
 class FourierConv2d(nn.Module):
@@ -31,7 +34,7 @@ class FourierConv2d(nn.Module):
     made in float64 and rounded once to the dtype of the module (again after ``.double()`` or ``.to``).
 
     Raises:
-        ShapeError: another image size or channel number.
+        ShapeError: an empty or too large size; an input of another image size or channel number.
 
     >>> layer = FourierConv2d(2, 4, 5, 6, bias=False)
     >>> layer(torch.ones(1, 2, 5, 6)).shape
@@ -53,12 +56,18 @@ class FourierConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if min(in_channels, out_channels, height, width) < 1 or max(height, width) > MAX_SIDE:
+            raise ShapeError(
+                f"FourierConv2d: expected positive channels and sides from 1 to {MAX_SIDE} (the transform takes the "
+                f"square of a side), got {in_channels}, {out_channels}, {height}, {width}"
+            )
         self.in_channels, self.out_channels = in_channels, out_channels
         self.height, self.width = height, width
-        count = frequencies(height, width)
+        n_real = (2 - height % 2) * (2 - width % 2)
+        n_pair = (height * width - n_real) // 2
         matrix = (out_channels, in_channels)
-        self.register_buffer("real", torch.zeros(len(count.real), *matrix, device=device, dtype=dtype))
-        self.register_buffer("pair", torch.zeros(len(count.pair), 2, *matrix, device=device, dtype=dtype))
+        self.register_buffer("real", torch.zeros(n_real, *matrix, device=device, dtype=dtype))
+        self.register_buffer("pair", torch.zeros(n_pair, 2, *matrix, device=device, dtype=dtype))
         self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
         self._make_transform()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -50,7 +51,12 @@ class Network(nn.Sequential):
     ) -> None:
         flat = _flatten(modules)
         super().__init__(*(module for module, _ in flat))
-        self.input_shape = tuple(int(n) for n in input_shape)
+        try:
+            self.input_shape = tuple(operator.index(n) for n in input_shape)
+        except TypeError:
+            self.input_shape = ()
+        if not self.input_shape or min(self.input_shape) < 1:
+            raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
         given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})
         for i, values in sorted(given.items()):
             if not 0 <= i < len(flat) or values.ndim != 1:

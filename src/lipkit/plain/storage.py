@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
+from lipkit.bounds.rounding import WIDE
 from lipkit.errors import DataError, OptionError
 from lipkit.files import write_atomic
 from lipkit.plain.activations import GroupSort, MaxMin
 from lipkit.plain.elementwise import Affine, ConvexResidual
 from lipkit.plain.fourier import FourierConv2d
 from lipkit.plain.network import Network
+from lipkit.plain.sandwich import SandwichBlock
+from lipkit.plain.phase import PhaseConv2d
+from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
+from lipkit.plain.taylor import TaylorConv2d
 
 SCHEMA_VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -74,10 +80,29 @@ ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Softmax: ("dim",),
     MaxMin: (),
     GroupSort: ("group_size",),
+    ResizeChannels: ("in_channels", "out_channels"),
     FourierConv2d: ("in_channels", "out_channels", "height", "width"),
+    PhaseConv2d: ("in_channels", "out_channels", "height", "width", "kernel_size", "complex_pairs"),
+    TaylorConv2d: ("in_channels", "out_channels", "kernel_size", "terms"),
 }
-_WITH_BIAS = (nn.Linear, nn.Conv1d, nn.Conv2d, FourierConv2d)
+_WITH_BIAS = (nn.Linear, nn.Conv1d, nn.Conv2d, FourierConv2d, PhaseConv2d, TaylorConv2d)
 _BY_NAME = {kind.__name__: kind for kind in ARGUMENTS}
+# What a configuration may give for an argument; whatever is not named here is an integer, or a list of them.
+_FLAGS = {"bias", "complex_pairs", "ceil_mode", "count_include_pad"}
+_REALS = {"negative_slope", "alpha", "beta", "threshold", "min_val", "max_val", "lambd"}
+_WORDS = {
+    "padding": ("same", "valid"),
+    "padding_mode": ("zeros", "reflect", "replicate", "circular"),
+    "approximate": ("none", "tanh"),
+}
+_OPTIONAL = {"divisor_override", "output_size", "dim"}
+_AT_LEAST_ONE = {"in_features", "out_features", "in_channels", "out_channels", "num_parameters", "channels", "groups"}
+_MOST = {"terms": 1000}
+# Blocks of two linear maps around an activation, with a multiplier.
+_BLOCKS: dict[str, type[nn.Module]] = {"SandwichBlock": SandwichBlock, "SlopeResidual": SlopeResidual}
+_CHAINS = {"Network": {"modules", "input_shape", "multipliers"}, "Sequential": {"modules"}}
+# Nesting, and numbers in Fourier transforms (which a configuration names by their size alone), in one network.
+MAX_DEPTH, MAX_TRANSFORM = 50, 1 << 28
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
@@ -91,7 +116,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
     """
     kind = type(module)
     if kind in (Network, nn.Sequential):
-        modules = [describe(child) for child in module.children()]
+        # Not children(): that would list a module that stands in the chain twice only once.
+        modules = [describe(child) for child in module]  # type: ignore[attr-defined]
         config: dict[str, Any] = {"type": kind.__name__, "modules": modules}
         if isinstance(module, Network):
             config["input_shape"] = list(module.input_shape)
@@ -104,6 +130,14 @@ def describe(module: nn.Module) -> dict[str, Any]:
             "type": "ConvexResidual",
             "body": describe(module.body),  # type: ignore[arg-type]
             "shortcut": describe(module.shortcut),  # type: ignore[arg-type]
+        }
+    if kind in _BLOCKS.values():
+        return {
+            "type": kind.__name__,
+            "channels": len(module.multiplier),  # type: ignore[arg-type]
+            "first": describe(module.first),  # type: ignore[arg-type]
+            "activation": describe(module.activation),  # type: ignore[arg-type]
+            "second": describe(module.second),  # type: ignore[arg-type]
         }
     if kind not in ARGUMENTS:
         raise OptionError(
@@ -125,24 +159,62 @@ def build(config: Any) -> nn.Module:
     >>> build({"type": "LeakyReLU", "negative_slope": 0.1})
     LeakyReLU(negative_slope=0.1)
     """
+    return _build(config, 0)
+
+
+def _acceptable(name: str, value: Any) -> bool:
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    if name in _REALS:
+        return type(value) in (int, float) and abs(value) < 1e300
+    if isinstance(value, str):
+        return value in _WORDS.get(name, ())
+    if isinstance(value, tuple):
+        return len(value) <= 16 and all(not isinstance(v, tuple) and _acceptable(name, v) for v in value)
+    if value is None:
+        return name in _OPTIONAL
+    least = 1 if name in _AT_LEAST_ONE else -(2**31)
+    return type(value) is int and least <= value <= _MOST.get(name, 2**31)
+
+
+def _check_arguments(name: str, arguments: dict[str, Any], allowed: set[str]) -> None:
+    if set(arguments) != allowed:
+        raise DataError(f"{name}: expected the arguments {sorted(allowed)}, got {sorted(arguments)}")
+    for key, value in arguments.items():
+        if not isinstance(value, dict) and key != "modules" and not _acceptable(key, value):
+            raise DataError(f"{name}: expected another value of {key}, got {str(value)[:80]!r}")
+
+
+def _build(config: Any, depth: int) -> nn.Module:
+    if depth > MAX_DEPTH:
+        raise DataError(f"network configuration: expected at most {MAX_DEPTH} levels of nesting, got more")
     if not isinstance(config, dict) or not isinstance(config.get("type"), str):
         raise DataError(f"network configuration: expected an object with a 'type', got {str(config)[:80]!r}")
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k != "type"}
     name = config["type"]
     try:
-        if name in ("Network", "Sequential"):
-            modules = [build(child) for child in arguments["modules"]]
+        if name in _CHAINS:
+            _check_arguments(name, arguments, _CHAINS[name])
+            modules = [_build(child, depth + 1) for child in arguments["modules"]]
             if name == "Sequential":
                 return nn.Sequential(*modules)
-            multipliers = {int(i): torch.zeros(int(n)) for i, n in arguments["multipliers"].items()}
+            sizes = config["multipliers"].items()
+            multipliers = {int(i): torch.zeros(operator.index(n)) for i, n in sizes}
             return Network(modules, arguments["input_shape"], multipliers)
         if name == "Affine":
+            _check_arguments(name, arguments, {"channels"})
             return Affine(torch.zeros(arguments["channels"]), torch.zeros(arguments["channels"]))
         if name == "ConvexResidual":
-            return ConvexResidual(build(arguments["body"]), torch.zeros(()), build(arguments["shortcut"]))
+            _check_arguments(name, arguments, {"body", "shortcut"})
+            body, shortcut = (_build(arguments[branch], depth + 1) for branch in ("body", "shortcut"))
+            return ConvexResidual(body, torch.zeros(()), shortcut)
+        if name in _BLOCKS:
+            parts = ("first", "activation", "second")
+            _check_arguments(name, arguments, {"channels", *parts})
+            built = [_build(arguments[part], depth + 1) for part in parts]
+            return _BLOCKS[name](*built, torch.zeros(arguments["channels"]))
         allowed = set(ARGUMENTS[_BY_NAME[name]]) | ({"bias"} if _BY_NAME[name] in _WITH_BIAS else set())
-        if set(arguments) != allowed:
-            raise DataError(f"{name}: expected the arguments {sorted(allowed)}, got {sorted(arguments)}")
+        _check_arguments(name, arguments, allowed)
         return _BY_NAME[name](**arguments)
     except KeyError as error:
         raise DataError(f"network configuration: unknown or missing {error} in {str(config)[:80]!r}") from None
@@ -170,17 +242,53 @@ def save(network: Network, folder: str | Path) -> Path:
     """Write an exported network to ``folder`` (made if needed): ``config.json`` and ``model.safetensors``.
 
     Raises:
-        OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain.
+        OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
+            with an argument that a configuration does not accept.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
-    config = {"schema_version": SCHEMA_VERSION, "network": describe(network)}
+    config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
+    try:
+        text = json.dumps(config, indent=1, allow_nan=False) + "\n"
+        _skeleton(json.loads(text)["network"], tensors)
+    except (DataError, TypeError, ValueError) as error:
+        raise OptionError(f"save: expected a network that can be read back, got one that cannot: {error}") from None
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / WEIGHTS, save_safetensors(tensors))
-    write_atomic(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+    write_atomic(folder / CONFIG, text.encode())
     return folder
+
+
+def _not_a_number(text: str) -> Any:
+    raise ValueError(f"expected numbers, got {text}")
+
+
+def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
+    """The network of a configuration without memory behind it, checked against the tensors it is to hold."""
+    with torch.device("meta"):
+        skeleton = build(config)
+    if type(skeleton) is not Network:
+        raise DataError(f"expected a Network at the top, got {type(skeleton).__name__}")
+    expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise DataError(f"{name}: expected shape {expected.get(name)}, got {found.get(name)}")
+        if tensors[name].dtype not in WIDE:
+            raise DataError(f"{name}: expected a floating dtype, got {tensors[name].dtype}")
+    transforms = sum(b.numel() for b in skeleton.buffers()) - sum(
+        t.numel() for name, t in skeleton.state_dict().items() if name in dict(skeleton.named_buffers())
+    )
+    if transforms > MAX_TRANSFORM:
+        raise DataError(f"expected at most {MAX_TRANSFORM} numbers in Fourier transforms, got {transforms}")
+    try:
+        skeleton(torch.empty(2, *skeleton.input_shape, device="meta"))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"the modules do not accept inputs of shape {skeleton.input_shape}: {reason}") from None
+    return skeleton
 
 
 def load(folder: str | Path) -> Network:
@@ -191,26 +299,25 @@ def load(folder: str | Path) -> Network:
     """
     folder = Path(folder)
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"), parse_constant=_not_a_number)
         tensors = load_safetensors((folder / WEIGHTS).read_bytes())
     except FileNotFoundError as error:
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}") from None
-    except (ValueError, SafetensorError) as error:
+    except OSError as error:
+        raise DataError(f"{folder}: {CONFIG} and {WEIGHTS} cannot be read: {error}") from None
+    except (ValueError, RecursionError, SafetensorError) as error:
         raise DataError(f"{folder}: not a saved network: {error}") from None
     if not isinstance(config, dict) or config.get("schema_version") != SCHEMA_VERSION:
         got = config.get("schema_version") if isinstance(config, dict) else config
         raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
-    with torch.device("meta"):
-        skeleton = build(config.get("network"))
-    if type(skeleton) is not Network:
-        raise DataError(f"{folder / CONFIG}: expected a Network at the top, got {type(skeleton).__name__}")
-    expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise DataError(f"{folder / WEIGHTS}: {name}: expected shape {expected.get(name)}, got {found.get(name)}")
-    network = build(config["network"])
-    assert isinstance(network, Network)
+    try:
+        network = _skeleton(config.get("network"), tensors)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from None
     network.load_state_dict(tensors, assign=True)
     network.requires_grad_(False)
-    return network._apply(lambda t: t)
+    # Transforms are no state: they are made here, from sizes that the tensors have confirmed.
+    network._apply(lambda t: t)
+    if sha256(network) != config.get("sha256"):
+        raise DataError(f"{folder}: expected the network with sha256 {config.get('sha256')}, got {sha256(network)}")
+    return network

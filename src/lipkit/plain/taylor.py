@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv.kernel_exponential import check_terms, taylor
+from lipkit.conv.kernel_exponential import taylor_features
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.exponential import check_terms
 
 
 class TaylorConv2d(nn.Module):
@@ -58,10 +59,13 @@ class TaylorConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ShapeError(f"TaylorConv2d: expected input of shape (B, {self.in_channels}, H, W), got {x.shape}")
+            raise ShapeError(
+                f"TaylorConv2d: expected input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
+            )
         x = F.pad(x, (0, 0, 0, 0, 0, self.kernel.shape[1] - self.in_channels))
         half = [k // 2 for k in self.kernel_size]
-        y = taylor(x, lambda term: F.conv2d(term, self.kernel, padding=half), self.terms)[:, : self.out_channels]
+        y = taylor_features(x, lambda term: F.conv2d(term, self.kernel, padding=half), self.terms)
+        y = y[:, : self.out_channels]
         return y if self.bias is None else y + self.bias[:, None, None]
 
     def extra_repr(self) -> str:

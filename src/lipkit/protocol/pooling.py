@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipkit.bounds.rounding import gamma
 from lipkit.bounds.verified import spectral_norm
 
 
@@ -70,4 +71,5 @@ def average_norm_any_size(kernel: int, stride: int, padding: int, ceil_mode: boo
     True
     """
     weight = 1.0 if ceil_mode or (padding and not count_pad) else 1 / kernel
-    return math.nextafter(math.sqrt(overlap(kernel, stride) * weight), math.inf)
+    # Three roundings of half a unit each.
+    return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))

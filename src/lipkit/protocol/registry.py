@@ -19,6 +19,8 @@ is refused.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -38,6 +40,8 @@ Rule = TypeVar("Rule", LipschitzRule, ExportRule)
 
 _LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
 _EXPORT: dict[type[nn.Module], ExportRule] = {}
+# The forward method of each type when its rule was registered: a rule speaks of that function and no other.
+_FORWARD: dict[type[nn.Module], Callable[..., Any]] = {}
 
 
 def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
@@ -64,6 +68,7 @@ def _register(table: dict[type[nn.Module], Rule], types: tuple[type[nn.Module], 
             if kind in table:
                 raise NoRuleError(f"{_name(kind)} already has a rule; expected one rule for each type")
             table[kind] = rule
+            _FORWARD.setdefault(kind, kind.forward)
         return rule
 
     return put
@@ -115,6 +120,11 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
     guard(module)
     kind = type(module)
     if kind in table:
+        if kind.forward is not _FORWARD[kind]:
+            raise NoRuleError(
+                f"the forward method of the class {_name(kind)} was replaced after its rule was registered, expected "
+                "the original: make it a subclass with its own rule"
+            )
         return table[kind]
     parents = [_name(base) for base in kind.__mro__[1:] if base in table]
     why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
@@ -126,7 +136,7 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
 
 def _checked(input_shape: Shape) -> Shape:
     try:
-        shape = tuple(int(n) for n in input_shape)
+        shape = tuple(operator.index(n) for n in input_shape)
     except TypeError:
         shape = ()
     if not shape or min(shape) < 1:
@@ -162,8 +172,12 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     1.0
     """
     rule = _rule(_LIPSCHITZ, module, "lipschitz")
-    bound = rule(module, None if input_shape is None else _checked(input_shape))
-    return torch.as_tensor(bound, dtype=torch.float64).reshape(())
+    value = rule(module, None if input_shape is None else _checked(input_shape))
+    bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    if bool(bound < 0):
+        raise NoRuleError(f"the rule of {_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
+    # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
+    return torch.full_like(bound, math.inf) if bool(bound.isnan()) else bound
 
 
 def export(module: nn.Module, input_shape: Shape) -> Network:
@@ -191,27 +205,33 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
     )
     """
     rule = _rule(_EXPORT, module, "export")
-    with torch.no_grad():
+    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
+    # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
         return Network([rule(module, _checked(input_shape))], _checked(input_shape))
 
 
 def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
-    """Shape of one output for one input of ``input_shape``, found by running a zero through ``module``.
+    """Shape of one output for one input of ``input_shape``, found by running two zeros through ``module``.
 
     Raises:
-        ShapeError: the module does not accept that shape.
+        ShapeError: the module does not accept that shape, or does not keep the samples of a batch apart.
 
     >>> output_shape(nn.Flatten(), (3, 4, 4))
     (48,)
     """
     floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     like = floating[0] if floating else torch.zeros(())
-    zero = torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device)
+    zero = torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)
     try:
         with torch.no_grad():
-            return tuple(module(zero).shape[1:])
+            y = module(zero)
     except ShapeError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise ShapeError(f"{_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
+    if not isinstance(y, Tensor) or y.ndim < 2 or len(y) != len(zero):
+        got = tuple(y.shape) if isinstance(y, Tensor) else _name(type(y))
+        raise ShapeError(f"{_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}")
+    return tuple(y.shape[1:])

@@ -40,7 +40,7 @@ def slope_restricted(module: nn.Module) -> bool:
     if isinstance(module, nn.CELU) and kind is nn.CELU:
         return module.alpha > 0
     if isinstance(module, nn.Softplus) and kind is nn.Softplus:
-        return module.beta > 0
+        return module.beta > 0 and module.threshold >= 20
     return kind in SLOPE_RESTRICTED
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular, spectral_norm, symbol_sup
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.rounding import to_double, up
+from lipkit.bounds.rounding import gamma, to_double, up
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.plain import Affine, Network
 from lipkit.protocol.pooling import average_norm, average_norm_any_size, max_pool_constant
@@ -19,13 +19,11 @@ from lipkit.protocol.slopes import slope_runs
 
 # Largest slope of each activation whose slope is a constant of nature, rounded up in the last digit given.
 # GELU: at x = sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by bisection of the
-# second derivative (tests/protocol/test_slopes.py). Softmax: its Jacobian diag(p) - p p^T has norm <= 1/2.
+# second derivative (tests/protocol/test_slopes.py).
 SLOPES: dict[type[nn.Module], float] = {
     nn.ReLU: 1.0,
     nn.ReLU6: 1.0,
-    nn.CELU: 1.0,
     nn.Tanh: 1.0,
-    nn.Softplus: 1.0,
     nn.Softsign: 1.0,
     nn.LogSigmoid: 1.0,
     nn.Hardtanh: 1.0,
@@ -37,10 +35,12 @@ SLOPES: dict[type[nn.Module], float] = {
     nn.SiLU: 1.0998393202,
     nn.Mish: 1.0884981618,
     nn.SELU: 1.7580993409,
-    nn.Softmax: 0.5,
 }
 GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
-ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d)
+RESHAPES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d)
+# Softplus returns x itself beyond its threshold t, which is lower by log(1 + e^-t) / beta: a jump, below float32
+# rounding of the output from t = 20 (torch's default) on.
+SOFTPLUS_THRESHOLD = 20.0
 
 
 @lipschitz_rule(*SLOPES)
@@ -48,8 +48,80 @@ def _constant_slope(module: nn.Module, input_shape: Shape | None) -> float:
     return SLOPES[type(module)]
 
 
-@lipschitz_rule(*ISOMETRIES)
-def _isometry(module: nn.Module, input_shape: Shape | None) -> float:
+def _check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
+    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
+    if input_shape is not None and not least <= len(input_shape) <= most:
+        dims = f"{least}" if least == most else f"at least {least}"
+        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
+
+
+def _check_keeps_batch(module: nn.Module, dim: object, input_shape: Shape | None, last_is_safe: bool) -> None:
+    """``NoRuleError`` unless dimension ``dim`` (batch included) is known not to be the batch."""
+    if isinstance(dim, int) and not isinstance(dim, bool):
+        if dim > 0 or (dim == -1 and last_is_safe):
+            return
+        if dim < 0 and input_shape is not None and -dim <= len(input_shape):
+            return
+    raise NoRuleError(
+        f"nn.{type(module).__name__}: expected dimensions that leave the batch (dimension 0) alone, got {dim!r} for "
+        f"inputs of shape {input_shape}: its output would mix samples; count from 1"
+    )
+
+
+@lipschitz_rule(nn.Identity)
+def _identity(module: nn.Identity, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@lipschitz_rule(nn.Flatten)
+def _flatten(module: nn.Flatten, input_shape: Shape | None) -> float:
+    _check_keeps_batch(module, module.start_dim, input_shape, last_is_safe=True)
+    return 1.0
+
+
+@lipschitz_rule(nn.Unflatten)
+def _unflatten(module: nn.Unflatten, input_shape: Shape | None) -> float:
+    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
+    return 1.0
+
+
+@lipschitz_rule(nn.PixelShuffle, nn.PixelUnshuffle)
+def _pixel_shuffle(module: nn.Module, input_shape: Shape | None) -> float:
+    _check_dims(module, input_shape, 3)
+    return 1.0
+
+
+@lipschitz_rule(nn.ZeroPad2d)
+def _zero_pad(module: nn.ZeroPad2d, input_shape: Shape | None) -> float:
+    # Negative padding crops: still at most 1.
+    _check_dims(module, input_shape, 2)
+    return 1.0
+
+
+@lipschitz_rule(nn.Softmax)
+def _softmax(module: nn.Softmax, input_shape: Shape | None) -> float:
+    # Its Jacobian diag(p) - p p^T has norm at most 1/2.
+    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
+    return 0.5
+
+
+def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
+    value = getattr(module, name)
+    if not (math.isfinite(value) and value > 0 and value >= least):
+        wanted = f"at least {least:g}" if least else "a positive finite number"
+        raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
+
+
+@lipschitz_rule(nn.CELU)
+def _celu(module: nn.CELU, input_shape: Shape | None) -> float:
+    _positive(module, "alpha", "it grows exponentially otherwise")
+    return 1.0
+
+
+@lipschitz_rule(nn.Softplus)
+def _softplus(module: nn.Softplus, input_shape: Shape | None) -> float:
+    _positive(module, "beta", "it has no rule otherwise")
+    _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
     return 1.0
 
 
@@ -58,14 +130,18 @@ def _gelu(module: nn.GELU, input_shape: Shape | None) -> float:
     return GELU_SLOPES[module.approximate]
 
 
+def _at_least_one(slope: float) -> float:
+    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
+
+
 @lipschitz_rule(nn.LeakyReLU)
 def _leaky_relu(module: nn.LeakyReLU, input_shape: Shape | None) -> float:
-    return max(1.0, abs(module.negative_slope))
+    return _at_least_one(module.negative_slope)
 
 
 @lipschitz_rule(nn.ELU)
 def _elu(module: nn.ELU, input_shape: Shape | None) -> float:
-    return max(1.0, abs(module.alpha))
+    return _at_least_one(module.alpha)
 
 
 @lipschitz_rule(nn.PReLU)
@@ -84,7 +160,8 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
 
 @lipschitz_rule(nn.Conv2d)
 def _conv2d(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
-    kernel, k = module.weight, module.kernel_size
+    _check_dims(module, input_shape, 3, 3)
+    kernel = module.weight
     if module.padding_mode not in ("zeros", "circular"):
         raise NoRuleError(
             f"nn.Conv2d: expected padding_mode 'zeros' or 'circular', got {module.padding_mode!r}: reflected or "
@@ -92,15 +169,16 @@ def _conv2d(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
         )
     if module.padding_mode == "zeros":
         return symbol_sup(kernel, groups=module.groups)
-    reach = [(size - 1) * d for size, d in zip(k, module.dilation, strict=True)]
-    same, none = module.padding == "same", module.padding == "valid"
-    padded = reach if same else [0, 0] if none else [2 * int(p) for p in module.padding]
+    reach = [(size - 1) * d for size, d in zip(kernel.shape[2:], module.dilation, strict=True)]
+    # What the forward pass hands to F.pad: left, right, top, bottom.
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    padded = [top + bottom, left + right]
     if any(p > r for p, r in zip(padded, reach, strict=True)):
         raise NoRuleError(
             f"nn.Conv2d with circular padding: expected at most {reach} padded rows and columns in total "
             f"(dilation x (kernel_size - 1)), got {padded}: outputs beyond one period repeat and raise the norm"
         )
-    if input_shape is not None and len(input_shape) == 3 and tuple(module.dilation) == (1, 1):
+    if input_shape is not None and tuple(module.dilation) == (1, 1):
         return circular(kernel, *input_shape[1:], groups=module.groups)
     return symbol_sup(kernel, groups=module.groups)
 
@@ -139,34 +217,39 @@ def _dropout(module: nn.Dropout, input_shape: Shape | None) -> float:
 
 @lipschitz_rule(nn.MaxPool2d)
 def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
+    _check_dims(module, input_shape, 2)
+    if module.return_indices:
+        raise NoRuleError("nn.MaxPool2d: expected return_indices=False, got True: indices are not Lipschitz")
     return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
 
 
 @lipschitz_rule(nn.AvgPool2d)
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     kernels, strides, paddings = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
+    _check_dims(module, input_shape, 2)
     axes = list(zip(kernels, strides, paddings, strict=True))
     if module.divisor_override is not None:
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
         factor = math.prod(kernels) / abs(module.divisor_override)
-        return math.nextafter(factor * math.prod(average_norm_any_size(*a, False, True) for a in axes), math.inf)
+        return factor * math.prod(average_norm_any_size(*a, False, True) for a in axes) * (1 + gamma(8))
     flags = (module.ceil_mode, module.count_include_pad)
     if input_shape is None:
         constant = math.prod(average_norm_any_size(*axis, *flags) for axis in axes)
     else:
         sizes = input_shape[-2:]
         constant = math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True))
-    return math.nextafter(constant, math.inf)
+    return constant * (1 + gamma(4))
 
 
 @lipschitz_rule(nn.AdaptiveAvgPool2d)
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
-    if tuple(_pair(module.output_size)) != (1, 1) or input_shape is None:  # type: ignore[arg-type]
+    _check_dims(module, input_shape, 2)
+    if module.output_size not in (1, (1, 1), [1, 1]) or input_shape is None:
         raise NoRuleError(
             f"nn.AdaptiveAvgPool2d: expected output_size 1 and a known input_shape, got {module.output_size} and "
             f"{input_shape}: use nn.AvgPool2d, whose windows do not depend on the input"
         )
-    return math.nextafter(1 / math.sqrt(math.prod(input_shape[-2:])), math.inf)
+    return 1 / math.sqrt(math.prod(input_shape[-2:])) * (1 + gamma(4))
 
 
 @lipschitz_rule(nn.Sequential)
@@ -221,14 +304,18 @@ def _export_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
 @export_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def _export_batch_norm(module: nn.BatchNorm2d, input_shape: Shape) -> nn.Module:
     scale, shift = _batch_norm_affine(module)
+    output_shape(module, input_shape)
     dtype = module.running_var.dtype  # type: ignore[union-attr]
     return Affine(scale.to(dtype), shift.to(dtype))
 
 
 @export_rule(
     *SLOPES,
-    *ISOMETRIES,
+    *RESHAPES,
+    nn.CELU,
     nn.GELU,
+    nn.Softmax,
+    nn.Softplus,
     nn.LeakyReLU,
     nn.ELU,
     nn.PReLU,
@@ -239,5 +326,13 @@ def _export_batch_norm(module: nn.BatchNorm2d, input_shape: Shape) -> nn.Module:
     nn.AdaptiveAvgPool2d,
 )
 def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+    if isinstance(module, nn.Conv2d):
+        _check_dims(module, input_shape, 3, 3)
+    elif not isinstance(module, nn.Linear):
+        lipschitz(module, input_shape)  # refuses what mixes the samples of a batch
     output_shape(module, input_shape)
-    return copy.deepcopy(module)
+    plain = copy.deepcopy(module)
+    if hasattr(plain, "inplace"):
+        # A constant network leaves its input as it is.
+        setattr(plain, "inplace", False)  # noqa: B010
+    return plain

@@ -1,0 +1,246 @@
+r"""Certificates of a regression: how far the outputs can move when the input moves by delta.
+
+For an L-Lipschitz network ``||f(x + d) - f(x)|| <= L ||d||``; output j alone moves by at most ``K_j ||d||`` with its own
+constant ``K_j <= L``. Both hold at every input, not only at the samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lipkit import plain
+from lipkit.bounds.rounding import gamma
+from lipkit.certificates.exported import check_inputs, dtype_name, float64_copy, float64_device, proved_bound
+from lipkit.certificates.margins import round_up
+from lipkit.errors import OptionError, ShapeError
+from lipkit.files import write_atomic
+from lipkit.plain import Affine, Network
+
+# Float64 evaluation of a network errs by about 1e-15 of the numbers it adds up; this share of them (9e-13) is taken off
+# every margin, and added to every error. It costs nothing visible and keeps noise on an exact tie from becoming a
+# radius.
+LOGIT_SLACK = 2.0**-40
+
+# An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
+_MOST_LMI_OUTPUTS = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RegressionCertificate:
+    r"""What was proved about a regression network and N samples. All tensors are on the CPU, in float64.
+
+    Attributes:
+        delta: l2 norm of the input deviation, in units of the input.
+        constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up.
+        output_constants: (d,) proved upper bounds ``K_j`` for each output alone, rounded up.
+        prediction: (N, d) outputs at the samples.
+        target: (N, d).
+        method: what gave the constants: ``"outputs"`` (each output bounded by itself) or ``"global"`` (all by L).
+        dtype: arithmetic of bounds and outputs.
+        input_shape: shape of one input.
+        network_sha256: fingerprint of the network that was certified.
+    """
+
+    delta: float
+    constant: float
+    output_constants: Tensor
+    prediction: Tensor
+    target: Tensor
+    method: str
+    dtype: str
+    input_shape: tuple[int, ...]
+    network_sha256: str
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    @property
+    def deviation(self) -> float:
+        """Largest l2 norm of the output deviation, ``L delta`` rounded up."""
+        return _times(self.constant, self.delta)
+
+    @property
+    def output_deviation(self) -> Tensor:
+        """(d,) largest deviation of each output, ``K_j delta`` rounded up, in units of that output."""
+        return torch.tensor([_times(k, self.delta) for k in self.output_constants.tolist()], dtype=torch.float64)
+
+    @property
+    def error(self) -> Tensor:
+        """(N, d) distance of prediction and target."""
+        return (self.prediction - self.target).abs()
+
+    @property
+    def worst_error(self) -> Tensor:
+        """(N, d) largest distance from the target for any input within delta of the sample, rounded up."""
+        slack = LOGIT_SLACK * (1 + self.prediction.abs() + self.target.abs())
+        return round_up(round_up(self.error + slack) + self.output_deviation)
+
+    @property
+    def mse(self) -> float:
+        """Mean of the squared errors over samples and outputs."""
+        return float(self.error.square().mean())
+
+    def save_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row a sample."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        outputs = range(self.target.shape[1])
+        writer.writerow(["index", *(f"{name}_{j}" for j in outputs for name in ("target", "prediction", "worst_error"))])
+        columns = torch.stack((self.target, self.prediction, self.worst_error), dim=2).flatten(1)
+        writer.writerows([i, *row] for i, row in enumerate(columns.tolist()))
+        write_atomic(Path(path), text.getvalue().encode())
+
+
+def certify_regression(
+    network: Network,
+    x: Tensor,
+    y: Tensor,
+    *,
+    delta: float,
+    batch_size: int = 256,
+    device: str | torch.device = "cpu",
+) -> RegressionCertificate:
+    r"""Certified output deviations of an exported network, in all and for each output.
+
+    .. math:: \|f(x + d) - f(x)\|_2 \le L \delta, \qquad |f_j(x + d) - f_j(x)| \le K_j \delta
+              \qquad\text{for all } x \text{ and } \|d\|_2 \le \delta
+
+    **Guarantee.** Upper bounds for the stored numbers, taken as exact, in real arithmetic, at every input. Constants
+    are computed in float64 on a copy of the network and rounded up (`output_constants`). Scaling layers at the input
+    or output (Normalize, Scale, Rescale) are part of the network: delta is in the input's units, deviations are in the
+    outputs' units. `RegressionCertificate.worst_error` adds the errors at the samples, evaluated in float64 with an
+    allowance of 9e-13 for their rounding.
+
+    Args:
+        network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
+        x: (N, *input_shape), floating point, on any device.
+        y: (N, d) floating-point targets.
+        delta: l2 norm of the input deviation, >= 0 and finite.
+        batch_size: samples evaluated at once.
+        device: where the outputs are evaluated.
+
+    Raises:
+        NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
+        ShapeError: ``x`` does not fit the network, or ``y`` does not fit its outputs.
+        OptionError: targets are not floating point or not finite, there is no sample, or ``delta`` is out of range.
+
+    >>> net = Network([nn.Linear(2, 2, bias=False)], (2,))
+    >>> _ = net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    >>> found = certify_regression(net, torch.zeros(1, 2), torch.zeros(1, 2), delta=0.1)
+    >>> [round(value, 6) for value in found.output_deviation.tolist()]  # 5 delta and 1 delta
+    [0.5, 0.1]
+    """
+    check_inputs(network, x, batch_size)
+    _check_targets(x, y, delta)
+    network64, device = float64_copy(network, device), float64_device(device)
+    with torch.no_grad():
+        parts = [network64(part.to(device=device, dtype=torch.float64)).cpu() for part in x.split(batch_size)]
+    prediction, target = torch.cat(parts), y.detach().cpu().double()
+    if prediction.shape != target.shape:
+        raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
+    if not bool(prediction.isfinite().all()):
+        raise OptionError("expected finite outputs, got NaN or infinity")
+    exact = float64_copy(network)
+    constant = proved_bound(exact, exact.input_shape)
+    constants, method = output_constants(exact, target.shape[1], constant)
+    # The root of the sum of squares bounds the whole network too.
+    size = float(torch.linalg.vector_norm(constants)) * (1 + gamma(len(constants) + 4))
+    return RegressionCertificate(
+        delta=float(delta),
+        constant=min(constant, math.nextafter(size, math.inf)) if constant > 0 else 0.0,
+        output_constants=constants,
+        prediction=prediction,
+        target=target,
+        method=method,
+        dtype="float64",
+        input_shape=tuple(network.input_shape),
+        network_sha256=plain.sha256(network),
+    )
+
+
+def output_constants(network: Network, outputs: int, constant: float) -> tuple[Tensor, str]:
+    """Constants of the outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
+
+    Output j alone is the network with row j of the last layer only; its bound, by the LMI where the network carries
+    multipliers, by the product of norms (``L_body ||w_j||``) otherwise, times the scale of the output.
+
+    Args:
+        network: exported, in float64.
+        outputs: d.
+        constant: bound of the whole network; no output's is above it.
+
+    Returns:
+        ((d,) float64, ``"outputs"``), or all ``constant`` and ``"global"`` for other networks.
+    """
+    modules = list(network)
+    scaled = bool(modules) and type(modules[-1]) is Affine
+    position = len(modules) - (2 if scaled else 1)
+    last = modules[position] if position >= 0 else None
+    if type(last) is not nn.Linear or last.out_features != outputs:
+        return torch.full((outputs,), constant, dtype=torch.float64), "global"
+    scales = modules[-1].scale.detach().abs().expand(outputs).tolist() if scaled else [1.0] * outputs
+    multipliers = {i: m for i, m in network.multipliers().items() if i < position}
+    if outputs > _MOST_LMI_OUTPUTS:
+        multipliers = {}
+    body = proved_bound(nn.Sequential(*modules[:position]), network.input_shape) if position else 1.0
+    found = []
+    for row, scale in zip(last.weight, scales, strict=True):
+        only = nn.Linear(last.in_features, 1, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            only.weight.copy_(row)
+        chain = [*modules[:position], only]
+        own = proved_bound(nn.Sequential(only), (last.in_features,))
+        best = _times(body, own) if math.isfinite(body) else math.inf
+        if multipliers:
+            best = min(best, _by_multipliers(chain, network.input_shape, multipliers))
+        found.append(min(constant, _times(best, scale)))
+    return torch.tensor(found, dtype=torch.float64), "outputs"
+
+
+def _by_multipliers(chain: list[nn.Module], input_shape: tuple[int, ...], multipliers: dict[int, Tensor]) -> float:
+    """The best gain that multiples of the multipliers prove for this chain.
+
+    The multipliers balance the input against all outputs; for one output the balance is elsewhere. A multiple t
+    proves about ``max(t a, b / t)``, so steps in the direction that helps, halved when none does, find the best.
+    """
+
+    def gain(exponent: float) -> float:
+        scaled = {i: m * 2.0**exponent for i, m in multipliers.items()}
+        return proved_bound(Network(chain, input_shape, scaled), input_shape)
+
+    at, best, step = 0.0, gain(0.0), 1.0
+    while step >= 1 / 32:
+        trials = {at + step: gain(at + step), at - step: gain(at - step)}
+        chosen = min(trials, key=trials.__getitem__)
+        if trials[chosen] < best:
+            at, best = chosen, trials[chosen]
+        else:
+            step /= 2
+    return best
+
+
+def _times(constant: float, size: float) -> float:
+    """The product of two non-negative numbers, rounded up; 0 if one is 0."""
+    return math.nextafter(constant * size, math.inf) if constant > 0 and size > 0 else 0.0
+
+
+def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not (delta >= 0 and math.isfinite(delta)):
+        raise OptionError(f"expected delta as a finite number >= 0, got {delta!r}")
+    if not y.is_floating_point():
+        raise OptionError(
+            f"expected floating-point targets for an output deviation, got {dtype_name(y)}: leave out delta to "
+            "certify class labels"
+        )
+    if y.ndim != 2 or len(y) != len(x):
+        raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")
+    if not bool(y.isfinite().all()):
+        raise OptionError("expected finite targets, got NaN or infinity")

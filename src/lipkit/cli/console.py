@@ -1,0 +1,179 @@
+"""What a run shows while it works: a progress bar on a terminal, plain lines elsewhere. Results go to stdout."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from lipkit.training import Progress
+
+
+class Display(Protocol):
+    """Where a pipeline reports to."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+
+    def progress(self, event: Progress) -> None:
+        """Show where training stands."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def progress(self, event: Progress) -> None: ...
+
+
+class Lines:
+    """One plain line per epoch, for logs and pipes.
+
+    Args:
+        stream: where to; None is stderr at the time of writing.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._clock = Clock()
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream or sys.stderr, flush=True)
+
+    def progress(self, event: Progress) -> None:
+        self._clock.see(event)
+        if event.row is not None:
+            left = f"  left {duration(self._clock.left(event))}" if event.epoch < event.epochs else ""
+            self.note(f"epoch {event.epoch}/{event.epochs}  {describe(event.row)}{left}")
+
+
+class Terminal:
+    """A progress bar on stderr with loss, accuracy, certified accuracy and the time left."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._task: TaskID | None = None
+        self._clock = Clock()
+        self._measured = ""
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def progress(self, event: Progress) -> None:
+        self._clock.see(event)
+        done, total = position(event), event.epochs * event.steps
+        if event.row is not None:
+            self._measured = measured(event.row) or self._measured
+        now = {"loss": event.loss} | ({} if event.accuracy is None else {"accuracy": event.accuracy})
+        text = "  ".join(part for part in (describe(now), self._measured) if part)
+        left = f"{duration(self._clock.left(event))} left" if done < total else "done"
+        label = f"epoch {event.epoch}/{event.epochs}"
+        if self._task is None:
+            self._task = self._bar.add_task(label, total=total, completed=done, text=text, left=left)
+        self._bar.update(self._task, description=label, completed=done, text=text, left=left)
+        if event.row is not None and event.epoch == event.epochs:
+            self._task = None
+
+
+class Clock:
+    """The time left, from the pace since the first event seen (a resumed run starts in the middle)."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, int] | None = None
+        self._total = 0
+
+    def see(self, event: Progress) -> None:
+        """Take note of an event."""
+        total = event.epochs * event.steps
+        if self._start is None or total != self._total or position(event) < self._start[1]:
+            self._start, self._total = (time.monotonic(), position(event)), total
+
+    def left(self, event: Progress) -> float:
+        """Seconds until the end at the pace so far; nan before there is one."""
+        if self._start is None or position(event) == self._start[1]:
+            return float("nan")
+        pace = (time.monotonic() - self._start[0]) / (position(event) - self._start[1])
+        return pace * (event.epochs * event.steps - position(event))
+
+
+@contextmanager
+def display() -> Iterator[Display]:
+    """A `Terminal` if stderr is one, else `Lines`."""
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[text]}", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
+    )
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        yield Terminal(bar)
+
+
+def position(event: Progress) -> int:
+    """Steps done since the first epoch."""
+    return (event.epoch - 1) * event.steps + event.step
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """The figures of an epoch in words.
+
+    >>> describe({"epoch": 3, "loss": 0.12345, "accuracy": 0.95, "lr": 0.01, "seconds": 2.0})
+    'loss 0.1235  accuracy 95.0 %'
+    """
+    parts = [f"loss {row['loss']:.4f}"] if "loss" in row else []
+    if "accuracy" in row:
+        parts.append(f"accuracy {100 * row['accuracy']:.1f} %")
+    return "  ".join([*parts, measured(row)]).rstrip()
+
+
+def measured(row: Mapping[str, Any]) -> str:
+    """What the evaluation during training found: clean and the first certified accuracy, or other numbers.
+
+    >>> measured({"clean": 0.97, "certified(36/255)": 0.92, "certified(1)": 0.1, "lipschitz": 1.0})
+    'clean 97.0 %  certified(36/255) 92.0 %'
+    """
+    parts = [f"clean {100 * row['clean']:.1f} %"] if "clean" in row else []
+    certified = [name for name in row if name.startswith("certified(")][:1]
+    parts += [f"{name} {100 * row[name]:.1f} %" for name in certified]
+    if "test_mse" in row:
+        parts.append(f"test mse {row['test_mse']:.4g}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    >>> duration(7), duration(75), duration(3700), duration(float("nan"))
+    ('0:07', '1:15', '1:01:40', '-:--')
+    """
+    if seconds != seconds:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns, all to the left.
+
+    >>> print(columns([["small", "a network"], ["kwlarge", "another"]]))
+    small    a network
+    kwlarge  another
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

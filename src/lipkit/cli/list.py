@@ -1,0 +1,51 @@
+"""``lipkit list``: what there is to choose from."""
+
+from __future__ import annotations
+
+import inspect
+
+import click
+
+KINDS = ("layers", "models", "datasets", "recipes")
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice(KINDS))
+def command(kind: str) -> None:
+    """List layers, models, datasets or recipes."""
+    from lipkit.cli.console import columns
+
+    click.echo(columns({"layers": layers, "models": models, "datasets": datasets, "recipes": recipes}[kind]()))
+
+
+def layers() -> list[list[str]]:
+    """Acronym, method, what its singular values are, source."""
+    from lipkit.layers.families import FAMILIES
+
+    return [[f.name, f.title, f.claim, f"{f.paper}, {f.equation}"] for f in FAMILIES.values()]
+
+
+def models() -> list[list[str]]:
+    """Name and what it is."""
+    from lipkit.models import MODELS
+
+    return [[name, (inspect.getdoc(build) or "").split("\n")[0]] for name, build in MODELS.items()]
+
+
+def datasets() -> list[list[str]]:
+    """Name, what it is, where to get it."""
+    from lipkit.data import DATASETS
+
+    own = [
+        ["folder:PATH", "your images: PATH/train/CLASS/*, PATH/test/CLASS/*", ""],
+        ["npz:PATH", "your arrays: x_train, y_train, x_test, y_test", ""],
+        ["pkg.mod:factory", "your function, which is run", ""],
+    ]
+    return [[name, entry.description, entry.source] for name, entry in DATASETS.items()] + own
+
+
+def recipes() -> list[list[str]]:
+    """Name and what it does."""
+    from lipkit.training.recipe import load_recipe, names
+
+    return [[name, load_recipe(name).description] for name in names()]

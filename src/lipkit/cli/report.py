@@ -1,0 +1,19 @@
+"""``lipkit report``: write the page of a run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("report")
+@click.argument("run", type=click.Path(path_type=Path))
+def command(run: Path) -> None:
+    """Write report.html of RUN anew from what the folder holds, and print its tables."""
+    from lipkit.report import read_record, write_report
+    from lipkit.report.tables import class_rows, summary, text_table
+
+    path = write_report(run)
+    record = read_record(run)
+    click.echo(f"{summary(record)}\n\n{text_table(*class_rows(record))}\n\nreport  {path}")

@@ -1,0 +1,120 @@
+"""``lipkit train``: from a recipe to a certified network with its report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from lipkit.cli.pipeline import Outcome
+    from lipkit.training.recipe import Recipe
+
+
+@click.command("train")
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE ...]")
+@click.option("--seeds", type=click.IntRange(min=1), help="Train with N seeds; prints mean and standard deviation.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue the run in this folder.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="RUNS", help="Folder of the runs; default: runs.")
+@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+def command(
+    arguments: tuple[str, ...], seeds: int | None, resume: Path | None, out: Path | None, root: Path | None
+) -> None:
+    """Train a network, certify and attack it, and write its report.
+
+    RECIPE is a packaged name (lipkit list recipes; without one: digits_cayley) or the path of a YAML file. KEY=VALUE
+    changes it: train.epochs=5 model.options.width=2 certify.eps=36/255,1
+    """
+    name, overrides = split_arguments(arguments)
+    if root is not None:
+        overrides.append(data_root(root))
+    if resume is None:
+        from lipkit.training.recipe import DEFAULT, load_recipe
+
+        _train(load_recipe(name or DEFAULT, overrides), seeds, out or Path("runs"))
+    elif name is not None or overrides or seeds is not None or out is not None:
+        raise click.UsageError("--resume takes all from the run: expected no RECIPE, KEY=VALUE or other option")
+    else:
+        _resume(resume)
+
+
+def _train(recipe: Recipe, seeds: int | None, out: Path) -> None:
+    from lipkit.cli import pipeline  # slow to import: after the recipe was found to be right
+    from lipkit.cli.console import display
+
+    first = recipe.train.seed
+    outcomes = []
+    with display() as show:
+        fabric = pipeline.open_fabric(recipe)
+        for seed in range(first, first + (seeds or 1)):
+            outcome = pipeline.train(pipeline.seeded(recipe, seed), out=out, display=show, fabric=fabric)
+            if outcome is not None:
+                outcomes.append(outcome)
+                if seeds:
+                    show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
+    if seeds and outcomes:
+        click.echo(spread([outcome.metrics for outcome in outcomes], [str(o.folder) for o in outcomes]))
+    elif outcomes:
+        click.echo(result(outcomes[0]))
+
+
+def _resume(folder: Path) -> None:
+    from lipkit.cli import pipeline
+    from lipkit.cli.console import display
+
+    with display() as show:
+        outcome = pipeline.train(pipeline.read_recipe(folder), resume=folder, display=show)
+    if outcome is not None:
+        click.echo(result(outcome))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(recipe or None, overrides): what holds ``=`` is an override, at most one thing does not.
+
+    >>> split_arguments(["mnist_cayley", "train.epochs=5"])
+    ('mnist_cayley', ['train.epochs=5'])
+    """
+    names = [a for a in arguments if "=" not in a]
+    if len(names) > 1:
+        raise click.UsageError(f"expected one recipe and changes KEY=VALUE, got {' and '.join(map(repr, names))}")
+    return (names[0] if names else None), [a for a in arguments if "=" in a]
+
+
+def result(outcome: Outcome) -> str:
+    """What is printed at the end of a run."""
+    if outcome.record is None:
+        return "\n".join([*(f"{k} {v:.6g}" for k, v in outcome.metrics.items()), f"run     {outcome.folder}"])
+    from lipkit.report.html import REPORT
+    from lipkit.report.tables import summary
+
+    return f"{summary(outcome.record)}\n\nrun     {outcome.folder}\nreport  {outcome.folder / REPORT}"
+
+
+def spread(metrics: Sequence[Mapping[str, float]], runs: Sequence[str]) -> str:
+    """Mean and standard deviation (n - 1) of each figure over the seeds.
+
+    >>> print(spread([{"clean": 0.97}, {"clean": 0.99}], ["runs/a", "runs/b"]))
+    2 seeds        mean  standard deviation
+    clean      0.980000            0.014142
+    <BLANKLINE>
+    runs     runs/a, runs/b
+    """
+    width = max(len("2 seeds") + 2, *(len(name) for name in metrics[0])) if metrics else 0
+    lines = [f"{f'{len(metrics)} seeds':<{width}}{'mean':>10}  standard deviation"]
+    for name in metrics[0]:
+        values = [row[name] for row in metrics]
+        deviation = f"{statistics.stdev(values):.6f}" if len(values) > 1 else "n/a"
+        lines.append(f"{name:<{width}}{statistics.fmean(values):>10.6f}{deviation:>20}")
+    return "\n".join([*lines, "", f"runs     {', '.join(runs)}"])
+
+
+def data_root(path: Path) -> str:
+    """The override of ``data.root`` by an absolute path, as a YAML string, so that the run finds it from anywhere.
+
+    >>> data_root(Path("/it's here"))
+    "data.root='/it''s here'"
+    """
+    return "data.root='" + str(path.expanduser().resolve()).replace("'", "''") + "'"

@@ -1,0 +1,132 @@
+r"""Block convolution: kernels as matrix polynomials, and orthogonal ones built from projectors (BCOP).
+
+A kernel :math:`K` is the polynomial :math:`F(z_1, z_2) = \sum_s K[s] z_1^{s_1} z_2^{s_2}`; composing two convolutions
+multiplies the polynomials. For a projector :math:`P` the two taps :math:`(P, I - P)` are the factor
+:math:`P + (I - P) z`, unitary on the circle: products of such factors and one semi-orthogonal matrix are orthogonal
+convolutions of any kernel size.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.conv.symbol import check_kernel
+from lipkit.errors import ShapeError
+from lipkit.linalg._common import check_matrix
+
+
+def block_convolve(a: Tensor, b: Tensor) -> Tensor:
+    r"""The kernel of "first b, then a": :math:`(A \square B)[s] = \sum_t A[t]\, B[s - t]`, a product at each tap.
+
+    Args:
+        a: ``(m, n, ha, wa)``. b: ``(n, p, hb, wb)``.
+
+    Returns:
+        ``(m, p, ha + hb - 1, wa + wb - 1)``.
+
+    Raises:
+        ShapeError: the channels in between differ.
+
+    >>> import torch
+    >>> a = torch.tensor([[[[1.0, 2.0]]]])
+    >>> block_convolve(a, a).flatten().tolist()
+    [1.0, 4.0, 4.0]
+
+    References:
+        Xiao et al., ICML 2018, definition 2.3; Li et al., NeurIPS 2019, section 4.1.
+    """
+    check_kernel(a)
+    check_kernel(b)
+    if a.shape[1] != b.shape[0]:
+        raise ShapeError(f"a and b: expected a.shape[1] == b.shape[0], got {tuple(a.shape)} and {tuple(b.shape)}")
+    ha, wa = a.shape[-2:]
+    return F.conv2d(b.transpose(0, 1), a.flip(2, 3), padding=(ha - 1, wa - 1)).transpose(0, 1)
+
+
+def two_taps(kernel: Tensor, v: Tensor, dim: int, swap: bool = False) -> Tensor:
+    r"""``kernel`` after the two-tap convolution :math:`(P, I - P)`, :math:`P = V V^\top`, along one axis.
+
+    .. math:: K'[s] = P K[s] + (I - P) K[s - 1] \qquad (\text{swap: } P \leftrightarrow I - P)
+
+    P itself is never formed: two products with the thin V.
+
+    Args:
+        kernel: ``(c, p, kh, kw)``.
+        v: ``(c, r)``, orthonormal columns for an orthogonal factor.
+        dim: 2 or 3, the axis that gets one more tap.
+        swap: whether P goes to the second tap.
+
+    Returns:
+        ``(c, p, kh + 1, kw)`` or ``(c, p, kh, kw + 1)``.
+
+    >>> import torch
+    >>> two_taps(torch.eye(2)[:, :, None, None], torch.tensor([[1.0], [0.0]]), dim=3)[:, :, 0].tolist()
+    [[[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]]
+    """
+    edge = (0, 1) if dim == 3 else (0, 0, 0, 1)
+    near = F.pad(kernel, edge)
+    far = F.pad(kernel, (1, 0) if dim == 3 else (0, 0, 1, 0))
+    if swap:
+        near, far = far, near
+    change = (near - far).flatten(1)
+    return far + (v @ (v.mT @ change)).reshape_as(far)
+
+
+def bcop_kernel(h: Tensor, v: Tensor, kernel_size: tuple[int, int]) -> Tensor:
+    r"""Orthogonal kernel from a semi-orthogonal matrix and projectors, by block convolution.
+
+    .. math:: F(z_1, z_2) = \prod_i \big(P_i + (I - P_i)\, z_{a(i)}\big)\, H, \qquad P_i = V_i V_i^\top
+
+    with one factor for each tap beyond the first, along alternating axes while both have one left. Along each axis
+    the first, third, ... factor has its taps exchanged, :math:`(I - P) + P z`: the kernel stays centred whatever the
+    rank, and without projectors (r = 0) it is ``h`` at the centre tap. For m < n the kernel of ``h.mT`` is made and
+    its channels exchanged.
+
+    Args:
+        h: ``(m, n)``, semi-orthogonal.
+        v: ``(kh + kw - 2, max(m, n), r)``, each with orthonormal columns; r may be 0 (a pure shift).
+        kernel_size: kh, kw; any sizes.
+
+    Returns:
+        ``(m, n, kh, kw)``.
+
+    Guarantee:
+        Orthonormal inputs give a convolution with all singular values 1, on a circular image of any size.
+        In general, with :math:`\sigma_i = \|V_i\|`, its norm is at most
+        :math:`\|H\| \prod_i \max(1, 2\sigma_i^2 - 1)`: the factor is a normal matrix with eigenvalues
+        :math:`\lambda + (1 - \lambda) z`, :math:`0 \le \lambda \le \sigma_i^2`, and :math:`|\lambda + (1-\lambda)z|`
+        is at most 1 for :math:`\lambda \le 1` (a convex combination) and at most :math:`2\lambda - 1` above.
+        So :math:`\|V_i\| \le 1` and :math:`\|H\| \le 1` suffice for a contraction, projectors or not.
+
+    Cost:
+        kh + kw - 2 pairs of products ``(c, r)`` by ``(r, min(m, n) kh kw)``.
+
+    Raises:
+        ShapeError: wrong shapes of ``h`` or ``v``.
+
+    >>> import torch
+    >>> bcop_kernel(torch.eye(2), torch.zeros(4, 2, 0), (3, 3))[:, :, 1, 1].tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+
+    References:
+        Li et al., NeurIPS 2019, algorithm 1 (there in pairs of axes, so for square kernels).
+    """
+    check_matrix(h, "h")
+    kh, kw = kernel_size
+    expected = (kh + kw - 2, max(h.shape))
+    if h.ndim != 2 or v.ndim != 3 or tuple(v.shape[:2]) != expected:
+        raise ShapeError(
+            f"h and v: expected shapes (m, n) and ({expected[0]}, {expected[1]}, r), "
+            f"got {tuple(h.shape)} and {tuple(v.shape)}"
+        )
+    if h.shape[0] < h.shape[1]:
+        return bcop_kernel(h.mT, v, kernel_size).transpose(0, 1)
+    kernel = h[:, :, None, None]
+    shared = min(kh, kw) - 1
+    axes = [2, 3] * shared + [2 if kh > kw else 3] * abs(kh - kw)
+    seen = {2: 0, 3: 0}
+    for one, dim in zip(v, axes, strict=True):
+        kernel = two_taps(kernel, one, dim, swap=seen[dim] % 2 == 0)
+        seen[dim] += 1
+    return kernel

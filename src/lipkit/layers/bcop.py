@@ -1,0 +1,115 @@
+"""BCOP and CayleyBCOP: orthogonal kernels by block convolution of projectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.bounds import spectral_norm
+from lipkit.bounds.rounding import up
+from lipkit.conv.block import bcop_kernel
+from lipkit.layers._base import KernelConv2d, export_kernel_conv
+from lipkit.layers.dense import orthogonal_free
+from lipkit.linalg import at_least_float32
+from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.protocol import Shape, export_rule, lipschitz_rule
+
+
+class BcopConv2d(KernelConv2d):
+    r"""Orthogonal convolution with a kernel of its own size: two-tap projector factors times a matrix.
+
+    .. math:: F(z_1, z_2) = \prod_{i=1}^{k_h + k_w - 2} \big(P_i + (I - P_i)\, z_{a(i)}\big)\, H, \qquad
+              P_i = V_i V_i^\top,\; V_i = \mathrm{orth}(W_i),\; H = \mathrm{orth}(W_0)
+
+    Args:
+        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; any sizes, odd, even or different, also larger than
+            the image.
+        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
+        padding: 'same', or the integer that preserves the size.
+        dilation, groups: 1.
+        bias: whether a bias is added.
+        padding_mode: 'circular'.
+        device, dtype: of the parameters (float32 or float64).
+        orthogonalize: how H and the V_i are made orthonormal: a name of ``linalg.ORTHOGONALIZE`` or a function.
+            'bjorck' is BCOP, 'cayley' is CayleyBCOP.
+
+    Parameters ``free`` W_0 (out_channels, s^2 in_channels), ``projectors`` W_i (kh + kw - 2, c, c // 2) with
+    c = max(out_channels, s^2 in_channels), absent for a 1 x 1 kernel or a single channel, and ``bias``. All of them
+    start orthonormal. (The published construction draws H square and crops; this is the same set of kernels.)
+
+    Shapes:
+        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
+
+    Guarantee:
+        1-Lipschitz for the named functions, also where an iteration stops early: a factor with
+        :math:`0 \preceq P \preceq I` is a normal matrix with eigenvalues :math:`\lambda + (1 - \lambda) z`, convex
+        combinations of points of the unit disc. On convergence all singular values are 1. For another function
+        ``lipschitz`` returns :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)`, computed from what it returned.
+
+    Cost:
+        kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
+
+    Raises:
+        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
+
+    >>> layer = BcopConv2d(3, 8, 3)
+    >>> x = torch.ones(1, 3, 7, 5)
+    >>> y = layer(x) - layer.bias[:, None, None]
+    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
+    (torch.Size([1, 8, 7, 5]), True)
+
+    References:
+        Li, Haque, Anil, Lucas, Grosse & Jacobsen, NeurIPS 2019, algorithm 1; CayleyBCOP: [Cayley] section 5.
+    """
+
+    projectors: nn.Parameter | None
+
+    def __init__(self, *conv: Any, orthogonalize: str | Orthogonalize = "bjorck", **named: Any) -> None:
+        self.orthogonalize = resolve(orthogonalize)
+        super().__init__(*conv, **named)
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        self.free = orthogonal_free((self.out_channels, self.inner_channels), device, dtype)
+        channels, factors = max(self.free.shape), sum(self.kernel_size) - 2
+        made = [orthogonal_free((channels, channels // 2), device, dtype).detach() for _ in range(factors)]
+        self.register_parameter("projectors", nn.Parameter(torch.stack(made)) if made and channels > 1 else None)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """H ``(out_channels, s^2 in_channels)`` and the V_i ``(kh + kw - 2, c, r)``, in float32 or better."""
+        h = orthogonalized(self.orthogonalize, at_least_float32(self.free))
+        if self.projectors is None:
+            # One channel: the only projectors are 0 and 1, and the factors are shifts.
+            return h, h.new_zeros(sum(self.kernel_size) - 2, max(h.shape), 0)
+        return h, orthogonalized(self.orthogonalize, at_least_float32(self.projectors))
+
+    def kernel(self) -> Tensor:
+        return bcop_kernel(*self.factors(), self.kernel_size)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
+
+
+def cayley_bcop(*conv: Any, **named: Any) -> BcopConv2d:
+    """CayleyBCOP: :class:`BcopConv2d` with ``orthogonalize='cayley'``.
+
+    >>> cayley_bcop(3, 8, 3).orthogonalize.__name__
+    'cayley'
+    """
+    return BcopConv2d(*conv, orthogonalize="cayley", **named)
+
+
+@lipschitz_rule(BcopConv2d)
+def _bcop(layer: BcopConv2d, input_shape: Shape | None) -> Tensor | float:
+    if proved(layer.orthogonalize):
+        return 1.0
+    h, v = layer.factors()
+    bound = spectral_norm(h)
+    if v.numel():
+        for one in v:
+            bound = bound * (2 * spectral_norm(one) ** 2 - 1).clamp_min(1)
+    return up(bound, 4 * len(v) + 4)
+
+
+export_rule(BcopConv2d)(export_kernel_conv)

@@ -1,0 +1,110 @@
+"""Dense layers with a semi-orthogonal matrix: by Björck iteration, or by any function of ``linalg.table``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.bounds import spectral_norm
+from lipkit.layers._base import ConstrainedLinear, check_positive, export_linear, register_one_lipschitz
+from lipkit.linalg.bjorck import bjorck
+from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.protocol import Shape, export_rule, lipschitz_rule
+
+
+def orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:
+    """A free weight that starts semi-orthogonal as a matrix ``(shape[0], the rest)``."""
+    return nn.Parameter(nn.init.orthogonal_(torch.empty(shape, device=device, dtype=dtype)))
+
+
+class BjorckLinear(ConstrainedLinear):
+    r"""Dense layer ``y = Qx + b`` whose matrix is the Björck iterate of a free one, a contraction at every stage.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+        iterations: number of Björck steps.
+        order: of the iteration, 1 (cubic) or more.
+
+    Parameters ``free`` (out_features, in_features), semi-orthogonal at the start, and ``bias``.
+
+    Guarantee:
+        1-Lipschitz for every ``iterations`` and ``order``; all singular values 1 on convergence. How far it got:
+        ``linalg.orthogonality_residual(layer.weight())``.
+
+    Cost:
+        ``(1 + order) * iterations`` products of matrices per forward pass, independent of the batch.
+
+    Raises:
+        OptionError: sizes, ``iterations`` or ``order`` below 1, another dtype.
+
+    >>> from lipkit.linalg import orthogonality_residual
+    >>> layer = BjorckLinear(3, 5)
+    >>> bool(orthogonality_residual(layer.weight()) < 1e-5)
+    True
+
+    References:
+        Anil, Lucas & Grosse, ICML 2019, section 4.2; Björck & Bowie, SIAM J. Numer. Anal. 8 (1971).
+    """
+
+    def __init__(self, *linear: Any, iterations: int = 20, order: int = 1, **named: Any) -> None:
+        check_positive(iterations=iterations, order=order)
+        self.iterations, self.order = iterations, order
+        super().__init__(*linear, **named)
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+
+    def weight(self) -> Tensor:
+        return bjorck(self.free, self.iterations, self.order)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, iterations={self.iterations}, order={self.order}"
+
+
+class OrthogonalLinear(ConstrainedLinear):
+    r"""Dense layer ``y = Qx + b``, :math:`Q = \mathrm{orthogonalize}(W)` of a free matrix W.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+        orthogonalize: 'exponential', 'cayley', 'bjorck', 'newton_schulz', 'polar', 'householder', or a function
+            ``(m, n) -> (m, n)``, for instance ``functools.partial(bjorck, iterations=50)``.
+
+    Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
+
+    Guarantee:
+        1-Lipschitz with a function of the table. Of another function nothing is assumed: ``lipschitz`` computes the
+        spectral norm of the matrix it makes.
+
+    Raises:
+        OptionError: sizes below 1, another dtype, an unknown name.
+
+    >>> layer = OrthogonalLinear(5, 3, orthogonalize="polar")
+    >>> (layer.weight() @ layer.weight().mT).allclose(torch.eye(3), atol=1e-5)
+    True
+    """
+
+    def __init__(self, *linear: Any, orthogonalize: str | Orthogonalize = "exponential", **named: Any) -> None:
+        self.orthogonalize = resolve(orthogonalize)
+        super().__init__(*linear, **named)
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
+
+    def weight(self) -> Tensor:
+        return orthogonalized(self.orthogonalize, self.free)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
+
+
+@lipschitz_rule(OrthogonalLinear)
+def _orthogonal_linear(layer: OrthogonalLinear, input_shape: Shape | None) -> Tensor | float:
+    return 1.0 if proved(layer.orthogonalize) else spectral_norm(layer.weight())
+
+
+export_rule(OrthogonalLinear)(export_linear)
+register_one_lipschitz(BjorckLinear)

@@ -1,0 +1,217 @@
+"""ECO: explicitly constructed orthogonal convolutions, by orthogonal matrices at the k^2 frequencies of a period."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.bounds import spectral_norm
+from lipkit.conv import Symbol
+from lipkit.conv.phases import apply_phases, check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
+from lipkit.errors import OptionError
+from lipkit.layers._base import ConstrainedConv2d, autocast_off, resampled_size
+from lipkit.linalg.exponential import check_terms, taylor_exponential, taylor_range
+from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.plain.phase import PhaseConv2d
+from lipkit.protocol import Shape, export_rule, lipschitz_rule
+
+EVALUATIONS = ("phase", "dilated")
+TRAIN_TERMS, EVAL_TERMS = 5, 10
+
+
+class EcoConv2d(ConstrainedConv2d):
+    r"""Orthogonal circular convolution with taps H / kh and W / kw apart: one orthogonal matrix per frequency.
+
+    .. math:: P_0[p, q] = \exp(A_l), \quad A_l = \frac{W_l - W_l^*}{\beta(W_l - W_l^*)}, \quad l = I[p, q], \qquad
+              y = \mathrm{DFT}^{-1}(P_0) *_{(H/k_h,\, W/k_w)} x + b
+
+    with :math:`\beta \ge \|\cdot\|_2` a proved bound (``linalg.exponential.schatten_bound``) where the paper has a
+    power iteration, and exp the Taylor polynomial of degree T. The image size comes from the input; the parameters do
+    not depend on it.
+
+    Args:
+        in_channels, out_channels: as ``nn.Conv2d``.
+        kernel_size: k, or (kh, kw), odd or even, that divide height and width of the image (after downsampling).
+            On one pixel only 1 does: there the layer is a dense orthogonal matrix.
+        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
+        padding: 'same', or the integer that preserves the size of an undilated kernel; always circular.
+        dilation: 1, in units of the dilation that the image size implies.
+        groups: 1.
+        bias: whether a bias is added.
+        padding_mode: 'circular'.
+        device, dtype: of the parameters (float32 or float64).
+        orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
+            another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
+        train_terms, eval_terms: T in training and in evaluation mode, the one thing in which they differ (default 5
+            and 10); only with 'taylor'.
+        complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
+            (Appendix B): richer, for instance shifts, at twice the cost. Kernels of 1 and 2 taps have no such pairs.
+        evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
+            kernel W0: the same function up to rounding.
+
+    Parameters ``free`` W (L, out_channels, s^2 in_channels), L distinct frequencies, with complex matrices also
+    ``imaginary`` (number of conjugate pairs, out_channels, s^2 in_channels), and ``bias``. With unequal channels W is
+    padded with zeros to a square, and the orthogonal matrix cropped: the first columns or rows, as in the paper.
+
+    Shapes:
+        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)`` with s kh dividing H and s kw dividing W.
+
+    Guarantee:
+        1-Lipschitz, all singular values 1 up to rounding, for 'exponential' and 'cayley'. For 'taylor' all of them lie
+        in ``taylor_range(1, T)``: at most 1.00091 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz`` returns that bound
+        for the present mode. Of a function that is not in the table nothing is assumed: ``lipschitz`` computes the
+        norm of the matrices it makes. The export uses ``eval_terms``.
+
+    Cost:
+        L matrices of size max(out_channels, s^2 in_channels) once per forward pass, and H W / s^2 products of
+        out_channels x s^2 in_channels per image, those of a 1 x 1 convolution.
+
+    Raises:
+        OptionError: an argument that is not supported. ShapeError: an input that does not fit; the message names the
+        kernel sizes that do.
+
+    >>> layer = EcoConv2d(3, 8, 3, orthogonalize="exponential")
+    >>> x = torch.ones(1, 3, 6, 9)
+    >>> y = layer(x) - layer.bias[:, None, None]
+    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
+    (torch.Size([1, 8, 6, 9]), True)
+
+    References:
+        [ECO] Yu, Li, Cai & Li, ICLR 2022, algorithm 1, Appendices A and B.
+    """
+
+    free: nn.Parameter
+    imaginary: nn.Parameter | None
+
+    def __init__(
+        self,
+        *conv: Any,
+        orthogonalize: str | Orthogonalize = "taylor",
+        train_terms: int | None = None,
+        eval_terms: int | None = None,
+        complex_p0: bool = False,
+        evaluation: str = "phase",
+        **named: Any,
+    ) -> None:
+        for name, terms in (("train_terms", train_terms), ("eval_terms", eval_terms)):
+            if terms is not None and orthogonalize != "taylor":
+                raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {terms!r}")
+            if terms is not None:
+                check_terms(terms, name)
+        if not isinstance(complex_p0, bool):
+            raise OptionError(f"complex_p0: expected True or False, got {complex_p0!r}")
+        if evaluation not in EVALUATIONS:
+            raise OptionError(f"evaluation: expected one of {', '.join(EVALUATIONS)}, got {evaluation!r}")
+        # None stands for the Taylor polynomial, whose degree follows the mode.
+        self.orthogonalize = None if orthogonalize == "taylor" else _resolve(orthogonalize)
+        self.train_terms = TRAIN_TERMS if train_terms is None else train_terms
+        self.eval_terms = EVAL_TERMS if eval_terms is None else eval_terms
+        self.complex_p0, self.evaluation = complex_p0, evaluation
+        super().__init__(*conv, **named)
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        n_real, n_pair = distinct_frequencies(self.kernel_size)
+        self.free = self._orthogonal(n_real + n_pair, device, dtype)
+        self.register_parameter(
+            "imaginary", self._orthogonal(n_pair, device, dtype) if self.complex_p0 and n_pair else None
+        )
+
+    def _orthogonal(self, count: int, device: Any, dtype: Any) -> nn.Parameter:
+        free = torch.empty(count, self.out_channels, self.inner_channels, device=device, dtype=dtype)
+        for matrix in free:
+            nn.init.orthogonal_(matrix)
+        return nn.Parameter(free)
+
+    @property
+    def terms(self) -> int:
+        """T, the degree of the Taylor polynomial in the present mode."""
+        return self.train_terms if self.training else self.eval_terms
+
+    def symbol(self, terms: int | None = None) -> Symbol:
+        """The matrices at the distinct frequencies of kh x kw, in float32 or better.
+
+        Args:
+            terms: T, by default that of the present mode; only acts with ``orthogonalize='taylor'``.
+
+        Returns:
+            ``real`` (n_r, out_channels, s^2 in_channels) and ``pair`` (n_p, 1, ...), or (n_p, 2, ...) if complex.
+        """
+        n_real, _ = distinct_frequencies(self.kernel_size)
+        terms = self.terms if terms is None else terms
+        if self.imaginary is None:
+            made = self._make(self.free, terms)
+            return Symbol(made[:n_real], made[n_real:, None])
+        pair = self._make(torch.complex(self.free[n_real:], self.imaginary), terms)
+        return Symbol(self._make(self.free[:n_real], terms), torch.stack((pair.real, pair.imag), 1))
+
+    def _make(self, free: Tensor, terms: int) -> Tensor:
+        if self.orthogonalize is None:
+            return taylor_exponential(free, terms)
+        return orthogonalized(self.orthogonalize, free) if len(free) else free
+
+    def kernel(self) -> Tensor:
+        """W0 ``(out_channels, s^2 in_channels, kh, kw)``, to be applied with the dilations H / (s kh), W / (s kw)."""
+        return kernel_of_symbol(self.symbol(), self.kernel_size)
+
+    def resample(self, x: Tensor) -> Tensor:
+        x = super().resample(x)
+        check_fits(x.shape[-2], x.shape[-1], self.kernel_size, f"{type(self).__name__}: kernel_size")
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.resample(x)
+        with autocast_off(x):
+            symbol = self.symbol()
+            x = x.to(symbol.real.dtype)
+            if self.evaluation == "phase":
+                y = apply_phases(symbol, x, self.kernel_size)
+            else:
+                y = dilated_conv2d(x, kernel_of_symbol(symbol, self.kernel_size))
+        return self.add_bias(y)
+
+    def extra_repr(self) -> str:
+        made = "taylor" if self.orthogonalize is None else function_name(self.orthogonalize)
+        terms = f", train_terms={self.train_terms}, eval_terms={self.eval_terms}" if made == "taylor" else ""
+        return (
+            f"{super().extra_repr()}, orthogonalize={made}{terms}, complex_p0={self.complex_p0}, "
+            f"evaluation={self.evaluation}"
+        )
+
+
+def _resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
+    try:
+        return resolve(orthogonalize)
+    except OptionError as error:
+        raise OptionError(str(error).replace("expected one of ", "expected one of taylor, ", 1)) from None
+
+
+@lipschitz_rule(EcoConv2d)
+def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
+    if layer.orthogonalize is None:
+        # The skew matrices are divided by a bound that was itself rounded: c roundings per product, three products.
+        rounding = 16 * max(layer.inner_channels, layer.out_channels) * torch.finfo(layer.free.dtype).eps
+        return taylor_range(1 + rounding, layer.terms)[1]
+    if proved(layer.orthogonalize):
+        return 1.0
+    symbol = layer.symbol()
+    norms = [spectral_norm(symbol.real)]
+    if symbol.pair.numel():
+        parts = symbol.pair.double()
+        norms.append(spectral_norm(torch.complex(parts[:, 0], parts[:, 1]) if layer.imaginary is not None else parts))
+    return torch.stack(norms).amax()
+
+
+@export_rule(EcoConv2d)
+def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
+    """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact.
+
+    ``nn.Conv2d`` cannot hold the layer in general: its circular 'same' padding of ``d (k - 1)`` is split in equal
+    halves, which shifts an even kernel by half a dilation, and a bound of a dilated kernel for every image size is
+    not 1. For odd kernels ``layer.kernel()`` fits ``nn.Conv2d(..., dilation=(H / kh, W / kw), padding='same')``.
+    """
+    height, width = resampled_size(layer, input_shape)
+    unshuffle = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
+    symbol = layer.symbol(layer.eval_terms)
+    return nn.Sequential(*unshuffle, PhaseConv2d.from_symbol(symbol, layer.kernel_size, height, width, layer.bias))

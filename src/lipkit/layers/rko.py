@@ -1,0 +1,109 @@
+"""RKO and CRKO: the kernel, reshaped to a matrix, is made semi-orthogonal and divided by the root of its taps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lipkit.bounds import circular, spectral_norm, symbol_sup
+from lipkit.bounds.rounding import up
+from lipkit.conv.reshape import contraction_from_matrix, kernel_to_matrix
+from lipkit.layers._base import KernelConv2d, export_kernel_conv, resampled_size
+from lipkit.layers.dense import orthogonal_free
+from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.protocol import Shape, export_rule, lipschitz_rule
+
+
+def reshaped_bound(kernel: Tensor) -> Tensor:
+    """Upper bound ``sqrt(kh kw) ||kernel as a matrix||`` of the convolution on every image size, 0-d float64.
+
+    >>> import torch
+    >>> 3.0 <= float(reshaped_bound(torch.full((1, 1, 3, 3), 1 / 3))) < 3.0001
+    True
+    """
+    kh, kw = kernel.shape[-2:]
+    return up(spectral_norm(kernel_to_matrix(kernel)) * math.sqrt(kh * kw), 4)
+
+
+class RkoConv2d(KernelConv2d):
+    r"""Reshaped kernel orthogonalisation: a contraction, orthogonal for 1 x 1 kernels only.
+
+    .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, \mathrm{orthogonalize}(W), \qquad
+              W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}
+
+    Args:
+        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be larger than the image.
+        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
+        padding: 'same', or the integer that preserves the size.
+        dilation, groups: 1.
+        bias: whether a bias is added.
+        padding_mode: 'circular'.
+        device, dtype: of the parameters (float32 or float64).
+        orthogonalize: 'bjorck' (RKO), 'cayley' (CRKO), another name of ``linalg.table``, or a function
+            ``(m, n) -> (m, n)``.
+
+    Parameters ``free`` W (out_channels, s^2 in_channels, kh, kw), semi-orthogonal as a matrix at the start, and
+    ``bias``.
+
+    Shapes:
+        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
+
+    Guarantee:
+        1-Lipschitz on every image size (proof: ``conv.reshape.contraction_from_matrix``) with a function of the
+        table. Of another function nothing is assumed: ``lipschitz`` computes the norm of the kernel it makes.
+        The smallest singular value may be 0. For ``out_channels <= s^2 in_channels kh kw`` the squared singular
+        values of the layer have the mean 1 / (kh kw) over the output directions: it shrinks most inputs.
+
+    Cost:
+        One orthogonalisation of the matrix and one convolution.
+
+    Raises:
+        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
+
+    >>> import torch
+    >>> layer = RkoConv2d(3, 8, 3, bias=False)
+    >>> x = torch.randn(1, 3, 7, 5)
+    >>> bool(layer(x).norm() <= x.norm())
+    True
+
+    References:
+        Li et al., NeurIPS 2019, section 4.1; [Cayley] section 6 (CRKO).
+    """
+
+    def __init__(self, *conv: Any, orthogonalize: str | Orthogonalize = "bjorck", **named: Any) -> None:
+        self.orthogonalize = resolve(orthogonalize)
+        super().__init__(*conv, **named)
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        self.free = orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
+
+    def kernel(self) -> Tensor:
+        matrix = orthogonalized(self.orthogonalize, kernel_to_matrix(self.free))
+        return contraction_from_matrix(matrix, *self.kernel_size)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
+
+
+def crko_conv2d(*conv: Any, **named: Any) -> RkoConv2d:
+    """:class:`RkoConv2d` with the Cayley transform as the default of ``orthogonalize``.
+
+    >>> crko_conv2d(1, 2, 3).orthogonalize.__name__
+    'cayley'
+    """
+    return RkoConv2d(*conv, **{"orthogonalize": "cayley", **named})
+
+
+@lipschitz_rule(RkoConv2d)
+def _rko(layer: RkoConv2d, input_shape: Shape | None) -> Tensor | float:
+    if proved(layer.orthogonalize):
+        return 1.0
+    kernel = layer.kernel()
+    if input_shape is not None:
+        return circular(kernel, *resampled_size(layer, input_shape))
+    return reshaped_bound(kernel).minimum(symbol_sup(kernel))
+
+
+export_rule(RkoConv2d)(export_kernel_conv)

@@ -1,0 +1,433 @@
+r"""Sandwich layers: a linear map, an activation with slope in [0, 1] and another map, together 1-Lipschitz [LBDN]."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.conv import Symbol, apply_symbol, kernel_symbol, transform_matrices
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.layers._base import (
+    ConstrainedLinear,
+    SymbolConv2d,
+    autocast_off,
+    export_linear,
+    export_symbol_conv,
+    register_one_lipschitz,
+    resampled_size,
+)
+from lipkit.layers.cayley import free_and_scale, rescaled
+from lipkit.linalg import at_least_float32, cayley
+from lipkit.plain import FourierConv2d, SandwichBlock
+from lipkit.protocol import Shape, export_rule, guard, lipschitz_rule
+from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
+
+SQRT2 = math.sqrt(2.0)
+# Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
+_BALANCED = math.tan(math.pi / 8)
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)
+}
+
+
+def slope_activation(activation: str | nn.Module) -> nn.Module:
+    """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
+
+    =============================================== ==================================================================
+    qualify                                         do not
+    =============================================== ==================================================================
+    relu, relu6, hardtanh, tanh, sigmoid,           GELU, SiLU, Mish, Hardswish, SELU (slopes above 1 or below 0), abs
+    hardsigmoid, softplus, softsign, logsigmoid,    and PReLU (slopes below 0, or learnable), MaxMin, GroupSort and
+    softshrink, tanhshrink, celu, elu (alpha <= 1), Softmax (not elementwise), Hardshrink and Threshold (jumps)
+    leakyrelu (slope <= 1)
+    =============================================== ==================================================================
+
+    Raises:
+        OptionError: an activation that does not qualify; the message lists those that do.
+
+    >>> slope_activation("tanh"), slope_activation(nn.LeakyReLU(0.1))
+    (Tanh(), LeakyReLU(negative_slope=0.1))
+    """
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation]()
+    if isinstance(activation, nn.Module) and slope_restricted(activation):
+        return copy.deepcopy(activation)
+    raise OptionError(
+        f"activation: expected one with slope in [0, 1] ({', '.join(sorted(ACTIVATIONS))}, or such a module), "
+        f"got {activation!r}"
+    )
+
+
+def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The (X, Y) whose Cayley transform is :math:`[A^\top; B^\top]`, for :math:`A A^\top + B B^\top = I`.
+
+    .. math:: Z = (I - A^\top)(I + A^\top)^{-1},\quad Y = -\tfrac12 B^\top (I + Z),\quad
+              X = \tfrac12\, \mathrm{strictly\ lower}(Z - Z^\top)
+
+    Args:
+        a: ``(q, q)`` without the eigenvalue -1; a symmetric positive semidefinite one is safest.
+        b: ``(q, p)``.
+
+    >>> a, b = torch.tensor([[0.6]]), torch.tensor([[0.8, 0.0]])
+    >>> x, y = free_pair(a, b)
+    >>> cayley(torch.cat((x, y))).allclose(torch.tensor([[0.6], [0.8], [0.0]]))
+    True
+
+    References:
+        [LBDN] Appendix D.5, equation 37.
+    """
+    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    half = torch.linalg.inv(eye + a.mT)
+    z = 2 * half - eye
+    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half
+
+
+def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
+    """Set ``scale * free / ||free||`` to ``value``; a zero keeps its random direction, so that it can be trained."""
+    norm = torch.linalg.vector_norm(value)
+    with torch.no_grad():
+        if bool(norm <= 1e-14 * value.numel()):
+            scale.zero_()
+            return
+        free.copy_(value)
+        scale.copy_(norm)
+
+
+class CayleyPairLinear(ConstrainedLinear):
+    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
+
+    Parameters ``x_free`` (q, q), ``y_free`` (p, q) and their norms ``x_scale``, ``y_scale``: the free matrices are
+    :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`.
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        p, q = self.in_features, self.out_features
+        self.x_free, self.x_scale = free_and_scale((q, q), device, dtype)
+        self.y_free = nn.Parameter(nn.init.orthogonal_(torch.empty(p, q, device=device, dtype=dtype)))
+        size = self.birth_value() * math.sqrt(min(p, q))
+        self.y_scale = nn.Parameter(torch.tensor(size, device=device, dtype=dtype))
+
+    def birth_value(self) -> float:
+        """Singular values of Y in a new layer."""
+        return _BALANCED
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """:math:`A^\\top` (q, q) and :math:`B` (q, p), in float32 or better."""
+        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)))
+        q = cayley(free)
+        return q[: self.out_features], q[self.out_features :].mT
+
+    def set_factors(self, a: Tensor, b: Tensor) -> None:
+        """Set the free parameters so that :meth:`factors` gives A (q, q) and B (q, p); ``A A^T + B B^T = I``."""
+        x, y = free_pair(a, b)
+        _store(self.x_free, self.x_scale, x)
+        _store(self.y_free, self.y_scale, y)
+
+
+class ContractionLinear(CayleyPairLinear):
+    r"""Dense layer ``y = B x + b`` that reaches every :math:`\|B\|_2 \le 1`: the last layer of an LBDN.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+
+    Guarantee:
+        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
+
+    Cost:
+        One inverse of size out_features per forward pass.
+
+    >>> layer = ContractionLinear(5, 3)
+    >>> bool(torch.linalg.matrix_norm(layer.weight(), 2) <= 1 + 1e-6)
+    True
+
+    References:
+        [LBDN] equations 6, 7 and 9.
+    """
+
+    def birth_value(self) -> float:
+        return math.tan(math.pi / 6)
+
+    def weight(self) -> Tensor:
+        return self.factors()[1]
+
+
+class SandwichLinear(CayleyPairLinear):
+    r"""Dense layer with its activation inside, :math:`y = \sqrt2 A^\top \Psi\, \sigma(\sqrt2 \Psi^{-1} B x + b)`.
+
+    .. math:: [A^\top; B^\top] = \mathrm{cayley}([X; Y]),\quad X = g X'/\|X'\|_F,\quad Y = h Y'/\|Y'\|_F,\quad
+              \Psi = \mathrm{diag}(e^d)
+
+    Without activation it is the linear form :math:`y = 2 A^\top B x + b`, which reaches every :math:`\|W\|_2 \le 1`.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``; the hidden width is ``out_features``.
+        device, dtype: of the parameters (float32 or float64).
+        activation: name or module of a scalar activation with slope in [0, 1] (:func:`slope_activation`), or None for
+            the linear form. Put no other activation after the layer than one that is 1-Lipschitz.
+
+    Parameters ``x_free`` X' (out_features, out_features), ``y_free`` Y' (in_features, out_features), ``x_scale`` g,
+    ``y_scale`` h (0-d), ``log_psi`` d (out_features; not in the linear form) and ``bias``.
+
+    Guarantee:
+        1-Lipschitz. Exports as a :class:`lipkit.plain.SandwichBlock` whose bound is proved from its numbers with the
+        multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
+
+    Cost:
+        One inverse of size out_features per forward pass.
+
+    Raises:
+        OptionError: sizes below 1, another dtype, an activation that does not qualify (MaxMin inside a sandwich
+            layer reaches norm 2 and more).
+
+    >>> layer = SandwichLinear(3, 5, activation="tanh")
+    >>> x = torch.randn(2, 3)
+    >>> y = layer(x)
+    >>> y.shape, bool((y[0] - y[1]).norm() <= (x[0] - x[1]).norm())
+    (torch.Size([2, 5]), True)
+
+    References:
+        [LBDN] Wang & Manchester, ICML 2023, equations 6, 7, 10 and 11, theorem 3.2, proposition 3.3, Appendix E.
+    """
+
+    log_psi: nn.Parameter | None
+
+    def __init__(self, *linear: Any, activation: str | nn.Module | None = "relu", **named: Any) -> None:
+        module = None if activation is None else slope_activation(activation)
+        self.linear_form = module is None
+        super().__init__(*linear, **named)
+        self.activation = module
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        super().make_parameters(device, dtype)
+        _add_log_psi(self, self.out_features, device, dtype)
+
+    def weight(self) -> Tensor:
+        """:math:`2 A^\\top B` (out_features, in_features): the layer itself in its linear form."""
+        at, b = self.factors()
+        return 2 * (at @ b)
+
+    def psi(self) -> Tensor:
+        """The diagonal of Psi (out_features,), in float32 or better."""
+        assert self.log_psi is not None
+        return at_least_float32(self.log_psi).exp()
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """The two matrices around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^\\top \\Psi`."""
+        at, b = self.factors()
+        psi = self.psi()
+        return SQRT2 * b / psi[:, None], SQRT2 * at * psi
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation is None:
+            return super().forward(x)
+        with autocast_off(x):
+            first, second = self.halves()
+        return F.linear(self.activation(F.linear(x, first, self.bias)), second)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+
+    @classmethod
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
+        r"""The linear form with this matrix: its parameters from the singular value decomposition.
+
+        With :math:`W = U S V^\top`, :math:`A = U \tfrac{\sqrt{1+S}+\sqrt{1-S}}2 U^\top` and
+        :math:`B = U \tfrac{\sqrt{1+S}-\sqrt{1-S}}2 V^\top`.
+
+        Args:
+            weight: ``(out_features, in_features)`` of spectral norm at most 1.
+            bias: ``(out_features,)``.
+
+        Raises:
+            ShapeError: ``weight`` is not a matrix, or ``bias`` does not fit. OptionError: a norm above 1.
+
+        >>> SandwichLinear.from_weight(torch.tensor([[0.0, 1.0], [-0.5, 0.0]])).weight().round(decimals=5) + 0.0
+        tensor([[ 0.0000,  1.0000],
+                [-0.5000,  0.0000]], grad_fn=<AddBackward0>)
+
+        References:
+            [LBDN] proposition 3.3 and Appendix D.5, equations 33 to 35.
+        """
+        if weight.ndim != 2 or 0 in weight.shape or (bias is not None and bias.shape != weight.shape[:1]):
+            got = tuple(weight.shape), None if bias is None else tuple(bias.shape)
+            raise ShapeError(f"expected weight (m, n) and bias (m,), got {got[0]} and {got[1]}")
+        q, p = weight.shape
+        u, s, vt = torch.linalg.svd(weight.detach().double(), full_matrices=True)
+        if not bool(s[0] <= 1 + 8 * max(p, q) * torch.finfo(weight.dtype).eps):
+            raise OptionError(f"weight: expected a spectral norm of at most 1, got {float(s[0])}")
+        s = torch.cat((s.clamp_max(1), s.new_zeros(q - len(s))))
+        sa, sb = ((1 + s).sqrt() + (1 - s).sqrt()) / 2, ((1 + s).sqrt() - (1 - s).sqrt()) / 2
+        least = min(p, q)
+        layer = cls(p, q, bias is not None, weight.device, weight.dtype, activation=None)
+        layer.set_factors(u * sa @ u.mT, u[:, :least] * sb[:least] @ vt[:least])
+        if layer.bias is not None and bias is not None:
+            with torch.no_grad():
+                layer.bias.copy_(bias)
+        return layer
+
+
+def _add_log_psi(layer: SandwichLinear | SandwichConv2d, channels: int, device: Any, dtype: Any) -> None:
+    zeros = None if layer.linear_form else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
+    layer.register_parameter("log_psi", zeros)
+
+
+class SandwichConv2d(SymbolConv2d):
+    r"""Circular convolution with its activation inside: the sandwich layer at each frequency.
+
+    .. math:: \hat v = \sqrt2\, \Psi^{-1} \hat B\, \hat x, \qquad
+              \hat y = \sqrt2\, \hat A^* \Psi\, \widehat{\sigma(v + b)}, \qquad
+              [\hat A\ \hat B] = \mathrm{cayley}([\hat X^*; \hat Y^*])^*,\quad \hat A \hat A^* + \hat B \hat B^* = I
+
+    Without activation it is the linear form :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
+
+    Args:
+        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be as large as the image or larger.
+        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
+        padding: 'same', or the integer that preserves the size.
+        dilation, groups: 1.
+        bias: whether a bias is added.
+        padding_mode: 'circular'.
+        device, dtype: of the parameters (float32 or float64).
+        activation: as :class:`SandwichLinear`.
+
+    Parameters ``x_free`` (out_channels, out_channels, kh, kw), ``y_free`` (out_channels, s^2 in_channels, kh, kw),
+    their norms ``x_scale`` and ``y_scale`` (0-d), ``log_psi`` (out_channels; not in the linear form) and ``bias``.
+
+    Shapes:
+        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
+
+    Guarantee:
+        1-Lipschitz. Exports as a :class:`lipkit.plain.SandwichBlock` of two Fourier convolutions, whose bound is proved
+        from its numbers with the multiplier :math:`\Psi^2`; the linear form as one Fourier convolution.
+
+    Cost:
+        One inverse of size out_channels at each of about H W / (2 s^2) frequencies, and two Fourier convolutions.
+
+    Raises:
+        OptionError: an argument that is not supported, an activation that does not qualify. ShapeError: an input that
+            does not fit.
+
+    >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
+    torch.Size([1, 8, 7, 5])
+
+    References:
+        [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
+    """
+
+    log_psi: nn.Parameter | None
+
+    def __init__(self, *conv: Any, activation: str | nn.Module | None = "relu", **named: Any) -> None:
+        module = None if activation is None else slope_activation(activation)
+        self.linear_form = module is None
+        super().__init__(*conv, **named)
+        self.activation = module
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        q, p = self.out_channels, self.inner_channels
+        self.x_free, self.x_scale = free_and_scale((q, q, *self.kernel_size), device, dtype)
+        self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
+        # The mean square of Y's singular values, over all frequencies, is then that of the dense layer.
+        self.y_scale = nn.Parameter(torch.tensor(_BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
+        _add_log_psi(self, q, device, dtype)
+
+    def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
+        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)), 1)
+        raw = kernel_symbol(free, height, width)
+        return cayley(raw.real), cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
+
+    def symbol(self, height: int, width: int) -> Symbol:
+        """:math:`2 A^* B`: the layer itself in its linear form."""
+        q = self.out_channels
+        return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
+
+    def psi(self) -> Tensor:
+        """The diagonal of Psi (out_channels,), in float32 or better."""
+        assert self.log_psi is not None
+        return at_least_float32(self.log_psi).exp()
+
+    def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
+        """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
+        q, psi = self.out_channels, self.psi()
+        both = self.factors(height, width)
+        first = _symbol(*(SQRT2 * m[..., q:] / psi[:, None] for m in both))
+        return first, _symbol(*(SQRT2 * m[..., :q].mH * psi for m in both))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation is None:
+            return super().forward(x)
+        x = self.resample(x)
+        with autocast_off(x):
+            size = x.shape[-2:]
+            first, second = self.halves(*size)
+            transforms = transform_matrices(*size, dtype=first.real.dtype, device=x.device)
+            v = self.add_bias(apply_symbol(first, x.to(first.real.dtype), transforms))
+            return apply_symbol(second, self.activation(v), transforms)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+
+
+def _symbol(real: Tensor, pair: Tensor) -> Symbol:
+    return Symbol(real, torch.stack((pair.real, pair.imag), 1))
+
+
+@lipschitz_rule(SandwichLinear, SandwichConv2d)
+def _sandwich(layer: SandwichLinear | SandwichConv2d, input_shape: Shape | None) -> float:
+    if layer.activation is not None:
+        guard(layer.activation)
+        if not slope_restricted(layer.activation):
+            raise NoRuleError(
+                f"{type(layer).__name__}: expected an activation with slope in [0, 1], got {layer.activation!r}"
+            )
+    return 1.0
+
+
+@export_rule(SandwichLinear)
+def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
+    if layer.activation is None:
+        return export_linear(layer, input_shape)
+    if input_shape[-1] != layer.in_features:
+        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    one, two = layer.halves()
+    first, second = (
+        nn.Linear(w.shape[1], w.shape[0], bias, device=w.device, dtype=w.dtype)
+        for w, bias in ((one, layer.bias is not None), (two, False))
+    )
+    first.weight.copy_(one)
+    second.weight.copy_(two)
+    if layer.bias is not None:
+        first.bias.copy_(layer.bias)
+    return SandwichBlock(first, _plain_activation(layer.activation), second, layer.psi().square())
+
+
+@export_rule(SandwichConv2d)
+def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
+    if layer.activation is None:
+        return export_symbol_conv(layer, input_shape)
+    size = resampled_size(layer, input_shape)
+    one, two = layer.halves(*size)
+    block = SandwichBlock(
+        FourierConv2d.from_symbol(one, *size, layer.bias),
+        _plain_activation(layer.activation),
+        FourierConv2d.from_symbol(two, *size, None),
+        layer.psi().square(),
+    )
+    return nn.Sequential(*([nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []), block)
+
+
+def _plain_activation(activation: nn.Module) -> nn.Module:
+    guard(activation)
+    plain = copy.deepcopy(activation)
+    if hasattr(plain, "inplace"):
+        setattr(plain, "inplace", False)  # noqa: B010
+    return plain
+
+
+register_one_lipschitz(ContractionLinear)

@@ -1,0 +1,84 @@
+"""The table of functions that make a matrix semi-orthogonal: the values of ``orthogonalize=``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.bjorck import bjorck
+from lipkit.linalg.cayley import cayley
+from lipkit.linalg.exponential import exponential
+from lipkit.linalg.householder import householder
+from lipkit.linalg.newton_schulz import newton_schulz
+from lipkit.linalg.polar import polar
+
+Orthogonalize = Callable[[Tensor], Tensor]
+
+# Each of them returns a matrix of norm at most 1 for every input, up to rounding: `proved` relies on it.
+ORTHOGONALIZE: dict[str, Orthogonalize] = {
+    "cayley": cayley,
+    "exponential": exponential,
+    "bjorck": bjorck,
+    "newton_schulz": newton_schulz,
+    "polar": polar,
+    "householder": householder,
+}
+
+
+def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
+    """The function of that name, or the function itself.
+
+    Args:
+        orthogonalize: a name of :data:`ORTHOGONALIZE`, or any function ``(..., m, n) -> (..., m, n)``.
+
+    Raises:
+        OptionError: an unknown name, or neither a name nor a function.
+
+    >>> resolve("cayley") is cayley, resolve(cayley) is cayley
+    (True, True)
+    """
+    if isinstance(orthogonalize, str) and orthogonalize in ORTHOGONALIZE:
+        return ORTHOGONALIZE[orthogonalize]
+    # A module may have parameters and a mode of its own: it is no pure function.
+    if isinstance(orthogonalize, str | nn.Module) or not callable(orthogonalize):
+        raise OptionError(
+            f"orthogonalize: expected one of {', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
+        )
+    return orthogonalize
+
+
+def proved(function: Orthogonalize) -> bool:
+    """Whether ``function`` is one of the table, whose result has norm at most 1 by proof; of others nothing is known.
+
+    >>> proved(cayley), proved(lambda w: w)
+    (True, False)
+    """
+    return function in ORTHOGONALIZE.values()
+
+
+def orthogonalized(function: Orthogonalize, w: Tensor) -> Tensor:
+    """``function(w)``, checked to have the shape of ``w``.
+
+    Raises:
+        ShapeError: it has another shape.
+
+    >>> import torch
+    >>> orthogonalized(cayley, torch.zeros(3, 2)).shape
+    torch.Size([3, 2])
+    """
+    q = function(w)
+    if q.shape != w.shape:
+        raise ShapeError(f"orthogonalize: expected a result of shape {tuple(w.shape)}, got {tuple(q.shape)}")
+    return q
+
+
+def function_name(function: Orthogonalize) -> str:
+    """The name of ``function`` in the table, or what Python calls it.
+
+    >>> function_name(cayley)
+    'cayley'
+    """
+    known = [name for name, entry in ORTHOGONALIZE.items() if entry is function]
+    return known[0] if known else getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,9 @@
+"""A run's results: the record, tables, plots and one self-contained page, all made from the run folder alone."""
+
+from __future__ import annotations
+
+from lipkit.report.html import write_report
+from lipkit.report.record import Record, read_record, write_record
+from lipkit.report.save import save_evaluation
+
+__all__ = ["Record", "read_record", "save_evaluation", "write_record", "write_report"]

@@ -1,0 +1,107 @@
+"""The report of a run: one HTML page that loads nothing, made from the run folder alone."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from lipkit.certificates.units import format_radius
+from lipkit.errors import RunError
+from lipkit.files import write_atomic
+from lipkit.report import plots, tables
+from lipkit.report.examples import GROUPS, load_examples
+from lipkit.report.png import data_uri, is_image
+from lipkit.report.record import Record, read_record
+from lipkit.report.run_files import read_radii, read_series
+
+REPORT = "report.html"
+
+
+def write_report(folder: str | os.PathLike[str]) -> Path:
+    """Write ``report.html`` into a run folder and return its path.
+
+    Reads ``record.json``, and as far as they are there ``radii.csv``, ``metrics.jsonl`` and ``examples.safetensors``.
+    The page holds its pictures and styles, and its content policy forbids it to load anything else.
+
+    Raises:
+        RunError: there is no record in the folder, or a file there cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"expected a run folder, got {folder}: no such folder")
+    path = folder / REPORT
+    write_atomic(path, render(folder).encode())
+    return path
+
+
+def render(folder: Path) -> str:
+    """The page of a run folder, as text; see `write_report`."""
+    record = read_record(folder)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "percent": tables.percent,
+        "interval": tables.interval,
+        "radius": format_radius,
+        "seconds": tables.seconds,
+        "number": lambda value: f"{value:.8g}",
+    }
+    source = importlib.resources.files("lipkit.report").joinpath("templates/report.html.j2")
+    # SVG text was escaped by matplotlib; nothing else enters the page unescaped
+    return environment.from_string(source.read_text("utf-8")).render(
+        record=record,
+        curve=markupsafe.Markup(plots.accuracy_curve(record, read_radii(folder))),
+        training=markupsafe.Markup(plots.training_curves(read_series(folder))),
+        accuracy=tables.accuracy_rows(record),
+        groups=_groups(folder, record),
+        recipe=list(flatten(record.recipe)),
+    )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as dotted names and values, in order; radii (names that hold "eps") as k/255 where they are that.
+
+    >>> list(flatten({"model": {"name": "small", "width": 1}, "eps": [36 / 255, 1.0]}))
+    [('model.name', 'small'), ('model.width', '1'), ('eps', '36/255, 1')]
+    """
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        elif isinstance(value, list | tuple):
+            yield name, ", ".join(_shown(name, item) for item in value)
+        else:
+            yield name, _shown(name, value)
+
+
+def _shown(name: str, value: object) -> str:
+    return format_radius(value) if isinstance(value, float) and "eps" in name.rpartition(".")[2] else str(value)
+
+
+def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]]]]:
+    names = record.data.classes
+
+    def name(label: int) -> str:
+        return names[label] if 0 <= label < len(names) else str(label)
+
+    groups: list[tuple[str, list[dict[str, Any]]]] = [(title, []) for title in GROUPS]
+    for example in load_examples(folder):
+        if is_image(tuple(example.image.shape)):
+            groups[example.group][1].append(
+                {
+                    "uri": data_uri(example.image),
+                    "index": example.index,
+                    "label": name(example.label),
+                    "prediction": name(example.prediction),
+                    "wrong": example.label != example.prediction,
+                    "radius": f"{example.radius:.3f}",
+                }
+            )
+    return [group for group in groups if group[1]]

@@ -1,0 +1,130 @@
+"""Tables as plain text and as Markdown, and how figures are written in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from lipkit.certificates.units import format_radius
+from lipkit.errors import ShapeError
+from lipkit.report.record import Record
+
+
+class _Share(Protocol):
+    @property
+    def value(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+def percent(value: float) -> str:
+    """A share as a percentage with two decimals.
+
+    >>> percent(0.98765), percent(float("nan"))
+    ('98.77 %', 'n/a')
+    """
+    return "n/a" if math.isnan(value) else f"{100 * value:.2f} %"
+
+
+def interval(share: _Share) -> str:
+    """The interval of a share, in per cent, outward by at most the second decimal's rounding.
+
+    >>> from lipkit.certificates.intervals import Share
+    >>> interval(Share(95, 100, 0.8872, 0.9836))
+    '88.72 to 98.36'
+    """
+    return f"{100 * share.low:.2f} to {100 * share.high:.2f}"
+
+
+def seconds(value: float) -> str:
+    """A time for people.
+
+    >>> seconds(0.1234), seconds(75.2), seconds(7384)
+    ('0.12 s', '1 min 15 s', '2 h 03 min')
+    """
+    if value < 60:
+        return f"{value:.2f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in plain text: the first column to the left, the others to the right.
+
+    Raises:
+        ShapeError: a row has another number of cells than the header.
+
+    >>> print(text_table(["radius", "certified"], [["36/255", "95.1 %"], ["1", "3.0 %"]]))
+    radius  certified
+    ------  ---------
+    36/255     95.1 %
+    1           3.0 %
+    """
+    _check(header, rows)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        return "  ".join([cells[0].ljust(widths[0]) if first else "", *rest]).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same table in Markdown; a ``|`` in a cell is escaped.
+
+    Raises:
+        ShapeError: a row has another number of cells than the header.
+
+    >>> print(markdown_table(["class", "clean"], [["a|b", "95.1 %"]]))
+    | class | clean |
+    |:--|--:|
+    | a\\|b | 95.1 % |
+    """
+    _check(header, rows)
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(header), "|:--|" + "--:|" * (len(header) - 1), *map(line, rows)])
+
+
+def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the accuracy table: clean, then one row for each radius."""
+    level = f"{100 * record.confidence:g} % interval"
+    header = ["l2 radius", "certified", level, "PGD", level]
+    attacked = {row.eps: row for row in record.attacked}
+    rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
+    certified = {row.eps: row for row in record.certified}
+    for eps in sorted(certified.keys() | attacked.keys()):
+        cells = [format_radius(eps)]
+        for found in (certified.get(eps), attacked.get(eps)):
+            cells += [percent(found.share.value), interval(found.share)] if found else ["", ""]
+        rows.append(cells)
+    return header, rows
+
+
+def class_rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table by class."""
+    radii = [format_radius(row.eps) for row in record.certified]
+    header = ["class", "samples", "clean", *(f"certified {radius}" for radius in radii)]
+    rows = []
+    for row in record.per_class:
+        shares = [row.clean, *row.certified]
+        rows.append([row.name, str(row.clean.total), *(percent(share.value) for share in shares)])
+    return header, rows
+
+
+def summary(record: Record) -> str:
+    """A record in plain text: name, Lipschitz constants, accuracies."""
+    lines = [record.name, f"Lipschitz constant {record.lipschitz.computed:.8g} ({record.lipschitz.method})", ""]
+    return "\n".join(lines) + text_table(*accuracy_rows(record))
+
+
+def _check(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for row in rows:
+        if len(row) != len(header):
+            raise ShapeError(f"expected rows of {len(header)} cells, got {len(row)}: {list(row)}")

@@ -1,0 +1,33 @@
+"""The thirteen laws that every constrained layer obeys, as a public check for third-party layers too.
+
+>>> from functools import partial
+>>> from lipkit.layers import CayleyLinear
+>>> measured = check_layer(partial(CayleyLinear, 4, 6), input_shape=(4,), laws=(1, 2, 4))
+>>> sorted(measured), round(measured[2]["smallest"], 6)
+([1, 2, 4], 1.0)
+"""
+
+from lipkit.testing.case import Case, LawBroken, Refusal
+from lipkit.testing.check import check_layer, run_law
+from lipkit.testing.laws import LAWS, Law
+from lipkit.testing.reference import dense_matrix, is_affine, jacobians
+from lipkit.testing.tables import conv_options, conv_refusals, linear_options, linear_refusals
+from lipkit.testing.tolerance import tolerance
+
+__all__ = [
+    "LAWS",
+    "Case",
+    "Law",
+    "LawBroken",
+    "Refusal",
+    "check_layer",
+    "conv_options",
+    "conv_refusals",
+    "dense_matrix",
+    "is_affine",
+    "jacobians",
+    "linear_options",
+    "linear_refusals",
+    "run_law",
+    "tolerance",
+]

@@ -1,0 +1,156 @@
+"""One layer under test: how to make it, what it claims, and on which inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import LipkitError, OptionError
+from lipkit.protocol import Shape
+from lipkit.testing.tolerance import tolerance
+
+CLAIMS = ("orthogonal", "contraction", "none")
+
+
+class LawBroken(AssertionError):
+    """A layer breaks one of the laws; the message names the law, what it expects and what it found."""
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raise ``LawBroken`` with ``sentence`` ("expected ..., got ...") unless ``condition`` holds."""
+    if not condition:
+        raise LawBroken(sentence)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A documented bad argument: what is called, which error it raises, what the message holds.
+
+    Attributes:
+        what: the bad argument in words, for the report.
+        call: does the wrong thing, given ``make`` (a factory that takes keywords).
+        error: the documented error class.
+        words: parts of the message, the actual value among them; "expected" and "got" are always required.
+    """
+
+    what: str
+    call: Callable[[Callable[..., nn.Module]], Any]
+    error: type[LipkitError]
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything a law needs to know; see :func:`lipkit.testing.check_layer` for the fields."""
+
+    make: Callable[..., nn.Module]
+    input_shapes: tuple[Shape, ...]
+    dtype: torch.dtype = torch.float64
+    claim: str = "orthogonal"
+    gamma: float = 1.0
+    slack: float = 0.0
+    attained: float = 0.1
+    train_gap: float = 0.0
+    smooth: bool = True
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    refusals: Sequence[Refusal] = ()
+    output_shape: Callable[[Shape], Shape] | None = None
+    backends: Sequence[str] = ("aot_eager",)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.claim not in CLAIMS:
+            raise OptionError(f"claim: expected one of {', '.join(CLAIMS)}, got {self.claim!r}")
+        if self.dtype not in (torch.float32, torch.float64):
+            raise OptionError(f"dtype: expected torch.float32 or torch.float64, got {self.dtype}")
+        if not self.input_shapes:
+            raise OptionError("input_shape: expected at least one shape, got none")
+
+    @property
+    def shape(self) -> Shape:
+        """The first input shape, on which the laws that need only one are tested."""
+        return self.input_shapes[0]
+
+    @contextmanager
+    def random(self, extra: int = 0) -> Iterator[None]:
+        """The random numbers of this case, leaving the caller's generator as it was."""
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(1000 * self.seed + extra)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+    def layer(self, *, dtype: torch.dtype | None = None, extra: int = 0, **options: Any) -> nn.Module:
+        """A new layer in training mode: the same random weights at each call with the same ``extra``."""
+        dtype = dtype or self.dtype
+        with self.random(extra):
+            try:
+                return self.make(dtype=dtype, **options).train()
+            except TypeError as error:
+                if "unexpected keyword argument 'dtype'" not in str(error):
+                    raise
+        # Some modules take no dtype: an activation, a pooling, a container.
+        with self.random(extra):
+            return self.make(**options).to(dtype).train()
+
+    def moved(self, layer: nn.Module, extra: int = 1, size: float = 0.3) -> nn.Module:
+        """The same layer with every parameter moved by random numbers: nothing is at its initial value any more."""
+        with self.random(extra), torch.no_grad():
+            for p in layer.parameters():
+                spread = p.square().mean().sqrt() + 0.05
+                p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * size)
+        return layer
+
+    def x(self, shape: Shape | None = None, batch: int = 3, dtype: torch.dtype | None = None, extra: int = 2) -> Tensor:
+        """Random inputs ``(batch, *shape)``."""
+        with self.random(extra):
+            return torch.randn(batch, *(shape or self.shape), dtype=torch.float64).to(dtype or self.dtype)
+
+    def eps(self, shape: Shape | None = None, c: float = 4.0) -> float:
+        """The rounding allowance for one input of ``shape``."""
+        return tolerance(max(8, math.prod(shape or self.shape)), self.dtype, c)
+
+
+def states(case: Case) -> list[nn.Module]:
+    """The layers on which bounds are tested: new in training mode (initial weights can be special), moved in both.
+
+    Where the modes agree (law 5), moved weights in evaluation mode are enough.
+    """
+    found = [case.layer(), case.moved(case.layer()).eval()]
+    return [*found, case.moved(case.layer())] if case.train_gap else found
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative l2 distance of two tensors: ``||a - b|| / max(||a||, ||b||)``, inf where shapes or finiteness differ.
+
+    >>> distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0]))
+    0.0
+    """
+    if a.shape != b.shape:
+        return math.inf
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    gap = float(torch.linalg.vector_norm(a - b))
+    size = max(float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b)))
+    if not math.isfinite(gap):
+        return math.inf
+    return gap / size if size else gap
+
+
+def require_same(a: Tensor, b: Tensor, allowed: float, what: str) -> float:
+    """Raise ``LawBroken`` unless the relative distance of ``a`` and ``b`` is at most ``allowed``; return it."""
+    gap = distance(a, b)
+    require(gap <= allowed, f"{what}: expected a relative difference of at most {allowed:.2g}, got {gap:.3g}")
+    return gap
+
+
+def forward(layer: nn.Module, x: Tensor) -> Tensor:
+    """The output without a graph."""
+    with torch.no_grad():
+        return layer(x)

@@ -1,0 +1,134 @@
+"""Law 12: another dtype, device or compiler runs the same function."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.protocol import export
+from lipkit.testing.case import Case, distance, forward, require, require_same
+from lipkit.testing.tolerance import tolerance
+
+OBJECTS = ("weight", "kernel", "symbol")
+
+
+def moves(case: Case) -> dict[str, float]:
+    """Law 12: float64, bfloat16 autocast, another device, torch.compile, torch.export of the exported layer."""
+    layer = case.moved(case.layer())
+    x = case.x()
+    y = forward(layer, x)
+    measured = {"float64": _to_double(case, layer, x, y)}
+    if case.dtype == torch.float32:
+        measured["autocast"] = _autocast(layer, x, y)
+    _another_device(layer, x, y, case)
+    for backend in case.backends:
+        measured[backend] = _compile(layer, x, backend, case)
+    plain = export(layer, case.shape)
+    with _quiet():
+        program = torch.export.export(plain, (x,)).module()
+    measured["torch.export"] = require_same(program(x), forward(plain, x), case.eps(), "torch.export of the export")
+    return measured
+
+
+def _to_double(case: Case, layer: nn.Module, x: Tensor, y: Tensor) -> float:
+    double = copy.deepcopy(layer).double()
+    z = forward(double, x.double())
+    require(z.dtype == torch.float64, f"layer.double(): expected a float64 output, got {z.dtype}")
+    require(y.dtype == case.dtype, f"expected an output of dtype {case.dtype}, got {y.dtype}")
+    return require_same(z, y, case.eps(), "layer.double()")
+
+
+def _parts(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [t for part in value for t in _parts(part)]
+
+
+@contextmanager
+def _recorded(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """The constrained objects that a forward pass makes."""
+    made: list[Tensor] = []
+
+    def recorder(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = method(*args, **kwargs)
+            made.extend(_parts(value))
+            return value
+
+        return call
+
+    touched = [(m, name) for m in layer.modules() for name in OBJECTS if callable(getattr(type(m), name, None))]
+    for module, name in touched:
+        setattr(module, name, recorder(getattr(module, name)))
+    try:
+        yield made
+    finally:
+        for module, name in touched:
+            delattr(module, name)
+
+
+def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
+    layer, x = copy.deepcopy(layer), x.clone().requires_grad_()
+    with _recorded(layer) as exact:
+        layer(x)
+    with _recorded(layer) as low, torch.autocast(x.device.type, torch.bfloat16):
+        z = layer(x)
+    for a, b in zip(exact, low, strict=True):
+        require(
+            b.dtype == a.dtype, f"bfloat16 autocast: expected a constrained object of dtype {a.dtype}, got {b.dtype}"
+        )
+        require_same(b, a, tolerance(64, a.dtype), "bfloat16 autocast: constrained object against float32")
+    gap = distance(z, y)
+    allowed = tolerance(1, torch.bfloat16)
+    require(gap <= allowed, f"bfloat16 autocast: expected outputs within {allowed:.2g}, got a difference of {gap:.3g}")
+    z.float().square().sum().backward()
+    for name, p in layer.named_parameters():
+        fine = p.grad is None or (p.grad.dtype == p.dtype and bool(p.grad.isfinite().all()))
+        require(fine, f"bfloat16 autocast: expected a finite {p.dtype} gradient of {name}, got {p.grad}")
+    return gap
+
+
+def _another_device(layer: nn.Module, x: Tensor, y: Tensor, case: Case) -> None:
+    # The meta device needs no hardware: a constant left behind on the CPU raises there too.
+    z = copy.deepcopy(layer).to("meta")(x.to("meta"))
+    require(z.shape == y.shape and z.device.type == "meta", f"device meta: expected shape {y.shape}, got {z.shape}")
+    if torch.cuda.is_available():
+        there = copy.deepcopy(layer).cuda()
+        require_same(forward(there, x.cuda()), y, 4 * case.eps(), "device cuda")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch's tracers warn about: their own deprecated code, and the speed of complex operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
+    plain, compiled = copy.deepcopy(layer), copy.deepcopy(layer)
+    x = x.clone().requires_grad_()
+    torch._dynamo.reset()
+    with _quiet():
+        z = torch.compile(compiled, backend=backend, fullgraph=True)(x)
+        z.square().sum().backward()
+    y = plain(x)
+    y.square().sum().backward()
+    gap = require_same(z, y, case.eps(), f"torch.compile(backend={backend!r})")
+    for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        if p.grad is not None:
+            require(q.grad is not None, f"torch.compile(backend={backend!r}): expected a gradient of {name}, got None")
+            assert q.grad is not None
+            # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
+            size = max(float(p.grad.norm()), float(y.detach().norm()))
+            off = float((p.grad - q.grad).norm()) / size
+            require(
+                off <= 16 * case.eps(),
+                f"torch.compile(backend={backend!r}), gradient of {name}: expected a relative difference of at most "
+                f"{16 * case.eps():.2g}, got {off:.3g}",
+            )
+    return gap

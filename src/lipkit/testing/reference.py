@@ -1,0 +1,93 @@
+"""What a layer is, found by applying it: independent of its own formulas, singular values by numpy in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipkit.protocol import Shape
+from lipkit.testing.tolerance import tolerance
+
+Function = Callable[[Tensor], Tensor]
+Matrix = NDArray[np.float64]
+
+
+def dense_matrix(f: Function, input_shape: Shape, dtype: torch.dtype = torch.float64) -> Matrix:
+    """The matrix of an affine map, column by column: ``f(e_i) - f(0)`` for every unit vector ``e_i``.
+
+    Args:
+        f: maps ``(B, *input_shape)`` to ``(B, ...)``.
+        input_shape: without the batch.
+        dtype: of the inputs; the matrix is returned in float64.
+
+    Returns:
+        ``(outputs, inputs)`` in float64.
+
+    >>> dense_matrix(lambda x: 2 * x + 1, (2,)).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
+    """
+    n = math.prod(input_shape)
+    points = torch.cat((torch.zeros(1, n, dtype=dtype), torch.eye(n, dtype=dtype)))
+    with torch.no_grad():
+        y = f(points.reshape(n + 1, *input_shape)).flatten(1).double().numpy()
+    return (y[1:] - y[0]).T
+
+
+def jacobians(f: Function, x: Tensor) -> list[Matrix]:
+    """The Jacobian ``(outputs, inputs)`` at each point of ``x`` ``(B, *input_shape)``, by one backward pass each.
+
+    Samples of a batch must not depend on each other: row i is read from the i-th copy of a point.
+
+    >>> jacobians(torch.square, torch.tensor([[1.0, 3.0]]))[0].tolist()
+    [[2.0, 0.0], [0.0, 6.0]]
+    """
+    found = []
+    for point in x.detach():
+        with torch.no_grad():
+            outputs = f(point[None]).numel()
+        copies = point.expand(outputs, *point.shape).clone().requires_grad_()
+        with torch.enable_grad():
+            (rows,) = torch.autograd.grad(f(copies).flatten(1).diagonal().sum(), copies)
+        found.append(rows.flatten(1).double().numpy())
+    return found
+
+
+def is_affine(f: Function, x: Tensor) -> bool:
+    """Whether ``f(a) + f(b) - f(0) = f(a + b)`` for all pairs of neighbouring points of ``x``, to rounding.
+
+    >>> x = torch.randn(4, 3)
+    >>> is_affine(lambda x: 2 * x + 1, x), is_affine(torch.relu, x)
+    (True, False)
+    """
+    with torch.no_grad():
+        a, b = 4 * x, 4 * x.roll(1, 0)
+        zero = f(torch.zeros_like(x[:1]))
+        parts, whole = f(a) + f(b) - zero, f(a + b)
+    allowed = tolerance(64 * x[0].numel(), x.dtype)
+    return float((parts - whole).norm()) <= allowed * max(float(whole.norm()), float(parts.norm()))
+
+
+def operators(f: Function, x: Tensor) -> list[Matrix]:
+    """The matrix of an affine map, or the Jacobians of another one at the points of ``x``."""
+    if is_affine(f, x):
+        return [dense_matrix(f, tuple(x.shape[1:]), x.dtype)]
+    return jacobians(f, x)
+
+
+def singular_values(matrices: list[Matrix]) -> Matrix:
+    """All singular values of all matrices, in float64."""
+    return np.concatenate([np.linalg.svd(m, compute_uv=False) for m in matrices])
+
+
+def steepest_secant(f: Function, x: Tensor) -> float:
+    """The largest ``||f(x) - f(y)|| / ||x - y||`` over pairs of points, far and near: a lower estimate."""
+    starts = torch.cat((x, x, x, 100 * x))
+    ends = torch.cat((x.roll(1, 0), x + (x.roll(1, 0) - x) / 16, 1000 * x, 200 * x))
+    with torch.no_grad():
+        rise = (f(ends).double() - f(starts).double()).flatten(1).norm(dim=1)
+    return float((rise / (ends.double() - starts.double()).flatten(1).norm(dim=1)).max())

@@ -1,0 +1,172 @@
+r"""Training losses: pure functions of (outputs, targets), and the table that names them.
+
+Notation: ``y`` (N, K) outputs, ``t`` (N,) labels, ``M_n = y_nt - max_{i != t} y_ni`` the margin of sample
+n, L the Lipschitz constant that the network was built for. None of these takes part in a certificate: they
+only decide what is learnt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.errors import OptionError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: float = 1.0) -> Tensor:
+    r"""Multi-class hinge loss that asks for a certified radius of ``eps0``.
+
+        mean_n 1/K sum_{i != t} max(0, sqrt(2) L eps0 - y_nt + y_ni)
+
+    It is zero exactly when every sample is certified at radius ``eps0`` by the global constant L.
+
+    Args:
+        outputs: (N, K).
+        targets: (N,) int64.
+        eps0: l2 radius to train for, in units of the input; positive.
+        lipschitz: L, positive.
+
+    >>> hinge(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), eps0=0.5).item()
+    0.0
+    >>> round(hinge(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), eps0=2**0.5).item(), 6)
+    0.5
+
+    Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021,
+    Sec. 5.
+    """
+    _positive(eps0=eps0, lipschitz=lipschitz)
+    return F.multi_margin_loss(outputs, targets, margin=math.sqrt(2) * lipschitz * eps0)
+
+
+def offset_cross_entropy(
+    outputs: Tensor, targets: Tensor, *, temperature: float = 0.25, offset: float = 1.5 * math.sqrt(2)
+) -> Tensor:
+    r"""Cross-entropy at temperature T after u is taken off the true class: ``T CE((y - u onehot(t)) / T, t)``.
+
+    The gradient stays large until the margin passes u, so the network learns margins and not only classes.
+
+    Args:
+        outputs: (N, K).
+        targets: (N,) int64.
+        temperature: T, positive.
+        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0.
+
+    >>> y = torch.tensor([[3.0, 1.0]])
+    >>> round(offset_cross_entropy(y, torch.tensor([0]), temperature=1.0, offset=2.0).item(), 4)
+    0.6931
+
+    Source: Prach, Lampert, "Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz Networks",
+    ECCV 2022; Wang, Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023 (T
+    = 0.25, u = 1.5 sqrt 2).
+    """
+    _positive(temperature=temperature)
+    _not_negative(offset=offset)
+    shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
+    return temperature * F.cross_entropy((outputs - shift) / temperature, targets)
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy with the softmax, averaged over the samples.
+
+    >>> round(cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item(), 4)
+    0.6931
+    """
+    return F.cross_entropy(outputs, targets)
+
+
+def certificate_regularized_cross_entropy(
+    outputs: Tensor, targets: Tensor, *, weight: float = 0.1, lipschitz: float = 1.0
+) -> Tensor:
+    r"""Cross-entropy minus the mean certified radius.
+
+        CE(y, t) - weight mean_n max(0, M_n) / (sqrt(2) L)
+
+    Args:
+        outputs: (N, K), K >= 2.
+        targets: (N,) int64.
+        weight: of the radius; not negative.
+        lipschitz: L, positive.
+
+    >>> y, t = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    >>> gain = cross_entropy(y, t) - certificate_regularized_cross_entropy(y, t, weight=1.0)
+    >>> round(gain.item(), 4)
+    1.4142
+
+    Source: Singla, Singla, Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022
+    (certificate regularization).
+    """
+    _positive(lipschitz=lipschitz)
+    _not_negative(weight=weight)
+    true = outputs.gather(1, targets[:, None])[:, 0]
+    others = outputs.scatter(1, targets[:, None], -math.inf).amax(dim=1)
+    radius = F.relu(true - others) / (math.sqrt(2) * lipschitz)
+    return F.cross_entropy(outputs, targets) - weight * radius.mean()
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean of the squared differences over samples and outputs, for regression; shapes must agree exactly.
+
+    >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]])).item()
+    2.0
+    """
+    if outputs.shape != targets.shape:  # broadcasting (N,) against (N, 1) would silently compare all pairs
+        raise OptionError(f"expected targets of shape {tuple(outputs.shape)}, got {tuple(targets.shape)}")
+    return F.mse_loss(outputs, targets)
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "hinge": hinge,
+    "offset_cross_entropy": offset_cross_entropy,
+    "cross_entropy": cross_entropy,
+    "certificate_regularized": certificate_regularized_cross_entropy,
+    "mse": mse,
+}
+REGRESSION = frozenset({"mse"})
+
+
+def build(name: str, **options: float) -> Loss:
+    """The loss called ``name`` with its options bound, checked now rather than at the first step.
+
+    Args:
+        name: a key of `LOSSES`.
+        options: keyword arguments of that function.
+
+    Raises:
+        OptionError: the name or an option is unknown, or a value is out of range.
+
+    >>> build("hinge", eps0=36 / 255)(torch.tensor([[1.0, 0.0]]), torch.tensor([0])).item()
+    0.0
+    """
+    if name not in LOSSES:
+        raise OptionError(f"expected loss as one of {', '.join(LOSSES)}, got {name!r}")
+    function = LOSSES[name]
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option, value in options.items():
+        if option not in known:
+            raise OptionError(f"expected options of loss {name!r} among {', '.join(known) or '(none)'}, got {option!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise OptionError(f"expected {option} of loss {name!r} as a finite number, got {value!r}")
+    bound: Loss = partial(function, **options)
+    sample = torch.zeros(1, 2)
+    bound(sample, sample if name in REGRESSION else torch.zeros(1, dtype=torch.int64))  # runs the range checks
+    return bound
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise OptionError(f"expected {name} > 0, got {value}")
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise OptionError(f"expected {name} >= 0, got {value}")

@@ -1,0 +1,207 @@
+"""Recipes read from files: packaged ones by name, others by path, changed by overrides ``a.b=c``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lipkit.errors import RecipeError
+from lipkit.training.recipe_schema import Recipe
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+DEFAULT = "digits_cayley"
+
+# Sections that may be written as one string, and the key it then stands for.
+_SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
+
+
+def names() -> list[str]:
+    """The packaged recipes, sorted.
+
+    >>> DEFAULT in names()
+    True
+    """
+    folder = importlib.resources.files("lipkit.recipes")
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml,
+            .yml or .json, or holds a path separator).
+        overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a
+            number.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a
+            value outside what the key takes.
+
+    >>> load_recipe("digits_cayley", ["train.epochs=2", "certify.eps=36/255,1"]).certify.eps == (36 / 255, 1.0)
+    True
+    >>> load_recipe("digits_cayley", ["train.epoch=2"])
+    Traceback (most recent call last):
+    lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
+    """
+    origin, content = _read(name_or_path)
+    for override in overrides:
+        _override(content, override)
+    return check(content, origin)
+
+
+def check(content: dict[str, Any], origin: str) -> Recipe:
+    """Check the content of a recipe.
+
+    Args:
+        content: nested mappings as YAML gives them.
+        origin: what to call the recipe in an error.
+
+    Raises:
+        RecipeError: with one sentence about the first thing that is wrong.
+    """
+    try:
+        return Recipe.model_validate(_expanded(content))
+    except ValidationError as error:
+        raise RecipeError(f"recipe {origin}: {_sentence(error.errors()[0])}") from None
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.plain(), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
+    text = str(name_or_path)
+    is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
+    if is_path or text.endswith((".yaml", ".yml", ".json")):
+        try:
+            return text, _parse(Path(text).read_bytes(), text)
+        except OSError as error:
+            raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
+    if text not in names():
+        raise RecipeError(
+            f"unknown recipe {text!r}{_hint(text, names())}; known: {', '.join(names())}, or the path of a YAML file"
+        )
+    packaged = importlib.resources.files("lipkit.recipes") / f"{text}.yaml"
+    return text, _parse(packaged.read_bytes(), text)
+
+
+def _parse(content: bytes, origin: str) -> dict[str, Any]:
+    try:
+        parsed = yaml.load(content, Loader=_Loader)  # a SafeLoader: builds plain values only
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise RecipeError(f"recipe {origin}: expected YAML, got: {' '.join(str(error).split())}") from None
+    if not isinstance(parsed, dict):
+        raise RecipeError(f"recipe {origin}: expected keys and values, got {type(parsed).__name__}")
+    return parsed
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep=deep)
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
+        raise RecipeError(f"expected an override key=value such as train.epochs=5, got {override!r}")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise RecipeError(f"override {override!r}: expected a YAML value, got: {problem}") from None
+    place = content
+    for depth, part in enumerate(path[:-1], 1):
+        inner = place.get(part)
+        if isinstance(inner, str) and path[:depth] in _SHORT:
+            inner = {_SHORT[path[:depth]]: inner}
+        elif inner is None:
+            inner = {}
+        elif not isinstance(inner, dict):
+            raise RecipeError(f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {inner!r}")
+        place[part] = inner
+        place = inner
+    place[path[-1]] = value
+
+
+def _expanded(content: dict[str, Any]) -> dict[str, Any]:
+    """Sections written as one string, written out."""
+    content = dict(content)
+    for path, key in _SHORT.items():
+        place = content
+        for part in path[:-1]:
+            if not isinstance(place.get(part), dict):
+                break
+            place[part] = dict(place[part])
+            place = place[part]
+        else:
+            if isinstance(place.get(path[-1]), str):
+                place[path[-1]] = {key: place[path[-1]]}
+    return content
+
+
+def _sentence(error: ErrorDetails) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_key_hint(path)}"
+    if error["type"] == "missing":
+        return f"expected the key {key!r}, got none"
+    known = set(_keys(Recipe))
+    while path and path not in known:  # pydantic adds the alternatives of a union and the place in a list
+        path = path[:-1]
+    key = ".".join(path)
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{key}: expected keys and values, got {error['input']!r}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    if not key:
+        return message
+    got = "" if ", got " in message else f", got {error['input']!r}"
+    return f"{key}: {message[0].lower()}{message[1:]}{got}"
+
+
+def _key_hint(path: tuple[str, ...]) -> str:
+    """The key that was probably meant: of a similar name in that section, or of that name in another one."""
+    keys = list(_keys(Recipe))
+    siblings = [k[-1] for k in keys if k[:-1] == path[:-1]]
+    similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
+    if similar:
+        return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
+    elsewhere = [k for k in keys if k[-1] == path[-1]]
+    if elsewhere:
+        return f", did you mean {'.'.join(elsewhere[0])!r}?"
+    if "options" in siblings:
+        return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"
+    return f"; known there: {', '.join(siblings)}"
+
+
+def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, (*prefix, name))
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    similar = difflib.get_close_matches(word, known, 1, 0.6)
+    return f", did you mean {similar[0]!r}?" if similar else ""
+
+
+__all__ = ["DEFAULT", "Recipe", "check", "load_recipe", "names", "to_yaml"]

@@ -1,0 +1,154 @@
+"""Recipes: a run as one YAML file, checked completely before anything is loaded or trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+
+from lipkit.errors import LipkitError, OptionError
+from lipkit.training import losses, schedules
+from lipkit.training.recipe_values import option_values, parse_number, parse_numbers
+
+Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[StrictInt, Field(ge=1)]
+Radii = Annotated[tuple[NotNegative, ...], BeforeValidator(parse_numbers)]
+Options = Annotated[dict[StrictStr, Any], BeforeValidator(option_values)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: no key but the declared ones, no change after it was checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(Section):
+    """Which data. A plain string stands for ``spec``."""
+
+    spec: StrictStr = Field(
+        description="digits, mnist, cifar10, folder:PATH, npz:PATH, or pkg.mod:factory (your function, which is run)"
+    )
+    root: StrictStr | None = Field(
+        default=None, description="folder of the data sets; default $LIPKIT_DATA, else ./data"
+    )
+    limit: Count | None = Field(
+        default=None, description="at most this many samples of each split, drawn with a fixed seed"
+    )
+
+
+class ModelSection(Section):
+    """Which network. A plain string stands for ``name``."""
+
+    name: StrictStr = Field(description="an architecture of lipkit.models, or pkg.mod:factory (your function)")
+    options: Options = Field(default_factory=dict, description="its options, such as layer, width, mean, std")
+
+
+class AugmentSection(Section):
+    """Random changes of the training images."""
+
+    crop: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="shift by up to this many pixels, zeros come in"
+    )
+    flip: StrictBool = Field(default=False, description="mirror left to right with probability 1/2")
+
+
+def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
+    try:
+        build(name, **options)
+    except LipkitError as error:
+        raise ValueError(str(error)) from None
+    except TypeError as error:
+        raise ValueError(str(OptionError(f"expected numbers as options of {name}, got {options}: {error}"))) from None
+
+
+class LossSection(Section):
+    """What is minimised. A plain string stands for ``name``."""
+
+    name: StrictStr = Field(default="hinge", description=f"one of {', '.join(losses.LOSSES)}")
+    options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _checked(losses.build, self.name, self.options)
+        return self
+
+
+class ScheduleSection(Section):
+    """How the learning rate moves over the share of training done. A plain string stands for ``name``."""
+
+    name: StrictStr = Field(default="piecewise_linear", description=f"one of {', '.join(schedules.SCHEDULES)}")
+    options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _checked(schedules.build, self.name, self.options)
+        return self
+
+
+class TrainSection(Section):
+    """How it is trained."""
+
+    epochs: Count = Field(description="passes over the training data")
+    batch_size: Count = Field(default=128, description="samples of one step, all devices together")
+    lr: Positive = Field(default=0.001, description="peak learning rate")
+    optimizer: Literal["adam", "adamw", "sgd"] = Field(default="adam", description="adam, adamw or sgd")
+    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="of sgd; the others ignore it")
+    weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
+    schedule: ScheduleSection = Field(default=ScheduleSection(), description="of the learning rate")
+    grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
+    seed: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="of initial weights, shuffling, augmentation"
+    )
+    evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
+    evaluate_samples: Count = Field(default=1000, description="test samples of the evaluation during training")
+    accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
+    devices: StrictInt | StrictStr | list[StrictInt] = Field(
+        default=1, description="how many devices, auto, or a list of their numbers"
+    )
+    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices, such as ddp")
+    precision: StrictStr = Field(default="32-true", description="of Lightning Fabric, such as 32-true or bf16-mixed")
+
+
+class CertifySection(Section):
+    """What is certified and attacked after training, on all test samples unless said otherwise."""
+
+    eps: Annotated[Radii, Field(min_length=1)] = Field(
+        default=(36 / 255, 72 / 255, 108 / 255, 1.0), description="l2 radii of certified accuracy; 36/255 is understood"
+    )
+    attack_eps: Radii | None = Field(default=None, description="l2 radii of the attack; null for those of eps")
+    attack_steps: Count = Field(default=50, description="gradient steps of the attack")
+    attack_restarts: Count = Field(default=1, description="starts of the attack")
+    attack_samples: Count | None = Field(default=1000, description="test samples attacked; null for all")
+    confidence: Annotated[Positive, Field(lt=1)] = Field(default=0.95, description="of the Clopper-Pearson intervals")
+    batch_size: Count = Field(default=256, description="samples evaluated at once")
+
+
+class Recipe(Section):
+    """A run: data, network, loss, training, certification."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] = Field(
+        description="of the run's folder: letters, digits, _, . and -"
+    )
+    description: StrictStr = Field(default="", description="one line about the run")
+    task: Literal["classification", "regression"] = Field(default="classification", description="what the targets are")
+    data: DataSection = Field(description="which data")
+    model: ModelSection = Field(description="which network")
+    augment: AugmentSection = Field(default=AugmentSection(), description="random changes of the images")
+    loss: LossSection = Field(default=LossSection(), description="what is minimised")
+    train: TrainSection = Field(description="how it is trained")
+    certify: CertifySection = Field(default=CertifySection(), description="what is certified and attacked")
+
+    @model_validator(mode="after")
+    def _loss_of_task(self) -> Self:
+        if (self.loss.name in losses.REGRESSION) != (self.task == "regression"):
+            fitting = sorted(n for n in losses.LOSSES if (n in losses.REGRESSION) == (self.task == "regression"))
+            raise ValueError(
+                f"expected for task {self.task} a loss.name among {', '.join(fitting)}, got {self.loss.name}"
+            )
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The whole recipe, defaults included, as values of JSON and YAML."""
+        return self.model_dump(mode="json")

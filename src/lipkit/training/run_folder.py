@@ -1,0 +1,234 @@
+"""A run on disk: settings, metrics, checkpoints. Whole at every moment, never overwritten.
+
+RUN/
+  settings.json                      what fit was called with
+  metrics.jsonl                      one line per epoch
+  checkpoints/epoch-0007/            the last two
+    model.safetensors, state.pt      weights; optimiser and random state (torch.load with weights_only=True)
+    checkpoint.json                  written last: epoch and hashes; without it the checkpoint does not exist
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from lipkit.errors import RunError
+from lipkit.files import append_line, write_atomic
+
+SETTINGS, METRICS, CHECKPOINTS, MANIFEST = "settings.json", "metrics.jsonl", "checkpoints", "checkpoint.json"
+_KEEP = 2
+_FORMAT = 1
+
+
+def create(parent: Path, name: str) -> Path:
+    """Make a new folder ``parent/name-001`` with the first number that is free, and return it.
+
+    Making the folder is the test whether it is free, so two runs started at once get two folders.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [create(Path(folder) / "runs", "digits").name for _ in range(2)]
+    ['digits-001', 'digits-002']
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    taken = [int(m[1]) for p in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        folder = parent / f"{name}-{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Start a run in ``folder``.
+
+    Raises:
+        RunError: a run was started there before.
+    """
+    if (folder / SETTINGS).exists() or (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
+        raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SETTINGS, dict(settings))
+
+
+def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to resume with other settings than the run was started with.
+
+    Raises:
+        RunError: there is no run in ``folder``, or a setting differs.
+    """
+    before = read_json(folder / SETTINGS)
+    now = json.loads(json.dumps(dict(settings)))
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            raise RunError(
+                f"expected {key} = {before.get(key)!r}, as the run in {folder} was started, got {now.get(key)!r}"
+            )
+
+
+def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
+    """Add one epoch's line to the metrics; NaN and infinity become null, which JSON lacks otherwise."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    append_line(folder / METRICS, json.dumps(clean, allow_nan=False))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The metrics, one dict per epoch. A last line torn by a power failure is left out.
+
+    Raises:
+        RunError: another line is not a JSON object.
+    """
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError
+        except ValueError as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise RunError(f"expected a JSON object on line {number} of {path}, got {line[:60]!r}") from error
+        rows.append(row)
+    return rows
+
+
+def truncate_metrics(folder: Path, epochs_done: int) -> list[dict[str, Any]]:
+    """Drop the lines of epochs after ``epochs_done``, and return the others."""
+    rows = [row for row in read_metrics(folder) if row.get("epoch", 0) <= epochs_done]
+    if (folder / METRICS).exists():
+        write_atomic(folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return rows
+
+
+def save_checkpoint(folder: Path, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Write the checkpoint after ``epoch`` epochs, then delete all but the last two.
+
+    Args:
+        folder: the run's folder.
+        epoch: number of epochs done.
+        model: its state_dict, tensors only, goes to safetensors.
+        state: plain containers, numbers and tensors: what ``torch.load(weights_only=True)`` accepts.
+
+    Raises:
+        RunError: the model's state_dict holds something that is not a tensor.
+    """
+    weights = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise RunError(f"expected tensors in the model's state_dict, got {type(value).__name__} at {name!r}")
+        weights[name] = value.detach().to("cpu", copy=True).contiguous()  # a copy: tied weights share memory
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    contents = {"model.safetensors": save(weights), "state.pt": buffer.getvalue()}
+
+    target = folder / CHECKPOINTS / f"epoch-{epoch:04d}"
+    (target / MANIFEST).unlink(missing_ok=True)  # an older one there is invalid from here on
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        write_atomic(target / name, content)
+    sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    write_json(target / MANIFEST, {"format": _FORMAT, "epoch": epoch, "sha256": sha256})
+    for old in _checkpoints(folder)[_KEEP:]:
+        (old / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(old)
+
+
+def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+    """The newest whole checkpoint as (epochs done, weights, state); None if there is none yet.
+
+    A checkpoint whose writing was interrupted, or whose bytes do not have the recorded hashes, is passed
+    over.
+
+    Raises:
+        RunError: there are complete checkpoints, but none of them is intact.
+    """
+    damaged = None
+    for path in _checkpoints(folder):
+        if not (path / MANIFEST).exists():
+            continue
+        try:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+            contents = {name: (path / name).read_bytes() for name in ("model.safetensors", "state.pt")}
+            for name, content in contents.items():
+                if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
+                    raise ValueError(f"{name} is damaged")
+            state = torch.load(io.BytesIO(contents["state.pt"]), weights_only=True, map_location="cpu")
+            return int(manifest["epoch"]), load(contents["model.safetensors"]), state
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+            UnpicklingError,
+            SafetensorError,
+        ) as error:
+            damaged = f"{path}: {error}"
+    if damaged is not None:
+        raise RunError(f"expected an intact checkpoint in {folder / CHECKPOINTS}, got damaged ones only ({damaged})")
+    return None
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
+    """Load a checkpoint's weights into ``model``, every name and shape matched.
+
+    Raises:
+        RunError: they do not fit.
+    """
+    try:
+        model.load_state_dict(dict(weights), strict=True)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        raise RunError(
+            f"expected the model that the run in {origin} was started with, got another: {problem}"
+        ) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write indented JSON atomically."""
+    write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        RunError: the file is missing or is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RunError(f"expected a run folder with {path.name}, got none at {path}") from error
+    except ValueError as error:
+        raise RunError(f"expected JSON in {path}, got: {error}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"expected a JSON object in {path}, got {type(content).__name__}")
+    return content
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, the newest first, whether complete or not."""
+    found = [p for p in (folder / CHECKPOINTS).glob("epoch-*") if re.fullmatch(r"epoch-\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("epoch-")), reverse=True)

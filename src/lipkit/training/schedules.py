@@ -1,0 +1,126 @@
+"""Learning-rate schedules: pure functions from the share of training done, in [0, 1], to a factor."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lipkit.errors import OptionError
+
+Schedule = Callable[[float], float]
+
+KNOTS = (0.0, 2 / 5, 4 / 5, 1.0)
+FACTORS = (0.0, 1.0, 1 / 20, 0.0)
+
+
+def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors: Sequence[float] = FACTORS) -> float:
+    """Linear between ``knots``, with the values ``factors`` there.
+
+    Args:
+        fraction: share of training done.
+        knots: strictly ascending from 0 to 1.
+        factors: one for each knot, not negative.
+
+    >>> [round(piecewise_linear(e / 10), 3) for e in (0, 2, 4, 6, 8, 9, 10)]
+    [0.0, 0.5, 1.0, 0.525, 0.05, 0.025, 0.0]
+
+    Source: Trockman, Kolter, "Orthogonalizing Convolutional Layers with the Cayley Transform", ICLR 2021,
+    Sec. 5; Wang, Manchester, "Direct Parameterization of Lipschitz-Bounded Deep Networks", ICML 2023, App.
+    E.
+    """
+    if len(knots) != len(factors) or len(knots) < 2:
+        raise OptionError(f"expected as many factors as knots, at least 2, got {len(factors)} and {len(knots)}")
+    if knots[0] != 0 or knots[-1] != 1 or any(b <= a for a, b in itertools.pairwise(knots)):
+        raise OptionError(f"expected knots strictly ascending from 0 to 1, got {list(knots)}")
+    if any(not f >= 0 for f in factors):
+        raise OptionError(f"expected factors >= 0, got {list(factors)}")
+    return float(np.interp(fraction, knots, factors))
+
+
+def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), gamma: float = 0.1) -> float:
+    """``gamma`` to the power of the number of milestones passed.
+
+    Args:
+        fraction: share of training done.
+        milestones: ascending shares of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
+        gamma: positive factor applied at each.
+
+    >>> [round(multistep(f), 4) for f in (0.0, 0.2, 0.25, 0.5, 1.0)]
+    [1.0, 1.0, 0.1, 0.1, 0.01]
+    """
+    if not gamma > 0:
+        raise OptionError(f"expected gamma > 0, got {gamma}")
+    if list(milestones) != sorted(milestones) or any(not 0 < m < 1 for m in milestones):
+        raise OptionError(f"expected ascending milestones in (0, 1), got {list(milestones)}")
+    return gamma ** sum(fraction >= m for m in milestones)
+
+
+def cosine(fraction: float, *, warmup: float = 0.0, floor: float = 0.0) -> float:
+    """Linear from 0 to 1 during ``warmup``, then half a cosine down to ``floor``.
+
+    Args:
+        fraction: share of training done.
+        warmup: share of training, in [0, 1).
+        floor: factor at the end, in [0, 1].
+
+    >>> [round(cosine(f), 3) for f in (0.0, 0.5, 1.0)]
+    [1.0, 0.5, 0.0]
+    """
+    if not 0 <= warmup < 1:
+        raise OptionError(f"expected warmup in [0, 1), got {warmup}")
+    if not 0 <= floor <= 1:
+        raise OptionError(f"expected floor in [0, 1], got {floor}")
+    if fraction < warmup:
+        return fraction / warmup
+    done = min(1.0, (fraction - warmup) / (1 - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def constant(fraction: float) -> float:
+    """Always 1.
+
+    >>> constant(0.3)
+    1.0
+    """
+    return 1.0
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "piecewise_linear": piecewise_linear,
+    "multistep": multistep,
+    "cosine": cosine,
+    "constant": constant,
+}
+
+
+def build(name: str, **options: Any) -> Schedule:
+    """The schedule called ``name`` with its options bound, checked now rather than at the first step.
+
+    Args:
+        name: a key of `SCHEDULES`.
+        options: keyword arguments of that function.
+
+    Raises:
+        OptionError: the name or an option is unknown, or a value is out of range.
+
+    >>> build("multistep", milestones=[0.5])(0.75)
+    0.1
+    """
+    if name not in SCHEDULES:
+        raise OptionError(f"expected schedule as one of {', '.join(SCHEDULES)}, got {name!r}")
+    function = SCHEDULES[name]
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            raise OptionError(
+                f"expected options of schedule {name!r} among {', '.join(known) or '(none)'}, got {option!r}"
+            )
+    bound: Schedule = partial(function, **options)
+    bound(0.5)
+    return bound

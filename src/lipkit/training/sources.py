@@ -1,0 +1,120 @@
+"""Where batches come from, a Split, a pair of tensors or a Dataset, and which samples form them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from lipkit.data import Split, as_split
+from lipkit.errors import DataError
+from lipkit.training.randomness import derived_seed
+
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+
+
+class Source(Protocol):
+    """What the loop trains on: `data.Split` is one."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples at ``index`` (int64, on the CPU) as (x float, y)."""
+
+
+class DatasetSource:
+    """A map-style torch Dataset of (x, y) items, collated one batch at a time in this process.
+
+    Args:
+        dataset: has ``len`` and integer indexing; items are pairs (x, y). uint8 x is divided by 255, as in
+            data.Split.
+
+    Raises:
+        DataError: it is empty, has no length, or its items are not pairs.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        try:
+            self._length = len(dataset)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise DataError(
+                f"expected a data set with a length (map-style), got {type(dataset).__name__} without one"
+            ) from error
+        if self._length == 0:
+            raise DataError("expected at least one training sample, got an empty data set")
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        items = [self._dataset[i] for i in index.tolist()]
+        for item in items:
+            if not isinstance(item, Sequence) or len(item) != 2:
+                raise DataError(f"expected items (x, y) from {type(self._dataset).__name__}, got {_kind(item)}")
+        x, y = default_collate(items)
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            raise DataError(f"expected items (x, y) of tensors or numbers, got {_kind(x)} and {_kind(y)}")
+        x = x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32)
+        if y.is_floating_point():
+            return x, y.to(torch.float32)[:, None] if y.ndim == 1 else y.to(torch.float32)
+        return x, y.to(torch.int64)
+
+
+def source(train: object) -> Source:
+    """Wrap what ``fit`` was given.
+
+    Args:
+        train: a `data.Split`; a pair (x, y) of tensors or arrays, see `data.as_split`; or a map-style torch
+            Dataset of items (x, y), read anew in every epoch, so that its own augmentation takes effect.
+
+    Raises:
+        DataError: it is none of these, or its content is not what it should be.
+
+    >>> len(source((torch.rand(5, 3), torch.arange(5))))
+    5
+    """
+    if isinstance(train, Split):
+        return train
+    if isinstance(train, tuple | list | TensorDataset):
+        return as_split(train, "train")
+    if isinstance(train, Dataset):
+        return DatasetSource(train)
+    raise DataError(f"expected a data.Split, a pair (x, y) of tensors or a torch Dataset, got {_kind(train)}")
+
+
+def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
+    """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut in batches and among the ranks.
+
+    Every rank draws the same permutation and takes every ``ranks``-th index of each batch, so the union
+    over the ranks is the batch that one device would see. A last batch that the ranks do not divide is
+    padded with its own first
+    indices: all ranks take the same number of steps and of samples.
+
+    Args:
+        length: number of samples.
+        batch_size: of all ranks together; the last batch of an epoch may be smaller.
+        seed: not negative.
+        epoch: counted from 0.
+        rank: in [0, ranks).
+        ranks: number of processes.
+
+    >>> [len(b) for b in batches(10, 4, seed=0, epoch=0)]
+    [4, 4, 2]
+    >>> torch.cat(list(batches(10, 4, seed=0, epoch=0))).sort().values.tolist() == list(range(10))
+    True
+    """
+    generator = torch.Generator().manual_seed(derived_seed(seed, epoch, 0))
+    for batch in torch.randperm(length, generator=generator).split(batch_size):
+        short = -len(batch) % ranks
+        padded = torch.cat([batch, batch.repeat(-(-short // len(batch)))[:short]]) if short else batch
+        yield padded[rank::ranks]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__

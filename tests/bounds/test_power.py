@@ -1,0 +1,128 @@
+"""Lower estimates: never above the dense norm, close to it, and with the exact gradient of what they return."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lipkit.bounds import circular
+from lipkit.bounds.power import farnia_lower_estimate, power_lower_estimate, start_vector
+from lipkit.errors import OptionError, ShapeError
+
+KERNELS = [(3, 4, 3, 3), (4, 3, 1, 3), (2, 2, 2, 4), (1, 5, 5, 5), (6, 1, 3, 3)]
+SIZES = [(5, 4), (1, 1), (2, 3), (7, 7), (6, 1)]
+
+
+def dense_norm(kernel: torch.Tensor, h: int, w: int) -> float:
+    """Largest singular value of the circular convolution, from a matrix built by loops over its taps."""
+    k = kernel.detach().double().numpy()
+    cout, cin, kh, kw = k.shape
+    a = np.zeros((cout, h, w, cin, h, w))
+    for i in range(h):
+        for j in range(w):
+            for s in range(kh):
+                for t in range(kw):
+                    a[:, i, j, :, (i + s - (kh - 1) // 2) % h, (j + t - (kw - 1) // 2) % w] += k[:, :, s, t]
+    return float(np.linalg.norm(a.reshape(cout * h * w, -1), 2))
+
+
+@pytest.mark.parametrize("shape", KERNELS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_convolution_estimate_is_below_and_close_to_the_dense_norm(shape, size, dtype):
+    torch.manual_seed(0)
+    kernel = torch.randn(shape, dtype=dtype)
+    truth = dense_norm(kernel, *size)
+    for iterations in (0, 1, 10, 60):
+        assert float(farnia_lower_estimate(kernel, *size, iterations)) <= truth * (1 + 100 * torch.finfo(dtype).eps)
+    assert float(farnia_lower_estimate(kernel, *size, 10)) >= 0.95 * truth
+    assert float(farnia_lower_estimate(kernel, *size, 200)) >= 0.999 * truth
+
+
+def test_quotient_of_the_best_frequency_beats_the_plain_one():
+    torch.manual_seed(1)
+    kernel = torch.randn(16, 16, 3, 3)
+    truth = float(circular(kernel, 8, 8))
+    plain = start_vector(16 * 64, kernel).reshape(1, 16, 8, 8)
+
+    def convolution(x):
+        return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), kernel)
+
+    def transposed(y):
+        return F.conv2d(F.pad(y, (1, 1, 1, 1), mode="circular"), kernel.flip(-2, -1).transpose(0, 1))
+
+    for _ in range(10):
+        plain = transposed(convolution(plain))
+        plain = plain / plain.norm()
+    reached = float(convolution(plain).norm())
+    best = float(farnia_lower_estimate(kernel, 8, 8, 10))
+    assert reached < best <= truth * (1 + 1e-5)
+    assert (truth - best) < 0.5 * (truth - reached)
+
+
+def test_rounding_noise_of_dead_frequencies_does_not_count():
+    # A pass-band filter: after 200 steps the other frequencies hold nothing but rounding.
+    kernel = torch.ones(1, 1, 3, 3)
+    assert float(farnia_lower_estimate(kernel, 12, 12, 200)) <= 9 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (6, 2), (2, 6), (3, 5, 4), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_matrix_estimate_is_below_and_close_to_the_dense_norm(shape, dtype):
+    torch.manual_seed(2)
+    a = torch.randn(shape, dtype=dtype)
+    truth = np.linalg.norm(a.numpy().astype(np.complex128), 2, axis=(-2, -1))
+    eps = torch.finfo(dtype).eps
+    for iterations in (0, 1, 20):
+        assert (power_lower_estimate(a, iterations).numpy() <= truth * (1 + 50 * eps)).all()
+    assert (power_lower_estimate(a, 300).numpy() >= 0.999 * truth).all()
+
+
+def test_gradients_are_those_of_the_number_returned():
+    torch.manual_seed(3)
+    kernel = torch.randn(2, 3, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda k: farnia_lower_estimate(k, 4, 3, 3), kernel)
+    matrix = torch.randn(2, 4, 3, dtype=torch.complex128, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: power_lower_estimate(a, 3), matrix)
+
+
+def test_zero_has_a_zero_estimate_and_a_finite_gradient():
+    kernel = torch.zeros(2, 3, 3, 3, requires_grad=True)
+    estimate = farnia_lower_estimate(kernel, 4, 4)
+    estimate.backward()
+    matrix = torch.zeros(3, 2, requires_grad=True)
+    other = power_lower_estimate(matrix)
+    other.backward()
+    assert estimate.item() == other.item() == 0
+    assert torch.isfinite(kernel.grad).all()
+    assert torch.isfinite(matrix.grad).all()
+
+
+def test_same_argument_same_number_whatever_the_global_generator():
+    kernel = torch.arange(36.0).reshape(2, 2, 3, 3)
+    torch.manual_seed(0)
+    one = farnia_lower_estimate(kernel, 5, 5)
+    torch.manual_seed(1)
+    torch.rand(3)
+    assert torch.equal(one, farnia_lower_estimate(kernel, 5, 5))
+
+
+def test_names_say_lower():
+    for function in (farnia_lower_estimate, power_lower_estimate):
+        assert "lower" in function.__name__
+        assert "LOWER" in function.__doc__.splitlines()[0]
+
+
+def test_refusals():
+    with pytest.raises(OptionError, match=r"iterations: expected an integer of at least 0, got -1"):
+        power_lower_estimate(torch.eye(2), -1)
+    with pytest.raises(OptionError, match=r"got 1.5"):
+        farnia_lower_estimate(torch.ones(1, 1, 3, 3), 4, 4, 1.5)
+    with pytest.raises(ShapeError, match=r"expected shape \(cout, cin, kh, kw\)"):
+        farnia_lower_estimate(torch.ones(3, 3), 4, 4)
+    with pytest.raises(ShapeError, match=r"expected a height and width of at least 1, got 0 x 4"):
+        farnia_lower_estimate(torch.ones(1, 1, 3, 3), 0, 4)
+    with pytest.raises(ShapeError, match=r"got \(3,\)"):
+        power_lower_estimate(torch.ones(3))

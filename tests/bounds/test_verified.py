@@ -1,0 +1,244 @@
+"""Proved spectral norms: never below the truth, not even by one unit in the last place."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lipkit.bounds import spectral_norm, spectral_norms
+from lipkit.bounds.rounding import UNIT, gamma, reciprocal_up, round_up, to_double, up
+from lipkit.bounds.verified import power_of_two, scale_to
+from lipkit.errors import ShapeError
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_norm(a: Tensor) -> mpmath.mpf:
+    """Largest singular value to 60 digits of the numbers as stored."""
+    with mpmath.workdps(60):
+        if a.is_complex():
+            rows = [[mpmath.mpc(float(x.real), float(x.imag)) for x in row] for row in a.to(torch.complex128)]
+        else:
+            rows = [[mpmath.mpf(float(x)) for x in row] for row in a.to(torch.float64)]
+        largest = max(max(abs(x) for x in row) for row in rows)
+        if largest == 0:
+            return mpmath.mpf(0)
+        m = mpmath.matrix(rows) / largest
+        gram = m.H * m if m.rows >= m.cols else m * m.H
+        values = (mpmath.eighe if a.is_complex() else mpmath.eigsy)(gram, eigvals_only=True)
+        return mpmath.sqrt(max(mpmath.re(v) for v in values)) * largest
+
+
+def check(a: Tensor, tightness: float = 1e-10) -> None:
+    bound, truth = float(spectral_norms(a)), exact_norm(a)
+    assert mpmath.mpf(bound) >= truth
+    assert mpmath.mpf(bound) <= truth * (1 + mpmath.mpf(tightness))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (3, 3), (5, 2), (2, 6), (6, 6)])
+def test_never_below_sixty_digit_truth_and_tight(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for seed in range(3):
+        check(random(shape, dtype, seed))
+
+
+def special(name: str) -> Tensor:
+    q = torch.from_numpy(np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))[0])
+    return {
+        "identity": torch.eye(5, dtype=torch.float64),
+        "orthogonal": q,
+        "semi-orthogonal": q[:, :3],
+        "rank one": q[:, :1] @ q[:1] * 7,
+        "all ones": torch.ones(6, 6, dtype=torch.float64),
+        "all equal thirds": torch.full((5, 3), 1 / 3, dtype=torch.float64),
+        "graded": torch.diag(10.0 ** -torch.arange(0, 18, 3, dtype=torch.float64)),
+        "nearly equal": torch.diag(1 + 1e-15 * torch.arange(5, dtype=torch.float64)),
+        "jordan": torch.diag(torch.ones(5, dtype=torch.float64), 1) + torch.eye(6, dtype=torch.float64),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "identity",
+        "orthogonal",
+        "semi-orthogonal",
+        "rank one",
+        "all ones",
+        "all equal thirds",
+        "graded",
+        "nearly equal",
+        "jordan",
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 1e150, 1e-150, 1e300, 1e-300])
+def test_structured_matrices_at_any_scale(name: str, scale: float) -> None:
+    check(special(name) * scale)
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-310, 2.0**-1022, 1e-200, 1e200, 1.5e308])
+def test_subnormal_and_huge_entries(value: float) -> None:
+    check(torch.tensor([[value]], dtype=torch.float64), 1e-10 if value > 1e-310 else 2.0)
+    check(torch.tensor([[value, 0.0], [0.0, -value]], dtype=torch.float64), 1e-10 if value > 1e-310 else 2.0)
+
+
+def test_a_subnormal_matrix_is_bounded() -> None:
+    a = torch.full((3, 4), 5e-324, dtype=torch.float64)
+    assert mpmath.mpf(float(spectral_norms(a))) >= exact_norm(a)
+    tiny = torch.full((3, 4), 1e-40, dtype=torch.float32)
+    check(tiny)
+
+
+def test_a_norm_beyond_the_largest_number_is_infinite() -> None:
+    assert float(spectral_norms(torch.full((2, 2), 1.7e308, dtype=torch.float64))) == math.inf
+    complex_ = torch.full((2, 2), 1.7e308 + 1.7e308j, dtype=torch.complex128)
+    assert float(spectral_norms(complex_)) == math.inf
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_what_is_not_finite_is_infinite_and_does_not_spread(bad: float, dtype: torch.dtype) -> None:
+    a = random((3, 4, 5), dtype)
+    alone = spectral_norms(a)
+    a[1, 2, 3] = bad
+    norms = spectral_norms(a)
+    assert norms[1] == math.inf
+    assert torch.equal(norms[[0, 2]], alone[[0, 2]])
+    assert float(spectral_norm(a)) == math.inf
+
+
+def test_zero_is_exactly_zero() -> None:
+    assert spectral_norms(torch.zeros(2, 3, 4)).tolist() == [0.0, 0.0]
+    assert spectral_norms(torch.zeros(2, 2, dtype=torch.complex64)).item() == 0.0
+    zero = torch.zeros(2, 2, requires_grad=True)
+    assert spectral_norm(zero).item() == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 5),
+    n=st.integers(1, 5),
+    data=st.data(),
+    exponent=st.integers(-40, 40),
+    complex_=st.booleans(),
+)
+def test_never_below_for_adversarial_entries(m: int, n: int, data: st.DataObject, exponent: int, complex_: bool) -> None:
+    number = st.floats(-8, 8, allow_subnormal=False) | st.sampled_from([0.0, 1.0, -1.0, 1 / 3, 1 + UNIT * 2])
+    count = m * n * (2 if complex_ else 1)
+    entries = torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count)), dtype=torch.float64)
+    entries = entries * 2.0**exponent
+    a = torch.view_as_complex(entries.reshape(m, n, 2)) if complex_ else entries.reshape(m, n)
+    bound, truth = float(spectral_norms(a)), exact_norm(a)
+    assert mpmath.mpf(bound) >= truth
+    assert mpmath.mpf(bound) <= truth * (1 + mpmath.mpf("1e-10"))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (200, 30), (30, 200), (1, 500)])
+def test_larger_matrices_against_numpy(shape: tuple[int, int]) -> None:
+    for dtype in (torch.float32, torch.float64, torch.complex128):
+        a = random(shape, dtype)
+        truth = np.linalg.norm(to_double(a).numpy(), 2)
+        assert truth * (1 - 1e-13) <= float(spectral_norms(a)) <= truth * (1 + 1e-10)
+
+
+def test_batches_chunks_and_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = random((3, 4, 5, 6))
+    whole = spectral_norms(a)
+    assert whole.shape == (3, 4)
+    assert whole.dtype == torch.float64
+    monkeypatch.setattr("lipkit.bounds.verified._CHUNK_BYTES", 1)
+    assert torch.allclose(spectral_norms(a), whole, rtol=1e-11)
+    assert torch.allclose(spectral_norms(a.mT), whole, rtol=1e-11)
+    assert torch.allclose(spectral_norms(torch.complex(a, a).conj()), whole * math.sqrt(2), rtol=1e-11)
+    assert spectral_norms(torch.zeros(0, 2, 2)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(3), torch.zeros(2, 0), torch.zeros(0, 2), torch.ones(2, 2).long(), torch.ones(2, 2).bool()]
+)
+def test_refuses_what_is_no_matrix(bad: Tensor) -> None:
+    with pytest.raises(ShapeError, match=r"expected .* got"):
+        spectral_norms(bad)
+
+
+def test_the_largest_of_a_batch_and_its_gradient() -> None:
+    a = random((4, 5, 3)).requires_grad_()
+    bound = spectral_norm(a)
+    assert bound == spectral_norms(a).max()
+    (grad,) = torch.autograd.grad(bound, a)
+    i = int(spectral_norms(a).argmax())
+    u, _, vh = np.linalg.svd(a.detach()[i].numpy())
+    assert np.abs(grad[i].numpy() - np.outer(u[:, 0], vh[0])).max() < 1e-9
+    assert int((grad.flatten(1).norm(dim=1) > 0).sum()) == 1
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1.0, 1e170, 1e300])
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 1)])
+def test_gradient_at_any_scale(scale: float, shape: tuple[int, int]) -> None:
+    a = (random(shape) * scale).requires_grad_()
+    (grad,) = torch.autograd.grad(spectral_norm(a), a)
+    u, _, vh = np.linalg.svd(a.detach().numpy() / scale)
+    assert np.abs(grad.numpy() - np.outer(u[:, 0], vh[0])).max() < 1e-9
+
+
+def test_complex_gradient_against_finite_differences() -> None:
+    a = random((3, 4), torch.complex128).requires_grad_()
+    (grad,) = torch.autograd.grad(spectral_norm(a), a)
+    step = random((3, 4), torch.complex128, 1)
+    h = 1e-6
+    with torch.no_grad():
+        slope = (np.linalg.norm((a + h * step).numpy(), 2) - np.linalg.norm((a - h * step).numpy(), 2)) / (2 * h)
+    assert abs(float((grad.conj() * step).sum().real) - slope) < 1e-7
+
+
+def test_no_gradient_where_none_is_asked_for() -> None:
+    a = random((2, 2)).requires_grad_()
+    with torch.no_grad():
+        assert not spectral_norm(a).requires_grad
+    assert not spectral_norms(a).requires_grad
+
+
+def test_scale_to_keeps_the_value_and_the_relative_gradient() -> None:
+    x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    y = scale_to(torch.tensor(10.0, dtype=torch.float64), x**2)
+    assert y.item() == 10.0
+    assert torch.autograd.grad(y, x)[0].item() == pytest.approx(10.0 * 2 / 3)
+    assert scale_to(torch.tensor(1.0), torch.tensor(0.0)).item() == 1.0
+
+
+def test_powers_of_two_are_exact() -> None:
+    exponents = torch.arange(-1022, 1024)
+    assert power_of_two(exponents).tolist() == [math.ldexp(1.0, int(e)) for e in exponents]
+
+
+def test_rounding_constants() -> None:
+    for n in (1, 10, 10**6):
+        assert Fraction(gamma(n)) >= Fraction(n) * Fraction(UNIT) / (1 - n * Fraction(UNIT))
+        assert gamma(n) < 1.02 * n * UNIT
+    value = torch.tensor(1 / 3, dtype=torch.float64)
+    assert up(value, 0) > value
+    assert round_up(1.0) == 1 + 2 * UNIT
+    assert round_up(0.0) > 0
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert to_double(torch.tensor(0.1, dtype=dtype)).item() == torch.tensor(0.1, dtype=dtype).item()
+
+
+@given(st.floats(0, 1e308))
+def test_reciprocal_is_rounded_up(value: float) -> None:
+    got = reciprocal_up(value)
+    if math.isinf(got):
+        assert value < 1e-307
+    else:
+        assert Fraction(got) * Fraction(value) >= 1
+        assert Fraction(math.nextafter(got, 0)) * Fraction(value) < 1
+    assert reciprocal_up(math.nan) == math.inf

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from lipkit.cli import console
+from lipkit.training import Progress
+
+ROW = {"epoch": 1, "loss": 0.25, "accuracy": 0.5, "clean": 0.75, "certified(36/255)": 0.625, "lr": 0.1, "seconds": 1.0}
+
+
+def events(epochs=2, steps=40, start=1):
+    for epoch in range(start, epochs + 1):
+        yield Progress(epoch, epochs, 20, steps, 0.5, 0.4)
+        yield Progress(epoch, epochs, 40, steps, 0.25, 0.5, ROW | {"epoch": epoch})
+
+
+def test_lines_are_one_per_epoch():
+    out = io.StringIO()
+    lines = console.Lines(out)
+    lines.note("hello")
+    for event in events():
+        lines.progress(event)
+    shown = out.getvalue().splitlines()
+    assert shown[0] == "hello"
+    assert shown[1].startswith(
+        "epoch 1/2  loss 0.2500  accuracy 50.0 %  clean 75.0 %  certified(36/255) 62.5 %  left 0:0"
+    )
+    assert shown[2] == "epoch 2/2  loss 0.2500  accuracy 50.0 %  clean 75.0 %  certified(36/255) 62.5 %"
+
+
+def test_the_bar_shows_loss_accuracy_certified_accuracy_and_time_left():
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=140)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Bar(*columns, console=terminal, auto_refresh=False) as bar:
+        shown = console.Terminal(bar)
+        for event in events(start=2, epochs=3):
+            shown.progress(event)
+            bar.refresh()
+        shown.note("[not markup]")
+        assert bar.tasks[0].completed == bar.tasks[0].total == 120
+        for event in events(epochs=1):  # the next seed gets a bar of its own
+            shown.progress(event)
+        assert len(bar.tasks) == 2
+    text = out.getvalue()
+    for part in (
+        "epoch 2/3",
+        "epoch 3/3",
+        "loss 0.5000",
+        "accuracy 40.0 %",
+        "certified(36/255) 62.5 %",
+        " left",
+        "done",
+    ):
+        assert part in text, part
+    assert "[not markup]" in text
+
+
+def test_the_time_left_counts_from_where_a_resumed_run_starts(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    clock = console.Clock()
+    first = Progress(6, 10, 20, 40, 0.5, 0.5)
+    clock.see(first)
+    assert clock.left(first) != clock.left(first)
+    now[0] += 5
+    second = Progress(6, 10, 40, 40, 0.5, 0.5)
+    clock.see(second)
+    assert clock.left(second) == pytest.approx(5 / 20 * 160)
+
+
+def test_without_a_terminal_there_are_plain_lines(capsys):
+    with console.display() as shown:
+        assert isinstance(shown, console.Lines)
+        shown.note("a")
+    assert capsys.readouterr().err == "a\n"
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with console.display() as shown:
+        assert isinstance(shown, console.Terminal)
+        for event in events():
+            shown.progress(event)
+
+
+def test_regression_figures():
+    assert console.describe({"loss": 0.5, "test_mse": 0.0123456}) == "loss 0.5000  test mse 0.01235"

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import click
+import pytest
+
+from lipkit.cli import main as module
+from lipkit.cli.main import VERBS, main
+from lipkit.errors import RunError
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_help_imports_neither_torch_nor_pydantic_nor_any_other_heavy_package():
+    heavy = {
+        "torch",
+        "numpy",
+        "pydantic",
+        "rich",
+        "yaml",
+        "matplotlib",
+        "lightning_fabric",
+        "scipy",
+        "sklearn",
+        "jinja2",
+    }
+    code = (
+        "import sys; from lipkit.cli.main import main; code = main(['--help']);"
+        f"found = {heavy!r} & set(sys.modules); print('CODE', code, sorted(found))"
+    )
+    done = python(code)
+    assert "CODE 0 []" in done.stdout, done.stdout + done.stderr
+    for verb in VERBS:
+        assert verb in done.stdout
+
+
+def test_the_help_of_a_verb_is_as_light():
+    done = python(
+        "import sys; from lipkit.cli.main import main; main(['train', '--help']);"
+        "print('HEAVY', sorted({'torch', 'pydantic'} & set(sys.modules)))"
+    )
+    assert "HEAVY []" in done.stdout
+    assert "lipkit list recipes" in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert f"Usage: lipkit {verb}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert "lipkit, version" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["train", "--nope"], "No such option.*--nope"),
+        (["train", "--seeds", "0"], "0 is not in the range"),
+        (["train", "a", "b"], "expected one recipe and changes KEY=VALUE, got 'a' and 'b'"),
+        (["train", "--resume", "x", "train.lr=1"], "--resume takes all from the run"),
+        (["train", "nothing"], "unknown recipe 'nothing'"),
+        (["train", "nothing.yaml"], "expected a recipe file, got 'nothing.yaml': No such file"),
+        (["train", "train.epoch=1"], "unknown key 'train.epoch', did you mean 'train.epochs'"),
+        (["train", "--resume", "/nowhere"], "expected a run folder with recipe.yaml, got /nowhere"),
+        (["certify", "/nowhere"], "expected a run folder with recipe.yaml, got /nowhere"),
+        (["certify", "/nowhere", "train.lr=1"], "expected changes certify.KEY=VALUE or data.KEY=VALUE"),
+        (["certify"], "Missing argument 'RUN'"),
+        (["report", "/nowhere"], "expected a run folder, got /nowhere"),
+        (["list", "colours"], "'colours' is not one of 'layers', 'models', 'datasets', 'recipes'"),
+        (["reproduce", "table1"], "unknown table 'table1'; known: "),
+        (["reproduce", "cayley_kwlarge", "x"], "expected changes KEY=VALUE, got 'x'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.strip()
+    assert "\n" not in line
+    assert line.startswith("lipkit: ")
+    assert re.search(message, line), line
+
+
+@pytest.fixture
+def train(monkeypatch):
+    def put(action):
+        monkeypatch.setattr(
+            module._Lazy, "get_command", lambda self, ctx, name: click.Command("train", callback=action)
+        )
+
+    return put
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "train"], ["train", "--debug"]])
+def test_debug_shows_the_traceback(train, capsys, arguments):
+    def fail():
+        raise RunError("expected a, got b")
+
+    train(fail)
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "lipkit: expected a, got b\n"
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.endswith("lipkit: expected a, got b\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "/x"), 2, "No such file or directory: '/x'"),
+        (MemoryError(), 2, "MemoryError"),
+        (
+            ZeroDivisionError("division by zero"),
+            1,
+            "unexpected ZeroDivisionError: division by zero (--debug shows where)",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (click.Abort(), 130, "interrupted"),
+    ],
+)
+def test_exit_codes(train, capsys, error, code, text):
+    def fail():
+        raise error
+
+    train(fail)
+    assert main(["train"]) == code
+    line = capsys.readouterr().err.strip()
+    assert text in line
+    assert "\n" not in line
+
+
+def test_output_into_a_closed_pipe_is_no_traceback():
+    code = "import sys; from lipkit.cli.main import main; sys.exit(main(['list', 'datasets']))"
+    done = subprocess.run(
+        f'{sys.executable} -c "{code}" | true', shell=True, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit import plain
+from lipkit.cli import build, pipeline
+from lipkit.cli.main import main
+from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
+from lipkit.layers import CayleyLinear
+from lipkit.report import read_record
+from lipkit.training import run_folder
+from lipkit.training.recipe import load_recipe
+
+QUICK = [
+    "data.limit=60", "train.epochs=2", "train.batch_size=20", "train.accelerator=cpu", "train.evaluate_every=1",
+    "certify.eps=36/255", "certify.attack_steps=2", "certify.attack_samples=20",
+]  # fmt: skip
+FILES = {
+    "recipe.yaml", "settings.json", "metrics.jsonl", "checkpoints", "network", "record.json", "radii.csv",
+    "examples.safetensors", "report.html",
+}  # fmt: skip
+
+
+def quick(*overrides):
+    return load_recipe("digits_cayley", [*QUICK, *overrides])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    return pipeline.train(quick(), out=out)
+
+
+def test_a_run_leaves_everything_a_report_needs(finished):
+    assert {p.name for p in finished.folder.iterdir()} == FILES
+    assert finished.folder.name == "digits_cayley-001"
+    assert pipeline.read_recipe(finished.folder) == quick()
+    record = read_record(finished.folder)
+    assert record == finished.record
+    assert record.seed == 0
+    assert record.parameters > 1000
+    assert record.data.train_samples == record.data.test_samples == 60
+    assert record.recipe["data"]["limit"] == 60
+    assert record.lipschitz.claimed == pytest.approx(1, abs=1e-5)
+    assert set(record.times) >= {"train", "certify", "attack"}
+    assert plain.sha256(plain.load(finished.folder / "network")) == record.network_sha256
+    rows = run_folder.read_metrics(finished.folder)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert {"loss", "accuracy", "clean", "certified(36/255)", "lipschitz", "lr", "seconds"} <= rows[1].keys()
+    assert rows[1]["clean"] == finished.metrics["clean"]
+
+
+def test_the_same_recipe_gives_the_same_network_in_a_new_folder_and_another_seed_another(finished):
+    out = finished.folder.parent
+    again = pipeline.train(quick(), out=out)
+    assert again.folder != finished.folder
+    assert again.record.network_sha256 == finished.record.network_sha256
+    other = pipeline.train(pipeline.seeded(quick(), 1), out=out)
+    assert other.record.seed == 1
+    assert other.record.network_sha256 != finished.record.network_sha256
+
+
+def test_certify_again_keeps_what_training_knew(finished, capsys):
+    before = read_record(finished.folder)
+    assert main(["certify", str(finished.folder), "certify.eps=0.1,0.25", "certify.attack_samples=null"]) == 0
+    after = read_record(finished.folder)
+    assert [row.eps for row in after.certified] == [0.1, 0.25]
+    assert after.attack.samples is None
+    assert (after.lipschitz.claimed, after.parameters) == (before.lipschitz.claimed, before.parameters)
+    assert after.times["train"] == before.times["train"]
+    assert after.network_sha256 == before.network_sha256
+    assert "0.25 " in capsys.readouterr().out
+    with pytest.raises(OptionError, match="expected a device of this machine, got 'abacus'"):
+        pipeline.certify(finished.folder, quick(), device="abacus")
+
+
+def test_report_again(finished, capsys):
+    (finished.folder / "report.html").unlink()
+    assert main(["report", str(finished.folder)]) == 0
+    assert (finished.folder / "report.html").exists()
+    assert "clean" in capsys.readouterr().out
+
+
+class Interrupted:
+    """A display that presses Ctrl-C when an epoch is over."""
+
+    def __init__(self, epoch):
+        self.epoch, self.notes = epoch, []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def progress(self, event):
+        if event.row is not None and event.epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_then_resume_gives_the_network_of_an_uninterrupted_run(finished, tmp_path):
+    display = Interrupted(1)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.train(quick(), out=tmp_path, display=display)
+    folder = tmp_path / "digits_cayley-001"
+    assert display.notes[-1] == f"interrupted: lipkit train --resume {folder} continues"
+    with pytest.raises(RunError, match="expected a finished run with a folder network"):
+        pipeline.certify(folder, quick())
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert read_record(folder).network_sha256 == finished.record.network_sha256
+    assert len(run_folder.read_metrics(folder)) == 2
+    assert main(["train", "--resume", str(folder)]) == 0  # already finished: evaluated anew
+    with pytest.raises(RunError, match="expected the recipe of the run in"):
+        pipeline.train(quick("train.lr=1"), resume=folder)
+
+
+def test_seeds_print_mean_and_deviation(tmp_path, capsys):
+    assert main(["train", *QUICK, "train.epochs=1", "--seeds", "2", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    records = [read_record(tmp_path / f"digits_cayley-{i:03d}") for i in (1, 2)]
+    assert [r.seed for r in records] == [0, 1]
+    values = [r.clean.value for r in records]
+    line = next(line for line in captured.out.splitlines() if line.startswith("clean"))
+    assert float(line.split()[1]) == pytest.approx(sum(values) / 2, abs=1e-6)
+    assert float(line.split()[2]) == pytest.approx(abs(values[0] - values[1]) / 2**0.5, abs=1e-6)
+    assert "epoch 1/1  loss" in captured.err
+
+
+MODULE = """
+import torch
+from torch import nn
+from lipkit.layers import CayleyLinear, MaxMin
+from lipkit.data import Split, Data
+
+def good(input_shape, classes, hidden=8):
+    n = 1
+    for k in input_shape:
+        n *= k
+    return nn.Sequential(nn.Flatten(), CayleyLinear(n, hidden), MaxMin(), CayleyLinear(hidden, classes))
+
+def fixed():
+    return nn.Sequential(nn.Flatten(), CayleyLinear(64, 10))
+
+def three():
+    return nn.Sequential(nn.Flatten(), CayleyLinear(64, 3))
+
+def large():
+    return nn.Sequential(nn.Flatten(), CayleyLinear(784, 10))
+
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 10)
+    def forward(self, x):
+        return self.inner(x.flatten(1))
+
+def fails():
+    raise ZeroDivisionError("oops")
+
+def number():
+    return 3
+
+value = 3
+
+def line():
+    x = torch.linspace(-1, 1, 64)[:, None]
+    return Data("line", Split(x, x.abs()), Split(x, x.abs()))
+
+def bounded(input_shape, classes):
+    return nn.Sequential(CayleyLinear(1, 8), MaxMin(), CayleyLinear(8, classes))
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module beside the user, importable only through the working directory."""
+    (tmp_path / "mine_for_tests.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "mine_for_tests"
+    sys.modules.pop("mine_for_tests", None)
+
+
+def test_a_factory_of_the_users_own_is_trained(mine, tmp_path):
+    outcome = pipeline.train(quick(f"model={mine}:good", "model.options.hidden=6"), out=tmp_path / "runs")
+    assert outcome.record.parameters == 64 * 6 + 1 + 6 + 6 * 10 + 1 + 10
+    data = build.load_data(quick())
+    assert isinstance(build.build_model(quick(f"model={mine}:fixed"), data), nn.Sequential)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("nowhere_at_all:f", OptionError, "expected a function to import, got ModuleNotFoundError"),
+        ("{}:absent", OptionError, "expected a function to import, got AttributeError"),
+        ("{}:value", OptionError, "expected a function that makes a network, got int"),
+        ("{}:fails", OptionError, "expected a network, got ZeroDivisionError: oops"),
+        ("{}:number", OptionError, "expected an nn.Module, got int"),
+        ("{}:three", ShapeError, r"expected outputs of shape \(n, 10\), got \(n, 3\)"),
+        ("{}:large", ShapeError, "784"),
+        ("{}:Unknown", NoRuleError, "no rule for"),
+        ("smal", OptionError, "expected one of"),
+        ("{{name: small, options: {{widht: 2}}}}", OptionError, "widht"),
+        (
+            "{{name: small, options: {{input_shape: [1, 28, 28]}}}}",
+            ShapeError,
+            r"expected model.options.input_shape \(1, 8, 8\)",
+        ),
+    ],
+)
+def test_models_that_are_wrong_are_refused_before_a_folder_is_made(mine, tmp_path, model, error, message):
+    with pytest.raises(error, match=message):
+        pipeline.train(quick(f"model={model.format(mine)}"), out=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
+    for override, error, message in (
+        ("data=mnist", DataError, "mnist|MNIST"),
+        ("data=nothing", OptionError, "expected a data set"),
+        (f"data={mine}:line", RecipeError, "expected data for task classification, got .* which is for regression"),
+    ):
+        with pytest.raises(error, match=message):
+            pipeline.train(quick(override, f"data.root={tmp_path}"), out=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_regression_ends_with_an_error_and_a_bound(mine, tmp_path, capsys):
+    changes = [f"data={mine}:line", "task=regression", "loss=mse", f"model={mine}:bounded", "train.epochs=40"]
+    assert main(["train", *QUICK, *changes, "train.lr=0.05", "--out", str(tmp_path / "runs")]) == 0
+    folder = tmp_path / "runs" / "digits_cayley-001"
+    found = json.loads((folder / "regression.json").read_text())
+    assert found["test_mse"] < 0.02
+    assert found["lipschitz"] == pytest.approx(1, abs=1e-4)
+    assert "test_mse" in capsys.readouterr().out
+    x = torch.linspace(-1, 1, 64)[:, None]
+    expected = (plain.load(folder / "network")(x) - x.abs()).square().mean().item()
+    assert found["test_mse"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_initial_weights_come_from_the_seed_alone():
+    data = build.load_data(quick())
+    before = torch.get_rng_state()
+    models = [build.build_model(quick(f"train.seed={seed}"), data) for seed in (0, 0, 1)]
+    assert torch.equal(before, torch.get_rng_state())
+    weights = [next(m for m in model if isinstance(m, CayleyLinear)).free for model in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_augmentation_is_that_of_the_recipe():
+    data = build.load_data(quick())
+    x = data.test.batch(torch.arange(8))[0]
+    assert build.augmentation(quick().augment, data) is None
+    crop = build.augmentation(quick("augment.crop=2").augment, data)
+    assert not torch.equal(crop(x, torch.Generator().manual_seed(0)), x)
+    flip = build.augmentation(quick("augment.flip=true").augment, data)
+    seen = {
+        (torch.equal(a, b), torch.equal(a, b.flip(-1)))
+        for a, b in zip(flip(x, torch.Generator().manual_seed(0)), x, strict=True)
+    }
+    assert seen == {(True, False), (False, True)}

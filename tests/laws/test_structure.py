@@ -1,0 +1,151 @@
+"""The thirteen laws for the layers that shape a network: activations, normalisation, gain, residual, pooling."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.layers import CayleyConv2d, CayleyLinear, GroupSort, MaxMin, Normalize, Residual, Scale, ScaledAvgPool2d
+from lipkit.protocol import lipschitz, output_shape
+from lipkit.testing import LAWS, Refusal, check_layer
+
+
+def bad(what: str, call: Any, error: Any, *words: str) -> Refusal:
+    return Refusal(what, call, error, words)
+
+
+def residual_network(dtype: torch.dtype) -> nn.Module:
+    return Residual(
+        nn.Sequential(CayleyLinear(6, 6, dtype=dtype), MaxMin(), CayleyLinear(6, 6, dtype=dtype)), 0.7, dtype=dtype
+    )
+
+
+def residual_convolution(dtype: torch.dtype, share: float = 0.5) -> nn.Module:
+    return Residual(CayleyConv2d(4, 4, 3, dtype=dtype), share, shortcut=nn.Sequential(MaxMin()), dtype=dtype)
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    """A bit of everything, with a target constant of 3."""
+    return nn.Sequential(
+        Scale(3.0, dtype=dtype),
+        CayleyConv2d(3, 8, 3, stride=2, dtype=dtype),
+        MaxMin(),
+        ScaledAvgPool2d(2),
+        nn.Flatten(),
+        CayleyLinear(8, 6, dtype=dtype),
+    )
+
+
+# Arguments of check_layer, by name. A law about bounds needs the true constant: `attained` is its reached share.
+LAYERS: dict[str, dict[str, Any]] = {
+    "MaxMin": {
+        "make": MaxMin,
+        "input_shape": [(6,), (4, 3, 5)],
+        "output_shape": lambda shape: shape,
+        "refusals": [bad("odd channels", lambda make: output_shape(make(), (5,)), ShapeError, "5")],
+    },
+    "GroupSort": {
+        "make": partial(GroupSort, group_size=3),
+        "input_shape": [(6,), (9, 2, 3)],
+        "output_shape": lambda shape: shape,
+        "options": {"group_size": (2, 3, 6)},
+        "refusals": [
+            bad("group_size=1", lambda make: make(group_size=1), OptionError, "group_size", "1"),
+            bad("channels", lambda make: output_shape(make(), (7,)), ShapeError, "7", "3"),
+        ],
+    },
+    "Normalize": {
+        "make": partial(Normalize, mean=[0.5, 0.2], std=[0.25, 0.5]),
+        "input_shape": [(2, 3, 5), (2,)],
+        "output_shape": lambda shape: shape,
+        "claim": "contraction",
+        "gamma": 4.0,
+        "attained": 1.0,
+        "options": {"mean": ([0.5, 0.2], [0.0, 0.2]), "std": ([0.25, 0.5], [0.3, 0.5])},
+        "refusals": [
+            bad("std=0", lambda make: make(std=[0.25, 0.0]), OptionError, "0.0"),
+            bad("std=nan", lambda make: make(std=[0.25, float("nan")]), OptionError, "nan"),
+            bad("another length", lambda make: make(std=[0.25]), OptionError, "[0.25]"),
+            bad("channels", lambda make: output_shape(make(), (3, 4, 4)), ShapeError, "2", "3"),
+            bad("dtype", lambda make: make(dtype=torch.float16), OptionError, "torch.float16"),
+        ],
+    },
+    "Scale": {
+        "make": partial(Scale, 3.0),
+        "input_shape": [(4,), (2, 3, 3)],
+        "output_shape": lambda shape: shape,
+        "gamma": 3.0,
+        "refusals": [
+            bad("gamma=0", lambda make: Scale(0.0), OptionError, "gamma", "0.0"),
+            bad("gamma=inf", lambda make: Scale(float("inf")), OptionError, "gamma", "inf"),
+        ],
+    },
+    # Its constant is whatever it has learnt, so it is computed, not claimed.
+    "learnable Scale": {
+        "make": partial(Scale, learnable=True, gamma=0.5),
+        "input_shape": (4,),
+        "claim": "none",
+        "attained": 1.0,
+        "options": {"gamma": (0.5, 2.0)},
+    },
+    "Residual": {
+        "make": residual_network,
+        "input_shape": (6,),
+        "claim": "contraction",
+        "attained": 0.3,
+        "refusals": [
+            bad("share=1", lambda make: Residual(nn.ReLU(), 1.0), OptionError, "share", "1.0"),
+            bad(
+                "shape",
+                lambda make: output_shape(Residual(CayleyLinear(3, 4)), (3,)),
+                ShapeError,
+                ", 3)",
+                ", 4)",
+            ),
+            bad(
+                "in-place body",
+                lambda make: lipschitz(Residual(nn.ReLU(inplace=True))),
+                NoRuleError,
+                "in-place",
+                "ReLU",
+            ),
+        ],
+    },
+    "Residual of convolutions": {
+        "make": residual_convolution,
+        "input_shape": [(4, 5, 3), (4, 2, 2)],
+        "claim": "contraction",
+        "attained": 0.3,
+        "options": {"share": (0.5, 0.9)},
+    },
+    "ScaledAvgPool2d": {
+        "make": partial(ScaledAvgPool2d, kernel_size=2),
+        "input_shape": [(2, 6, 6), (3, 2, 4)],
+        "output_shape": lambda shape: (shape[0], shape[1] // 2, shape[2] // 2),
+        "options": {"kernel_size": (2, 3, 6)},
+        "refusals": [
+            bad("kernel_size=0", lambda make: make(kernel_size=0), OptionError, "kernel_size", "0"),
+            bad("odd image", lambda make: output_shape(make(), (2, 5, 4)), ShapeError, "2", "5"),
+        ],
+    },
+    "a network": {
+        "make": network,
+        "input_shape": (3, 4, 4),
+        "claim": "contraction",
+        "gamma": 3.0,
+        "attained": 0.3,
+    },
+}
+
+
+@pytest.mark.parametrize("number", LAWS, ids=lambda n: f"{n}-{LAWS[n].name.replace(' ', '-')}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_structure(name: str, dtype: torch.dtype, number: int) -> None:
+    backends = ("aot_eager",) if dtype == torch.float32 else ()
+    check_layer(**{"dtype": dtype, "laws": [number], "backends": backends, **LAYERS[name]})

@@ -1,0 +1,128 @@
+"""SLL and CPL: the formulas in numpy, Jacobians that never exceed 1, bounds that hold at once after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipkit import export, lipschitz
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import MaxMin
+from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
+from lipkit.plain import Network, load, save
+from lipkit.plain.slope_residual import SlopeResidual
+
+DENSE = (SllLinear, CplLinear)
+CONV = (SllConv2d, CplConv2d)
+
+
+def largest_jacobian(layer: nn.Module, x: torch.Tensor) -> float:
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda v: layer(v[None])[0].flatten()))(x)
+    return float(torch.linalg.matrix_norm(jacobians.detach().flatten(2), 2).max())
+
+
+def test_sll_is_the_formula() -> None:
+    layer = SllLinear(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        layer.log_q.normal_()
+    w = layer.free.detach().numpy().T
+    q, b = np.exp(layer.log_q.detach().numpy()), layer.bias.detach().numpy()
+    t = (np.abs(w.T @ w) * q[None, :] / q[:, None]).sum(1)
+    x = np.random.default_rng(0).normal(size=(5, 4))
+    expected = x - 2 * np.maximum(x @ w + b, 0) / t @ w.T
+    assert np.allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, atol=1e-13)
+
+
+def test_cpl_is_the_formula() -> None:
+    layer = CplLinear(4, 4, hidden=7, dtype=torch.float64)
+    w, b = layer.free.detach().numpy(), layer.bias.detach().numpy()
+    x = np.random.default_rng(0).normal(size=(5, 4))
+    expected = x - 2 / np.linalg.norm(w, 2) ** 2 * np.maximum(x @ w.T + b, 0) @ w
+    assert np.allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize(("cin", "cout"), [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("activation", ["relu", "tanh", "softplus"])
+def test_dense_jacobians_and_bounds(kind: type[nn.Module], cin: int, cout: int, activation: str) -> None:
+    torch.manual_seed(1)
+    layer = kind(cin, cout, activation=activation, dtype=torch.float64)
+    x = 2 * torch.randn(40, cin, dtype=torch.float64)
+    plain = export(layer, (cin,))
+    assert torch.allclose(layer(x), plain(x), atol=1e-12)
+    norm = largest_jacobian(layer, x)
+    assert 0.5 < norm <= float(lipschitz(plain)) <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("kind", CONV)
+@pytest.mark.parametrize(
+    ("cin", "cout", "size", "k", "stride"),
+    [(3, 8, (5, 9), 3, 1), (8, 3, (7, 7), 3, 1), (2, 3, (6, 6), 3, 2), (2, 2, (1, 1), 3, 1), (2, 2, (4, 4), 5, 1)],
+)
+def test_conv_jacobians_and_bounds(
+    kind: type[nn.Module], cin: int, cout: int, size: tuple[int, int], k: int, stride: int
+) -> None:
+    torch.manual_seed(2)
+    layer = kind(cin, cout, k, stride, dtype=torch.float64)
+    with torch.no_grad():
+        layer.free.mul_(3)
+    x = torch.randn(4, cin, *size, dtype=torch.float64)
+    plain = export(layer, (cin, *size))
+    assert torch.allclose(layer(x), plain(x), atol=1e-12)
+    assert 0.5 < largest_jacobian(layer, x) <= float(lipschitz(plain)) <= 1 + 1e-11
+
+
+@pytest.mark.parametrize("kind", CONV)
+def test_float32_bounds_stay_near_one(kind: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    plain = export(kind(6, 8, 3), (6, 5, 5))
+    assert 1 <= float(lipschitz(plain)) < 1 + 1e-5
+
+
+@pytest.mark.parametrize("make", [lambda: CplLinear(6, 6), lambda: CplConv2d(3, 3, 3)])
+def test_bound_holds_in_the_first_evaluation_after_a_step(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(4)
+    layer = make()
+    shape = (6,) if isinstance(layer, CplLinear) else (3, 4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=50.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.randn(8, *shape)).square().sum().backward()
+        optimizer.step()
+        assert largest_jacobian(layer, torch.randn(8, *shape)) <= 1 + 1e-5
+
+
+def test_a_wrong_multiplier_or_weight_raises_the_bound() -> None:
+    torch.manual_seed(5)
+    block = export(SllLinear(4, 4, dtype=torch.float64), (4,))[0]
+    assert isinstance(block, SlopeResidual)
+    x = torch.randn(200, 4, dtype=torch.float64)
+    for change in (lambda b: b.second.weight.mul_(1.5), lambda b: b.multiplier.mul_(1.5)):
+        broken = Network([SlopeResidual(*(export(m, (4,))[0] for m in block.children()), block.multiplier)], (4,))
+        change(broken[0])
+        assert float(lipschitz(broken)) > 1.01
+        assert largest_jacobian(broken, x) <= float(lipschitz(broken))
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    plain = export(nn.Sequential(SllConv2d(2, 3, 3), nn.Flatten(), CplLinear(48, 5)), (2, 4, 4))
+    save(plain, tmp_path)
+    x = torch.randn(2, 2, 4, 4)
+    assert torch.equal(load(tmp_path)(x), plain(x))
+
+
+def test_refusals() -> None:
+    for bad in (MaxMin(), nn.GELU(), nn.SiLU(), nn.PReLU(), "gelu", "abs"):
+        with pytest.raises(OptionError, match="activation"):
+            SllLinear(3, 3, activation=bad)
+    with pytest.raises(OptionError, match="odd"):
+        CplConv2d(3, 3, 2)
+    with pytest.raises(OptionError, match="hidden"):
+        SllLinear(3, 3, hidden=0)
+    with pytest.raises(ShapeError, match="expected input"):
+        SllLinear(3, 3)(torch.ones(1, 4))

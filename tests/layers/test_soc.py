@@ -1,0 +1,187 @@
+"""SOC against scipy's exponential of the dense skew matrix; its truncation error two-sided."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import expm
+
+from lipkit import export, lipschitz
+from lipkit.bounds import symbol_sup
+from lipkit.conv import adjoint
+from lipkit.errors import OptionError
+from lipkit.layers.soc import SocConv2d, gram_norm, reshaped_norm
+from lipkit.plain import FourierConv2d, TaylorConv2d, load, save
+from lipkit.protocol.plain_rules import _taylor
+from lipkit.testing import check_layer, dense_matrix
+
+# in, out, kernel, stride, height, width
+LAYERS = [
+    (3, 5, 3, 1, 6, 6),
+    (5, 3, 3, 1, 5, 7),
+    (2, 6, 3, 2, 6, 8),
+    (1, 9, 3, 3, 6, 3),
+    (3, 3, 5, 1, 3, 4),
+    (4, 4, 3, 1, 1, 1),
+    (3, 4, (3, 5), 1, 4, 6),
+]
+each_mode = pytest.mark.parametrize("mode", ["circular", "zeros"])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def singular_values(layer: torch.nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    return np.linalg.svd(dense_matrix(layer, shape, dtype), compute_uv=False)
+
+
+@each_mode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", LAYERS, ids=str)
+def test_singular_values_bound_and_export(sizes, dtype: torch.dtype, mode: str) -> None:
+    cin, cout, k, s, h, w = sizes
+    layer = SocConv2d(cin, cout, k, stride=s, padding_mode=mode, dtype=dtype)
+    rounding = 64 * torch.finfo(dtype).eps
+    for training, below_one in ((True, 1e-3), (False, 2e-8)):
+        values = singular_values(layer.train(training), (cin, h, w), dtype)
+        bound = float(lipschitz(layer))
+        assert values.max() <= bound * (1 + rounding)
+        assert values.min() >= 1 - rounding
+        assert bound <= 1 + below_one
+    plain = export(layer, (cin, h, w))
+    x = torch.randn(3, cin, h, w, dtype=dtype)
+    torch.testing.assert_close(plain(x), layer(x).detach(), rtol=rounding, atol=rounding)
+    assert type(plain[-1]) is (FourierConv2d if mode == "circular" else TaylorConv2d)
+    proved = float(lipschitz(plain))
+    assert values.max() <= proved * (1 + rounding)
+    assert proved <= bound * (1 + rounding)
+    assert not any(p.requires_grad for p in plain.parameters())
+
+
+@each_mode
+def test_is_the_exponential_of_its_skew_operator(mode: str) -> None:
+    layer = SocConv2d(3, 3, 3, padding_mode=mode, eval_terms=20, dtype=torch.float64).eval()
+    kernel = layer.kernel().detach()
+    assert torch.equal(kernel, -adjoint(kernel))
+    conv = torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode=mode, bias=False, dtype=torch.float64)
+    conv.weight.data = kernel
+    rotation = expm(dense_matrix(conv, (3, 5, 4)))
+    np.testing.assert_allclose(dense_matrix(layer, (3, 5, 4)), rotation, atol=1e-14)
+
+
+def test_kernel_is_inside_the_unit_ball_and_uses_it() -> None:
+    for channels, size in ((1, 3), (4, 3), (16, 3), (8, 5), (8, 1)):
+        kernel = SocConv2d(channels, channels, size).kernel()
+        norm = float(symbol_sup(kernel.detach()))
+        assert 0.4 <= norm <= 1.01
+
+
+def test_truncation_error_is_in_the_bound_and_attained() -> None:
+    # Two channels, one tap: the angle reaches 0.997, where five terms give a norm of 1 + 8.9e-4.
+    layer = SocConv2d(2, 2, 1, dtype=torch.float64)
+    for training, least in ((True, 8e-4), (False, 1e-8)):
+        norm = singular_values(layer.train(training), (2, 2, 2), torch.float64).max()
+        bound = float(lipschitz(layer))
+        assert 1 + least <= norm <= bound <= norm + 0.05 * (bound - 1)
+    assert bound < 1 + 2e-8
+
+
+def test_terms_of_the_two_modes_differ_by_the_truncation() -> None:
+    layer = SocConv2d(2, 2, 1, bias=False, dtype=torch.float64)
+    x = torch.randn(1, 2, 3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        gap = float((layer.train()(x) - layer.eval()(x)).norm() / x.norm())
+    assert 1e-3 < gap < 1 / 720 + 1 / 5040 + 1e-5
+    wide = SocConv2d(2, 2, 1, bias=False, train_terms=10, dtype=torch.float64)
+    assert torch.equal(wide.train()(x), wide.eval()(x))
+
+
+def test_gram_norm_and_reshaped_norm_are_upper_bounds() -> None:
+    for shape in ((3, 50), (50, 3), (40, 40), (1, 1)):
+        a = torch.randn(*shape, dtype=torch.float64)
+        truth = np.linalg.norm(a.numpy(), 2)
+        assert truth <= float(gram_norm(a)) <= 1.02 * truth
+    for shape in ((4, 3, 3, 3), (3, 4, 1, 5), (2, 2, 4, 2)):
+        kernel = torch.randn(*shape, dtype=torch.float64)
+        # A search over the torus, independent of the reshapings.
+        taps = torch.cartesian_prod(torch.arange(shape[2]), torch.arange(shape[3])).double().numpy()
+        angles = np.random.default_rng(0).uniform(0, 2 * np.pi, (500, 2))
+        waves = np.exp(1j * angles @ taps.T)
+        symbols = np.einsum("fs,mns->fmn", waves, kernel.flatten(2).numpy())
+        truth = np.linalg.norm(symbols, 2, axis=(1, 2)).max()
+        assert truth <= float(reshaped_norm(kernel)) <= 4 * truth
+
+
+@each_mode
+def test_zero_parameters(mode: str) -> None:
+    layer = SocConv2d(2, 3, 3, padding_mode=mode)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+    x = torch.randn(2, 2, 4, 4)
+    y = layer(x)
+    torch.testing.assert_close(y[:, :2], x)
+    y.square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+def test_taylor_module_bound_of_a_kernel_that_is_not_skew() -> None:
+    good = export(SocConv2d(3, 3, 3, padding_mode="zeros", dtype=torch.float64), (3, 5, 5))[0]
+    assert isinstance(good, TaylorConv2d)
+    before = float(lipschitz(good))
+    for error in (1e-6, 1e-2, 0.3):
+        bad = copy.deepcopy(good)
+        # A symmetric part of the centre tap expands every direction.
+        bad.kernel[:, :, 1, 1] += error * torch.eye(3, dtype=torch.float64)
+        norm = singular_values(bad, (3, 5, 5), torch.float64).max()
+        bound = float(lipschitz(bad))
+        assert 1 + error / 2 < norm <= bound
+        assert before + error / 2 < bound < 1 + 5 * error
+    big = copy.deepcopy(good)
+    big.kernel *= 4
+    assert singular_values(big, (3, 5, 5), torch.float64).max() <= float(lipschitz(big)) < 1.5
+    big.terms = 3
+    assert 1.1 < singular_values(big, (3, 5, 5), torch.float64).max() <= float(lipschitz(big))
+    big.kernel.fill_(torch.nan)
+    assert not np.isfinite(float(_taylor(big, None)))
+
+
+def test_taylor_module_round_trip(tmp_path) -> None:
+    plain = export(SocConv2d(2, 3, (3, 5), stride=2, padding_mode="zeros"), (2, 4, 6))
+    again = load(save(plain, tmp_path / "net"))
+    x = torch.randn(2, 2, 4, 6)
+    assert torch.equal(again(x), plain(x))
+    assert float(lipschitz(again)) == float(lipschitz(plain))
+
+
+def test_refusals() -> None:
+    with pytest.raises(OptionError, match=r"kernel_size: expected odd sizes .*got \(2, 2\)"):
+        SocConv2d(3, 3, 2)
+    with pytest.raises(OptionError, match=r"padding_mode: expected 'circular' or 'zeros', got 'reflect'"):
+        SocConv2d(3, 3, 3, padding_mode="reflect")
+    with pytest.raises(OptionError, match=r"padding: expected 'same' or \(1, 1\).*got 0"):
+        SocConv2d(3, 3, 3, padding=0)
+    with pytest.raises(OptionError, match=r"train_terms: expected .*got 0"):
+        SocConv2d(3, 3, 3, train_terms=0)
+    with pytest.raises(OptionError, match=r"eval_terms: expected .*got 2.5"):
+        SocConv2d(3, 3, 3, eval_terms=2.5)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"kernel_size: expected two odd integers, got \(2, 3\)"):
+        TaylorConv2d(1, 1, (2, 3), 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_laws_with_zero_padding(dtype: torch.dtype) -> None:
+    check_layer(
+        partial(SocConv2d, 2, 3, 3, padding_mode="zeros"),
+        input_shape=[(2, 4, 5), (2, 3, 3), (2, 1, 1)],
+        dtype=dtype,
+        slack=1e-3,
+        train_gap=1.5e-3,
+        backends=(),
+    )

@@ -1,0 +1,184 @@
+"""The exponential against scipy, the Taylor polynomial against its own sum, bounds against dense sampling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.exponential import (
+    exponential,
+    schatten_bound,
+    skew_part,
+    taylor,
+    taylor_exponential,
+    taylor_range,
+    truncation_bound,
+)
+
+SHAPES = [(4, 4), (7, 3), (3, 7), (1, 5), (5, 1), (1, 1)]
+DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def singular_values(q: torch.Tensor) -> np.ndarray:
+    return np.linalg.svd(q.to(torch.complex128).numpy(), compute_uv=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_exponential_is_semi_orthogonal_and_scipys(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    w = random(2, *shape, dtype=dtype)
+    q = exponential(w)
+    assert q.shape == w.shape
+    assert q.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    np.testing.assert_allclose(singular_values(q), 1, atol=100 * eps)
+    side = max(shape)
+    for one, made in zip(w, q, strict=True):
+        padded = np.zeros((side, side), dtype=complex)
+        padded[: shape[0], : shape[1]] = one.numpy()
+        reference = scipy.linalg.expm(padded - padded.conj().T)[: shape[0], : shape[1]]
+        np.testing.assert_allclose(made.numpy(), reference, atol=200 * eps)
+
+
+def test_exact_exponential_of_large_float32_matrices_stays_orthogonal() -> None:
+    values = singular_values(exponential(30 * random(64, 64, dtype=torch.float32)))
+    assert values.min() > 1 - 1e-4
+    assert values.max() < 1 + 1e-4
+    values = singular_values(exponential(random(64, 64, dtype=torch.float32) / 8))
+    assert values.min() > 1 - 1e-5
+    assert values.max() < 1 + 1e-5
+
+
+def test_every_rotation_of_the_plane_is_reached() -> None:
+    angle = torch.linspace(-3.1, 3.1, 9, dtype=torch.float64)
+    w = torch.zeros(9, 2, 2, dtype=torch.float64)
+    w[:, 1, 0] = angle
+    q = exponential(w)
+    torch.testing.assert_close(torch.atan2(q[:, 1, 0], q[:, 0, 0]), angle)
+
+
+def test_skew_part_is_skew_to_the_last_bit() -> None:
+    for shape in SHAPES:
+        a = skew_part(random(*shape, dtype=torch.complex64))
+        assert a.shape == (max(shape), max(shape))
+        assert torch.equal(a, -a.mH)
+
+
+def test_half_precision_is_widened() -> None:
+    for function in (exponential, taylor_exponential):
+        assert function(random(3, 3, dtype=torch.float32).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("terms", range(1, 17))
+def test_taylor_is_the_sum_of_powers(terms: int) -> None:
+    a = random(2, 5, 5)
+    expected = sum(np.linalg.matrix_power(a.numpy(), i) / math.factorial(i) for i in range(terms + 1))
+    np.testing.assert_allclose(taylor(a, terms).numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("terms", "published"), [(1, 0.486), (2, 0.164), (3, 0.041), (4, 0.0083), (5, 0.0014), (10, 2.5e-8)]
+)
+def test_worst_truncation_error_at_norm_one(terms: int, published: float) -> None:
+    # A rotation by 1 rad is the worst skew matrix of norm 1.
+    a = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+    error = np.linalg.norm(taylor(a, terms).numpy() - scipy.linalg.expm(a.numpy()), 2)
+    assert error == pytest.approx(published, rel=0.05)
+    bound = truncation_bound(1.0, terms)
+    assert error <= bound <= 1.06 * error
+
+
+@settings(deadline=None, max_examples=60)
+@given(norm=st.floats(0, 4), terms=st.integers(1, 14))
+def test_taylor_range_holds_and_is_attained_for_small_norms(norm: float, terms: int) -> None:
+    low, high = taylor_range(norm, terms)
+    theta = np.linspace(0, norm, 2001)
+    values = np.abs(sum((1j * theta) ** i / math.factorial(i) for i in range(terms + 1)))
+    slack = 1e-14 * math.exp(norm)
+    assert low <= values.min() + slack
+    assert values.max() <= high + slack
+    assert abs(values - 1).max() <= truncation_bound(norm, terms) + slack
+    if norm <= 1:
+        assert values.min() == pytest.approx(low, abs=1e-12)
+        assert values.max() == pytest.approx(high, abs=1e-12)
+
+
+def test_taylor_range_at_the_defaults_of_the_paper() -> None:
+    assert taylor_range(1.0, 5)[0] == 1.0
+    assert taylor_range(1.0, 5)[1] == pytest.approx(1.0009, abs=1e-5)
+    assert 1 < taylor_range(1.0, 10)[1] < 1 + 2.1e-8
+    assert taylor_range(1.0, 4)[1] == 1.0
+    assert taylor_range(0.0, 1) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("n", [2, 9, 64])
+def test_schatten_bound_is_above_the_norm_and_close(n: int, scale: float, dtype: torch.dtype) -> None:
+    a = scale * skew_part(random(3, n, n, dtype=dtype))
+    norm = singular_values(a)[:, 0]
+    bound = schatten_bound(a).numpy()
+    assert (bound >= norm * (1 - 100 * torch.finfo(dtype).eps)).all()
+    assert (bound <= norm * n ** (1 / 16) * (1 + 1e-5)).all()
+
+
+def test_schatten_bound_of_equal_singular_values_is_its_worst_case() -> None:
+    a = torch.block_diag(*[torch.tensor([[0.0, -1.0], [1.0, 0.0]])] * 8)
+    assert float(schatten_bound(a)) == pytest.approx(16 ** (1 / 16), rel=1e-6)
+
+
+@pytest.mark.parametrize("terms", [1, 3, 5, 10])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_taylor_exponential_is_inside_its_range(shape: tuple[int, int], terms: int) -> None:
+    low, high = taylor_range(1.0, terms)
+    values = singular_values(taylor_exponential(random(8, *shape), terms))
+    assert values.min() >= low - 1e-13
+    assert values.max() <= high + 1e-13
+
+
+def test_taylor_exponential_ignores_the_scale() -> None:
+    w = random(2, 6, 4)
+    torch.testing.assert_close(taylor_exponential(w, 5), taylor_exponential(1e6 * w, 5))
+    assert (taylor_exponential(w) - taylor_exponential(-w)).norm() > 0.1
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize("complex_", [False, True])
+def test_gradients(shape: tuple[int, int], complex_: bool) -> None:
+    w = random(2, *shape, dtype=torch.complex128 if complex_ else torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(exponential, w)
+    assert torch.autograd.gradcheck(lambda w: taylor_exponential(w, 5), w)
+    assert torch.autograd.gradcheck(lambda w: schatten_bound(skew_part(w)), w)
+
+
+@pytest.mark.parametrize("function", [exponential, taylor_exponential])
+def test_zero_gives_the_identity_and_a_finite_gradient(function: object) -> None:
+    assert callable(function)
+    w = torch.zeros(2, 4, 3, requires_grad=True)
+    q = function(w)
+    assert torch.equal(q, torch.eye(4, 3).expand(2, 4, 3))
+    (q * random(2, 4, 3, dtype=torch.float32)).sum().backward()
+    assert w.grad is not None
+    assert bool(w.grad.isfinite().all())
+
+
+def test_refusals() -> None:
+    with pytest.raises(OptionError, match="terms: expected an integer from 1 to 100, got 0"):
+        taylor(torch.eye(2), 0)
+    with pytest.raises(OptionError, match="norm: expected a finite number of at least 0, got -1"):
+        taylor_range(-1.0, 5)
+    with pytest.raises(OptionError, match="got nan"):
+        truncation_bound(math.nan, 5)
+    with pytest.raises(ShapeError, match=r"got shape \(3,\)"):
+        exponential(torch.zeros(3))

@@ -1,0 +1,198 @@
+"""The page: complete from the folder alone, loads nothing, and shows names without obeying them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit import plain
+from lipkit.data import Split
+from lipkit.errors import RunError, ShapeError
+from lipkit.evaluation import evaluate
+from lipkit.report import save_evaluation, write_report
+from lipkit.report.html import flatten
+from lipkit.report.plots import accuracy_curve, training_curves
+from lipkit.report.record import Record, from_evaluation, read_record
+from lipkit.report.run_files import read_radii
+from lipkit.report.tables import class_rows, markdown_table, summary, text_table
+
+EVIL = "<script>alert('x')</script>&\"$x$"
+
+
+def make_run(folder: Path, *, shape: tuple[int, ...] = (1, 4, 4), metrics: bool = True) -> Record:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    features = torch.Size(shape).numel()
+    network = plain.Network([nn.Flatten(), nn.Linear(features, 3)], shape)
+    x = torch.rand(40, *shape)
+    y = network(x).argmax(dim=1)
+    y[:5] = (y[:5] + 1) % 3
+    data = Split(x, y)
+    classes = (EVIL, "b", "c")
+    result = evaluate(network, data, eps=(36 / 255, 0.5), attack_steps=5, classes=classes)
+    record = from_evaluation(
+        result, name=EVIL, data=EVIL, classes=classes, recipe={EVIL: EVIL, "model": {"width": 2}}, seed=0
+    )
+    save_evaluation(folder, result, data, record)
+    if metrics:
+        rows = [{"epoch": e, "loss": 1.0 / e, "accuracy": 1 - 0.5 / e, EVIL + " loss": 2.0} for e in range(1, 5)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return record
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "toy-001"
+    make_run(folder)
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, addresses and text of a page; complains about tags that do not close."""
+
+    VOID = frozenset({"meta", "br", "img", "hr", "link", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_page_is_complete(run: Path) -> None:
+    page = Page(write_report(run).read_text("utf-8"))
+    record = read_record(run)
+    assert page.tags.count("svg") == 2
+    assert page.tags.count("img") == 8 + 8 + 5
+    assert page.tags.count("h1") == 1
+    for expected in (
+        f"{100 * record.clean.value:.2f} %",
+        f"{100 * record.certified[0].share.value:.2f} %",
+        f"{100 * record.certified[0].share.low:.2f} to",
+        "36/255",
+        record.network_sha256,
+        record.versions["torch"],
+        "model.width",
+    ):
+        assert expected in page.text
+
+
+def test_page_loads_nothing(run: Path) -> None:
+    text = write_report(run).read_text("utf-8")
+    page = Page(text)
+    assert all(address.startswith(("data:image/png;base64,", "#")) for address in page.addresses)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert "@import" not in text
+    assert re.findall(r"url\((?!#)", text) == []
+    assert "default-src 'none'" in text
+    assert set(re.findall(r"https?://[^\"' <]*", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+
+
+def test_names_are_shown_not_obeyed(run: Path) -> None:
+    text = write_report(run).read_text("utf-8")
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert Page(text).text.count("<script>alert('x')</script>&\"$x$") >= 4
+
+
+def test_made_from_the_folder_alone(run: Path, tmp_path: Path) -> None:
+    first = write_report(run).read_bytes()
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(run, copy)
+    (copy / "report.html").unlink()
+    assert write_report(copy).read_bytes() == first
+
+
+@pytest.mark.parametrize("shape", [(12,), (2, 3, 3)])
+def test_inputs_that_are_no_images_and_no_training(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    make_run(tmp_path, shape=shape, metrics=False)
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert page.tags.count("svg") == 1
+    assert page.tags.count("img") == 0
+
+
+def test_the_record_is_enough(tmp_path: Path) -> None:
+    make_run(tmp_path, metrics=False)
+    (tmp_path / "radii.csv").unlink()
+    (tmp_path / "examples.safetensors").unlink()
+    assert Page(write_report(tmp_path).read_text("utf-8")).tags.count("svg") == 1
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="expected a record"):
+        write_report(tmp_path)
+    with pytest.raises(RunError, match="no such folder"):
+        write_report(tmp_path / "missing")
+
+
+def test_plots_are_svg_with_the_page_s_colours(run: Path) -> None:
+    record = read_record(run)
+    curve = accuracy_curve(record, read_radii(run))
+    training = training_curves({"loss": [(1, 2.0), (2, 1.0)], "certified(36/255)": [(1, 0.5)]})
+    identifiers = []
+    for svg in (curve, training):
+        root = ElementTree.fromstring(svg)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        identifiers += [element.get("id") for element in root.iter() if element.get("id")]
+        assert "#0102" not in svg
+        assert "var(--plot-1" in svg
+    assert len(identifiers) == len(set(identifiers))
+    assert curve == accuracy_curve(record, read_radii(run))
+    assert "36/255" in curve
+    assert "certified-curve" in curve
+
+
+def test_no_training_curve_without_numbers() -> None:
+    assert training_curves({}) == ""
+    assert training_curves({"lr": [(1, 0.1)]}) == ""
+
+
+def test_a_record_without_attack_or_radii(run: Path) -> None:
+    record = read_record(run)
+    assert "<svg" in accuracy_curve(record.model_copy(update={"attacked": []}))
+    assert "<svg" in accuracy_curve(record.model_copy(update={"attacked": [], "certified": []}))
+
+
+def test_tables(run: Path) -> None:
+    record = read_record(run)
+    text = summary(record)
+    assert f"{100 * record.certified[0].share.value:.2f} %" in text
+    assert len({len(line) for line in text_table(*class_rows(record)).splitlines()[1:]}) == 1
+    assert markdown_table(*class_rows(record)).count("\n") == 4
+    with pytest.raises(ShapeError, match="rows of 2 cells, got 1"):
+        text_table(["a", "b"], [["1"]])
+
+
+def test_flatten_keeps_order_and_empty_settings() -> None:
+    assert list(flatten({"b": {}, "a": {"x": None}, "c": []})) == [("b", "{}"), ("a.x", "None"), ("c", "")]

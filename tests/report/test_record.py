@@ -1,0 +1,122 @@
+"""The record: what is written is what is read, by this version and by later ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit import plain
+from lipkit.data import Split
+from lipkit.errors import RunError
+from lipkit.evaluation import Evaluation, evaluate
+from lipkit.report.record import Record, from_evaluation, read_record, write_record
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> Evaluation:
+    torch.manual_seed(0)
+    network = plain.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
+    x = torch.rand(30, 1, 4, 4)
+    data = Split(x, network(x).argmax(dim=1))
+    return evaluate(network, data, eps=(36 / 255, 0.5), attack_steps=5, classes=("a", "b", "c"))
+
+
+@pytest.fixture
+def record(evaluation: Evaluation) -> Record:
+    return from_evaluation(
+        evaluation,
+        name="run-001",
+        data="toy",
+        classes=("a", "b", "c"),
+        train_samples=120,
+        recipe={"data": {"name": "toy"}, "epochs": 3, "eps": [0.1, 36 / 255], "note": None},
+        seed=7,
+        claimed=1.0,
+        parameters=51,
+        times={"train": 1.5},
+    )
+
+
+def test_holds_the_figures_of_the_evaluation(record: Record, evaluation: Evaluation) -> None:
+    assert record.clean.value == evaluation.clean.value
+    assert [row.eps for row in record.certified] == [36 / 255, 0.5]
+    assert [row.share.count for row in record.certified] == [share.count for share in evaluation.certified]
+    assert [row.share.count for row in record.attacked] == [row.share.count for row in evaluation.attacked]
+    assert record.lipschitz.computed == evaluation.certificate.constant
+    assert record.lipschitz.body == evaluation.certificate.body_constant
+    assert record.network_sha256 == evaluation.certificate.network_sha256
+    assert record.attack.closest == evaluation.cross_check.closest
+    assert [row.name for row in record.per_class] == ["a", "b", "c"]
+    assert set(record.times) == {"train", "certify", "attack"}
+    assert record.versions["torch"] == torch.__version__
+    assert record.hardware.cores >= 1
+    assert record.schema_version == "1.0"
+
+
+def test_round_trip(record: Record, tmp_path: Path) -> None:
+    write_record(record, tmp_path / "record.json")
+    assert read_record(tmp_path / "record.json").model_dump_json() == record.model_dump_json()
+    assert read_record(tmp_path).lipschitz == record.lipschitz  # the folder is enough
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_nan_and_infinity_survive_in_strict_json(record: Record, tmp_path: Path) -> None:
+    odd = record.model_copy(
+        update={
+            "attack": record.attack.model_copy(update={"closest": math.inf}),
+            "clean": record.clean.model_copy(update={"value": math.nan}),
+            "recipe": {"clip": math.inf},
+        }
+    )
+    write_record(odd, tmp_path / "record.json")
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads((tmp_path / "record.json").read_text(), parse_constant=refuse)
+    back = read_record(tmp_path)
+    assert back.attack.closest == math.inf
+    assert math.isnan(back.clean.value)
+    assert back.recipe == {"clip": "Infinity"}
+
+
+def test_a_field_added_later_is_kept(record: Record, tmp_path: Path) -> None:
+    content = json.loads(record.model_dump_json())
+    content |= {"schema_version": "1.7", "tightness": 0.9}
+    content["clean"]["method"] = "new"
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    back = read_record(tmp_path)
+    assert (back.model_extra, back.schema_version) == ({"tightness": 0.9}, "1.7")
+    assert json.loads(back.model_dump_json()) == content
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": "2.0"}, "expected a record of schema version 1, got 2.0"),
+        ({"schema_version": None}, "expected a record with a schema_version, got none"),
+        ({"clean": {"value": 1.0}}, r"record\.json: clean\.count: Field required"),
+        ({"certified": "none"}, "certified: Input should be a valid list"),
+    ],
+)
+def test_refuses_other_records(record: Record, tmp_path: Path, change: dict, message: str) -> None:
+    (tmp_path / "record.json").write_text(json.dumps(json.loads(record.model_dump_json()) | change))
+    with pytest.raises(RunError, match=message):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+def test_refuses_what_is_no_record(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "record.json").write_bytes(content)
+    with pytest.raises(RunError, match=r"record\.json: expected a"):
+        read_record(tmp_path)
+
+
+def test_a_missing_record_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"record.json: expected a record, got No such file"):
+        read_record(tmp_path)

@@ -1,0 +1,88 @@
+"""A package imports only from lines above its own: read from the syntax tree of every file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lipkit
+
+ROOT = Path(lipkit.__file__).parent
+ORDER = [
+    *("errors", "files", "linalg", "conv", "bounds", "plain", "protocol", "layers", "models", "data", "attacks"),
+    *("training", "certificates", "evaluation", "report", "cli", "testing"),
+]
+FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem != "__init__")
+
+
+def _home(file: Path) -> str:
+    """Name of the package, or of the module at the top, that a file belongs to."""
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def _imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line and first name after ``lipkit.`` of every import in a module of ``package``, inside functions too."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in ("import_module", "__import__"):
+                names = [str(node.args[0].value)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "lipkit" and len(parts) > 1:
+                yield node.lineno, parts[1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_imports_only_from_above(file: Path) -> None:
+    home = _home(file)
+    assert home in ORDER, f"expected {home} in the order of packages {ORDER}"
+    package = ("lipkit", *file.relative_to(ROOT).parts[:-1])
+    allowed = {*ORDER[: ORDER.index(home) + 1], "__version__"}
+    wrong = [
+        f"line {line}: lipkit.{name}" for line, name in _imported(file.read_text(), package) if name not in allowed
+    ]
+    assert not wrong, f"{home} may import {sorted(allowed)} only, got {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import lipkit.training", "training"),
+        ("import torch, lipkit.cli.main as m", "cli"),
+        ("from lipkit.certificates.margins import margins", "certificates"),
+        ("from lipkit import report", "report"),
+        ("from ..models import kwlarge", "models"),
+        ("from .. import attacks", "attacks"),
+        ("def f():\n    from lipkit.testing import check_layer", "testing"),
+        ("import importlib\nimportlib.import_module('lipkit.data')", "data"),
+    ],
+)
+def test_every_form_of_import_is_seen(source: str, found: str) -> None:
+    assert [name for _, name in _imported(source, ("lipkit", "conv"))] == [found]
+
+
+def test_the_order_is_complete() -> None:
+    assert {_home(file) for file in FILES} <= set(ORDER)
+
+
+def test_training_never_imports_certificates() -> None:
+    assert ORDER.index("training") < ORDER.index("certificates")
+
+
+@pytest.mark.parametrize("name", ["lipkit", "lipkit.errors", "lipkit.files"])
+def test_torch_is_not_needed(name: str) -> None:
+    code = f"import sys, {name}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT.parent)})

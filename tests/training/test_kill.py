@@ -1,0 +1,79 @@
+"""kill -9 in the middle of an epoch and in the middle of a checkpoint, then resume, in real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipkit.training import run_folder
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+import lipkit.files, lipkit.training.run_folder as run_folder
+import kill_subject
+where = sys.argv[2]
+writes = [0]
+def write_atomic(path, content, write=lipkit.files.write_atomic):
+    writes[0] += 1
+    if where == "checkpoint" and "epoch-0003" in str(path) and path.name == "state.pt":
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, content)
+run_folder.write_atomic = write_atomic
+def post_step(model, step, epoch_end):
+    if where == "epoch" and step == 11:
+        os.kill(os.getpid(), signal.SIGKILL)
+kill_subject.run(sys.argv[1], post_step=post_step)
+"""
+
+SUBJECT = """
+import torch
+from torch import nn
+from lipkit import training
+from lipkit.data import random_flip
+
+def run(folder, resume=False, post_step=None):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Dropout(0.5), nn.Linear(12, 3))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(40, 1, 4, 4, generator=generator)
+    y = torch.arange(40) % 3
+    return training.fit(
+        model, (x, y), epochs=4, batch_size=8, lr=0.05, augment=random_flip, run_dir=folder, resume=resume,
+        post_step=post_step, accelerator="cpu",
+    )
+"""
+
+
+@pytest.fixture
+def subject(tmp_path, monkeypatch):
+    (tmp_path / "kill_subject.py").write_text(SUBJECT)
+    namespace: dict = {}
+    exec(compile(SUBJECT, "kill_subject", "exec"), namespace)
+    threads = torch.get_num_threads()
+    yield namespace["run"]
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("where", "done"), [("epoch", 2), ("checkpoint", 2)])
+def test_kill_9_loses_at_most_the_epoch_in_progress(tmp_path, subject, where, done):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", SCRIPT.format(here=str(tmp_path)), str(folder), where]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert run_folder.load_checkpoint(folder)[0] == done
+    assert len(run_folder.read_metrics(folder)) == (3 if where == "checkpoint" else 2)
+
+    resumed = subject(folder, resume=True)
+    whole = subject(tmp_path / "whole")
+    assert resumed.epochs_done == whole.epochs_done == 4
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert [row["loss"] for row in run_folder.read_metrics(folder)] == [row["loss"] for row in whole.history]
+    assert not list(Path(folder).rglob("*.tmp"))

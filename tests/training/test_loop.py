@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lipkit import training
+from lipkit.data import Split, random_crop
+from lipkit.errors import DataError, OptionError, RunError
+from lipkit.protocol import export
+from lipkit.training import run_folder, schedules
+from lipkit.training.sources import batches
+
+COMMON = {"batch_size": 16, "accelerator": "cpu"}
+
+
+def blobs(n: int = 96) -> Split:
+    """Three classes of 1 x 4 x 4 images that a linear map separates."""
+    generator = torch.Generator().manual_seed(1)
+    y = torch.arange(n) % 3
+    x = 0.3 * torch.rand(n, 1, 4, 4, generator=generator)
+    for label in range(3):
+        x[y == label, 0, label] += 0.6
+    return Split(x, y)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 3)
+        )
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def jiggle(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return random_crop(x, 1, generator)
+
+
+def accuracy(model: nn.Module) -> dict[str, float]:
+    torch.rand(3)  # an evaluation may draw from the global state
+    data = blobs(30)
+    return {"clean": float((model.eval()(data.x).argmax(1) == data.y).float().mean())}
+
+
+def test_sgd_equals_a_loop_written_out_in_numpy():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(20, 3, generator=generator)
+    y = torch.rand(20, 2, generator=generator)
+    model = nn.Linear(3, 2)
+    w, b = model.weight.detach().numpy().astype(np.float64), model.bias.detach().numpy().astype(np.float64)
+    velocity_w, velocity_b, epochs, steps, lr = 0.0, 0.0, 3, 3, 0.3
+    training.fit(
+        model, (x, y), loss="mse", epochs=epochs, batch_size=8, lr=lr, optimizer="sgd", momentum=0.8,
+        weight_decay=0.05, seed=5, accelerator="cpu",
+    )  # fmt: skip
+    step = 0
+    for epoch in range(epochs):
+        for index in batches(20, 8, seed=5, epoch=epoch):
+            step += 1
+            rate = lr * np.interp(step / (epochs * steps), [0, 0.4, 0.8, 1], [0, 1, 0.05, 0])
+            xs, ys = x[index].double().numpy(), y[index].double().numpy()
+            error = 2 * (xs @ w.T + b - ys) / ys.size
+            velocity_w = 0.8 * velocity_w + error.T @ xs + 0.05 * w
+            velocity_b = 0.8 * velocity_b + error.sum(0) + 0.05 * b
+            w, b = w - rate * velocity_w, b - rate * velocity_b
+    np.testing.assert_allclose(model.weight.detach().numpy(), w, atol=1e-6)
+    np.testing.assert_allclose(model.bias.detach().numpy(), b, atol=1e-6)
+
+
+def test_learns_and_returns_the_model_itself_without_wrapper():
+    model = network()
+    run = training.fit(model, blobs(), epochs=12, lr=0.03, evaluate=accuracy, evaluate_every=5, **COMMON)
+    assert run.model is model
+    assert not model.training
+    assert run.epochs_done == len(run.history) == 12
+    assert [row["epoch"] for row in run.history if "clean" in row] == [5, 10, 12]
+    assert run.history[-1]["clean"] > 0.9
+    assert run.history[-1]["loss"] < run.history[0]["loss"]
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    export(model, (1, 4, 4))
+
+
+def test_history_holds_the_mean_loss_and_accuracy_of_the_epoch():
+    seen = []
+
+    def loss(outputs, targets):
+        value = nn.functional.cross_entropy(outputs, targets)
+        seen.append((value.item(), len(targets), int((outputs.argmax(1) == targets).sum())))
+        return value
+
+    run = training.fit(network(), blobs(50), loss=loss, epochs=1, lr=0.01, **COMMON)
+    total = sum(n for _, n, _ in seen)
+    assert total == 50
+    assert run.history[0]["loss"] == pytest.approx(sum(v * n for v, n, _ in seen) / total, rel=1e-6)
+    assert run.history[0]["accuracy"] == sum(c for _, _, c in seen) / total
+
+
+def test_the_rate_follows_the_schedule_step_by_step():
+    rates = []
+    kinds = []
+    for schedule in ("cosine", schedules.constant):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+        before = [model[1].bias.detach().clone()]
+
+        def watch(model, step, epoch_end, before=before):
+            moved = model[1].bias.detach() - before[0]
+            rates.append(float(moved.abs().max()))
+            kinds.append((step, epoch_end))
+            before[0] = model[1].bias.detach().clone()
+
+        # the gradient of this loss in each bias is 1, so plain SGD moves it by exactly the rate
+        training.fit(
+            model, blobs(40), loss=lambda y, _: y.sum() / len(y), epochs=2, lr=0.5, optimizer="sgd", momentum=0.0,
+            schedule=schedule, post_step=watch, **COMMON,
+        )  # fmt: skip
+    expected = [0.5 * 0.5 * (1 + math.cos(math.pi * s / 6)) for s in range(1, 7)] + [0.5] * 6
+    assert rates == pytest.approx(expected, abs=1e-5)
+    assert kinds == 2 * [(s, s in (3, 6)) for s in range(1, 7)]
+
+
+def test_the_same_call_gives_the_same_weights_and_another_seed_others():
+    def trained(**changes):
+        return training.fit(network(), blobs(), epochs=2, lr=0.05, augment=jiggle, **(COMMON | changes)).model
+
+    first = trained()
+    torch.rand(7)
+    assert same(first, trained())
+    assert not same(first, trained(seed=1))
+
+
+def test_the_callers_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    training.fit(network(), blobs(), epochs=1, lr=0.05, evaluate=accuracy, **COMMON)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_evaluation_that_draws_random_numbers_does_not_change_the_training():
+    with_it = training.fit(network(), blobs(), epochs=2, lr=0.05, evaluate=accuracy, **COMMON)
+    assert same(with_it.model, training.fit(network(), blobs(), epochs=2, lr=0.05, **COMMON).model)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_resume_continues_bit_for_bit(tmp_path, optimizer):
+    def run(folder, resume=False, stop=None):
+        def post_step(model, step, epoch_end):
+            if step == stop:
+                raise Stop
+            if epoch_end:
+                model[1].weight.clamp_(-0.9, 0.9)
+
+        return training.fit(
+            network(seed=3 if resume else 0), blobs(), epochs=5, lr=0.05, optimizer=optimizer, weight_decay=0.01,
+            augment=jiggle, evaluate=accuracy, evaluate_every=2, post_step=post_step, run_dir=folder, resume=resume,
+            **COMMON,
+        )  # fmt: skip
+
+    whole = run(tmp_path / "whole")
+    for stop, done in ((2, 0), (15, 2), (30, 4)):
+        folder = tmp_path / f"cut{stop}"
+        with pytest.raises(Stop):
+            run(folder, stop=stop)
+        assert len(run_folder.read_metrics(folder)) == done
+        if done == 0:
+            continue  # nothing was saved: a resume starts from the model it is given
+        resumed = run(folder, resume=True)
+        assert same(whole.model, resumed.model)
+        for a, b in zip(whole.history, resumed.history, strict=True):
+            assert {**a, "seconds": 0} == {**b, "seconds": 0}
+        assert run_folder.read_metrics(folder) == resumed.history
+        states = [run_folder.load_checkpoint(f) for f in (whole.folder, folder)]
+        assert states[0][0] == states[1][0] == 5
+        assert torch.equal(states[0][2]["rng_cpu"], states[1][2]["rng_cpu"])
+
+
+def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path):
+    training.fit(network(), blobs(), epochs=3, lr=0.05, run_dir=tmp_path, **COMMON)
+    expected = run_folder.read_metrics(tmp_path)
+    (tmp_path / "checkpoints" / "epoch-0003" / "checkpoint.json").unlink()
+    run = training.fit(network(), blobs(), epochs=3, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
+    assert [row["epoch"] for row in run.history] == [1, 2, 3]
+    assert [row["loss"] for row in run.history] == [row["loss"] for row in expected]
+
+
+def test_a_finished_run_resumes_to_itself(tmp_path):
+    first = training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, **COMMON)
+    again = training.fit(network(7), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
+    assert same(first.model, again.model)
+    assert again.history == first.history
+
+
+def test_a_run_folder_is_not_overwritten_and_not_resumed_otherwise(tmp_path):
+    training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, **COMMON)
+    with pytest.raises(RunError, match="expected a new run folder"):
+        training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path, **COMMON)
+    with pytest.raises(RunError, match=r"expected lr = 0\.05, .* got 0\.06"):
+        training.fit(network(), blobs(), epochs=1, lr=0.06, run_dir=tmp_path, resume=True, **COMMON)
+    with pytest.raises(RunError, match="expected samples = 96"):
+        training.fit(network(), blobs(95), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    with pytest.raises(RunError, match="expected the model that the run"):
+        training.fit(other, blobs(), epochs=1, lr=0.05, run_dir=tmp_path, resume=True, **COMMON)
+    with pytest.raises(RunError, match=r"expected a run folder with settings.json"):
+        training.fit(network(), blobs(), epochs=1, lr=0.05, run_dir=tmp_path / "x", resume=True, **COMMON)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path, bad):
+    calls = []
+
+    def loss(outputs, targets):
+        calls.append(1)
+        value = nn.functional.cross_entropy(outputs, targets)
+        return value * bad if len(calls) == 15 else value
+
+    with pytest.raises(RunError, match=f"expected a finite loss, got {bad} at epoch 3, step 3 of 6"):
+        training.fit(network(), blobs(), loss=loss, epochs=4, lr=0.05, run_dir=tmp_path, **COMMON)
+    epoch, weights, _ = run_folder.load_checkpoint(tmp_path)
+    assert epoch == 2
+    assert all(torch.isfinite(w).all() for w in weights.values())
+    assert len(run_folder.read_metrics(tmp_path)) == 2
+
+
+def test_weights_spoilt_by_the_last_step_stop_too(tmp_path):
+    def spoil(model, step, epoch_end):
+        if step == 12:
+            model[1].weight[0, 0] = float("nan")
+
+    with pytest.raises(RunError, match=r"expected finite weights, got NaN or infinity in 1.weight at .* epoch 2"):
+        training.fit(network(), blobs(), epochs=3, lr=0.05, post_step=spoil, run_dir=tmp_path, **COMMON)
+    assert run_folder.load_checkpoint(tmp_path)[0] == 1
+
+
+def test_grad_clip_limits_the_step():
+    moves = []
+    for clip in (None, 1e-3):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+        start = [p.detach().clone() for p in model.parameters()]
+        training.fit(
+            model, blobs(16), epochs=1, lr=1.0, optimizer="sgd", momentum=0.0, schedule="constant", grad_clip=clip,
+            **COMMON,
+        )  # fmt: skip
+        moved = [p.detach() - s for p, s in zip(model.parameters(), start, strict=True)]
+        moves.append(torch.cat([m.flatten() for m in moved]).norm().item())
+    assert moves[0] > 1e-2
+    assert moves[1] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_progress_reports_every_epoch_and_its_steps():
+    events = []
+    training.fit(network(), blobs(), epochs=2, lr=0.05, batch_size=2, accelerator="cpu", progress=events.append)
+    assert [(e.epoch, e.step, e.row is not None) for e in events] == [
+        (epoch, step, step == 48) for epoch in (1, 2) for step in (20, 40, 48)
+    ]
+    assert events[-1].row["loss"] == events[-1].loss
+
+
+def test_regression_with_a_torch_dataset():
+    class Line(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            return torch.tensor([i / 64]), i / 32
+
+    run = training.fit(nn.Linear(1, 1), Line(), loss="mse", epochs=60, lr=0.2, **COMMON)
+    assert "accuracy" not in run.history[0]
+    assert run.model.weight.item() == pytest.approx(2, abs=0.1)
+
+
+def test_precision_is_fabrics():
+    seen = set()
+
+    class Watch(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.add(y.dtype)
+            return y
+
+    model = nn.Sequential(nn.Flatten(), Watch(16, 3))
+    training.fit(model, blobs(16), epochs=1, lr=0.1, precision="bf16-mixed", **COMMON)
+    assert seen == {torch.bfloat16}
+    assert model[1].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"epochs": 0}, OptionError, "expected epochs as an integer >= 1, got 0"),
+        ({"epochs": 1.5}, OptionError, "expected epochs as an integer >= 1, got 1.5"),
+        ({"batch_size": True}, OptionError, "expected batch_size as an integer"),
+        ({"seed": -1}, OptionError, "expected seed as an integer >= 0, got -1"),
+        ({"lr": 0.0}, OptionError, "expected lr as a finite number > 0"),
+        ({"lr": float("nan")}, OptionError, "expected lr as a finite number > 0, got nan"),
+        ({"momentum": 1.0}, OptionError, "expected momentum in"),
+        ({"weight_decay": -1.0}, OptionError, "expected weight_decay"),
+        ({"grad_clip": 0.0}, OptionError, "expected grad_clip > 0 or None"),
+        ({"evaluate_every": 0}, OptionError, "expected evaluate_every"),
+        ({"optimizer": "lbfgs"}, OptionError, "expected optimizer as one of adam, adamw, sgd, got 'lbfgs'"),
+        ({"loss": "hing"}, OptionError, "expected loss as one of"),
+        ({"schedule": "no"}, OptionError, "expected schedule as one of"),
+        ({"resume": True}, OptionError, "expected run_dir with resume=True"),
+        ({"precision": "8"}, OptionError, "expected devices that Lightning Fabric can use"),
+        ({"accelerator": "abacus"}, OptionError, "expected devices that Lightning Fabric can use"),
+        ({"train": 3}, DataError, "a torch Dataset, got int"),
+        ({"model": nn.Flatten()}, OptionError, "expected a model with parameters to train, got Flatten"),
+    ],
+)
+def test_refusals(change, error, message):
+    arguments = {"model": network(), "train": blobs(), "epochs": 1, "lr": 0.1, **COMMON} | change
+    with pytest.raises(error, match=message):
+        training.fit(arguments.pop("model"), arguments.pop("train"), **arguments)

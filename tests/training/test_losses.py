@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lipkit.errors import OptionError
+from lipkit.training import losses
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    return y, torch.randint(5, (40,), generator=generator)
+
+
+def log_softmax(y: np.ndarray) -> np.ndarray:
+    shifted = y - y.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def test_hinge_equals_its_formula(batch):
+    y, t = batch
+    n, total, margin = y.numpy(), 0.0, math.sqrt(2) * 3.0 * 0.2
+    for row, label in zip(n, t.tolist(), strict=True):
+        total += sum(max(0.0, margin - row[label] + row[i]) for i in range(5) if i != label) / 5
+    assert losses.hinge(y, t, eps0=0.2, lipschitz=3.0).item() == pytest.approx(total / len(n), rel=1e-12)
+
+
+def test_hinge_is_zero_exactly_when_the_radius_is_certified():
+    eps0, constant = 0.3, 2.0
+    edge = math.sqrt(2) * constant * eps0
+    label = torch.tensor([0])
+    for margin, zero in ((edge * (1 + 1e-6), True), (edge * (1 - 1e-6), False)):
+        y = torch.tensor([[margin, 0.0]], dtype=torch.float64)
+        assert (losses.hinge(y, label, eps0=eps0, lipschitz=constant).item() == 0) is zero
+
+
+def test_offset_cross_entropy_equals_its_formula(batch):
+    y, t = batch
+    n = y.numpy().copy()
+    rows = np.arange(len(n))
+    n[rows, t.numpy()] -= 1.7
+    expected = -0.25 * log_softmax(n / 0.25)[rows, t.numpy()].mean()
+    found = losses.offset_cross_entropy(y, t, temperature=0.25, offset=1.7)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_offset_cross_entropy_without_offset_is_cross_entropy(batch):
+    found = losses.offset_cross_entropy(*batch, temperature=1.0, offset=0.0)
+    assert found.item() == pytest.approx(losses.cross_entropy(*batch).item(), rel=1e-12)
+
+
+def test_certificate_regularized_equals_its_formula(batch):
+    y, t = batch
+    n, rows = y.numpy(), np.arange(40)
+    others = np.where(np.eye(5, dtype=bool)[t.numpy()], -np.inf, n).max(axis=1)
+    radius = np.maximum(0, n[rows, t.numpy()] - others) / (math.sqrt(2) * 1.5)
+    assert radius.max() > 0
+    assert radius.min() == 0
+    expected = -log_softmax(n)[rows, t.numpy()].mean() - 0.4 * radius.mean()
+    found = losses.certificate_regularized_cross_entropy(y, t, weight=0.4, lipschitz=1.5)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_loss_has_a_finite_gradient(batch):
+    y, t = batch
+    for name in losses.LOSSES:
+        leaf = y.clone().requires_grad_()
+        losses.build(name)(leaf, y.flip(0) if name in losses.REGRESSION else t).backward()
+        assert torch.isfinite(leaf.grad).all(), name
+        assert leaf.grad.abs().max() > 0, name
+
+
+def test_mse_refuses_shapes_that_would_broadcast():
+    with pytest.raises(OptionError, match=r"expected targets of shape \(4, 1\), got \(4,\)"):
+        losses.mse(torch.zeros(4, 1), torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("hing", {}, "expected loss as one of hinge, .*got 'hing'"),
+        ("hinge", {"eps": 0.1}, "among eps0, lipschitz, got 'eps'"),
+        ("cross_entropy", {"eps0": 0.1}, r"among \(none\), got 'eps0'"),
+        ("hinge", {"eps0": 0}, "expected eps0 > 0, got 0"),
+        ("hinge", {"eps0": float("nan")}, "expected eps0 of loss 'hinge' as a finite number, got nan"),
+        ("hinge", {"eps0": True}, "finite number, got True"),
+        ("hinge", {"lipschitz": -1}, "expected lipschitz > 0, got -1"),
+        ("offset_cross_entropy", {"temperature": 0}, "expected temperature > 0"),
+        ("offset_cross_entropy", {"offset": -1}, "expected offset >= 0"),
+        ("certificate_regularized", {"weight": -1}, "expected weight >= 0"),
+    ],
+)
+def test_build_refuses(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        losses.build(name, **options)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from lipkit.errors import RecipeError
+from lipkit.training import recipe as recipes
+from lipkit.training.recipe import load_recipe
+from lipkit.training.recipe_schema import Recipe
+from lipkit.training.recipe_values import parse_number
+
+SMALL = "name: a\ndata: digits\nmodel: small\ntrain: {epochs: 1}\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "r.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_packaged_recipe_is_whole_and_survives_its_own_yaml(tmp_path, name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.description
+    assert load_recipe(write(tmp_path, recipes.to_yaml(recipe))) == recipe
+
+
+def test_the_default_is_digits():
+    assert load_recipe().data.spec == "digits"
+
+
+def test_every_field_is_described():
+    def walk(model: type[BaseModel]) -> int:
+        count = 0
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            count += 1
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                count += walk(field.annotation)
+        return count
+
+    assert walk(Recipe) > 35
+
+
+def test_fractions_and_exponents_are_numbers_everywhere(tmp_path):
+    text = SMALL.replace("{epochs: 1}", "{epochs: 1, lr: 1e-3, weight_decay: 1/200}")
+    text += "certify: {eps: [36/255, 1], attack_eps: 72/255}\nloss: {name: hinge, options: {eps0: 36/255}}\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.certify.eps == (36 / 255, 1.0)
+    assert recipe.certify.attack_eps == (72 / 255,)
+    assert recipe.loss.options == {"eps0": 36 / 255}
+    assert (recipe.train.lr, recipe.train.weight_decay) == (0.001, 0.005)
+
+
+def test_numbers_are_parsed_not_evaluated():
+    assert parse_number("-3/4") == -0.75
+    assert parse_number(" 1.5e-2 / 3 ") == 0.005
+    for text in ("1/0", "1/0.0", "2**3", "__import__('os')", "1/2/3", "", "nan", "inf", "0x10", "1_000", "٣"):
+        with pytest.raises(ValueError, match="expected a number such as"):
+            parse_number(text)
+    for value in (True, None, [1]):
+        with pytest.raises(ValueError, match="expected a number such as"):
+            parse_number(value)
+
+
+def test_overrides_apply_in_order_and_open_short_forms():
+    recipe = load_recipe(
+        "digits_cayley",
+        [
+            "data=folder:/tmp/x=y",
+            "data.limit=7",
+            "model=small",
+            "model.options.width=2",
+            "loss=offset_cross_entropy",
+            "loss.options.temperature=1/4",
+            "train.schedule=multistep",
+            "train.schedule.options.milestones=[1/4, 3/4]",
+            "train.lr=0.5",
+            "train.lr=1/4",
+            "certify.attack_samples=null",
+            "certify.eps=36/255, 1",
+        ],
+    )
+    assert (recipe.data.spec, recipe.data.limit) == ("folder:/tmp/x=y", 7)
+    assert recipe.model.options == {"width": 2}
+    assert recipe.loss.options == {"temperature": 0.25}
+    assert recipe.train.schedule.options == {"milestones": [0.25, 0.75]}
+    assert recipe.train.lr == 0.25
+    assert recipe.certify.attack_samples is None
+    assert recipe.certify.eps == (36 / 255, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trian.lr=1", "unknown key 'trian', did you mean 'train'"),
+        ("train.epoch=1", "unknown key 'train.epoch', did you mean 'train.epochs'"),
+        ("lr=1", "unknown key 'lr', did you mean 'train.lr'"),
+        ("model.width=2", "unknown key 'model.width', did you mean 'model.options.width'"),
+        ("augment.zzz=2", "unknown key 'augment.zzz'; known there: crop, flip"),
+        ("train.lr=fast", "train.lr: expected a number such as 0.5 or 36/255, got 'fast'"),
+        ("train.lr=0", "train.lr: expected greater than 0, got 0"),
+        ("train.lr=.inf", "train.lr: expected a finite number, got inf"),
+        ("train.epochs=2.5", "train.epochs: expected a valid integer, got 2.5"),
+        ("train.epochs=true", "train.epochs: expected a valid integer, got True"),
+        ("train.seed=-1", "train.seed: expected greater than or equal to 0, got -1"),
+        ("train.optimizer=adm", "train.optimizer: expected 'adam', 'adamw' or 'sgd', got 'adm'"),
+        ("train.momentum=1", "train.momentum: expected less than 1"),
+        ("train.devices=1.5", "train.devices: expected"),
+        ("train=5", "train: expected keys and values, got 5"),
+        ("certify.eps=-1", "certify.eps: expected greater than or equal to 0, got -1"),
+        ("certify.eps=[]", "certify.eps: .*at least 1 item"),
+        ("certify.confidence=1", "certify.confidence: expected less than 1"),
+        ("loss=hing", "loss: expected loss as one of hinge, .* got 'hing'"),
+        ("loss.options.eps=1", "loss: expected options of loss 'hinge' among eps0, lipschitz, got 'eps'"),
+        ("loss.options.eps0=-1", "loss: expected eps0 > 0, got -1"),
+        ("loss=mse", "expected for task classification a loss.name among .*, got mse"),
+        ("train.schedule=multistep", None),
+        ("train.schedule.options.knots=[0, 1]", "train.schedule: expected as many factors as knots"),
+        ("train.schedule.options.knots=abcd", "train.schedule: expected"),
+        ("name=../x", "name: .*got '../x'"),
+        ("name=", "name: expected"),
+        ("train", "expected an override key=value such as train.epochs=5, got 'train'"),
+        ("=3", "expected an override key=value"),
+        ("train..lr=3", "expected an override key=value"),
+        ("train.lr=[1", r"override 'train.lr=\[1': expected a YAML value"),
+        ("train.lr=!!python/object/apply:os.getcwd []", "expected a YAML value, got: could not determine"),
+        ("train.lr.x=1", "override 'train.lr.x=1': expected train.lr to have keys, got 0.01"),
+    ],
+)
+def test_overrides_that_are_wrong(override, message):
+    if message is None:
+        load_recipe("digits_cayley", [override])
+        return
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe("digits_cayley", [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected keys and values, got NoneType"),
+        ("- a\n", "expected keys and values, got list"),
+        ("a: [\n", "expected YAML, got"),
+        ("name: a\nname: b\n", "expected YAML, got: key 'name' twice"),
+        (SMALL.replace("epochs: 1", "epochs: 1, epochs: 2"), "key 'epochs' twice"),
+        (SMALL.replace("data: digits\n", ""), "expected the key 'data', got none"),
+        (SMALL.replace("epochs: 1", "lr: 1"), "expected the key 'train.epochs', got none"),
+        ("name: !!python/object/apply:os.system ['true']\n", "expected YAML, got: could not determine a constructor"),
+        ("? [a]\n: 1\n", "unknown key|expected"),
+        ("\x00", "expected YAML, got"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, text, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_unknown_recipes_and_missing_files(tmp_path):
+    with pytest.raises(
+        RecipeError, match=r"unknown recipe 'digit_cayley', did you mean 'digits_cayley'.; known: cifar10"
+    ):
+        load_recipe("digit_cayley")
+    with pytest.raises(RecipeError, match=r"expected a recipe file, got 'nowhere.yaml': No such file"):
+        load_recipe("nowhere.yaml")
+    with pytest.raises(RecipeError, match=r"expected a recipe file, got .*: Is a directory"):
+        load_recipe(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(RecipeError, match="expected YAML"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+def test_a_recipe_does_not_change_after_it_was_checked():
+    recipe = load_recipe()
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.epochs = 3
+
+
+def test_plain_is_json_with_all_defaults():
+    plain = load_recipe().plain()
+    assert plain["certify"]["eps"][0] == 36 / 255
+    assert plain["train"]["momentum"] == 0.9
+    assert math.isclose(plain["loss"]["options"]["eps0"], 0.5)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit.errors import RunError
+from lipkit.training import run_folder
+
+
+def save(folder, epoch, model=None):
+    run_folder.save_checkpoint(folder, epoch, model or nn.Linear(2, 1), {"epoch": epoch})
+
+
+def test_folders_are_never_shared(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: run_folder.create(tmp_path, "run"), range(40)))
+    assert len(set(made)) == 40
+    assert sorted(p.name for p in made) == [f"run-{i:03d}" for i in range(1, 41)]
+
+
+def test_a_deleted_run_does_not_give_its_number_away(tmp_path):
+    run_folder.create(tmp_path, "run")
+    second = run_folder.create(tmp_path, "run")
+    (tmp_path / "run-001").rmdir()
+    assert run_folder.create(tmp_path, "run").name == "run-003"
+    assert run_folder.create(tmp_path, "run-x").name == "run-x-001"
+    assert second.exists()
+
+
+def test_a_started_run_is_not_overwritten(tmp_path):
+    run_folder.write_settings(tmp_path, {"lr": 0.1})
+    with pytest.raises(RunError, match="expected a new run folder, got"):
+        run_folder.write_settings(tmp_path, {"lr": 0.1})
+    run_folder.check_settings(tmp_path, {"lr": 0.1})
+    with pytest.raises(RunError, match=r"expected lr = 0.1, as the run in .* was started, got 0.2"):
+        run_folder.check_settings(tmp_path, {"lr": 0.2})
+    with pytest.raises(RunError, match=r"expected a run folder with settings.json, got none at"):
+        run_folder.check_settings(tmp_path / "other", {"lr": 0.1})
+
+
+def test_metrics_round_trip_with_nan_as_null(tmp_path):
+    run_folder.append_metrics(tmp_path, {"epoch": 1, "loss": 0.5})
+    run_folder.append_metrics(tmp_path, {"epoch": 2, "loss": float("inf")})
+    assert run_folder.read_metrics(tmp_path) == [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None}]
+    assert run_folder.truncate_metrics(tmp_path, 1) == [{"epoch": 1, "loss": 0.5}]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_torn_last_line_is_left_out_but_another_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"epoch": 1}\n{"epo')
+    assert run_folder.read_metrics(tmp_path) == [{"epoch": 1}]
+    path.write_text('{"epo\n{"epoch": 2}\n')
+    with pytest.raises(RunError, match="expected a JSON object on line 1"):
+        run_folder.read_metrics(tmp_path)
+
+
+def test_the_last_two_checkpoints_are_kept(tmp_path):
+    assert run_folder.load_checkpoint(tmp_path) is None
+    for epoch in range(1, 12):
+        save(tmp_path, epoch)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch-0010", "epoch-0011"]
+    assert run_folder.load_checkpoint(tmp_path)[0] == 11
+
+
+def test_weights_round_trip_with_tied_and_non_contiguous_tensors(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].weight = model[0].weight
+    model[0].bias.data = torch.randn(6)[::2]
+    save(tmp_path, 1, model)
+    epoch, weights, state = run_folder.load_checkpoint(tmp_path)
+    assert (epoch, state) == (1, {"epoch": 1})
+    assert weights.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(weights[name], value)
+        assert weights[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "no manifest", "bad manifest", "no file"])
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, damage):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    newest = tmp_path / "checkpoints" / "epoch-0002"
+    weights, manifest = newest / "model.safetensors", newest / "checkpoint.json"
+    content = weights.read_bytes()
+    if damage == "cut":
+        weights.write_bytes(content[:-1])
+    elif damage == "flip":
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "bad manifest":
+        manifest.write_text("[]")
+    else:
+        weights.unlink()
+    assert run_folder.load_checkpoint(tmp_path)[0] == 1
+
+
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "checkpoints" / "epoch-0001" / "state.pt").write_bytes(b"")
+    with pytest.raises(RunError, match=r"expected an intact checkpoint .* got damaged ones only"):
+        run_folder.load_checkpoint(tmp_path)
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'pwned'}",)
+
+    for content in (pickle.dumps(Evil(), protocol=2), _torch_saved(Evil())):
+        save(tmp_path, 1)
+        folder = tmp_path / "checkpoints" / "epoch-0001"
+        (folder / "state.pt").write_bytes(content)
+        manifest = json.loads((folder / "checkpoint.json").read_text())
+        manifest["sha256"]["state.pt"] = hashlib.sha256(content).hexdigest()
+        (folder / "checkpoint.json").write_text(json.dumps(manifest))
+        with pytest.raises(RunError, match="got damaged ones only"):
+            run_folder.load_checkpoint(tmp_path)
+        assert not (tmp_path / "pwned").exists()
+
+
+def _torch_saved(value):
+    buffer = io.BytesIO()
+    torch.save({"optimizer": value}, buffer)
+    return buffer.getvalue()
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state): ...
+
+    with pytest.raises(RunError, match="expected tensors in the model's state_dict, got dict at '_extra_state'"):
+        save(tmp_path, 1, Extra(1, 1))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    with pytest.raises(RunError, match=r"was started with, got another: .*size mismatch"):
+        run_folder.load_weights(nn.Linear(2, 2), nn.Linear(2, 3).state_dict(), tmp_path)
