@@ -10,15 +10,14 @@ import scipy.stats
 import torch
 from torch import nn
 
-from lipkit import evaluation, plain
+from lipkit import plain
 from lipkit.attacks import pgd_l2
 from lipkit.attacks.pgd import Model
-from lipkit.certificates import certificate as certificate_module
-from lipkit.certificates import certify, format_radius
+from lipkit.certificates import certify, exported, format_radius
 from lipkit.certificates.intervals import clopper_pearson, share
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
-from lipkit.evaluation import Attack, attack_certificate, check_accuracy, check_examples, evaluate, per_class
+from lipkit.evaluation import Attack, attack_certificate, check_accuracy, check_examples, cross_check, evaluate, per_class
 from lipkit.protocol import lipschitz
 
 
@@ -87,7 +86,7 @@ def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: p
     def only_small(model: Model, x: torch.Tensor, y: torch.Tensor, eps: object, **options: Any) -> torch.Tensor:
         return pgd_l2(model, x, y, 0.5, **options) if isinstance(eps, float) and eps == 0.5 else x
 
-    monkeypatch.setattr(evaluation, "pgd_l2", only_small)
+    monkeypatch.setattr(cross_check, "pgd_l2", only_small)
     large, small = evaluate(network(), split(), eps=(0.9, 0.5)).attacked
     assert (large.eps, small.eps) == (0.9, 0.5)
     assert large.share == small.share
@@ -98,7 +97,7 @@ def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: p
 def test_a_wrong_constant_stops_the_evaluation(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # the linear certificate is tight: two per cent off must show; the deep one is not, so it takes more
     factor = 0.2 if deep else 0.98
-    monkeypatch.setattr(certificate_module, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
+    monkeypatch.setattr(exported, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
     net = network(deep=deep)
     if not deep:  # an identity for a body, so that there is a constant to get wrong
         net = plain.Network([plain.Affine(torch.ones(1), torch.zeros(1)), *net], (1, 4, 4))

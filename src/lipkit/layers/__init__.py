@@ -6,6 +6,7 @@ from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
 from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
 from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
+from lipkit.layers.lln import NormalizedLinear
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.rko import RkoConv2d
@@ -33,6 +34,7 @@ __all__ = [
     "LotConv2d",
     "MaxMin",
     "Normalize",
+    "NormalizedLinear",
     "OrthogonalLinear",
     "OssnConv2d",
     "Residual",

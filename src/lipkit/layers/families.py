@@ -144,7 +144,7 @@ FAMILIES: dict[str, Family] = {
             paper="Singla & Feizi, ICML 2021",
             equation="theorems 2 to 4, algorithm 1",
             conv=SocConv2d,
-            linear=partial(OrthogonalLinear, orthogonalize="exponential"),
+            linear=CayleyLinear,
             sizes="odd kernels, any image",
             accepts=lambda k, h, w: k % 2 == 1,
             options={"train_terms": (3, 5), "eval_terms": (5, 10)},

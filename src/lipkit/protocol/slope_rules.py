@@ -2,8 +2,9 @@ r"""Rules of residual blocks with slope-restricted activations, from the stored 
 
 For :math:`y = x + W_2\,\sigma(W_1 x + b)` and a positive diagonal :math:`\Lambda`: if :math:`W_2 = -W_1^*\Lambda` and
 :math:`\|\Lambda^{1/2}W_1\|^2 \le 2`, then y is 1-Lipschitz (Araujo et al., ICLR 2023, theorem 1). Stored weights
-satisfy neither exactly. With :math:`s = \max(1, \|\Lambda^{1/2}W_1\|^2/2)` the multiplier :math:`\Lambda/s` qualifies, and
-:math:`W_2` differs from the matrix that belongs to it by :math:`(W_2 + W_1^*\Lambda) - (1 - 1/s) W_1^*\Lambda`, so
+satisfy neither exactly. With :math:`s = \max(1, \|\Lambda^{1/2}W_1\|^2/2)` the multiplier :math:`\Lambda/s` qualifies,
+and :math:`W_2` differs from the matrix that belongs to it by
+:math:`(W_2 + W_1^*\Lambda) - (1 - 1/s) W_1^*\Lambda`, so
 
 .. math:: L \le 1 + \|W_1\| \big( \|W_2 + W_1^*\Lambda\| + (1 - 1/s)\,\|W_1^*\Lambda\| \big) .
 """

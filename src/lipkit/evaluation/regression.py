@@ -1,0 +1,149 @@
+"""Errors of a regression network, its certified deviations, and a search for inputs that would disprove them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lipkit import plain
+from lipkit.attacks import SecantSearch, lipschitz_lower_bound
+from lipkit.certificates import RegressionCertificate, certify_regression
+from lipkit.certificates.exported import float64_copy
+from lipkit.errors import CertificateViolation
+
+if TYPE_CHECKING:
+    from lipkit.data import Split
+
+# A secant is evaluated in float64: its slope can lie above the true one by rounding alone.
+_ROUNDING = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class RegressionEvaluation:
+    """What `evaluate_regression` measured.
+
+    Attributes:
+        certificate: of the test samples.
+        mse: mean of the squared errors over samples and outputs.
+        rmse: (d,) root of the mean squared error of each output.
+        secant: the steepest secant found; ``secant.lower`` is a lower bound of the Lipschitz constant.
+        output_slopes: (d,) the steepest slope of each output that was seen: on that secant, or between two samples.
+        times: seconds.
+    """
+
+    certificate: RegressionCertificate
+    mse: float
+    rmse: tuple[float, ...]
+    secant: SecantSearch
+    output_slopes: tuple[float, ...]
+    times: dict[str, float]
+
+    @property
+    def lower(self) -> float:
+        """Lower bound of the Lipschitz constant; never a certificate."""
+        return self.secant.lower
+
+    @property
+    def tightness(self) -> float:
+        """Lower over upper bound: 1 if nothing was given away; NaN for a constant network."""
+        upper = self.certificate.constant
+        return self.lower / upper if upper > 0 else float("nan")
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers, for a line of metrics."""
+        return {
+            "test_mse": self.mse,
+            "lipschitz": self.certificate.constant,
+            "lower": self.lower,
+            "tightness": self.tightness,
+        }
+
+
+def evaluate_regression(
+    network: plain.Network,
+    split: Split,
+    *,
+    delta: float = 0.1,
+    restarts: int = 64,
+    steps: int = 200,
+    batch_size: int = 256,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> RegressionEvaluation:
+    """Certify a regression network, measure its error, search for its steepest secant, and stop if they disagree.
+
+    The search (`lipkit.attacks.lipschitz_lower_bound`) starts at the samples and may leave their range, as the
+    certified bound holds everywhere.
+
+    **Guarantee.** If this returns, no secant that was seen, found by the search or between neighbouring samples, is
+    steeper than the certified constant, nor is any output's steeper than its own. That is a test of the bounds, which
+    do not rest on it.
+
+    Args:
+        network: an exported network (`lipkit.export`).
+        split: samples and floating-point targets (N, d).
+        delta: l2 norm of the input deviation that output deviations are certified for.
+        restarts: starting points of the search.
+        steps: ascent steps of the search.
+        batch_size: samples evaluated at once.
+        seed: of the search.
+        device: where the outputs are evaluated.
+
+    Raises:
+        CertificateViolation: a secant is steeper than the certified constant: the bound is wrong.
+        NoRuleError, ShapeError, OptionError: see `lipkit.certificates.certify_regression`.
+    """
+    start = time.perf_counter()
+    x, y = split.batch(torch.arange(len(split)))
+    certificate = certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device)
+    certified_at = time.perf_counter()
+    secant = lipschitz_lower_bound(network, start=x, restarts=restarts, steps=steps, seed=seed)
+    slopes = torch.maximum(_slopes(network, secant.x[None], secant.y[None]), _slopes(network, x[:-1], x[1:]))
+    check_slopes(certificate, secant.lower, slopes)
+    return RegressionEvaluation(
+        certificate=certificate,
+        mse=certificate.mse,
+        rmse=tuple(certificate.error.square().mean(dim=0).sqrt().tolist()),
+        secant=secant,
+        output_slopes=tuple(slopes.tolist()),
+        times={"certify": certified_at - start, "search": time.perf_counter() - certified_at},
+    )
+
+
+def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tensor) -> None:
+    """Compare slopes that were seen with the constants that were proved.
+
+    Args:
+        certificate: of the network.
+        lower: slope of a secant of the whole network.
+        slopes: (d,) slopes of each output.
+
+    Raises:
+        CertificateViolation: one is above its constant by more than rounding.
+    """
+    rows = [("the network", lower, certificate.constant)]
+    rows += [
+        (f"output {j}", *pair)
+        for j, pair in enumerate(zip(slopes.tolist(), certificate.output_constants.tolist(), strict=True))
+    ]
+    for name, slope, constant in rows:
+        if slope > constant * (1 + _ROUNDING):
+            raise CertificateViolation(
+                f"{name}: expected no secant steeper than the certified constant {constant:.9g}, got one of slope "
+                f"{slope:.9g}"
+            )
+
+
+def _slopes(network: plain.Network, x: Tensor, y: Tensor) -> Tensor:
+    """(d,) the steepest slope of each output on the secants from x to y, in float64; 0 where they are too short."""
+    exact, x, y = float64_copy(network), x.detach().cpu().double(), y.detach().cpu().double()
+    with torch.no_grad():
+        rise = (exact(y) - exact(x)).abs() if len(x) else exact(y.new_zeros(1, *network.input_shape)) * 0
+        run = torch.linalg.vector_norm((y - x).flatten(1), dim=1, keepdim=True)
+        reach = 1 + torch.linalg.vector_norm(x.flatten(1), dim=1, keepdim=True) + rise.amax(dim=1, keepdim=True)
+    slopes = torch.where(run > 1e-7 * reach, rise / run.clamp_min(1e-300), 0.0) if len(x) else rise
+    return slopes.amax(dim=0)
