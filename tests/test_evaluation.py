@@ -17,7 +17,15 @@ from lipkit.certificates import certify, exported, format_radius
 from lipkit.certificates.intervals import clopper_pearson, share
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
-from lipkit.evaluation import Attack, attack_certificate, check_accuracy, check_examples, cross_check, evaluate, per_class
+from lipkit.evaluation import (
+    Attack,
+    attack_certificate,
+    check_accuracy,
+    check_examples,
+    cross_check,
+    evaluate,
+    per_class,
+)
 from lipkit.protocol import lipschitz
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lipkit.bounds import spectral_norm, spectral_norms
-from lipkit.bounds.rounding import UNIT, gamma, reciprocal_up, round_up, to_double, up
+from lipkit.bounds.rounding import UNIT, gamma, multiply_up, reciprocal_up, round_up, to_double, up
 from lipkit.bounds.verified import power_of_two, scale_to
 from lipkit.errors import ShapeError
 
@@ -132,7 +132,9 @@ def test_zero_is_exactly_zero() -> None:
     exponent=st.integers(-40, 40),
     complex_=st.booleans(),
 )
-def test_never_below_for_adversarial_entries(m: int, n: int, data: st.DataObject, exponent: int, complex_: bool) -> None:
+def test_never_below_for_adversarial_entries(
+    m: int, n: int, data: st.DataObject, exponent: int, complex_: bool
+) -> None:
     number = st.floats(-8, 8, allow_subnormal=False) | st.sampled_from([0.0, 1.0, -1.0, 1 / 3, 1 + UNIT * 2])
     count = m * n * (2 if complex_ else 1)
     entries = torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count)), dtype=torch.float64)
@@ -231,6 +233,14 @@ def test_rounding_constants() -> None:
     assert round_up(0.0) > 0
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert to_double(torch.tensor(0.1, dtype=dtype)).item() == torch.tensor(0.1, dtype=dtype).item()
+
+
+@given(st.floats(0, 1e150), st.floats(0, 1e150))
+def test_products_are_rounded_up_only_if_they_are_rounded(a: float, b: float) -> None:
+    got = float(multiply_up(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)))
+    exact = Fraction(a) * Fraction(b)
+    assert Fraction(got) >= exact
+    assert got == a * b if Fraction(a * b) == exact else got <= a * b * (1 + 1e-14) + 1e-323
 
 
 @given(st.floats(0, 1e308))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -168,8 +167,13 @@ def line():
     x = torch.linspace(-1, 1, 64)[:, None]
     return Data("line", Split(x, x.abs()), Split(x, x.abs()))
 
+def points():
+    x = 3 * torch.randn(80, 2, generator=torch.Generator().manual_seed(0))
+    split = Split(x, (x[:, 0] > x[:, 1]).long())
+    return Data("points", split, split, ("below", "above"))
+
 def bounded(input_shape, classes):
-    return nn.Sequential(CayleyLinear(1, 8), MaxMin(), CayleyLinear(8, classes))
+    return nn.Sequential(CayleyLinear(*input_shape, 8), MaxMin(), CayleyLinear(8, classes))
 """
 
 
@@ -227,17 +231,39 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_regression_ends_with_an_error_and_a_bound(mine, tmp_path, capsys):
-    changes = [f"data={mine}:line", "task=regression", "loss=mse", f"model={mine}:bounded", "train.epochs=40"]
-    assert main(["train", *QUICK, *changes, "train.lr=0.05", "--out", str(tmp_path / "runs")]) == 0
+def test_regression_ends_with_an_error_a_bound_and_a_search(mine, tmp_path, capsys):
+    changes = [
+        f"data={mine}:line", "task=regression", "loss=mse", f"model={mine}:bounded", "train.epochs=40", "train.lr=0.05",
+        "train.evaluate_every=20", "certify.search_steps=20", "certify.delta=0.2",
+    ]  # fmt: skip
+    assert main(["train", *QUICK, *changes, "--out", str(tmp_path / "runs")]) == 0
+    captured = capsys.readouterr()
+    assert "test mse" in captured.err
+    assert "tightness" in captured.out
     folder = tmp_path / "runs" / "digits_cayley-001"
-    found = json.loads((folder / "regression.json").read_text())
-    assert found["test_mse"] < 0.02
-    assert found["lipschitz"] == pytest.approx(1, abs=1e-4)
-    assert "test_mse" in capsys.readouterr().out
+    record = read_record(folder)
+    assert record.task == "regression"
+    assert record.mse < 0.02
+    assert record.lipschitz.computed == pytest.approx(1, abs=1e-4)
+    assert record.search.steps == 20
+    assert record.deviation == pytest.approx(0.2, rel=1e-3)
     x = torch.linspace(-1, 1, 64)[:, None]
     expected = (plain.load(folder / "network")(x) - x.abs()).square().mean().item()
-    assert found["test_mse"] == pytest.approx(expected, rel=1e-5)
+    assert record.mse == pytest.approx(expected, rel=1e-5)
+    assert run_folder.read_metrics(folder)[-1]["test_mse"] == pytest.approx(record.mse, rel=1e-5)
+    assert main(["certify", str(folder), "certify.delta=0.5", "certify.search_steps=20"]) == 0
+    again = read_record(folder)
+    assert (again.delta, again.lipschitz.claimed) == (0.5, record.lipschitz.claimed)
+    assert main(["report", str(folder)]) == 0
+    assert "tightness" in capsys.readouterr().out
+
+
+def test_inputs_that_are_no_images_are_attacked_without_a_box(mine, tmp_path):
+    changes = [f"data={mine}:points", f"model={mine}:bounded", "train.epochs=20", "train.lr=0.05", "certify.eps=0.1"]
+    record = pipeline.train(quick(*changes), out=tmp_path / "runs").record
+    assert record.attack.box is None
+    assert record.clean.value > 0.9
+    assert record.certified[0].share.value > 0.8
 
 
 def test_initial_weights_come_from_the_seed_alone():

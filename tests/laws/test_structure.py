@@ -117,6 +117,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         ],
     },
     "Residual of convolutions": {
+        "backends": (),
         "make": residual_convolution,
         "input_shape": [(4, 5, 3), (4, 2, 2)],
         "claim": "contraction",

@@ -184,7 +184,9 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 def test_nothing_is_assumed_of_a_function_that_is_not_in_the_table() -> None:
     layer = make(3, 3, 3, orthogonalize=lambda w: 1.5 * polar(w), complex_p0=True, dtype=torch.float64)
-    assert float(lipschitz(layer)) == pytest.approx(1.5, rel=1e-9)
+    bound = lipschitz(layer)
+    assert bound.requires_grad
+    assert float(bound.detach()) == pytest.approx(1.5, rel=1e-9)
     assert values(layer, (3, 6, 6)).max() == pytest.approx(1.5, rel=1e-9)
 
 
@@ -231,6 +233,9 @@ def test_plain_form_of_broken_numbers_shows_in_its_bound() -> None:
     phase = network[0]
     phase.pair[2].mul_(1.01)
     assert float(lipschitz(network)) == pytest.approx(1.01 * before, rel=1e-5)
+    # A wrong transform counts twice: on the way in and on the way out.
+    phase.transform0.mul_(1.01)
+    assert float(lipschitz(network)) == pytest.approx(1.01**3 * before, rel=1e-5)
 
 
 def test_plain_form_refuses_what_does_not_fit() -> None:

@@ -64,6 +64,16 @@ def test_norm_is_close_to_one_after_ten_steps():
         assert 1 - 1e-5 < lipschitz(layer, (16, 8, 8)).item() < 1.02
 
 
+def test_norm_is_close_to_one_for_a_kernel_like_a_trained_one():
+    torch.manual_seed(0)
+    values = torch.tensor([1.31, 1.24, 1.23, 1.22, *[1.1] * 12], dtype=torch.float64)
+    u, v = (torch.linalg.qr(torch.randn(n, 16, dtype=torch.float64))[0] for n in (16, 32))
+    layer = OssnConv2d(32, 16, 1, dtype=torch.float64)
+    with torch.no_grad():
+        layer.free.copy_(((u * values) @ v.mT)[:, :, None, None])
+    assert 1 - 1e-9 < lipschitz(layer, (32, 4, 4)).item() < 1.02
+
+
 def test_fewer_steps_leave_a_larger_norm():
     torch.manual_seed(0)
     bounds = []

@@ -58,7 +58,11 @@ def orthogonality_error(layer: FourierConv2d) -> float:
 def test_a_move_to_float64_makes_the_transform_anew(size: tuple[int, int]) -> None:
     layer, _ = fourier(size, torch.float32)
     assert 1e-9 < orthogonality_error(layer) < 1e-5
-    for moved in (copy.deepcopy(layer).double(), copy.deepcopy(layer).to(torch.float64), nn.Sequential(layer).double()[0]):
+    for moved in (
+        copy.deepcopy(layer).double(),
+        copy.deepcopy(layer).to(torch.float64),
+        nn.Sequential(layer).double()[0],
+    ):
         assert orthogonality_error(moved) < 1e-14
         assert moved.real.dtype == torch.float64
     assert orthogonality_error(copy.deepcopy(layer).half().double()) < 1e-14
@@ -94,7 +98,9 @@ def test_fourier_convolution_refuses_other_inputs(shape: tuple[int, ...]) -> Non
         fourier((5, 6))[0](torch.zeros(shape))
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 4, 4), (1, 0, 4, 4), (1, 1, 0, 4), (1, 1, 4, -1), (1, 1, 1, 10**6), (1, 1, 10**12, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 1, 4, 4), (1, 0, 4, 4), (1, 1, 0, 4), (1, 1, 4, -1), (1, 1, 1, 10**6), (1, 1, 10**12, 1)]
+)
 def test_fourier_convolution_refuses_sizes_without_computing(sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(ShapeError, match=r"expected .* got"):
         FourierConv2d(*sizes)

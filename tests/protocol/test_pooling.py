@@ -100,7 +100,14 @@ def test_overlap_is_the_count(kernel: int, stride: int, dilation: int) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "dilation", "ceil_mode"),
-    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 1, True), (2, 1, 0, 2, False), (3, 2, 0, 2, True), (2, 3, 1, 1, True)],
+    [
+        (2, 2, 0, 1, False),
+        (3, 2, 1, 1, False),
+        (3, 1, 1, 1, True),
+        (2, 1, 0, 2, False),
+        (3, 2, 0, 2, True),
+        (2, 3, 1, 1, True),
+    ],
 )
 def test_max_pooling_is_reached_where_one_pixel_wins_every_window(
     kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool

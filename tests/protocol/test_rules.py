@@ -100,7 +100,7 @@ def test_zero_padded_convolution(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("padding", [2, (1, 2), (3, 0)])
 def test_circular_overpadding_is_refused_and_would_be_wrong(padding: object) -> None:
     layer = nn.Conv2d(1, 1, 3, padding=padding, padding_mode="circular", bias=False)  # type: ignore[arg-type]
-    with pytest.raises(NoRuleError, match="expected at most .* got"):
+    with pytest.raises(NoRuleError, match=r"expected at most .* got"):
         lipschitz(layer, (1, 5, 5))
     with torch.no_grad():
         layer.weight.zero_()
@@ -435,7 +435,17 @@ def test_the_input_shape_travels_through_a_chain() -> None:
 @given(seed=st.integers(0, 10**6))
 def test_no_pair_of_inputs_beats_the_bound_of_a_random_network(seed: int) -> None:
     torch.manual_seed(seed)
-    activations = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Mish(), nn.SELU(), nn.Hardswish(), nn.ELU(2.0), MaxMin(), GroupSort()]
+    activations = [
+        nn.ReLU(),
+        nn.GELU(),
+        nn.SiLU(),
+        nn.Mish(),
+        nn.SELU(),
+        nn.Hardswish(),
+        nn.ELU(2.0),
+        MaxMin(),
+        GroupSort(),
+    ]
     pick = [activations[i] for i in torch.randint(len(activations), (2,)).tolist()]
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1),
@@ -582,7 +592,7 @@ def test_messages_name_the_remedy() -> None:
     }.items():
         with pytest.raises(NoRuleError, match=word):
             lipschitz(FOOLS[name]())
-    with pytest.raises(NoRuleError, match="expected an nn.Module"):
+    with pytest.raises(NoRuleError, match=r"expected an nn\.Module"):
         lipschitz(lambda x: x)  # type: ignore[arg-type]
 
 
@@ -660,7 +670,9 @@ def test_rules_of_ones_own() -> None:
 
 
 def test_every_type_with_a_rule_has_both() -> None:
-    one_sided = [k.__qualname__ for k, both in rules().items() if k.__module__.startswith(("torch", "lipkit")) and not all(both)]
+    one_sided = [
+        k.__qualname__ for k, both in rules().items() if k.__module__.startswith(("torch", "lipkit")) and not all(both)
+    ]
     assert one_sided == []
 
 
@@ -722,5 +734,5 @@ def test_the_bound_is_differentiable_through_a_chain() -> None:
     gain = float(model[0].gamma().detach())
     # d L / d log gamma = L.
     assert model[0].log_gamma.grad.item() == pytest.approx(float(bound.detach()), rel=1e-9)
-    u, s, vh = np.linalg.svd(model[1].weight.detach().numpy())
+    u, _, vh = np.linalg.svd(model[1].weight.detach().numpy())
     assert np.abs(model[1].weight.grad.numpy() - gain * np.outer(u[:, 0], vh[0])).max() < 1e-8

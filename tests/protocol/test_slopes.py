@@ -124,7 +124,9 @@ def test_softmax_reaches_one_half() -> None:
     assert float(lipschitz(nn.Softmax(dim=-1))) == 0.5
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(0, None), (None, None), (-2, None), (-2, (5,)), (-4, (2, 3, 4)), (0, (3,))])
+@pytest.mark.parametrize(
+    ("dim", "shape"), [(0, None), (None, None), (-2, None), (-2, (5,)), (-4, (2, 3, 4)), (0, (3,))]
+)
 def test_softmax_over_the_batch_is_refused(dim: int | None, shape: tuple[int, ...] | None) -> None:
     with pytest.raises(NoRuleError, match="batch"):
         lipschitz(nn.Softmax(dim=dim), shape)
@@ -192,7 +194,8 @@ def test_undefined_slopes_bound_nothing(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Hardshrink(), nn.Threshold(0.1, 1.0), nn.RReLU(), nn.GLU(), nn.Softmin(1), nn.LogSoftmax(1), nn.Softmax2d()]
+    "module",
+    [nn.Hardshrink(), nn.Threshold(0.1, 1.0), nn.RReLU(), nn.GLU(), nn.Softmin(1), nn.LogSoftmax(1), nn.Softmax2d()],
 )
 def test_no_rule_no_bound(module: nn.Module) -> None:
     with pytest.raises(NoRuleError, match="has no rule"):

@@ -101,6 +101,7 @@ def test_history_holds_the_mean_loss_and_accuracy_of_the_epoch():
         return value
 
     run = training.fit(network(), blobs(50), loss=loss, epochs=1, lr=0.01, **COMMON)
+    assert not run.model.training
     total = sum(n for _, n, _ in seen)
     assert total == 50
     assert run.history[0]["loss"] == pytest.approx(sum(v * n for v, n, _ in seen) / total, rel=1e-6)

@@ -32,6 +32,19 @@ def up(value: Tensor, operations: int) -> Tensor:
     return value * (1 + gamma(operations + 2))
 
 
+def multiply_up(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b`` for non-negative 0-d float64 tensors, enlarged only if that product was rounded.
+
+    >>> multiply_up(torch.tensor(2.0).double(), torch.tensor(1.5).double()).item()
+    3.0
+    """
+    product = a * b
+    x, y, z = (float(t.detach()) for t in (a, b, product))
+    exact = math.isfinite(z) and Fraction(x) * Fraction(y) == Fraction(z)
+    # The smallest subnormal number covers a product below the normal range.
+    return product if exact or not math.isfinite(z) else up(product, 1) + 2.0**-1074
+
+
 def round_up(value: float) -> float:
     """The next float64 above ``value``: the result of one rounded operation is then never below the exact one."""
     return math.nextafter(value, math.inf)

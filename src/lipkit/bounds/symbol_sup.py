@@ -1,9 +1,7 @@
-r"""Bound of a convolution by the supremum of its matrix symbol, on a grid with a proved correction.
+r"""Bound of a convolution by the supremum of its matrix symbol, proved from finitely many frequencies.
 
 For a kernel :math:`K` the norm of the convolution with zero padding of any width, of a circular one of any size,
-strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}`. For
-unit vectors :math:`u^*F(w)v` is a trigonometric polynomial of width k per axis, so its supremum is at most its
-maximum on S equispaced points divided by :math:`\cos(\pi(k-1)/(2S))` per axis (Ehlich & Zeller 1964).
+strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K[s] e^{i\langle s, w\rangle}`.
 """
 
 from __future__ import annotations
@@ -13,14 +11,31 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import gamma, to_double, up
-from lipkit.bounds.verified import scale_to, spectral_norm
-from lipkit.conv import check_kernel, symbol_at
+from lipkit.bounds.cover import Cover, cover
+from lipkit.bounds.gram_symbol import GramSymbol
+from lipkit.bounds.kernels import (
+    check_kernel,
+    constant,
+    finite_groups,
+    largest,
+    split_groups,
+    symbol_error,
+    unscaled,
+)
+from lipkit.bounds.peak import find_peak
+from lipkit.bounds.rounding import to_double, up
+from lipkit.bounds.verified import scale_to, spectral_norm, spectral_norms
+from lipkit.conv import symbol_at
 from lipkit.errors import OptionError
 
 
 def grid_correction(k: int, points: int) -> float:
-    """Factor from the maximum on ``points`` equispaced points to the supremum, for ``k`` taps: >= 1.
+    r"""Factor from the maximum on ``points`` equispaced points to the supremum, for ``k`` taps: >= 1.
+
+    .. math:: 1 / \cos(\pi (k - 1) / (2 S))
+
+    References:
+        Ehlich & Zeller, Mathematische Zeitschrift 86 (1964).
 
     >>> round(grid_correction(3, 64), 4)
     1.0012
@@ -32,62 +47,82 @@ def grid_correction(k: int, points: int) -> float:
     return 1.0 if k == 1 else 1.0 / math.cos(math.pi * (k - 1) / (2 * points))
 
 
-def split_groups(kernel: Tensor, groups: int) -> Tensor:
-    """``(cout, cin / g, kh, kw)`` as g kernels ``(g, cout / g, cin / g, kh, kw)``: the layer is block-diagonal."""
-    if groups < 1 or kernel.shape[0] % groups:
-        raise OptionError(f"groups: expected a divisor of the {kernel.shape[0]} output channels, got {groups}")
-    return kernel.unflatten(0, (groups, -1))
-
-
-def symbol_error(kernel: Tensor) -> Tensor:
-    """Bound of the spectral norm of the rounding error of ``symbol_at(kernel, ...)`` in float64, at any frequency."""
-    taps = kernel.shape[-1] * kernel.shape[-2]
-    # Each entry is a sum of `taps` products with cosines and sines that carry up to 8 roundings themselves.
-    size = kernel.detach().abs()
-    error = up(size.sum((-2, -1)).square().sum((-2, -1)).sqrt().amax(), size.numel() + 64) * gamma(2 * taps + 64)
-    # Squares and products below the normal range lose an absolute amount that no relative error covers.
-    return torch.where(size.amax() > 0, error + 2.0**-500, error)
-
-
-def _largest(norms: list[Tensor]) -> Tensor:
-    """The largest of the groups; a group that is not a number (infinite or undefined entries) counts as infinite."""
-    return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf).amax()
-
-
-def symbol_sup(kernel: Tensor, *, groups: int = 1, points: int | None = None) -> Tensor:
+def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, points: int | None = None) -> Tensor:
     r"""Upper bound of the spectral norm of a convolution, for every image size.
 
-    .. math:: \|K\| \le \max_{w \in \text{grid}} \|F(w)\|_2 \prod_{\text{axes}} \cos(\pi (k-1)/(2S))^{-1}
+    .. math:: \|K\| \le \sup_w \|F(w)\|_2 \le \text{bound} \le (1 + \text{tolerance}) \sup_w \|F(w)\|_2
+
+    A search proposes a level just above the supremum; Cholesky factorisations prove it, cell by cell
+    (:mod:`lipkit.bounds.cover`).
 
     Args:
         kernel: ``(cout, cin / groups, kh, kw)``, as ``nn.Conv2d.weight``.
         groups: number of groups; the bound is the maximum over them.
-        points: S, grid points per axis (default: 16 (k - 1), which costs at most 1 % in two dimensions).
+        tolerance: how far above the supremum the bound may be, relative, in [1e-4, 1]. The number of cells grows
+            like 1 / tolerance.
+        points: S: instead of cells, a grid of S equispaced points per axis with the correction of
+            :func:`grid_correction` (``tolerance`` is then not used).
 
     Returns:
-        0-d float64, differentiable with respect to ``kernel``.
+        0-d float64, differentiable with respect to ``kernel``: the gradient is that of the largest singular value at
+        the frequency found, times the bound's share above it.
 
     Guarantee:
-        Upper bound, including rounding, for zero padding of any width, for circular padding of at most
-        ``k - 1`` per axis in total, for any stride and dilation. Not for reflect or replicate padding.
+        Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
+        axis in total, for any stride and dilation, and for the transposed convolutions, which are the adjoints. Not
+        for reflect or replicate padding.
 
     Cost:
-        S^2 / 2 Gram matrices, eigenvalue problems and Cholesky factorisations of the smaller channel number.
+        ``(kh kw)^2 / 2`` products of channels for the autocorrelation, then about 100 to 500 (3 x 3) Cholesky
+        factorisations of the smaller channel number; those of the equispaced grid are ``S^2 / 2``.
 
     Raises:
-        ShapeError, OptionError: a wrong kernel shape, groups or points.
+        ShapeError, OptionError: a wrong kernel shape, groups, tolerance or points.
 
     >>> k = torch.full((1, 1, 3, 3), 1 / 9)
     >>> 1.0 <= float(symbol_sup(k)) <= 1.01
     True
 
     References:
-        Ehlich & Zeller, Mathematische Zeitschrift 86 (1964); [LipBound] section 4 for the matrix symbol.
+        [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. The cells are ours.
     """
+    if not 1e-4 <= tolerance <= 1:
+        raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
+    if points is not None:
+        return _on_grid(kernel, groups, points)
+    found = finite_groups(kernel, groups)
+    if isinstance(found, float):
+        return constant(found, kernel)
+    kernels, exponent = found
+    if kernel.shape[-2:] == (1, 1):
+        return unscaled(spectral_norm(kernels[..., 0, 0]), exponent)
+    values = kernels.detach()
+    peak = find_peak(values)
+    norm = float(spectral_norms(_symbol(values, peak.group, peak.point, peak.periods)))
+    symbol = GramSymbol(values)
+    # The levels are those of G = F* F.
+    relative = (1 + 0.99 * tolerance) ** 2 - 1
+    start = Cover(norm**2 * (1 + relative), peak.group, peak.point, peak.periods, 0)
+    # The search ends with values a little too low, away from the peak.
+    sample = 1.01 * peak.sample.flatten().double()
+    proved = cover(symbol, start, sample, relative)
+    bound = up(torch.tensor(math.sqrt(proved.level), dtype=torch.float64, device=kernel.device), 2)
+    if kernels.requires_grad and torch.is_grad_enabled():
+        bound = scale_to(bound, spectral_norm(_symbol(kernels, proved.group, proved.point, proved.periods)))
+    return unscaled(bound, exponent)
+
+
+def _symbol(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple[int, int]) -> Tensor:
+    f1, f2 = (torch.tensor([p]) for p in point)
+    return symbol_at(kernels[group], f1, f2, *periods)
+
+
+def _on_grid(kernel: Tensor, groups: int, points: int) -> Tensor:
+    """The bound by all equispaced frequencies: for unit vectors ``u* F(w) v`` is a polynomial of width k per axis."""
     check_kernel(kernel)
     kernels = to_double(split_groups(kernel, groups))
     kh, kw = kernel.shape[-2:]
-    s1, s2 = (k if k == 1 else 16 * (k - 1) if points is None else points for k in (kh, kw))
+    s1, s2 = (k if k == 1 else points for k in (kh, kw))
     correction = grid_correction(kh, s1) * grid_correction(kw, s2)
     # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.
     f1 = torch.arange(s1).repeat_interleave(s2 // 2 + 1)
@@ -97,36 +132,4 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, points: int | None = None) ->
         on_grid = spectral_norm(symbol_at(one, f1, f2, s1, s2))
         bound = up((on_grid.detach() + symbol_error(one)) * correction, 4)
         norms.append(scale_to(bound, on_grid) if on_grid.requires_grad else bound)
-    return _largest(norms)
-
-
-def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
-    r"""Spectral norm of the circular convolution on an ``h x w`` image: exact up to rounding, never below.
-
-    .. math:: \max_f \|F(f)\|_2 \quad\text{over the } h \times w \text{ frequencies}
-
-    Args:
-        kernel: ``(cout, cin / groups, kh, kw)``; larger than the image is allowed (taps wrap around).
-        h, w: image size.
-        groups: number of groups; the result is the maximum over them.
-
-    Returns:
-        0-d float64, differentiable.
-
-    Cost:
-        h (w // 2 + 1) Gram matrices, eigenvalue problems and Cholesky factorisations.
-
-    >>> float(circular(torch.ones(1, 1, 3, 3), 6, 6)) - 9.0 < 1e-10
-    True
-
-    References:
-        Sedghi, Gupta & Long, ICLR 2019.
-    """
-    check_kernel(kernel)
-    f1 = torch.arange(h).repeat_interleave(w // 2 + 1)
-    f2 = torch.arange(w // 2 + 1).repeat(h)
-    norms = []
-    for one in to_double(split_groups(kernel, groups)):
-        norm = spectral_norm(symbol_at(one, f1, f2, h, w))
-        norms.append(norm + symbol_error(one))
-    return _largest(norms)
+    return largest(norms)

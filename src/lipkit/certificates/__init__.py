@@ -1,4 +1,4 @@
-"""Certificates of exported networks, from proved Lipschitz constants: radii of classifiers, deviations of regressions."""
+"""Certificates of exported networks from proved Lipschitz constants: radii of classifiers, deviations of outputs."""
 
 from __future__ import annotations
 

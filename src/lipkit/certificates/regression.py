@@ -1,7 +1,7 @@
 r"""Certificates of a regression: how far the outputs can move when the input moves by delta.
 
-For an L-Lipschitz network ``||f(x + d) - f(x)|| <= L ||d||``; output j alone moves by at most ``K_j ||d||`` with its own
-constant ``K_j <= L``. Both hold at every input, not only at the samples.
+For an L-Lipschitz network ``||f(x + d) - f(x)|| <= L ||d||``; output j alone moves by at most ``K_j ||d||`` with a
+constant ``K_j <= L`` of its own. Both hold at every input, not only at the samples.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from lipkit import plain
+from lipkit.bounds import spectral_norm
+from lipkit.bounds.lmi import gain_bound
+from lipkit.bounds.lmi_balance import balance
 from lipkit.bounds.rounding import gamma
 from lipkit.certificates.exported import check_inputs, dtype_name, float64_copy, float64_device, proved_bound
 from lipkit.certificates.margins import round_up
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.plain import Affine, Network
+from lipkit.protocol.slopes import SlopeRun, slope_runs
 
 # Float64 evaluation of a network errs by about 1e-15 of the numbers it adds up; this share of them (9e-13) is taken off
 # every margin, and added to every error. It costs nothing visible and keeps noise on an exact tie from becoming a
@@ -92,8 +96,8 @@ class RegressionCertificate:
         """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row a sample."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        outputs = range(self.target.shape[1])
-        writer.writerow(["index", *(f"{name}_{j}" for j in outputs for name in ("target", "prediction", "worst_error"))])
+        names = ("target", "prediction", "worst_error")
+        writer.writerow(["index", *(f"{name}_{j}" for j in range(self.target.shape[1]) for name in names)])
         columns = torch.stack((self.target, self.prediction, self.worst_error), dim=2).flatten(1)
         writer.writerows([i, *row] for i, row in enumerate(columns.tolist()))
         write_atomic(Path(path), text.getvalue().encode())
@@ -181,50 +185,36 @@ def output_constants(network: Network, outputs: int, constant: float) -> tuple[T
         ((d,) float64, ``"outputs"``), or all ``constant`` and ``"global"`` for other networks.
     """
     modules = list(network)
-    scaled = bool(modules) and type(modules[-1]) is Affine
-    position = len(modules) - (2 if scaled else 1)
+    tail = modules[-1] if modules else None
+    scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
+    position = len(modules) - (1 if scaling is None else 2)
     last = modules[position] if position >= 0 else None
-    if type(last) is not nn.Linear or last.out_features != outputs:
+    if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
         return torch.full((outputs,), constant, dtype=torch.float64), "global"
-    scales = modules[-1].scale.detach().abs().expand(outputs).tolist() if scaled else [1.0] * outputs
-    multipliers = {i: m for i, m in network.multipliers().items() if i < position}
-    if outputs > _MOST_LMI_OUTPUTS:
-        multipliers = {}
-    body = proved_bound(nn.Sequential(*modules[:position]), network.input_shape) if position else 1.0
+    scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
+    run = _last_run(network, position) if outputs <= _MOST_LMI_OUTPUTS else None
+    before = proved_bound(nn.Sequential(*modules[: run.start]), network.input_shape) if run else 1.0
+    body = proved_bound(nn.Sequential(*modules[:position]), network.input_shape)
     found = []
-    for row, scale in zip(last.weight, scales, strict=True):
-        only = nn.Linear(last.in_features, 1, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            only.weight.copy_(row)
-        chain = [*modules[:position], only]
-        own = proved_bound(nn.Sequential(only), (last.in_features,))
-        best = _times(body, own) if math.isfinite(body) else math.inf
-        if multipliers:
-            best = min(best, _by_multipliers(chain, network.input_shape, multipliers))
+    for row, scale in zip(last.weight.detach(), scales, strict=True):
+        best = _times(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
+        if run:
+            best = min(best, _times(before, _by_multipliers(run, row)))
         found.append(min(constant, _times(best, scale)))
     return torch.tensor(found, dtype=torch.float64), "outputs"
 
 
-def _by_multipliers(chain: list[nn.Module], input_shape: tuple[int, ...], multipliers: dict[int, Tensor]) -> float:
-    """The best gain that multiples of the multipliers prove for this chain.
+def _last_run(network: Network, position: int) -> SlopeRun | None:
+    """The run of linear layers with multipliers that ends in the linear layer at ``position``, if there is one."""
+    runs = [run for run in slope_runs(network) if run.stop == position + 1]
+    return runs[0] if runs else None
 
-    The multipliers balance the input against all outputs; for one output the balance is elsewhere. A multiple t
-    proves about ``max(t a, b / t)``, so steps in the direction that helps, halved when none does, find the best.
-    """
 
-    def gain(exponent: float) -> float:
-        scaled = {i: m * 2.0**exponent for i, m in multipliers.items()}
-        return proved_bound(Network(chain, input_shape, scaled), input_shape)
-
-    at, best, step = 0.0, gain(0.0), 1.0
-    while step >= 1 / 32:
-        trials = {at + step: gain(at + step), at - step: gain(at - step)}
-        chosen = min(trials, key=trials.__getitem__)
-        if trials[chosen] < best:
-            at, best = chosen, trials[chosen]
-        else:
-            step /= 2
-    return best
+def _by_multipliers(run: SlopeRun, row: Tensor) -> float:
+    """Gain of the run with one row of its last layer, proved with its multipliers, balanced for that row."""
+    weights = [*run.weights[:-1], row[None]]
+    factor = balance(weights, run.multipliers)
+    return min(gain_bound(weights, [m * t for m in run.multipliers]) for t in (1.0, factor))
 
 
 def _times(constant: float, size: float) -> float:

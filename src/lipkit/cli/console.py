@@ -69,8 +69,8 @@ class Terminal:
     def progress(self, event: Progress) -> None:
         self._clock.see(event)
         done, total = position(event), event.epochs * event.steps
-        if event.row is not None:
-            self._measured = measured(event.row) or self._measured
+        if event.row is not None:  # the latest figure: not every epoch is evaluated, and lines are narrow
+            self._measured = (measured(event.row) or self._measured).rpartition("%  ")[2]
         now = {"loss": event.loss} | ({} if event.accuracy is None else {"accuracy": event.accuracy})
         text = "  ".join(part for part in (describe(now), self._measured) if part)
         left = f"{duration(self._clock.left(event))} left" if done < total else "done"
@@ -112,14 +112,13 @@ def display() -> Iterator[Display]:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[text]}", markup=False),
-        TextColumn("{task.fields[left]}", markup=False),
-    )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
+    texts = [
+        TextColumn(f"{{task.{part}}}", markup=False, table_column=Column(no_wrap=True))
+        for part in ("description", "fields[text]", "fields[left]")
+    ]
+    with Bar(texts[0], BarColumn(bar_width=None), *texts[1:], console=Console(stderr=True)) as bar:
         yield Terminal(bar)
 
 

@@ -3,14 +3,15 @@
 RUN/
   recipe.yaml, settings.json, metrics.jsonl, checkpoints/     see lipkit.training.run_folder
   network/                                                    the exported network (lipkit.plain)
-  record.json, radii.csv, examples.safetensors, report.html   see lipkit.report
+  record.json, report.html                                    see lipkit.report
+  radii.csv, examples.safetensors                             of a classification
+  predictions.csv, curve.safetensors                          of a regression
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,27 @@ from torch import nn
 from lipkit import plain
 from lipkit.cli.build import augmentation, build_model, load_data
 from lipkit.cli.console import Display, Silent
+from lipkit.cli.results import Outcome, finish
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError, RunError
-from lipkit.evaluation import Evaluation, evaluate
+from lipkit.evaluation import evaluate
 from lipkit.files import write_atomic
+from lipkit.layers.svcm import project_every
 from lipkit.protocol import export, lipschitz
-from lipkit.report import Record, read_record, save_evaluation, write_report
-from lipkit.report.record import RECORD, from_evaluation
+from lipkit.report import read_record
+from lipkit.report.record import RECORD, Facts
 from lipkit.training import fit, losses, run_folder, schedules
 from lipkit.training.loop import make_fabric
 from lipkit.training.recipe import Recipe, load_recipe, to_yaml
 
-RECIPE, NETWORK, REGRESSION = "recipe.yaml", "network", "regression.json"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run ended with.
-
-    Attributes:
-        folder: the run's folder.
-        metrics: its figures by name: clean, certified(36/255), pgd(36/255), lipschitz, ...
-        record: the record; None for regression.
-    """
-
-    folder: Path
-    metrics: Mapping[str, float]
-    record: Record | None
+RECIPE, NETWORK = "recipe.yaml", "network"
 
 
 def train(
     recipe: Recipe,
     *,
     out: str | Path = "runs",
+    folder: str | Path | None = None,
     resume: str | Path | None = None,
     display: Display | None = None,
     fabric: Any = None,
@@ -62,6 +51,7 @@ def train(
     Args:
         recipe: the run.
         out: folder in which the run gets a new folder of its own, ``<name>-001`` or the next free number.
+        folder: the new run's folder instead, which must not hold a run.
         resume: the folder of a run to continue instead; its recipe must be ``recipe``.
         display: where to report.
         fabric: a launched Fabric; None makes one as ``recipe.train`` says.
@@ -75,9 +65,8 @@ def train(
     display = display or Silent()
     data = load_data(recipe)
     model = build_model(recipe, data)
-    claimed = float(lipschitz(model, data.input_shape))
     fabric = fabric or open_fabric(recipe)
-    folder = _open_folder(recipe, Path(out), None if resume is None else Path(resume), fabric)
+    folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if fabric.is_global_zero:
         display.note(
@@ -103,6 +92,7 @@ def train(
             augment=augmentation(recipe.augment, data),
             evaluate=_monitor(recipe, data),
             evaluate_every=section.evaluate_every,
+            post_step=project_every(data.input_shape),
             progress=display.progress,
             run_dir=folder,
             resume=resume is not None,
@@ -118,10 +108,8 @@ def train(
 
     network = export(run.model, data.input_shape)
     plain.save(network, folder / NETWORK)
-    if recipe.task == "regression":
-        return _finish_regression(folder, network, data, claimed)
     history_seconds = sum(row.get("seconds", 0.0) for row in run.history)
-    facts = {
+    facts: Facts = {
         "claimed": float(lipschitz(run.model, data.input_shape)),
         "parameters": count,
         "seed": section.seed,
@@ -129,7 +117,7 @@ def train(
         "times": {"train": max(seconds, history_seconds)},
         "device": str(fabric.device),
     }
-    return _certify(folder, recipe, network, data, facts, display, fabric.device)
+    return finish(folder, recipe, network, data, facts, display, fabric.device)
 
 
 def certify(folder: str | Path, recipe: Recipe, *, device: str = "cpu", display: Display | None = None) -> Outcome:
@@ -155,14 +143,12 @@ def certify(folder: str | Path, recipe: Recipe, *, device: str = "cpu", display:
         raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
     network = plain.load(folder / NETWORK)
     data = load_data(recipe)
-    if recipe.task == "regression":
-        return _finish_regression(folder, network, data, None)
-    facts: dict[str, Any] = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
+    facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
     if (folder / RECORD).exists():
         before = read_record(folder)
         times = {key: value for key, value in before.times.items() if key == "train"}
         facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "times": times}
-    return _certify(folder, recipe, network, data, facts, display or Silent(), where)
+    return finish(folder, recipe, network, data, facts, display or Silent(), where)
 
 
 def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -188,14 +174,15 @@ def open_fabric(recipe: Recipe) -> Any:
     )
 
 
-def _open_folder(recipe: Recipe, out: Path, resume: Path | None, fabric: Any) -> Path:
+def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
     if resume is not None:
         if read_recipe(resume) != recipe:
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         return resume
     folder = ""
     if fabric.is_global_zero:
-        made = run_folder.create(out, recipe.name)
+        made = run_folder.create(out, recipe.name) if asked is None else Path(asked)
+        made.mkdir(parents=True, exist_ok=True)  # what is in it already, the loop refuses
         write_atomic(made / RECIPE, to_yaml(recipe).encode())
         folder = str(made)
     return Path(fabric.broadcast(folder, src=0))
@@ -219,54 +206,13 @@ def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, f
     return measure
 
 
-def _certify(
-    folder: Path,
-    recipe: Recipe,
-    network: plain.Network,
-    data: Data,
-    facts: Mapping[str, Any],
-    display: Display,
-    device: torch.device,
-) -> Outcome:
-    section = recipe.certify
-    attacked = min(len(data.test), section.attack_samples or len(data.test))
-    display.note(f"certifying {len(data.test)} test samples, attacking {attacked}")
-    evaluation: Evaluation = evaluate(
-        network,
-        data.test,
-        eps=section.eps,
-        attack_eps=section.attack_eps,
-        attack_steps=section.attack_steps,
-        attack_restarts=section.attack_restarts,
-        attack_samples=section.attack_samples,
-        classes=data.classes,
-        confidence=section.confidence,
-        batch_size=section.batch_size,
-        seed=recipe.train.seed,
-        device=device,
-    )
-    record = from_evaluation(
-        evaluation, name=folder.name, data=data.name, classes=data.classes, recipe=recipe.plain(), **facts
-    )
-    save_evaluation(folder, evaluation, data.test, record)
-    write_report(folder)
-    return Outcome(folder, evaluation.metrics(), record)
-
-
-def _finish_regression(folder: Path, network: plain.Network, data: Data, claimed: float | None) -> Outcome:
-    computed = float(lipschitz(network, data.input_shape))
-    metrics = {"test_mse": _mse(network, data.test), "lipschitz": computed}
-    run_folder.write_json(folder / REGRESSION, {**metrics, "claimed": claimed})
-    return Outcome(folder, metrics, None)
-
-
 def _mse(network: plain.Network, split: Split, batch_size: int = 1024) -> float:
     total = 0.0
     with torch.no_grad():
         for index in torch.arange(len(split)).split(batch_size):
             x, y = split.batch(index)
             parameter = next(iter(network.state_dict().values()), x)
-            total += float((network(x.to(parameter.device)).cpu() - y).double().square().sum())
+            total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
 
 

@@ -11,9 +11,12 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 def command(run: Path) -> None:
     """Write report.html of RUN anew from what the folder holds, and print its tables."""
-    from lipkit.report import read_record, write_report
+    from lipkit.report import Record, read_record, write_report
     from lipkit.report.tables import class_rows, summary, text_table
 
     path = write_report(run)
     record = read_record(run)
-    click.echo(f"{summary(record)}\n\n{text_table(*class_rows(record))}\n\nreport  {path}")
+    tables = [summary(record)]
+    if isinstance(record, Record):
+        tables.append(text_table(*class_rows(record)))
+    click.echo("\n\n".join([*tables, f"report  {path}"]))

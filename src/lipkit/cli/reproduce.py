@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,17 +14,31 @@ import click
 if TYPE_CHECKING:
     from lipkit.cli.tables import Row, Table
 
+# Figures that are shares, written as percentages; the names of records' metrics, without a radius.
+_SHARES = ("clean", "certified", "pgd", "tightness")
+
 
 @click.command("reproduce")
 @click.argument("table")
 @click.argument("changes", nargs=-1, metavar="[KEY=VALUE ...]")
+@click.option("--scale", type=click.Choice(("full", "smoke")), default="full", help="smoke: a first look, one seed.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; the table's own number by default.")
+@click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: as it fits.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of runs.")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
-def command(table: str, changes: tuple[str, ...], seeds: int | None, out: Path, root: Path | None) -> None:
+def command(
+    table: str,
+    changes: tuple[str, ...],
+    scale: str,
+    seeds: int | None,
+    workers: int | None,
+    out: Path,
+    root: Path | None,
+) -> None:
     """Train every row of TABLE and print its figures beside the published ones.
 
-    KEY=VALUE changes the recipe of every row, for example train.epochs=1 for a first look.
+    Runs that are there are kept, those that were cut are resumed: start it again after an interruption. The figures
+    are read from the record.json files alone. KEY=VALUE changes the recipe of every row, for example train.epochs=1.
     """
     from lipkit.cli.tables import TABLES
     from lipkit.cli.train import data_root, split_arguments
@@ -39,44 +54,78 @@ def command(table: str, changes: tuple[str, ...], seeds: int | None, out: Path, 
         raise click.UsageError(f"expected changes KEY=VALUE, got {name!r}")
     if root is not None:
         overrides.append(data_root(root))
-    click.echo(run_table(TABLES[table], overrides, seeds, out))
+    chosen = TABLES[table]
+    if scale == "smoke":
+        overrides, seeds = [*chosen.smoke, *overrides], seeds or 1
+    workers = workers or (cores() if chosen.parallel else 1)
+    click.echo(run_table(chosen, overrides, seeds, workers, out / table))
 
 
-def run_table(table: Table, overrides: Sequence[str], seeds: int | None, out: Path) -> str:
-    """Train the rows and return the table as text."""
-    from lipkit.cli import pipeline
+def run_table(table: Table, overrides: Sequence[str], seeds: int | None, workers: int, out: Path) -> str:
+    """Train the runs that are missing and return the table as text."""
     from lipkit.cli.console import display
-    from lipkit.training.recipe import load_recipe
+    from lipkit.cli.table_runs import plan, records, train_missing
 
-    lines: list[list[str]] = []
+    runs = plan(table, out, overrides, seeds)
     with display() as show:
-        for row in table.rows:
-            recipe = load_recipe(row.recipe, [*row.overrides, *overrides])
-            first, measured = recipe.train.seed, []
-            for seed in range(first, first + (seeds or table.seeds)):
-                show.note(f"{row.label}, seed {seed}")
-                outcome = pipeline.train(pipeline.seeded(recipe, seed), out=out, display=show)
-                if outcome is not None:
-                    measured.append(outcome.metrics)
-            lines += compare(row, measured)
+        train_missing(runs, workers=workers, display=show)
+    lines = []
+    for row in table.rows:
+        lines += compare(row, [record.metrics() for record in records(runs, row)], table.also)
     return render(table, lines)
 
 
-def compare(row: Row, measured: Sequence[Mapping[str, float]]) -> list[list[str]]:
-    """Cells of one row: label, figure, published, measured mean, standard deviation."""
-    cells = []
+def compare(row: Row, measured: Sequence[Mapping[str, float]], also: Sequence[str] = ()) -> list[list[str]]:
+    """Cells of one row, a line for each figure: label, figure, runs, published, mean, deviation, difference, `also`."""
+    lines = []
     for name in row.published or (measured[0] if measured else ()):
         values = [metrics[name] for metrics in measured if name in metrics]
-        mean = f"{statistics.fmean(values):.4f}" if values else "n/a"
-        deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
-        published = f"{row.published[name]:.4f}" if name in row.published else ""
-        cells.append([row.label, name, published, mean, deviation])
-    return cells
+        mean = statistics.fmean(values) if values else None
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        published = row.published.get(name)
+        difference = None if mean is None or published is None else mean - published
+        extra = [_mean([metrics[other] for metrics in measured if other in metrics]) for other in also]
+        lines.append(
+            [
+                row.label,
+                name,
+                str(len(values)),
+                shown(name, published),
+                shown(name, mean) or "n/a",
+                shown(name, deviation),
+                shown(name, difference, sign=True),
+                *extra,
+            ]
+        )
+    return lines
+
+
+def shown(name: str, value: float | None, sign: bool = False) -> str:
+    """A figure as people write it: shares in per cent.
+
+    >>> shown("tightness", 0.9937), shown("test_mse", 0.01234), shown("clean", -0.005, sign=True), shown("clean", None)
+    ('99.37 %', '0.01234', '-0.50 %', '')
+    """
+    if value is None:
+        return ""
+    plus = "+" if sign else ""
+    if name.partition("(")[0] in _SHARES:
+        return f"{100 * value:{plus}.2f} %"
+    return f"{value:{plus}.4g}"
 
 
 def render(table: Table, lines: list[list[str]]) -> str:
     """The table as text."""
     from lipkit.cli.console import columns
 
-    header = ["row", "figure", "published", "measured", "deviation"]
+    header = ["row", "figure", "runs", "published", "measured", "deviation", "difference", *table.also]
     return f"{table.source}: {table.description}\n\n{columns([header, *lines])}"
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.4g}" if values else "n/a"

@@ -82,8 +82,8 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
 
     Args:
         spec: a name of DATASETS (`digits`, `mnist`, `cifar10`, `square_wave`); `folder:PATH` (train/CLASS/*,
-            test/CLASS/*); `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is run).
-            PATH is relative to the working directory.
+            test/CLASS/*); `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is
+            run). PATH is relative to the working directory.
         root: where the data sets of the table lie; see `data_root`.
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.
 

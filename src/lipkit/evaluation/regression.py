@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lipkit.data import Split
 
 # A secant is evaluated in float64: its slope can lie above the true one by rounding alone.
-_ROUNDING = 1e-7
+_ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lipkit.layers.rko import RkoConv2d
 from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
-from lipkit.layers.structure import Normalize, Residual, Scale, ScaledAvgPool2d
+from lipkit.layers.structure import Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
 from lipkit.plain import GroupSort, MaxMin
 
@@ -37,6 +37,7 @@ __all__ = [
     "NormalizedLinear",
     "OrthogonalLinear",
     "OssnConv2d",
+    "Rescale",
     "Residual",
     "RkoConv2d",
     "SandwichConv2d",

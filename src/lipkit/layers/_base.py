@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, apply_symbol, downsample, fold
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg import at_least_float32
 from lipkit.plain import FourierConv2d
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
 
@@ -216,11 +218,30 @@ def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
     return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
 
 
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def in_float64(layer: Layer) -> Layer:
+    """A float64 copy of a layer, on the CPU where its device has no float64.
+
+    Exports make the constrained object from it and round once: a transform that is badly conditioned in float32 (a
+    Cayley transform of huge weights) then still ends within rounding of its claim.
+    """
+    twin = copy.deepcopy(layer)
+    return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
+
+
+def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
+    """A constrained object, rounded to the dtype (float32 at least) and moved to the device of the layer's own."""
+    own = at_least_float32(next(layer.parameters()).detach())
+    return exact.to(device=own.device, dtype=own.dtype)
+
+
 def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
     """``nn.Linear`` with the constrained matrix as it is now."""
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    q = layer.weight()
+    q = placed_like(layer, in_float64(layer).weight())
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device=q.device, dtype=q.dtype)
     plain.weight.copy_(q)
     if layer.bias is not None:
@@ -237,7 +258,9 @@ def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, i
 def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now."""
     size = resampled_size(layer, input_shape)
-    return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(layer.symbol(*size), *size, layer.bias))
+    exact = in_float64(layer).symbol(*size)
+    symbol = Symbol(*(placed_like(layer, part) for part in exact))
+    return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(symbol, *size, layer.bias))
 
 
 def circular_module(kernel: Tensor, bias: Tensor | None) -> nn.Conv2d:
@@ -262,7 +285,8 @@ def circular_module(kernel: Tensor, bias: Tensor | None) -> nn.Conv2d:
 
 def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now."""
-    kernel = fold(layer.kernel(), *resampled_size(layer, input_shape))
+    size = resampled_size(layer, input_shape)
+    kernel = placed_like(layer, fold(in_float64(layer).kernel(), *size))
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
 
 

@@ -89,6 +89,7 @@ FAMILIES: dict[str, Family] = {
             conv=AolConv2d,
             linear=AolLinear,
             claim="contraction",
+            smooth=False,
         ),
         Family(
             name="rko",
@@ -195,6 +196,7 @@ FAMILIES: dict[str, Family] = {
             conv=SllConv2d,
             linear=SllLinear,
             claim="contraction",
+            smooth=False,
             sizes="odd kernels, any image",
             accepts=lambda k, h, w: k % 2 == 1,
             options={"activation": ("relu", "tanh"), "hidden": (4, 6)},
@@ -209,6 +211,7 @@ FAMILIES: dict[str, Family] = {
             conv=CplConv2d,
             linear=CplLinear,
             claim="contraction",
+            smooth=False,
             sizes="odd kernels, any image",
             accepts=lambda k, h, w: k % 2 == 1,
             options={"activation": ("relu", "tanh"), "hidden": (4, 6)},

@@ -16,7 +16,9 @@ from lipkit.layers._base import (
     autocast_off,
     check_positive,
     circular_conv2d,
+    circular_module,
     resampled_size,
+    stride_modules,
 )
 from lipkit.linalg import at_least_float32
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
@@ -58,7 +60,8 @@ class OssnConv2d(ConstrainedConv2d):
 
     Guarantee:
         No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers. It is at least 1 up to
-        rounding and after 10 steps typically below 1.01.
+        rounding. Random kernels: below 1.01 after 10 steps. Trained ones, whose largest singular values lie close
+        together: up to 1.12 after 10 steps, below 1.01 after 30.
 
     Cost:
         ``2 iterations + 1`` convolutions of one image per forward pass.
@@ -76,7 +79,7 @@ class OssnConv2d(ConstrainedConv2d):
         [Cayley] section 6 (the baseline OSSN); Gouk et al., Machine Learning 110 (2021); Miyato et al., ICLR 2018.
     """
 
-    def __init__(self, *conv: Any, iterations: int = 10, **named: Any) -> None:
+    def __init__(self, *conv: Any, iterations: int = 30, **named: Any) -> None:
         check_positive(iterations=iterations)
         self.iterations = iterations
         super().__init__(*conv, **named)
@@ -117,19 +120,4 @@ def _ossn(layer: OssnConv2d, input_shape: Shape | None) -> Tensor:
 @export_rule(OssnConv2d)
 def _export_ossn(layer: OssnConv2d, input_shape: Shape) -> nn.Module:
     kernel = layer.kernel(*resampled_size(layer, input_shape))
-    cout, cin, kh, kw = kernel.shape
-    plain = nn.Conv2d(
-        cin,
-        cout,
-        (kh, kw),
-        padding="same",
-        padding_mode="circular",
-        bias=layer.bias is not None,
-        device=kernel.device,
-        dtype=kernel.dtype,
-    )
-    plain.weight.copy_(kernel)
-    if plain.bias is not None and layer.bias is not None:
-        plain.bias.copy_(layer.bias)
-    before: list[nn.Module] = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
-    return nn.Sequential(*before, plain)
+    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))

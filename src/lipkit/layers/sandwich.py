@@ -30,6 +30,8 @@ from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
 SQRT2 = math.sqrt(2.0)
 # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
 _BALANCED = math.tan(math.pi / 8)
+# Share of the usual size that X has at birth: A starts as a moderate rotation.
+_BIRTH_TURN = 0.5
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)
 }
@@ -107,10 +109,11 @@ class CayleyPairLinear(ConstrainedLinear):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         p, q = self.in_features, self.out_features
-        self.x_free, self.x_scale = free_and_scale((q, q), device, dtype)
+        self.x_free, size = free_and_scale((q, q), device, dtype)
+        self.x_scale = nn.Parameter(_BIRTH_TURN * size.detach())
         self.y_free = nn.Parameter(nn.init.orthogonal_(torch.empty(p, q, device=device, dtype=dtype)))
-        size = self.birth_value() * math.sqrt(min(p, q))
-        self.y_scale = nn.Parameter(torch.tensor(size, device=device, dtype=dtype))
+        norm = self.birth_value() * math.sqrt(min(p, q))
+        self.y_scale = nn.Parameter(torch.tensor(norm, device=device, dtype=dtype))
 
     def birth_value(self) -> float:
         """Singular values of Y in a new layer."""
@@ -330,7 +333,8 @@ class SandwichConv2d(SymbolConv2d):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         q, p = self.out_channels, self.inner_channels
-        self.x_free, self.x_scale = free_and_scale((q, q, *self.kernel_size), device, dtype)
+        self.x_free, size = free_and_scale((q, q, *self.kernel_size), device, dtype)
+        self.x_scale = nn.Parameter(_BIRTH_TURN * size.detach())
         self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
         # The mean square of Y's singular values, over all frequencies, is then that of the dense layer.
         self.y_scale = nn.Parameter(torch.tensor(_BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))

@@ -61,6 +61,50 @@ class Normalize(nn.Module):
         return f"mean={self.mean.tolist()}, std={self.std.tolist()}"
 
 
+class Rescale(nn.Module):
+    r"""Output scaling ``units * x + offset`` per channel, as a layer of the model: outputs leave in physical units.
+
+    The counterpart of :class:`Normalize` at the other end: it multiplies the Lipschitz constant of the network by
+    :math:`\max_c |\mathrm{units}_c|`; ``certify(..., delta=...)`` uses each output's own.
+
+    Args:
+        units: one number per output, finite and not zero.
+        offset: added after it, one number per output; zeros by default.
+
+    Raises:
+        OptionError: different lengths, numbers that are not finite, units of zero.
+
+    >>> Rescale([2.0, 10.0], [0.0, 1.0])(torch.ones(1, 2)).tolist(), float(lipschitz(Rescale([2.0, 10.0])))
+    ([[2.0, 11.0]], 10.0)
+    """
+
+    units: Tensor
+    offset: Tensor
+
+    def __init__(
+        self, units: Sequence[float], offset: Sequence[float] | None = None, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        units = [float(u) for u in units]
+        offset = [0.0] * len(units) if offset is None else [float(o) for o in offset]
+        if not units or len(units) != len(offset):
+            raise OptionError(f"Rescale: expected as many units as offsets, at least one, got {units} and {offset}")
+        if not all(math.isfinite(v) for v in units + offset) or 0 in units:
+            raise OptionError(f"Rescale: expected finite numbers and units other than 0, got {units} and {offset}")
+        self.register_buffer("units", torch.tensor(units, device=device, dtype=dtype))
+        self.register_buffer("offset", torch.tensor(offset, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != len(self.units):
+            raise ShapeError(f"Rescale: expected {len(self.units)} channels in dimension 1, got shape {tuple(x.shape)}")
+        shape = (-1,) + (1,) * (x.ndim - 2)
+        return x * self.units.view(shape) + self.offset.view(shape)
+
+    def extra_repr(self) -> str:
+        return f"units={self.units.tolist()}, offset={self.offset.tolist()}"
+
+
 class Scale(nn.Module):
     """``y = gamma * x``: gives a 1-Lipschitz network the target constant gamma.
 
@@ -188,6 +232,11 @@ def _normalize(module: Normalize, input_shape: Shape | None) -> float:
     return reciprocal_up(float(module.std.to(torch.float64).abs().amin()))
 
 
+@lipschitz_rule(Rescale)
+def _rescale(module: Rescale, input_shape: Shape | None) -> Tensor:
+    return module.units.to(torch.float64).abs().amax()
+
+
 @lipschitz_rule(Scale)
 def _scale(module: Scale, input_shape: Shape | None) -> Tensor:
     return module.gamma().to(torch.float64).abs()
@@ -216,6 +265,12 @@ def _export_normalize(module: Normalize, input_shape: Shape) -> nn.Module:
     scale = 1 / module.std.double()
     dtype = module.std.dtype
     return Affine(scale.to(dtype), (-module.mean.double() * scale).to(dtype))
+
+
+@export_rule(Rescale)
+def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    return Affine(module.units, module.offset)
 
 
 @export_rule(Scale)

@@ -10,14 +10,18 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.models.kwlarge import kwlarge
+from lipkit.models.lbdn import LBDN, lbdn
 from lipkit.models.lipconvnet import lipconvnet
+from lipkit.models.mlp import mlp
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.small import small
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "kwlarge": kwlarge,
+    "lbdn": lbdn,
     "lipconvnet": lipconvnet,
+    "mlp": mlp,
     "resnet9": resnet9,
     "small": small,
     "wide_resnet": wide_resnet,
@@ -42,4 +46,15 @@ def build(name: str, **options: Any) -> nn.Module:
         raise OptionError(f"model {name}: {error}") from None
 
 
-__all__ = ["MODELS", "build", "kwlarge", "lipconvnet", "resnet9", "small", "wide_resnet"]
+__all__ = [
+    "LBDN",
+    "MODELS",
+    "build",
+    "kwlarge",
+    "lbdn",
+    "lipconvnet",
+    "mlp",
+    "resnet9",
+    "small",
+    "wide_resnet",
+]

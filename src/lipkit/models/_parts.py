@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import Normalize, Scale
+from lipkit.layers import Family, MaxMin, Normalize, Scale
 from lipkit.protocol import Shape
 
 
@@ -58,3 +59,21 @@ def bounded(
     if lipschitz != 1.0:
         head.append(Scale(lipschitz))
     return nn.Sequential(*head, *layers)
+
+
+def flat_size(input_shape: Shape) -> int:
+    """How many numbers one input has; ``ShapeError`` unless the shape is positive integers."""
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    if not shape or not all(type(n) is int and n >= 1 for n in shape):
+        raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
+    return math.prod(shape)
+
+
+def activated(family: Family, layer: nn.Module) -> list[nn.Module]:
+    """The layer and MaxMin after it, or the layer alone if it contains its activation (MaxMin there is no gain)."""
+    return [layer] if family.own_activation else [layer, MaxMin()]
+
+
+def dense_options(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a convolution's options that goes to the dense layers too: the activation they contain."""
+    return {k: v for k, v in options.items() if family.own_activation and k == "activation"}

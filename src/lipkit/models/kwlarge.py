@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.layers import MaxMin, families
+from lipkit.layers import families
 from lipkit.layers._base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image, check_options
+from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.protocol import Shape
 
 
@@ -25,7 +25,8 @@ def kwlarge(
     std: Sequence[float] | None = None,
     **options: Any,
 ) -> nn.Sequential:
-    """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between.
+    """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between
+    (for families whose layers contain their activation, none).
 
     Args:
         layer: acronym of the family (``lipkit list layers``).
@@ -52,20 +53,15 @@ def kwlarge(
     check_positive(kernel_size=kernel_size)
     half = max(1, kernel_size // 2)
     pixels = (height // 4) * (breadth // 4)
+    dense = dense_options(family, options)
     layers = [
-        family.conv(channels, 32 * width, kernel_size, **options),
-        MaxMin(),
-        family.conv(32 * width, 32 * width, half, stride=2, **options),
-        MaxMin(),
-        family.conv(32 * width, 64 * width, kernel_size, **options),
-        MaxMin(),
-        family.conv(64 * width, 64 * width, half, stride=2, **options),
-        MaxMin(),
+        *activated(family, family.conv(channels, 32 * width, kernel_size, **options)),
+        *activated(family, family.conv(32 * width, 32 * width, half, stride=2, **options)),
+        *activated(family, family.conv(32 * width, 64 * width, kernel_size, **options)),
+        *activated(family, family.conv(64 * width, 64 * width, half, stride=2, **options)),
         nn.Flatten(),
-        family.linear(64 * width * pixels, 512 * width),
-        MaxMin(),
-        family.linear(512 * width, 512),
-        MaxMin(),
-        family.linear(512, classes),
+        *activated(family, family.linear(64 * width * pixels, 512 * width, **dense)),
+        *activated(family, family.linear(512 * width, 512, **dense)),
+        family.last(512, classes),
     ]
     return bounded(layers, lipschitz, mean, std, channels)

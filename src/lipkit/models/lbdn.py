@@ -1,17 +1,4 @@
-r"""LBDN: feed-forward networks with a prescribed gain, as tight as the semidefinite bound [LBDN].
-
-.. math:: h_0 = \sqrt\gamma\, x,\qquad
-          h_{k+1} = \sqrt2 A_k^\top \Psi_k\, \sigma\big(\sqrt2 \Psi_k^{-1} B_k h_k + b_k\big),\qquad
-          y = \sqrt\gamma\, B_L h_L + b_L
-
-is the plain network :math:`z_{k+1} = \sigma(W_k z_k + b_k)`, :math:`y = W_L z_L + b_L` with
-
-.. math:: W_k = 2 \Psi_k^{-1} B_k A_{k-1}^\top \Psi_{k-1},\qquad
-          A_{-1} = I,\ \Psi_{-1} = \sqrt{\gamma/2}\, I,\ \Psi_L = \sqrt{2/\gamma}\, I,
-
-and its LMI (``lipkit.bounds.lmi``) holds with :math:`\Lambda_k = \Psi_k^2`. Conversely every network whose LMI holds is
-of this form.
-"""
+"""Networks of prescribed gain: from sizes, for a data set, or from a trained plain network [LBDN]."""
 
 from __future__ import annotations
 
@@ -21,139 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.bounds.lmi import gain_bound, proves_gain
-from lipkit.errors import OptionError, ShapeError
-from lipkit.layers._base import autocast_off, check_positive
-from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
-from lipkit.linalg import at_least_float32
-from lipkit.models._parts import bounded
+from lipkit.bounds.lmi import gain_bound
+from lipkit.errors import OptionError
+from lipkit.layers.sandwich import SandwichLinear
+from lipkit.models._lbdn import LBDN, Activations
+from lipkit.models._parts import bounded, flat_size
 from lipkit.plain import Network
-from lipkit.protocol import Shape, export_rule, lipschitz, lipschitz_rule
+from lipkit.protocol import Shape
 from lipkit.protocol.slopes import slope_restricted
 
-Activations = str | nn.Module | Sequence[str | nn.Module]
-
-
-class LBDN(nn.Module):
-    r"""A feed-forward network whose gain is at most gamma for every value of its parameters.
-
-    Args:
-        sizes: numbers of inputs, of units in each hidden layer, and of outputs.
-        gamma: the gain, positive and finite.
-        activation: name or module of an activation with slope in [0, 1], or one for each hidden layer.
-        learnable_gamma: whether gamma is trained (as its logarithm); ``lipschitz`` is then differentiable.
-        bias: whether the layers have biases.
-        device, dtype: of the parameters (float32 or float64).
-
-    Shapes:
-        ``(B, ..., sizes[0]) -> (B, ..., sizes[-1])``.
-
-    Guarantee:
-        gamma-Lipschitz. The export is a plain chain of ``nn.Linear`` and activations with the multipliers
-        :math:`\Psi_k^2`; their LMI is proved in floating point for the stored weights at exactly this gamma. To make
-        room for the rounding of the weights, they are multiplied by :math:`1 - \delta`, with the smallest
-        :math:`\delta` of 1e-13, 2e-13, 5e-13, ... that suffices (about 1e-12 in float64 and 1e-7 in float32): the
-        outputs change by about :math:`(L + 1) \delta`, relatively.
-
-    Cost:
-        One inverse of the layer's width for each layer and forward pass.
-
-    Raises:
-        OptionError: sizes, gamma or activations that are not as above.
-
-    >>> from lipkit.protocol import export
-    >>> net = LBDN([12, 16, 16, 4], gamma=2.0, dtype=torch.float64)
-    >>> plain = export(net, (12,))
-    >>> [type(m).__name__ for m in plain], bool(lipschitz(plain) <= 2.0)
-    (['Linear', 'ReLU', 'Linear', 'ReLU', 'Linear'], True)
-
-    References:
-        [LBDN] Wang & Manchester, ICML 2023, equations 8 and 9, theorem 3.1. The multiplier is that of Appendix D.3
-        (:math:`\Psi^2`; half of it, as printed in section 3, does not satisfy the LMI).
-    """
-
-    log_gamma: nn.Parameter | None
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        gamma: float = 1.0,
-        activation: Activations = "relu",
-        *,
-        learnable_gamma: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        sizes = _checked_sizes(sizes)
-        gamma = float(gamma)
-        if not (math.isfinite(gamma) and gamma > 0):
-            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
-        hidden = len(sizes) - 2
-        each = [activation] * hidden if isinstance(activation, str | nn.Module) else list(activation)
-        if len(each) != hidden:
-            raise OptionError(f"activation: expected one for each of {hidden} hidden layers, got {len(each)}")
-        make: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.sizes, self.fixed_gamma = sizes, gamma
-        self.hidden = nn.ModuleList(
-            SandwichLinear(p, q, activation=a, **make)
-            for p, q, a in zip(sizes[:-2], sizes[1:-1], each, strict=True)  # fmt: skip
-        )
-        self.output = ContractionLinear(sizes[-2], sizes[-1], **make)
-        log_gamma = nn.Parameter(torch.tensor(math.log(gamma), device=device, dtype=dtype)) if learnable_gamma else None
-        self.register_parameter("log_gamma", log_gamma)
-
-    def gamma(self) -> Tensor:
-        """The gain as it is now, 0-d float64."""
-        if self.log_gamma is None:
-            return torch.tensor(self.fixed_gamma, dtype=torch.float64, device=self.output.y_free.device)
-        return self.log_gamma.double().exp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with autocast_off(x):
-            root = self.gamma().sqrt().to(at_least_float32(self.output.y_free).dtype)
-            last = root * self.output.weight()
-        h = root.to(x.dtype) * x
-        for layer in self.hidden:
-            h = layer(h)
-        return F.linear(h, last, self.output.bias)
-
-    def weights(self) -> list[Tensor]:
-        """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""
-        gamma = self.gamma()
-        # Psi_{-1} A_{-1} of the layer before, as a matrix that multiplies from the right.
-        before = (gamma / 2).sqrt().to(self.output.weight().dtype)
-        found = []
-        for layer in self._sandwiches():
-            at, b = layer.factors()
-            psi = layer.psi()
-            left = 2 * b / psi[:, None]
-            found.append(left * before if before.ndim == 0 else left @ before)
-            before = at * psi
-        left = self.output.weight() * (2 * gamma).sqrt().to(before.dtype)
-        return [*found, left * before if before.ndim == 0 else left @ before]
-
-    def multipliers(self) -> list[Tensor]:
-        """:math:`\\Lambda_k = \\Psi_k^2`, each ``(sizes[k + 1],)``."""
-        return [layer.psi().square() for layer in self._sandwiches()]
-
-    def _sandwiches(self) -> list[SandwichLinear]:
-        return [layer for layer in self.hidden if isinstance(layer, SandwichLinear)]
-
-    def extra_repr(self) -> str:
-        gamma = float(self.gamma().detach())
-        return f"{list(self.sizes)}, gamma={gamma:.6g}, learnable_gamma={self.log_gamma is not None}"
-
-
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or len(sizes) < 2:
-        raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
-    check_positive(**{f"sizes[{i}]": n for i, n in enumerate(sizes)})
-    return tuple(sizes)
+__all__ = ["LBDN", "from_network", "lbdn"]
 
 
 def lbdn(
@@ -212,68 +78,6 @@ def lbdn(
     layers = [network] if len(input_shape) == 1 else [nn.Flatten(), network]
     chain = bounded(layers, 1.0, mean, std, input_shape[0])
     return chain.to(device=device, dtype=dtype) if device is not None or dtype is not None else chain
-
-
-def flat_size(input_shape: Shape) -> int:
-    """How many numbers one input has; ``ShapeError`` unless the shape is positive integers."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    if not shape or not all(type(n) is int and n >= 1 for n in shape):
-        raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
-    return math.prod(shape)
-
-
-@lipschitz_rule(LBDN)
-def _lbdn(network: LBDN, input_shape: Shape | None) -> Tensor:
-    for layer in (*network.hidden, network.output):
-        lipschitz(layer)  # refuses hooks, and activations that were replaced by others
-    return network.gamma()
-
-
-@export_rule(LBDN)
-def _export(network: LBDN, input_shape: Shape) -> nn.Module:
-    if input_shape[-1] != network.sizes[0]:
-        raise ShapeError(f"expected input of shape (..., {network.sizes[0]}), got {input_shape}")
-    gamma, dtype = float(lipschitz(network)), network.output.y_free.dtype
-    double = copy.deepcopy(network).double()
-    multipliers = [m.to(dtype) for m in double.multipliers()]
-    weights = _provable(double.weights(), multipliers, gamma, dtype)
-    modules: list[nn.Module] = []
-    for layer, weight in zip((*network.hidden, network.output), weights, strict=True):
-        linear = nn.Linear(
-            weight.shape[1], weight.shape[0], layer.bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        linear.weight.copy_(weight)
-        if linear.bias is not None:
-            linear.bias.copy_(layer.bias)
-        modules.append(linear)
-        if isinstance(layer, SandwichLinear) and layer.activation is not None:
-            activation = copy.deepcopy(layer.activation)
-            if hasattr(activation, "inplace"):
-                setattr(activation, "inplace", False)  # noqa: B010
-            modules.append(activation)
-    return Network(modules, input_shape, {2 * k + 1: m for k, m in enumerate(multipliers)})
-
-
-def _provable(
-    weights: Sequence[Tensor], multipliers: Sequence[Tensor], gamma: float, dtype: torch.dtype
-) -> list[Tensor]:
-    r"""The weights, rounded to ``dtype`` and reduced just enough for their LMI to be proved at ``gamma``.
-
-    The LMI of :math:`(1 - \delta) W` is :math:`(1 - \delta) H + \delta\, \mathrm{diag}(H)`: positive definite by a
-    margin of :math:`\delta` where H is only semidefinite.
-    """
-    steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]
-    for delta in steps:
-        # Below the rounding of the weights themselves there is nothing to gain.
-        if delta < torch.finfo(dtype).eps / 8:
-            continue
-        stored = [((1 - delta) * w).to(dtype) for w in weights]
-        # A margin of a few roundings, which `lipschitz` adds when it multiplies by the modules around the run.
-        if proves_gain(stored, multipliers, gamma) and gain_bound(stored, multipliers) <= gamma * (1 - 1e-14):
-            return stored
-    raise OptionError(
-        f"expected finite parameters with a proof of gain {gamma}, got none even with weights reduced by {steps[-1]}"
-    )
 
 
 def from_network(
@@ -370,10 +174,6 @@ def _taken_apart(
     return modules[0] if start else None, linears, activations, ordered  # type: ignore[return-value]
 
 
-# Singular values of A below this are taken for zero: its square is then near the rounding of I - B B^T.
-_SINGULAR = 1e-6
-
-
 def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamma: float) -> None:
     """The recursion of theorem 3.1. An infeasible LMI shows as B of norm above 1, which is cut to 1."""
     like = weights[0]
@@ -386,7 +186,8 @@ def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamm
         b = (vectors * values.clamp_min(1).rsqrt()) @ (vectors.mT @ b)
         roots = (1 - values).clamp_min(0).sqrt()
         layer.set_factors(vectors * roots @ vectors.mT, b)
-        kept = roots > _SINGULAR
+        # What is kept is reproduced, however small; 1e-9 is below the root of the rounding of I - B B^T.
+        kept = roots > 1e-9
         inverse = (vectors[:, kept] / roots[kept]) @ vectors[:, kept].mT
         before = psi
         if isinstance(layer, SandwichLinear) and layer.log_psi is not None:

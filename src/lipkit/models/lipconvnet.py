@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import MaxMin, families
+from lipkit.layers import families
 from lipkit.layers._base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.models._parts import activated, bounded, check_classes, check_image
 from lipkit.protocol import Shape
 
 # (channels of group 1, channels of group 2, stride of group 2) of each block.
@@ -91,8 +91,9 @@ def lipconvnet(
         for target, step in steps:
             size //= step
             cout = max(2, 2 * round(target * width / 2))
-            layers += [family.conv(current, cout, kernel_size if size > 1 else 1, stride=step, **options), MaxMin()]
+            kernel = kernel_size if size > 1 else 1
+            layers += activated(family, family.conv(current, cout, kernel, stride=step, **options))
             current = cout
     head = families.get(last_blocks)
-    layers += [nn.Flatten(), head.linear(current * size**2, classes)]
+    layers += [nn.Flatten(), head.last(current * size**2, classes)]
     return bounded(layers, lipschitz, mean, std, channels)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d, families
-from lipkit.models._parts import bounded, check_classes, check_image, check_options
+from lipkit.layers import Residual, ScaledAvgPool2d, families
+from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.protocol import Shape
 
 
@@ -51,7 +51,7 @@ def resnet9(
     check_options(options)
 
     def conv(cin: int, cout: int) -> list[nn.Module]:
-        return [family.conv(cin, cout, kernel_size, **options), MaxMin()]
+        return activated(family, family.conv(cin, cout, kernel_size, **options))
 
     def skip(c: int) -> nn.Module:
         return Residual(nn.Sequential(*conv(c, c), *conv(c, c)))
@@ -69,8 +69,7 @@ def resnet9(
         skip(8 * width),
         ScaledAvgPool2d(2),
         nn.Flatten(),
-        family.linear(features, 8 * width),
-        MaxMin(),
-        family.linear(8 * width, classes),
+        *activated(family, family.linear(features, 8 * width, **dense_options(family, options))),
+        family.last(8 * width, classes),
     ]
     return bounded(layers, lipschitz, mean, std, channels)

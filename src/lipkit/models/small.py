@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.layers import MaxMin, families
-from lipkit.models._parts import bounded, check_classes, check_image, check_options
+from lipkit.layers import families
+from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.protocol import Shape
 
 
@@ -24,7 +24,8 @@ def small(
     std: Sequence[float] | None = None,
     **options: Any,
 ) -> nn.Sequential:
-    """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between.
+    """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between
+    (for families whose layers contain their activation, none).
 
     Args:
         layer: acronym of the family (``lipkit list layers``).
@@ -45,19 +46,17 @@ def small(
     channels, height, breadth = check_image(input_shape, 4 if twice else 2, "small")
     check_classes(classes)
     check_options(options)
+    dense = dense_options(family, options)
     layers = [
-        family.conv(channels, 16 * width, kernel_size, **options),
-        MaxMin(),
-        family.conv(16 * width, 32 * width, 1, stride=2, **options),
-        MaxMin(),
+        *activated(family, family.conv(channels, 16 * width, kernel_size, **options)),
+        *activated(family, family.conv(16 * width, 32 * width, 1, stride=2, **options)),
     ]
     if twice:
-        layers += [family.conv(32 * width, 32 * width, 1, stride=2, **options), MaxMin()]
+        layers += activated(family, family.conv(32 * width, 32 * width, 1, stride=2, **options))
     pixels = height * breadth // (16 if twice else 4)
     layers += [
         nn.Flatten(),
-        family.linear(32 * width * pixels, 256 * width),
-        MaxMin(),
-        family.linear(256 * width, classes),
+        *activated(family, family.linear(32 * width * pixels, 256 * width, **dense)),
+        family.last(256 * width, classes),
     ]
     return bounded(layers, lipschitz, mean, std, channels)

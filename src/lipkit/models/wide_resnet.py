@@ -10,7 +10,7 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d, families
 from lipkit.layers._base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image, check_options
+from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.protocol import Shape
 
 
@@ -64,13 +64,15 @@ def wide_resnet(
     if widen < 1:
         raise OptionError(f"widen: expected at least 1, got {widen}")
     half = max(1, kernel_size // 2)
+    # Layers that contain their activation have none before them either.
+    before = [] if family.own_activation else [MaxMin()]
 
     def block(cin: int, cout: int, stride: int) -> nn.Module:
         first = half if stride > 1 else kernel_size
         body = nn.Sequential(
-            MaxMin(),
+            *before,
             family.conv(cin, cout, first, stride=stride, **options),
-            MaxMin(),
+            *before,
             family.conv(cout, cout, kernel_size, **options),
         )
         same = cin == cout and stride == 1
@@ -87,11 +89,10 @@ def wide_resnet(
     if pool_h != pool_w:
         raise OptionError(f"input_shape: expected a square image for the last pooling, got {height} x {breadth}")
     layers += [
-        MaxMin(),
+        *before,
         ScaledAvgPool2d(pool_h),
         nn.Flatten(),
-        family.linear(current * 4, current),
-        MaxMin(),
-        family.linear(current, classes),
+        *activated(family, family.linear(current * 4, current, **dense_options(family, options))),
+        family.last(current, classes),
     ]
     return bounded(layers, lipschitz, mean, std, channels)

@@ -4,8 +4,8 @@ from lipkit.plain.activations import GroupSort, MaxMin, group_sort, maxmin
 from lipkit.plain.elementwise import Affine, ConvexResidual
 from lipkit.plain.fourier import FourierConv2d
 from lipkit.plain.network import Network
-from lipkit.plain.sandwich import SandwichBlock
 from lipkit.plain.phase import PhaseConv2d
+from lipkit.plain.sandwich import SandwichBlock
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.plain.storage import load, save, sha256
 from lipkit.plain.taylor import TaylorConv2d
@@ -17,11 +17,11 @@ __all__ = [
     "GroupSort",
     "MaxMin",
     "Network",
-    "SandwichBlock",
     "PhaseConv2d",
-    "TaylorConv2d",
     "ResizeChannels",
+    "SandwichBlock",
     "SlopeResidual",
+    "TaylorConv2d",
     "group_sort",
     "load",
     "maxmin",

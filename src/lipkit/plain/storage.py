@@ -25,8 +25,8 @@ from lipkit.plain.activations import GroupSort, MaxMin
 from lipkit.plain.elementwise import Affine, ConvexResidual
 from lipkit.plain.fourier import FourierConv2d
 from lipkit.plain.network import Network
-from lipkit.plain.sandwich import SandwichBlock
 from lipkit.plain.phase import PhaseConv2d
+from lipkit.plain.sandwich import SandwichBlock
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.plain.taylor import TaylorConv2d
 
@@ -97,7 +97,7 @@ _WORDS = {
 }
 _OPTIONAL = {"divisor_override", "output_size", "dim"}
 _AT_LEAST_ONE = {"in_features", "out_features", "in_channels", "out_channels", "num_parameters", "channels", "groups"}
-_MOST = {"terms": 1000}
+_MOST = {"terms": 1000, "height": 1 << 16, "width": 1 << 16}
 # Blocks of two linear maps around an activation, with a multiplier.
 _BLOCKS: dict[str, type[nn.Module]] = {"SandwichBlock": SandwichBlock, "SlopeResidual": SlopeResidual}
 _CHAINS = {"Network": {"modules", "input_shape", "multipliers"}, "Sequential": {"modules"}}

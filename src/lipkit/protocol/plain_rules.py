@@ -132,12 +132,14 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
 
 @export_rule(SandwichBlock)
 def _export_sandwich(module: SandwichBlock, input_shape: Shape) -> nn.Module:
-    parts = []
+    parts: list[nn.Module] = []
     for part in (module.first, module.activation, module.second):
-        parts.append(export(part, input_shape))
-        input_shape = output_shape(part, input_shape)
-    # Unwrapped: the bound needs the two linear maps themselves.
-    return SandwichBlock(*(part[0] if len(part) == 1 else part for part in parts), module.multiplier)
+        plain = export(part, input_shape)
+        input_shape = output_shape(plain, input_shape)
+        # Unwrapped: the bound needs the two linear maps themselves.
+        parts.append(plain[0] if len(plain) == 1 else plain)
+    first, activation, second = parts
+    return SandwichBlock(first, activation, second, module.multiplier)
 
 
 @export_rule(Affine, FourierConv2d, GroupSort, MaxMin, PhaseConv2d, TaylorConv2d)

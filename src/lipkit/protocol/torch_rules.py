@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular, spectral_norm, symbol_sup
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.rounding import gamma, to_double, up
+from lipkit.bounds.rounding import gamma, multiply_up, to_double, up
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.plain import Affine, Network
 from lipkit.protocol.pooling import average_norm, average_norm_any_size, max_pool_constant
@@ -268,7 +268,7 @@ def _network(module: Network, input_shape: Shape | None) -> Tensor:
         run, gain = gains.get(position, (None, math.inf))
         part = children[position : run.stop if run else position + 1]
         factor = _product(part, shape).clamp_max(gain)
-        product = product * factor if float(factor) in (0.0, 1.0) else up(product * factor, 1)
+        product = multiply_up(product, factor)
         for child in part:
             shape = output_shape(child, shape)
         position += len(part)
@@ -279,7 +279,7 @@ def _product(children: list[nn.Module], input_shape: Shape | None) -> Tensor:
     product = torch.ones((), dtype=torch.float64)
     for i, child in enumerate(children):
         factor = lipschitz(child, input_shape)
-        product = up(product * factor, 1) if float(factor.detach()) not in (0.0, 1.0) else product * factor
+        product = multiply_up(product, factor)
         if input_shape is not None and i + 1 < len(children):
             input_shape = output_shape(child, input_shape)
     return product

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from lipkit.report.html import write_report
-from lipkit.report.record import Record, read_record, write_record
-from lipkit.report.save import save_evaluation
+from lipkit.report.record import Record, RegressionRecord, read_record, write_record
+from lipkit.report.save import save_evaluation, save_regression
 
-__all__ = ["Record", "read_record", "save_evaluation", "write_record", "write_report"]
+__all__ = [
+    "Record",
+    "RegressionRecord",
+    "read_record",
+    "save_evaluation",
+    "save_regression",
+    "write_record",
+    "write_report",
+]

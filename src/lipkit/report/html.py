@@ -15,10 +15,12 @@ from lipkit.certificates.units import format_radius
 from lipkit.errors import RunError
 from lipkit.files import write_atomic
 from lipkit.report import plots, tables
+from lipkit.report.curve import curve_plot, load_curve
 from lipkit.report.examples import GROUPS, load_examples
 from lipkit.report.png import data_uri, is_image
-from lipkit.report.record import Record, read_record
+from lipkit.report.record import read_record
 from lipkit.report.run_files import read_radii, read_series
+from lipkit.report.schema import AnyRecord, Record, RegressionRecord
 
 REPORT = "report.html"
 
@@ -26,7 +28,8 @@ REPORT = "report.html"
 def write_report(folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
-    Reads ``record.json``, and as far as they are there ``radii.csv``, ``metrics.jsonl`` and ``examples.safetensors``.
+    Reads ``record.json``, and as far as they are there ``radii.csv``, ``metrics.jsonl``, ``examples.safetensors`` and,
+    of a regression, ``curve.safetensors``.
     The page holds its pictures and styles, and its content policy forbids it to load anything else.
 
     Raises:
@@ -44,25 +47,44 @@ def render(folder: Path) -> str:
     """The page of a run folder, as text; see `write_report`."""
     record = read_record(folder)
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(_template),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
         "percent": tables.percent,
         "interval": tables.interval,
         "radius": format_radius,
         "seconds": tables.seconds,
+        "latency": tables.latency,
         "number": lambda value: f"{value:.8g}",
     }
-    source = importlib.resources.files("lipkit.report").joinpath("templates/report.html.j2")
     # SVG text was escaped by matplotlib; nothing else enters the page unescaped
-    return environment.from_string(source.read_text("utf-8")).render(
+    return environment.get_template(f"{record.task}.html.j2").render(
         record=record,
-        curve=markupsafe.Markup(plots.accuracy_curve(record, read_radii(folder))),
         training=markupsafe.Markup(plots.training_curves(read_series(folder))),
-        accuracy=tables.accuracy_rows(record),
-        groups=_groups(folder, record),
         recipe=list(flatten(record.recipe)),
+        **_results(folder, record),
     )
+
+
+def _template(name: str) -> str:
+    return importlib.resources.files("lipkit.report").joinpath(f"templates/{name}").read_text("utf-8")
+
+
+def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:
+    """What the page of a task shows beside what every page shows."""
+    if isinstance(record, RegressionRecord):
+        graph = load_curve(folder)
+        curve = "" if graph is None else curve_plot(record, graph)
+        return {"curve": markupsafe.Markup(curve), "outputs": tables.output_rows(record)}
+    return {
+        "curve": markupsafe.Markup(plots.accuracy_curve(record, read_radii(folder))),
+        "accuracy": tables.accuracy_rows(record),
+        "groups": _groups(folder, record),
+    }
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,138 +1,47 @@
 """The record of a run: one JSON file that holds every figure a report or a table needs.
 
-Rule of the schema: later versions only add fields. A reader keeps fields that it does not know, and refuses a file
-with another major version. JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and
-"-Infinity" and read back as numbers wherever the schema says number.
+Its fields are those of `lipkit.report.schema`. JSON has no NaN and no infinity: they are written as the strings "NaN",
+"Infinity" and "-Infinity" and read back as numbers wherever the schema says number.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
+from lipkit.certificates import Certificate, RegressionCertificate
 from lipkit.certificates.intervals import Share
 from lipkit.errors import RunError
-from lipkit.evaluation import Evaluation
+from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
 from lipkit.files import write_atomic
-from lipkit.report.machine import Hardware, hardware, versions
+from lipkit.report.machine import hardware, versions
+from lipkit.report.schema import (
+    AnyRecord,
+    AttackedRecord,
+    AttackRecord,
+    CertifiedRecord,
+    ClassRecord,
+    DataRecord,
+    HardwareRecord,
+    LatencyRecord,
+    LipschitzRecord,
+    OutputRecord,
+    Record,
+    RegressionRecord,
+    SearchRecord,
+    ShareRecord,
+)
 
-SCHEMA_VERSION = "1.0"
 RECORD = "record.json"
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings")
-
-
-class ShareRecord(_Model):
-    """A share of samples with its Clopper-Pearson interval."""
-
-    value: float
-    count: int
-    total: int
-    low: float
-    high: float
-
-
-class CertifiedRecord(_Model):
-    """Certified accuracy at one l2 radius (units of the input)."""
-
-    eps: float
-    share: ShareRecord
-
-
-class AttackedRecord(_Model):
-    """Accuracy under attack at one l2 radius, and the certified accuracy of the same samples."""
-
-    eps: float
-    share: ShareRecord
-    certified: ShareRecord
-
-
-class ClassRecord(_Model):
-    """One class; ``certified`` runs in parallel with the record's list of certified radii."""
-
-    name: str
-    clean: ShareRecord
-    certified: list[ShareRecord]
-
-
-class AttackRecord(_Model):
-    """The attack's settings, and its comparison with the certificates: smallest norm / radius of any example."""
-
-    name: str = "PGD l2, margin loss"
-    steps: int
-    restarts: int
-    samples: int | None
-    seed: int
-    box: tuple[float, float] | None
-    compared: int
-    closest: float
-
-
-class LipschitzRecord(_Model):
-    """``claimed`` by the model as trained; ``computed`` from the exported numbers: the one that certifies."""
-
-    claimed: float | None
-    computed: float
-    body: float | None
-    method: str
-    dtype: str
-
-
-class DataRecord(_Model):
-    """What was trained and tested on."""
-
-    name: str
-    input_shape: tuple[int, ...]
-    classes: list[str]
-    train_samples: int | None
-    test_samples: int
-
-
-class HardwareRecord(_Model):
-    """The machine: processor, usable cores, accelerator (or cpu)."""
-
-    cpu: str
-    cores: int
-    device: str
-    platform: str
-
-
-class Record(_Model):
-    """Everything a run reports. Times are seconds, shares are in [0, 1], radii l2 in units of the input."""
-
-    schema_version: str = SCHEMA_VERSION
-    name: str
-    created: str
-    recipe: dict[str, Any]
-    versions: dict[str, str]
-    seed: int | None
-    hardware: HardwareRecord
-    data: DataRecord
-    parameters: int | None
-    lipschitz: LipschitzRecord
-    network_sha256: str
-    confidence: float
-    clean: ShareRecord
-    certified: list[CertifiedRecord]
-    attacked: list[AttackedRecord]
-    attack: AttackRecord
-    per_class: list[ClassRecord]
-    times: dict[str, float] = Field(default_factory=dict)
-
-    @field_validator("schema_version")
-    @classmethod
-    def _major(cls, value: str) -> str:
-        if value.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
-            raise ValueError(f"expected a record of schema version {SCHEMA_VERSION.split('.')[0]}, got {value}")
-        return value
+# Inputs of more numbers (images) stay out of the record.
+_MOST_NUMBERS = 64
 
 
 def from_evaluation(
@@ -141,53 +50,20 @@ def from_evaluation(
     name: str,
     data: str,
     classes: Sequence[str] = (),
-    train_samples: int | None = None,
-    recipe: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    claimed: float | None = None,
-    parameters: int | None = None,
-    times: Mapping[str, float] | None = None,
-    device: str = "cpu",
+    **facts: Unpack[Facts],
 ) -> Record:
-    """The record of an evaluation and of the run that led to it.
+    """The record of a classification and of the run that led to it.
 
     Args:
         evaluation: from `lipkit.evaluation.evaluate`.
         name: of the run.
         data: name of the data set.
         classes: class names.
-        train_samples: size of the training split.
-        recipe: everything the run was started with, as plain values.
-        seed: of the training.
-        claimed: Lipschitz constant of the model before export (``lipschitz(model)``).
-        parameters: number of trained parameters.
-        times: seconds by name; those of the evaluation are added.
-        device: where the training ran.
+        facts: what else is known of the run, see `Facts`.
     """
     certificate, attack = evaluation.certificate, evaluation.attack
     return Record(
-        name=name,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        recipe=dict(recipe or {}),
-        versions=versions(),
-        seed=seed,
-        hardware=_hardware(hardware(device)),
-        data=DataRecord(
-            name=data,
-            input_shape=certificate.input_shape,
-            classes=list(classes),
-            train_samples=train_samples,
-            test_samples=len(certificate),
-        ),
-        parameters=parameters,
-        lipschitz=LipschitzRecord(
-            claimed=claimed,
-            computed=certificate.constant,
-            body=certificate.body_constant,
-            method=certificate.method,
-            dtype=certificate.dtype,
-        ),
-        network_sha256=certificate.network_sha256,
+        **_common(name, data, certificate, facts, evaluation.times, classes),
         confidence=evaluation.confidence,
         clean=_share(evaluation.clean),
         certified=[
@@ -211,16 +87,116 @@ def from_evaluation(
             ClassRecord(name=row.name, clean=_share(row.clean), certified=[_share(s) for s in row.certified])
             for row in evaluation.per_class
         ],
-        times={**(times or {}), **evaluation.times},
     )
 
 
-def write_record(record: Record, path: str | os.PathLike[str]) -> None:
+def from_regression(
+    evaluation: RegressionEvaluation, *, name: str, data: str, search: Mapping[str, int], **facts: Unpack[Facts]
+) -> RegressionRecord:
+    """The record of a regression and of the run that led to it.
+
+    Args:
+        evaluation: from `lipkit.evaluation.evaluate_regression`.
+        name: of the run.
+        data: name of the data set.
+        search: ``restarts``, ``steps`` and ``seed`` of the search for steep secants.
+        facts: what else is known of the run, see `Facts`.
+    """
+    certificate, secant = evaluation.certificate, evaluation.secant
+    columns = (
+        evaluation.rmse,
+        certificate.output_constants.tolist(),
+        certificate.output_deviation.tolist(),
+        evaluation.output_slopes,
+    )
+    short = secant.x.numel() <= _MOST_NUMBERS
+    return RegressionRecord(
+        **_common(name, data, certificate, facts, evaluation.times),
+        mse=evaluation.mse,
+        delta=certificate.delta,
+        deviation=certificate.deviation,
+        lower=evaluation.lower,
+        tightness=evaluation.tightness,
+        outputs=[
+            OutputRecord(rmse=rmse, constant=constant, deviation=deviation, steepest=steepest)
+            for rmse, constant, deviation, steepest in zip(*columns, strict=True)
+        ],
+        search=SearchRecord(
+            **search,
+            x=secant.x.flatten().tolist() if short else [],
+            y=secant.y.flatten().tolist() if short else [],
+        ),
+    )
+
+
+class Facts(TypedDict, total=False):
+    """What a record holds beside the evaluation.
+
+    Attributes:
+        train_samples: size of the training split.
+        recipe: everything the run was started with, as plain values.
+        seed: of the training.
+        claimed: Lipschitz constant of the model before export (``lipschitz(model)``).
+        parameters: number of trained parameters.
+        times: seconds by name; those of the evaluation are added.
+        device: where the training ran.
+        latency: from `lipkit.evaluation.latency`.
+    """
+
+    train_samples: int | None
+    recipe: Mapping[str, Any] | None
+    seed: int | None
+    claimed: float | None
+    parameters: int | None
+    times: Mapping[str, float] | None
+    device: str
+    latency: Latency | None
+
+
+def _common(
+    name: str,
+    data: str,
+    certificate: Certificate | RegressionCertificate,
+    facts: Facts,
+    times: Mapping[str, float],
+    classes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The fields of `RunRecord`."""
+    latency = facts.get("latency")
+    return {
+        "name": name,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "recipe": dict(facts.get("recipe") or {}),
+        "versions": versions(),
+        "seed": facts.get("seed"),
+        "hardware": HardwareRecord(**dataclasses.asdict(hardware(facts.get("device", "cpu")))),
+        "data": DataRecord(
+            name=data,
+            input_shape=certificate.input_shape,
+            classes=list(classes),
+            train_samples=facts.get("train_samples"),
+            test_samples=len(certificate),
+        ),
+        "parameters": facts.get("parameters"),
+        "lipschitz": LipschitzRecord(
+            claimed=facts.get("claimed"),
+            computed=certificate.constant,
+            body=getattr(certificate, "body_constant", None),
+            method=certificate.method,
+            dtype=certificate.dtype,
+        ),
+        "network_sha256": certificate.network_sha256,
+        "latency": None if latency is None else LatencyRecord(**dataclasses.asdict(latency)),
+        "times": {**(facts.get("times") or {}), **times},
+    }
+
+
+def write_record(record: AnyRecord, path: str | os.PathLike[str]) -> None:
     """Write a record as indented JSON, atomically."""
     write_atomic(Path(path), record.model_dump_json(indent=2).encode() + b"\n")
 
 
-def read_record(path: str | os.PathLike[str]) -> Record:
+def read_record(path: str | os.PathLike[str]) -> AnyRecord:
     """Read a record; ``path`` is the file or the run folder that holds ``record.json``.
 
     Raises:
@@ -238,8 +214,9 @@ def read_record(path: str | os.PathLike[str]) -> Record:
         raise RunError(f"{path}: expected a JSON record, got {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("schema_version"), str):
         raise RunError(f"{path}: expected a record with a schema_version, got none")
+    kind = RegressionRecord if found.get("task") == "regression" else Record
     try:
-        return Record.model_validate(found)
+        return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -248,7 +225,3 @@ def read_record(path: str | os.PathLike[str]) -> Record:
 
 def _share(share: Share) -> ShareRecord:
     return ShareRecord(value=share.value, count=share.count, total=share.total, low=share.low, high=share.high)
-
-
-def _hardware(machine: Hardware) -> HardwareRecord:
-    return HardwareRecord(**machine.__dict__)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from lipkit.certificates.units import format_radius
 from lipkit.errors import ShapeError
-from lipkit.report.record import Record
+from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord
 
 
 class _Share(Protocol):
@@ -118,10 +118,43 @@ def class_rows(record: Record) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def summary(record: Record) -> str:
-    """A record in plain text: name, Lipschitz constants, accuracies."""
-    lines = [record.name, f"Lipschitz constant {record.lipschitz.computed:.8g} ({record.lipschitz.method})", ""]
-    return "\n".join(lines) + text_table(*accuracy_rows(record))
+def output_rows(record: RegressionRecord) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table by output: error, largest deviation for delta, constant, steepest slope seen."""
+    header = ["output", "RMSE", f"deviation for {record.delta:g}", "certified gain", "steepest seen", "tightness"]
+    rows = []
+    for number, row in enumerate(record.outputs):
+        share = row.steepest / row.constant if row.constant > 0 else math.nan
+        figures = [f"{v:.5g}" for v in (row.rmse, row.deviation, row.constant, row.steepest)]
+        rows.append([str(number), *figures, percent(share)])
+    return header, rows
+
+
+def summary(record: AnyRecord) -> str:
+    """A record in plain text: name, Lipschitz constants, accuracies or errors."""
+    lines = [record.name, f"Lipschitz constant {record.lipschitz.computed:.8g} ({record.lipschitz.method})"]
+    if isinstance(record, RegressionRecord):
+        lines += [
+            f"lower bound {record.lower:.8g}, tightness {percent(record.tightness)}",
+            f"test MSE {record.mse:.5g}; outputs move by at most {record.deviation:.5g} for an input that moves by "
+            f"{record.delta:g}",
+        ]
+    if record.latency is not None:
+        lines.append(latency(record.latency))
+    table = text_table(*(output_rows(record) if isinstance(record, RegressionRecord) else accuracy_rows(record)))
+    return "\n".join([*lines, "", table])
+
+
+def latency(found: LatencyRecord) -> str:
+    """The latency in one sentence.
+
+    >>> latency(LatencyRecord(median=0.123456, low=0.1, high=0.2, runs=100, threads=1, device="cpu"))
+    'batch 1: 0.123 ms (median of 100 runs, 80 % between 0.1 and 0.2 ms, 1 thread, cpu)'
+    """
+    threads = f"{found.threads} thread{'' if found.threads == 1 else 's'}"
+    return (
+        f"batch 1: {found.median:.3g} ms (median of {found.runs} runs, 80 % between {found.low:.3g} and "
+        f"{found.high:.3g} ms, {threads}, {found.device})"
+    )
 
 
 def _check(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

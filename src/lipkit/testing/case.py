@@ -62,6 +62,7 @@ class Case:
     refusals: Sequence[Refusal] = ()
     output_shape: Callable[[Shape], Shape] | None = None
     backends: Sequence[str] = ("aot_eager",)
+    fullgraph: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

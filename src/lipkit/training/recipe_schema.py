@@ -123,6 +123,11 @@ class CertifySection(Section):
     attack_samples: Count | None = Field(default=1000, description="test samples attacked; null for all")
     confidence: Annotated[Positive, Field(lt=1)] = Field(default=0.95, description="of the Clopper-Pearson intervals")
     batch_size: Count = Field(default=256, description="samples evaluated at once")
+    delta: NotNegative = Field(
+        default=0.1, description="of regression: l2 input deviation that output deviations are certified for"
+    )
+    search_restarts: Count = Field(default=64, description="of regression: starts of the search for steep secants")
+    search_steps: Count = Field(default=200, description="of regression: steps of that search")
 
 
 class Recipe(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lipkit.protocol import lipschitz
 from lipkit.testing.case import Case, require, states
 from lipkit.testing.reference import operators, singular_values
@@ -13,12 +15,14 @@ def attained(case: Case) -> dict[str, float]:
     for shape in case.input_shapes:
         for layer in states(case):
             claimed = float(lipschitz(layer, shape).detach())
-            values = singular_values(operators(layer, case.x(shape, batch=4)))
+            x = case.x(shape, batch=4)
+            # Far from the origin no bias decides which side of a kink every unit is on.
+            values = singular_values(operators(layer, torch.cat((x[:2], 30 * x[2:]))))
             low, high = float(values.min()), float(values.max())
             smallest, largest = min(smallest, low), max(largest, high)
             if case.claim == "orthogonal":
-                # What a truncation or an unconverged iteration adds to the bound it may also take from below.
-                allowed = case.eps(shape) + max(claimed / case.gamma - 1, 0.0)
+                # What a declared truncation adds to the bound it may also take from below.
+                allowed = case.eps(shape) + min(max(claimed / case.gamma - 1, 0.0), case.slack)
                 require(
                     case.gamma * (1 - allowed) <= low and high <= case.gamma * (1 + allowed),
                     f"input {shape}: expected every singular value in {case.gamma:.6g} * (1 +- {allowed:.2g}) "

@@ -1,0 +1,138 @@
+r"""How far a value inside a network can move when its input moves.
+
+Every value v of a network gets a bound :math:`\|\Delta v\| \le \sum_i g_i \|\Delta s_i\|` with gains g over *sources*.
+Usually the one source is the network's input x. A value p that is cut into disjoint pieces :math:`s_1, ..., s_n` opens
+a frame of n sources with :math:`\sum_i \|\Delta s_i\|^2 = \|\Delta p\|^2`, so that branches on disjoint pieces count
+by their maximum, not by their sum, when they are put together again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.rounding import up
+from lipkit.bounds.verified import spectral_norm
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """The sources that gains refer to.
+
+    Attributes:
+        pieces: their number.
+        whole: the value that they are the pieces of; None is the input of the network (one source).
+    """
+
+    pieces: int = 1
+    whole: Form | None = None
+
+    @property
+    def depth(self) -> int:
+        """Number of cuts between the input of the network and these sources."""
+        return 0 if self.whole is None else self.whole.frame.depth + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A bound of one value: gains ``(frame.pieces,)``, float64, non-negative."""
+
+    frame: Frame
+    gains: Tensor
+
+    def scaled(self, factor: Tensor) -> Form:
+        """The bound behind a map with Lipschitz constant ``factor`` (0-d); exact for the factors 0 and 1."""
+        return Form(self.frame, _times(self.gains, factor))
+
+    def lifted(self) -> Form:
+        """The same in terms of the sources of the whole: by Cauchy and Schwarz, the pieces being orthogonal."""
+        assert self.frame.whole is not None
+        nonzero = int((self.gains != 0).sum())
+        norm = self.gains.sum() if nonzero < 2 else up(torch.linalg.vector_norm(self.gains), len(self.gains) + 2)
+        return self.frame.whole.scaled(norm)
+
+    def total(self) -> Tensor:
+        """Lipschitz bound with respect to the network's input, 0-d."""
+        form = self
+        while form.frame.whole is not None:
+            form = form.lifted()
+        return form.gains.sum()
+
+
+def source() -> Form:
+    """The input itself.
+
+    >>> float(source().total())
+    1.0
+    """
+    return Form(Frame(), torch.ones(1, dtype=torch.float64))
+
+
+def cut(form: Form, pieces: int) -> tuple[Form, ...]:
+    """The disjoint pieces of a value.
+
+    >>> a, b = cut(source(), 2)
+    >>> three = torch.tensor(3.0, dtype=torch.float64)
+    >>> round(float(stacked([a, b.scaled(three)]).total()), 9), round(float(added([a, b]).total()), 6)
+    (3.0, 1.414214)
+    """
+    frame = Frame(pieces, form)
+    return tuple(Form(frame, row) for row in torch.eye(pieces, dtype=torch.float64))
+
+
+def added(forms: Sequence[Form]) -> Form:
+    """Bound of a sum: the gains add up.
+
+    >>> float(added([source(), source()]).total()) >= 2
+    True
+    """
+    frame, rows = _common(forms)
+    if len(rows) == 1:
+        return Form(frame, rows[0])
+    # Where at most one term moves with a source, its gain is no sum, so nothing is rounded.
+    total = rows.sum(0)
+    return Form(frame, torch.where((rows != 0).sum(0) > 1, up(total, len(rows)), total))
+
+
+def stacked(forms: Sequence[Form]) -> Form:
+    r"""Bound of values side by side (a concatenation; also a maximum of them, whose changes are no larger).
+
+    With rows of gains :math:`G`: :math:`\|\Delta\| \le \|G\|_2\,\|\Delta p\|`; for one source, the root of the sum of
+    the squares.
+
+    >>> round(float(stacked([source()] * 4).total()), 9)
+    2.0
+    """
+    frame, rows = _common(forms)
+    if len(rows) == 1:
+        return Form(frame, rows[0])
+    if frame.pieces == 1 or int((rows != 0).any(0).sum()) < 2:
+        norms = up(torch.linalg.vector_norm(rows, dim=0), len(rows) + 2)
+        return Form(frame, torch.where((rows != 0).sum(0) > 1, norms, rows.sum(0)))
+    assert frame.whole is not None
+    return frame.whole.scaled(spectral_norm(rows))
+
+
+def _times(gains: Tensor, factor: Tensor) -> Tensor:
+    if float(factor.detach()) == 1:
+        return gains * factor
+    known = gains.detach()
+    # An infinite constant of a branch that a source does not reach leaves that source's gain at zero.
+    product = torch.where(known == 0, torch.zeros_like(gains), gains * factor).nan_to_num(nan=math.inf, posinf=math.inf)
+    if bool(((known == 0) | (known == 1)).all()) or float(factor.detach()) == 0:
+        return product
+    # The smallest subnormal number covers a product below the normal range.
+    return torch.where(known == 0, product, up(product, 1) + 2.0**-1074)
+
+
+def _common(forms: Sequence[Form]) -> tuple[Frame, Tensor]:
+    """The forms in the deepest frame that all of them can be expressed in: gains ``(len(forms), pieces)``."""
+    work = list(forms)
+    while any(form.frame is not work[0].frame for form in work):
+        deepest = max(form.frame.depth for form in work)
+        work = [form.lifted() if form.frame.depth == deepest else form for form in work]
+    return work[0].frame, torch.stack([form.gains for form in work])

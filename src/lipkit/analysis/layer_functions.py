@@ -1,0 +1,153 @@
+"""Rules of ``torch.nn.functional``: each is the module of the same computation, bounded by that module's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.analysis.calls import Call, Operand, function_rule
+from lipkit.analysis.forms import Form
+
+
+def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | str) -> None:
+    """Activations whose functional arguments are those of the module."""
+
+    @function_rule(*targets)
+    def rule(call: Call, input: Operand, *args: Any, inplace: bool = False, **kwargs: Any) -> Form:
+        call.constant([*args, *kwargs.values()], "argument")
+        try:
+            module = make(*args, **kwargs)
+        except TypeError as error:
+            raise call.refuse(f"expected the arguments of nn.{make.__name__}, got other ones: {error}") from None
+        return call.module(input, module)
+
+
+_activation(nn.ReLU, F.relu, F.relu_, torch.relu, "relu", "relu_")
+_activation(nn.ReLU6, F.relu6)
+_activation(nn.Tanh, F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")
+_activation(nn.Sigmoid, F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_")
+_activation(nn.LeakyReLU, F.leaky_relu, F.leaky_relu_)
+_activation(nn.ELU, F.elu, F.elu_)
+_activation(nn.CELU, F.celu)
+_activation(nn.SELU, F.selu)
+_activation(nn.GELU, F.gelu)
+_activation(nn.SiLU, F.silu)
+_activation(nn.Mish, F.mish)
+_activation(nn.Softplus, F.softplus)
+_activation(nn.Softsign, F.softsign)
+_activation(nn.LogSigmoid, F.logsigmoid)
+_activation(nn.Hardtanh, F.hardtanh, F.hardtanh_)
+_activation(nn.Hardsigmoid, F.hardsigmoid)
+_activation(nn.Hardswish, F.hardswish)
+_activation(nn.Softshrink, F.softshrink)
+_activation(nn.Tanhshrink, F.tanhshrink)
+_activation(nn.PixelShuffle, F.pixel_shuffle)
+_activation(nn.PixelUnshuffle, F.pixel_unshuffle)
+_activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
+_activation(nn.AvgPool2d, F.avg_pool2d)
+
+
+@function_rule(F.max_pool2d)
+def _max_pool2d(
+    call: Call,
+    input: Operand,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Form:
+    return call.module(input, nn.MaxPool2d(kernel_size, stride, padding, dilation, return_indices, ceil_mode))
+
+
+# torch.max_pool2d has no return_indices.
+@function_rule(torch.max_pool2d)
+def _torch_max_pool2d(
+    call: Call,
+    input: Operand,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Form:
+    stride = stride if isinstance(stride, int) or stride else None
+    return call.module(input, nn.MaxPool2d(kernel_size, stride, padding, dilation, False, ceil_mode))
+
+
+@function_rule(F.softmax, torch.softmax, "softmax")
+def _softmax(call: Call, input: Operand, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Form:
+    call.dims(call.operand(input), dim)
+    return call.module(input, nn.Softmax(dim))
+
+
+@function_rule(F.dropout, F.dropout2d, torch.dropout, torch.dropout_)
+def _dropout(
+    call: Call, input: Operand, p: float = 0.5, training: Any = True, inplace: bool = False, train: Any = None
+) -> Form:
+    return call.module(input, nn.Dropout(p).train(bool(training if train is None else train)))
+
+
+@function_rule(F.linear)
+def _linear(call: Call, input: Operand, weight: Any, bias: Any = None) -> Form:
+    call.constant(bias, "bias")
+    return call.module(input, with_weight(nn.Linear(1, 1, device="meta"), call.constant(weight, "weight")))
+
+
+@function_rule(F.conv2d)
+def _conv2d(
+    call: Call,
+    input: Operand,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Form:
+    call.constant(bias, "bias")
+    kernel: Tensor = call.constant(weight, "weight")
+    if kernel.ndim != 4:
+        raise call.refuse(f"expected a weight of four dimensions, got {tuple(kernel.shape)}")
+    layer = nn.Conv2d(
+        kernel.shape[1] * groups,
+        kernel.shape[0],
+        tuple(kernel.shape[2:]),  # type: ignore[arg-type]
+        stride,
+        padding,
+        dilation,
+        groups,
+        device="meta",
+    )
+    return call.module(input, with_weight(layer, kernel))
+
+
+@function_rule(F.batch_norm)
+def _batch_norm(
+    call: Call,
+    input: Operand,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Form:
+    statistics = [call.constant(t, "statistic or weight") for t in (running_mean, running_var, weight, bias)]
+    channels = call.operand(input).shape[0]
+    module = nn.BatchNorm2d(channels, eps, device="meta").train(training)
+    module.running_mean, module.running_var = statistics[:2]
+    module.weight, module.bias = (None if t is None else nn.Parameter(t) for t in statistics[2:])  # type: ignore[assignment]
+    return call.module(input, module)
+
+
+def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
+    """``module`` with this weight and no bias."""
+    module.weight, module.bias = nn.Parameter(weight, requires_grad=False), None  # type: ignore[assignment]
+    return module

@@ -1,0 +1,212 @@
+"""What the nodes of a graph are when it runs: sizes, constants, and which tensors are overwritten in place.
+
+A graph records values, but an in-place call changes every tensor that shares its memory. Two runs with batches of
+different size show which: calls that overwrite are found by the version counters of the tensors, whatever their name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lipkit.analysis.prepare import sample
+from lipkit.analysis.tracing import Root, dependent_nodes, evaluate
+from lipkit.errors import NoRuleError
+
+BATCHES = (2, 3)
+
+
+class Varies:
+    """Stands for a constant that is not the same in both runs: the size of the batch, or what is made from it."""
+
+    def __repr__(self) -> str:
+        return "a value that depends on the size of the batch"
+
+
+VARIES = Varies()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape of a tensor that changes with the input: of one sample, or None where samples are not kept apart."""
+
+    sample: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What both runs found.
+
+    Attributes:
+        values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for
+            the others their value, or :data:`VARIES`.
+        output: of the second run.
+    """
+
+    values: dict[fx.Node, Any]
+    output: Tensor
+
+
+def _changes_state(name: str) -> NoRuleError:
+    return NoRuleError(
+        "analyze: expected a forward pass that leaves parameters, buffers and other tensors of the network as they "
+        f"are, got one that changes {name.removeprefix('net.')!r}"
+    )
+
+
+@dataclass
+class _Run:
+    values: dict[fx.Node, Any]
+    rewrites: list[tuple[fx.Node, fx.Node]]
+    output: Any
+
+
+def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observed:
+    """Run the graph for two batch sizes and put the result of each in-place call where its tensor is read later.
+
+    Changes ``graph``: afterwards every node means the value it has when it is made.
+
+    Raises:
+        NoRuleError: an in-place call changes a tensor that is read later through a view or after it was passed to a
+            module, or the parameters; the output is no tensor with one row per sample; the traced graph computes
+            another function than the network, or one that mixes samples.
+    """
+    state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
+    runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
+    _check_outputs(root, runs, input_shape)
+    for name, (tensor, version) in state.items():
+        if tensor._version != version:
+            raise _changes_state(name)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    changed = list(dict.fromkeys((*runs[0].rewrites, *runs[1].rewrites)))
+    # From the last call to the first: what is read after the last one becomes its result.
+    for old, new in sorted(changed, key=lambda pair: -position[pair[1]]):
+        for user in list(old.users):
+            if position[user] > position[new]:
+                user.replace_input_with(old, new)
+    dependent = dependent_nodes(graph)
+    values = {n: _merged(n in dependent, runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
+    return Observed(values, runs[1].output)
+
+
+def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(graph.nodes):
+        last.update(dict.fromkeys(node.all_input_nodes, i))
+    dependent = dependent_nodes(graph)
+    live: dict[fx.Node, Any] = {}
+    run = _Run({}, [], None)
+    with torch.no_grad():
+        for i, node in enumerate(graph.nodes):
+            given = fx.node.map_arg((node.args, node.kwargs), live.__getitem__)
+            if node.op == "output":
+                run.output = given[0][0]
+                break
+            if node.op == "placeholder":
+                live[node] = x.clone()
+            else:
+                before = {n: [t._version for t in _tensors(live[n])] for n in node.all_input_nodes}
+                live[node] = evaluate(root, node, given[0], given[1])
+                for n, versions in before.items():
+                    if versions != [t._version for t in _tensors(live[n])]:
+                        if n.op == "get_attr":
+                            raise _changes_state(str(n.target))
+                        run.rewrites += [(old, node) for old in _overwritten(node, n, live, last, i)]
+            run.values[node] = _summary(live[node], node in dependent)
+            live = {n: v for n, v in live.items() if last.get(n, -1) > i or n is node}
+    return run
+
+
+def _overwritten(
+    node: fx.Node, changed: fx.Node, live: dict[fx.Node, Any], last: dict[fx.Node, int], now: int
+) -> Iterator[fx.Node]:
+    """The nodes read later that are, in whole, the tensor that ``node`` changed and returned."""
+    result = live[node]
+    memory = {t.untyped_storage().data_ptr() for t in _tensors(live[changed])}
+    for other, value in live.items():
+        if other is node or last.get(other, -1) <= now:
+            continue
+        if not any(t.untyped_storage().data_ptr() in memory for t in _tensors(value)):
+            continue
+        if not (isinstance(value, Tensor) and isinstance(result, Tensor) and _same_view(value, result)):
+            raise NoRuleError(
+                f"analyze: the in-place call {node.name!r}{_where(node)} changes the tensor {other.name!r}"
+                f"{_where(other)} that is read again later: expected a call that leaves its input as it is "
+                "(inplace=False, or the function without the underscore)"
+            )
+        yield other
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+def _where(node: fx.Node) -> str:
+    return f" in {node.meta['where']!r}" if node.meta.get("where") else ""
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _summary(value: Any, dependent: bool) -> Any:
+    if not dependent:
+        return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.shape
+    if isinstance(value, (tuple, list)):
+        return [_summary(item, dependent) for item in value]
+    return type(value).__name__
+
+
+def _merged(dependent: bool, a: Any, b: Any) -> Any:
+    """The summaries of two runs as one."""
+    if dependent:
+        if isinstance(a, torch.Size) and isinstance(b, torch.Size):
+            kept = bool(a and b) and (a[0], b[0]) == BATCHES and a[1:] == b[1:]
+            return Sizes(tuple(a[1:]) if kept else None)
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            return tuple(_merged(dependent, x, y) for x, y in zip(a, b, strict=True))
+        return str(a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        # A constant that is not a number equals itself here: its rule sees it.
+        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+        return a if same else VARIES
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        return type(a)(_merged(dependent, x, y) for x, y in zip(a, b, strict=True)) if type(a) in (tuple, list) else a
+    simple = isinstance(a, (int, float, complex, str, torch.dtype, torch.device, torch.layout, slice, type(None)))
+    return a if simple and type(a) is type(b) and a == b else VARIES
+
+
+def _check_outputs(root: nn.Module, runs: list[_Run], input_shape: tuple[int, ...]) -> None:
+    outputs = [run.output for run in runs]
+    for output, batch in zip(outputs, BATCHES, strict=True):
+        if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != batch:
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise NoRuleError(f"analyze: expected one output tensor with a row for each of {batch} samples, got {got}")
+    x = sample(root, input_shape, BATCHES[1])
+    with torch.no_grad():
+        direct, part = root(x.clone()), root(x[: BATCHES[0]].clone())
+    if not isinstance(direct, Tensor) or not _close(direct, outputs[1]):
+        raise NoRuleError(
+            "analyze: expected the traced graph to compute the same as the network, got other outputs: its forward "
+            "pass is random, changes the network, or depends on the type of its argument"
+        )
+    if not _close(direct[: BATCHES[0]], part):
+        raise NoRuleError("analyze: expected an output for each sample alone, got one that depends on the whole batch")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.double(), b.double()
+    scale = float(a.nan_to_num(posinf=0, neginf=0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.02, atol=1e-3 * scale, equal_nan=True)

@@ -1,0 +1,240 @@
+"""A network as a graph of calls (torch.fx), traced for inputs of one shape.
+
+The sizes of one sample are known while tracing, so that control flow which depends on them (shape checks, for
+instance) is followed; the size of the batch and all values stay symbols, and control flow on them is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lipkit.errors import LipkitError, NoRuleError
+from lipkit.plain import Network
+from lipkit.protocol import rules
+
+# What a tensor tells without its values.
+METADATA = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")
+METADATA_METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device")
+# New tensors that take no more than that from an existing one.
+LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
+LIKE_METHODS = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+# Of these, what does not depend on the size of the batch either.
+_STATIC = ("ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")
+_STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
+
+
+def reads_metadata_only(node: fx.Node) -> bool:
+    """Whether the result of a call does not depend on the values of its arguments.
+
+    >>> graph = fx.symbolic_trace(nn.Identity()).graph
+    >>> [reads_metadata_only(node) for node in graph.nodes]
+    [False, False]
+    """
+    if node.op == "call_function":
+        return (node.target is getattr and node.args[1] in METADATA) or node.target in LIKE
+    return node.op == "call_method" and node.target in (*METADATA_METHODS, *LIKE_METHODS)
+
+
+def dependent_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose value changes with the values of the network's input."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        moving = any(n in found for n in node.all_input_nodes)
+        if node.op == "placeholder" or (moving and not reads_metadata_only(node)):
+            found.add(node)
+    return found
+
+
+def fetch(root: nn.Module, path: str) -> Any:
+    """The module, parameter or other attribute at a dotted path."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def evaluate(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out the call of one node."""
+    if node.op == "get_attr":
+        return fetch(root, str(node.target))
+    if node.op == "call_module":
+        return fetch(root, str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert node.op == "call_function"
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module is bounded by its own rule (or refused for want of one), rather than looked into."""
+    kind = type(module)
+    if kind in (nn.Sequential, Network):
+        # A run of layers that multipliers bound together is one unit.
+        return isinstance(module, Network) and bool(module.multipliers())
+    return rules().get(kind, (False, False))[0] or kind.__module__.startswith("torch.nn.modules")
+
+
+class Root(nn.Module):
+    """The network as the child of a module, so that it can be a leaf itself.
+
+    >>> Root(nn.ReLU())(torch.tensor(-1.0)).item()
+    0.0
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+def trace(root: Root, x: Tensor) -> fx.Graph:
+    """The graph of ``root`` for inputs of the shape of the sample batch ``x``.
+
+    Every node has the path of the module that made it in ``meta["where"]``.
+
+    Raises:
+        NoRuleError: the forward pass has control flow on values, or other code that torch.fx cannot record.
+    """
+    try:
+        with torch.no_grad():
+            return _Tracer(x).trace(root)
+    except LipkitError:
+        raise
+    except fx.proxy.TraceError as error:
+        raise NoRuleError(
+            f"analyze: expected a forward pass without control flow on values or on the size of the batch, got "
+            f"{type(root.net).__qualname__}, in which {_first_line(error)}"
+        ) from error
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        raise NoRuleError(
+            f"analyze: expected a forward pass that torch.fx can record, got {type(root.net).__qualname__}, which "
+            f"raises {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+class _Proxy(fx.Proxy):
+    """A symbol whose sizes, the batch apart, are numbers; its in-place operators are recorded as such."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shape":
+            return self.size()
+        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
+        if name == "ndim" and isinstance(value, Tensor):
+            return value.ndim
+        return super().__getattr__(name)
+
+    def dim(self) -> Any:
+        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
+        return value.ndim if isinstance(value, Tensor) else super().__getattr__("dim")()
+
+    def size(self, dim: int | None = None) -> Any:
+        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
+        if not isinstance(value, Tensor):
+            return super().__getattr__("size")(*(() if dim is None else (dim,)))
+        if dim is not None:
+            return self._first_size() if dim % max(value.ndim, 1) == 0 else value.shape[dim]
+        return (self._first_size(), *value.shape[1:]) if value.ndim else ()
+
+    def _first_size(self) -> Any:
+        return self.tracer.create_proxy("call_method", "size", (self, 0), {})
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
+
+    def __isub__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
+
+    def __imul__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # The tensor changes: found, like every other change in place, when the graph is run.
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self._x = x
+        self._values: dict[fx.Node, Any] = {}
+        self._static: set[fx.Node] = set()
+        self._evaluating = False
+        self._path: list[str] = []
+
+    def value(self, node: fx.Node) -> Any:
+        """What a node is for the sample batch."""
+        if node not in self._values:
+            assert node.op == "get_attr"
+            self._values[node] = self._computed(lambda: fetch(self.root, str(node.target)))
+        return self._values[node]
+
+    def _computed(self, call: Callable[[], Any]) -> Any:
+        self._evaluating = True
+        try:
+            return call()
+        finally:
+            self._evaluating = False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        node = proxy.node
+        node.meta["where"] = self._path[-1] if self._path else ""
+        inputs = node.all_input_nodes
+        named_static = node.target in _STATIC_METHODS or (node.target is getattr and node.args[1] in _STATIC)
+        if node.op == "get_attr" or named_static or (inputs and all(n in self._static for n in inputs)):
+            self._static.add(node)
+        if node.op == "placeholder":
+            self._values[node] = self._x.clone()
+        elif node.op != "output":
+            given = fx.node.map_arg((node.args, node.kwargs), self.value)
+            self._values[node] = self._computed(lambda: evaluate(self.root, node, given[0], given[1]))
+        return proxy
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._evaluating:
+            return forward(*args, **kwargs)
+        self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))
+        try:
+            if type(m) is Network and not is_leaf(m):
+                # Its own forward pass checks the input shape, which runs of the whole network do too.
+                (x,) = args
+                for child in m:
+                    x = child(x)
+                return x
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self._path.pop()
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_leaf(m)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if obj.node in self._static:
+            return bool(self.value(obj.node))
+        return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = self.value(obj.node)
+        if isinstance(value, (tuple, list)):
+            return iter([obj[i] for i in range(len(value))])
+        return super().iter(obj)

@@ -1,0 +1,143 @@
+r"""From finitely many frequencies to all of them: cells whose centres prove a bound of the supremum.
+
+Let :math:`M = \sup_w \|G(w)\|` be attained at :math:`w^*` with the unit vector v. Then :math:`p(w) = v^*G(w)v` is a
+trigonometric polynomial of degrees :math:`m_1, m_2` with values in [0, M] and :math:`p(w^*) = M`. By the inequality of
+Bernstein and Szego, :math:`q'^2 \le m^2 (\|q\|^2 - q^2)`, the angle :math:`\arccos(2p/M - 1)` changes by at most
+:math:`m_i` per unit along axis i, so at the centre :math:`w_0` of the cell that holds :math:`w^*`
+
+.. math:: \|G(w_0)\| \ge p(w_0) \ge M \cos^2\varphi, \qquad \varphi = \tfrac12 (m_1|\delta_1| + m_2|\delta_2|)
+          \quad\text{over the cell.}
+
+The same place has zero gradient: also :math:`p(w_0) \ge M - 2\varphi^2 \kappa` with :math:`\kappa = \sum_\delta
+\|A[\delta]\| \max_i (\delta_i/m_i)^2`, which is the better one for nearly constant symbols. Hence if every cell of a
+partition has :math:`\|G(w_0)\| \le t` times its share of :math:`\tau^2`, then :math:`M \le \tau^2`. Diamonds
+:math:`m_1|\delta_1| + m_2|\delta_2| \le 2\varphi` tile the plane, and each is four of half the size: cells far below
+the supremum stay large.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipkit.bounds.gram_symbol import GramSymbol
+from lipkit.bounds.rounding import UNIT
+from lipkit.bounds.verified import spectral_norms
+
+
+# Cells are not planned beyond this size.
+_FINEST = 1 << 14
+
+
+class Cover(NamedTuple):
+    """The level proved, the frequency that asks for it as (group, point, periods), and the number of tests."""
+
+    level: float
+    group: int
+    point: tuple[int, int]
+    periods: tuple[int, int]
+    tests: int
+
+
+def share(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
+    """Part of the supremum's square ``level`` that the centre of its cell must reach; at most 0: nothing is known."""
+    # Rounded against us: angles up, squares of cosines down.
+    phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True)) * (1 + 8 * UNIT)
+    bernstein = math.cos(phi) ** 2 - 8 * UNIT if phi < math.pi / 2 else 0.0
+    curved = 1 - 2 * phi * phi * symbol.curvature / level * (1 + 16 * UNIT) - 8 * UNIT
+    return max(bernstein, curved)
+
+
+def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
+    """Group and centre of the cells of each group, ``(N, 3)``: half of a turn, since ``G(-w)`` is conjugate to G(w)."""
+    n1, n2 = periods
+    if n1 == 1 or n2 == 1:
+        # Intervals: odd multiples of half of their length.
+        n = max(n1, n2)
+        line = torch.arange(1, n // 2 + 1, 2)
+        points = torch.stack((line, 0 * line) if n2 == 1 else (0 * line, line), 1)
+    else:
+        points = torch.cartesian_prod(torch.arange(n1), torch.arange(n2 // 2 + 1))
+        own_mirror = (points[:, 1] == 0) | (points[:, 1] == n2 // 2)
+        points = points[(points.sum(1) % 2 == 0) & ~(own_mirror & (points[:, 0] > n1 // 2))]
+    group = torch.arange(symbol.groups).repeat_interleave(len(points))
+    return torch.cat((group[:, None], points.repeat(symbol.groups, 1)), 1)
+
+
+def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    """The cells of half the size that make up these, and their periods."""
+    moves = [[1, 0], [-1, 0], [0, 1], [0, -1]]
+    kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
+    offsets = torch.tensor([[0, *move] for move in kept], device=cells.device)
+    scale = torch.tensor([1, *(2 if n > 1 else 1 for n in periods)], device=cells.device)
+    children = ((cells * scale)[:, None] + offsets).flatten(0, 1)
+    finer = _finer(periods)
+    children[:, 1:] = torch.remainder(children[:, 1:], torch.tensor(finer, device=cells.device))
+    return children, finer
+
+
+def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[int, int]:
+    """Size of the first cells with the fewest tests in all, if ``||G||`` is distributed like ``sample``."""
+    ordered = np.sort(sample.cpu().numpy())
+    best, least = (2, 2), math.inf
+    axes = sum(m > 0 for m in symbol.degrees)
+    for q in range(1, 26):
+        periods = current = _periods(symbol, q)
+        cells, total, part = math.prod(periods) / 2 / axes * symbol.groups, 0.0, 1.0
+        while part > 0 and total < least and max(current) < _FINEST:
+            total += cells * part
+            part = 1 - np.searchsorted(ordered, share(symbol, current, level) * level) / len(ordered)
+            cells, current = cells * 2**axes, _finer(current)
+        if total < least:
+            best, least = periods, total
+    return best
+
+
+def _periods(symbol: GramSymbol, q: int) -> tuple[int, int]:
+    first, second = (2 * math.ceil(m * q / 2) if m else 1 for m in symbol.degrees)
+    return first, second
+
+
+def _finer(periods: tuple[int, int]) -> tuple[int, int]:
+    first, second = (2 * n if n > 1 else 1 for n in periods)
+    return first, second
+
+
+def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) -> Cover:
+    """Prove a level for the supremum of ``||G||``, beginning with ``start`` and raising it as little as needed.
+
+    Args:
+        symbol: G of all groups.
+        start: the level tried first: any positive number; below the supremum it only costs time.
+        sample: values of ``||G||`` elsewhere, to choose the size of cells; no proof rests on them.
+        tolerance: relative height (of ``||G||``) above the supremum up to which the level may be raised.
+
+    Returns:
+        A level proved. It is at most ``start.level`` or ``(1 + tolerance)`` times the supremum, whichever is larger.
+    """
+    level, group, point, where, tests = start
+    periods = choose_periods(symbol, sample, level)
+    cells = first_cells(symbol, periods).to(symbol.lags.device)
+    while len(cells):
+        part = share(symbol, periods, level)
+        if part > 0:
+            tests += len(cells)
+            cells = cells[~symbol.below(cells, periods, level * part)]
+        if not len(cells):
+            break
+        if part < 1 / (1 + tolerance / 4):
+            cells, periods = divided(cells, periods)
+            continue
+        # Cells this small prove a level close to the norm at their centre: the first guess was too low.
+        g, i, j = cells[0].tolist()
+        norm = float(spectral_norms(symbol.at(g, cells[:1, 1:], periods)))
+        raised = max(level, (norm + symbol.error) * (1 + tolerance * 0.9))
+        if raised == level:
+            # Rounding alone is in the way (it is below 1e-6): give it room.
+            raised = level * (1 + tolerance / 4)
+        level, group, point, where = raised, g, (i, j), periods
+    return Cover(level, group, point, where, tests)

@@ -1,0 +1,91 @@
+"""What the bounds of a convolution kernel share: groups, exact scaling, the size of rounding errors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.rounding import gamma, to_double, up
+from lipkit.conv import check_kernel
+from lipkit.errors import OptionError
+
+
+def split_groups(kernel: Tensor, groups: int) -> Tensor:
+    """``(cout, cin / g, kh, kw)`` as g kernels ``(g, cout / g, cin / g, kh, kw)``: the layer is block-diagonal."""
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or kernel.shape[0] % groups:
+        raise OptionError(f"groups: expected a divisor of the {kernel.shape[0]} output channels, got {groups}")
+    return kernel.unflatten(0, (groups, -1))
+
+
+def largest(norms: list[Tensor]) -> Tensor:
+    """The largest of the groups; a group that is not a number (infinite or undefined entries) counts as infinite."""
+    return torch.stack(norms).nan_to_num(nan=math.inf, posinf=math.inf).amax()
+
+
+def symbol_error(kernel: Tensor) -> Tensor:
+    """Bound of the spectral norm of the rounding error of ``symbol_at(kernel, ...)`` in float64, at any frequency."""
+    taps = kernel.shape[-1] * kernel.shape[-2]
+    # Each entry is a sum of `taps` products with cosines and sines that carry up to 8 roundings themselves.
+    size = kernel.detach().abs()
+    error = up(size.sum((-2, -1)).square().sum((-2, -1)).sqrt().amax(), size.numel() + 64) * gamma(2 * taps + 64)
+    # Squares and products below the normal range lose an absolute amount that no relative error covers.
+    return torch.where(size.amax() > 0, error + 2.0**-500, error)
+
+
+def scaled(kernel: Tensor) -> tuple[Tensor, int]:
+    """``(kernel * 2^-e, e)`` in float64 with its largest entry in [1/2, 1): squares stay in range. Zero has e = 0.
+
+    The product is exact, but for entries 2^-1000 times smaller than the largest; the entries must be finite.
+
+    >>> scaled(torch.tensor([3.0, -12.0]))
+    (tensor([ 0.1875, -0.7500], dtype=torch.float64), 4)
+    """
+    low, high = torch.aminmax(kernel.detach())
+    return _scaled(kernel, max(-float(low), float(high)))
+
+
+def _scaled(kernel: Tensor, size: float) -> tuple[Tensor, int]:
+    exponent = math.frexp(size)[1]
+    kernel = to_double(kernel)
+    return times_power_of_two(kernel, -exponent), exponent
+
+
+def times_power_of_two(value: Tensor, exponent: int) -> Tensor:
+    """``value * 2^exponent``, in two steps: the power itself may leave the range of float64."""
+    if abs(exponent) < 1000:
+        return value * 2.0**exponent
+    half = exponent // 2
+    return value * 2.0**half * 2.0 ** (exponent - half)
+
+
+def unscaled(bound: Tensor, exponent: int) -> Tensor:
+    """``bound * 2^exponent``, never rounded down (a positive bound in the subnormal range is rounded up)."""
+    value = times_power_of_two(bound, exponent)
+    return value + 2.0**-1074 if 0 < float(bound.detach()) and float(value.detach()) < 2.0**-1000 else value
+
+
+def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:
+    """The groups ``(g, cout / g, cin / g, kh, kw)`` scaled by ``2^-e`` and e; or the bound, where it needs no method.
+
+    Returns ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
+
+    Raises:
+        ShapeError, OptionError: not a kernel, or wrong groups.
+    """
+    check_kernel(kernel)
+    kernels = split_groups(kernel, groups)
+    low, high = (float(v) for v in torch.aminmax(kernel.detach()))
+    size = max(-low, high)
+    if not math.isfinite(low) or not math.isfinite(high):
+        return math.inf
+    return _scaled(kernels, size) if size else 0.0
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """A 0-d float64 bound that carries no gradient of its own: zero, where ``like`` wants one."""
+    bound = torch.full((), value, dtype=torch.float64, device=like.device)
+    if like.requires_grad and torch.is_grad_enabled() and math.isfinite(value):
+        bound = bound + 0 * to_double(like).sum()
+    return bound

@@ -1,0 +1,102 @@
+"""A multilayer perceptron of prescribed gain from the dense layers of any family."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import MaxMin, Scale, families
+from lipkit.layers._base import check_positive
+from lipkit.models._parts import bounded, check_options, flat_size
+from lipkit.plain import GroupSort
+from lipkit.protocol import Shape
+from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "maxmin": MaxMin,
+    **{kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)},
+}
+
+
+def mlp(
+    hidden: Sequence[int] = (256, 256),
+    layer: str = "cayley",
+    gamma: float = 1.0,
+    *,
+    input_shape: Shape,
+    classes: int,
+    activation: str | nn.Module | None = None,
+    learnable_gamma: bool = False,
+    bias: bool = True,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **options: Any,
+) -> nn.Sequential:
+    r"""Flatten, dense layers of one family with activations between them, and a gain of gamma.
+
+    The first and the last dense layer see their input multiplied by :math:`\sqrt\gamma`, so that the last module
+    stays the last linear layer.
+
+    Args:
+        hidden: units of the hidden layers.
+        layer: acronym of the family (``lipkit list layers``).
+        gamma: the gain (behind the normalisation), positive and finite.
+        input_shape: shape of one input, flattened by the network.
+        classes: number of outputs.
+        activation: between the layers: 'maxmin' (the default), a name such as 'relu' or a 1-Lipschitz module. For
+            families whose layers contain their activation it is theirs, where they have a choice.
+        learnable_gamma: whether gamma is trained: one factor before the first and one before the last layer.
+        bias: whether the layers have biases.
+        mean, std: input normalisation per channel, part of the network.
+        options: options of the family's dense layer, in the hidden layers.
+
+    Raises:
+        OptionError: sizes, a gain or an activation that are not as above. ShapeError: another input shape.
+
+    >>> from lipkit.protocol import lipschitz
+    >>> net = mlp([16, 16], "sandwich", gamma=4.0, input_shape=(1, 4, 4), classes=3)
+    >>> [type(m).__name__ for m in net], float(lipschitz(net))
+    (['Flatten', 'Scale', 'SandwichLinear', 'SandwichLinear', 'Scale', 'SandwichLinear'], 4.0)
+
+    References:
+        [LBDN] section 5.1 (the four families of the square wave), Table 4.
+    """
+    family = families.get(layer)
+    check_options(options)
+    sizes = [flat_size(input_shape), *hidden, classes]
+    check_positive(**{f"hidden[{i}]": n for i, n in enumerate(hidden)}, classes=classes)
+    if not (math.isfinite(gamma) and gamma > 0):
+        raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
+    between: nn.Module | None = None
+    if not family.own_activation:
+        between = _activation("maxmin" if activation is None else activation)
+    elif activation is not None:
+        options["activation"] = activation
+    share = math.sqrt(gamma)
+    scaled = gamma != 1.0 or learnable_gamma
+    layers: list[nn.Module] = [] if len(input_shape) == 1 else [nn.Flatten()]
+    for i, (p, q) in enumerate(pairwise(sizes)):
+        last = i == len(hidden)
+        if scaled and (i == 0 or last):
+            # The root of gamma is rounded: one dense layer carries gamma itself.
+            layers.append(Scale(gamma if i == 0 and last else share, learnable_gamma))
+        layers.append(family.last(p, q, bias=bias) if last else family.linear(p, q, bias=bias, **options))
+        if not last and between is not None:
+            layers.append(copy.deepcopy(between))
+    return bounded(layers, 1.0, mean, std, input_shape[0])
+
+
+def _activation(activation: str | nn.Module) -> nn.Module:
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation]()
+    if isinstance(activation, nn.Module) and (slope_restricted(activation) or type(activation) in (MaxMin, GroupSort)):
+        return activation
+    raise OptionError(
+        f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, or a module of these types, got {activation!r}"
+    )

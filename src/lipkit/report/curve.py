@@ -1,0 +1,147 @@
+"""The graph of a regression network of one variable, kept with a run and drawn from there.
+
+It lies in ``curve.safetensors``, all float64: ``x`` (M,) ascending and ``y`` (M, d), the network on a grid that is fine
+around ``centre`` (1,), the steepest place found; ``sample_x`` (N,) and ``sample_y`` (N, d), the test data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lipkit import plain
+from lipkit.certificates.exported import float64_copy
+from lipkit.errors import RunError
+from lipkit.evaluation import RegressionEvaluation
+from lipkit.files import write_atomic
+from lipkit.report.drawing import GRID, SERIES, figure_of, legend, svg
+from lipkit.report.schema import RegressionRecord
+
+if TYPE_CHECKING:
+    from lipkit.data import Split
+
+CURVE = "curve.safetensors"
+_GRID_POINTS, _ZOOM_POINTS = 801, 401
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Curve:
+    """The columns of ``curve.safetensors``."""
+
+    x: Tensor
+    y: Tensor
+    sample_x: Tensor
+    sample_y: Tensor
+    centre: Tensor
+
+    def __post_init__(self) -> None:
+        pairs = ((self.x, self.y), (self.sample_x, self.sample_y))
+        if any(a.ndim != 1 or b.ndim != 2 or len(a) != len(b) or not len(a) for a, b in pairs):
+            raise ValueError(f"expected (M,) with (M, d), got {[(tuple(a.shape), tuple(b.shape)) for a, b in pairs]}")
+        if self.y.shape[1] != self.sample_y.shape[1] or self.centre.shape != (1,):
+            raise ValueError("expected one centre, and as many outputs as targets")
+
+
+def curve_of(network: plain.Network, evaluation: RegressionEvaluation, split: Split) -> Curve | None:
+    """The graph of a network with inputs of shape (1,), sampled in float64; None for others."""
+    if tuple(network.input_shape) != (1,):
+        return None
+    sample_x = split.batch(torch.arange(len(split)))[0].cpu().double()[:, 0]
+    sample_y = evaluation.certificate.target
+    low, high = (float(v) for v in torch.aminmax(sample_x))
+    margin = 0.05 * (high - low) or 1.0
+    centre = (evaluation.secant.x + evaluation.secant.y).double() / 2
+    reach = zoom(float(sample_y.max() - sample_y.min()), evaluation.certificate.constant, high - low)
+    x = torch.cat(
+        (
+            torch.linspace(low - margin, high + margin, _GRID_POINTS, dtype=torch.float64),
+            torch.linspace(float(centre) - reach, float(centre) + reach, _ZOOM_POINTS, dtype=torch.float64),
+        )
+    )
+    x = x.sort().values
+    with torch.no_grad():
+        y = float64_copy(network)(x[:, None])
+    return Curve(x, y, sample_x, sample_y, centre.reshape(1))
+
+
+def zoom(rise: float, constant: float, width: float) -> float:
+    """Half the width of the close view: three times what the steepest line needs to climb all of the data's range.
+
+    >>> round(zoom(rise=1.0, constant=10.0, width=4.0), 6)
+    0.15
+    """
+    return min(1.5 * rise / constant, width / 2) if rise > 0 and constant > 0 else width / 2 or 1.0
+
+
+def save_curve(folder: Path, curve: Curve) -> None:
+    """Write ``curve.safetensors``."""
+    tensors = {field.name: getattr(curve, field.name).contiguous() for field in dataclasses.fields(curve)}
+    write_atomic(folder / CURVE, save(tensors))
+
+
+def load_curve(folder: Path) -> Curve | None:
+    """Read ``curve.safetensors``; None if there is none.
+
+    Raises:
+        RunError: the file is corrupt or its tensors do not fit together.
+    """
+    path = folder / CURVE
+    if not path.exists():
+        return None
+    try:
+        tensors = load(path.read_bytes())
+        return Curve(**{field.name: tensors[field.name] for field in dataclasses.fields(Curve)})
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise RunError(f"{path}: expected the graph of a network, got {error!r}") from None
+
+
+def curve_plot(record: RegressionRecord, curve: Curve) -> str:
+    """Data and network on the left; on the right the steepest place, with the cone that the graph cannot leave."""
+    figure, (whole, close) = figure_of(2)
+    centre = float(curve.centre)
+    x, y = curve.x.numpy(), curve.y.numpy()
+    outputs = y.shape[1]
+    steepest = max(range(outputs), key=lambda j: record.outputs[j].steepest)
+    rise = float(curve.sample_y.max() - curve.sample_y.min())
+    reach = zoom(rise, record.lipschitz.computed, float(curve.sample_x.max() - curve.sample_x.min()))
+    near = np.abs(x - centre) <= reach
+    _cone(close, centre, float(np.interp(centre, x, y[:, steepest])), record.outputs[steepest].constant, reach)
+    for axis, chosen in ((whole, np.ones_like(near)), (close, near)):
+        for j in range(outputs):
+            colour = SERIES[j % len(SERIES)]
+            name = "network" if outputs == 1 else f"network, output {j}"
+            inside = np.ones(len(curve.sample_x), dtype=bool)
+            if axis is close:
+                inside = np.abs(curve.sample_x.numpy() - centre) <= reach
+            data = SERIES[1] if outputs == 1 else colour
+            label = "test data" if j == 0 else None
+            points = curve.sample_x.numpy()[inside], curve.sample_y.numpy()[inside, j]
+            axis.plot(*points, ".", color=data, markersize=4, alpha=0.7, label=label)
+            axis.plot(x[chosen], y[chosen, j], color=colour, linewidth=1.4, label=name)
+        axis.set_xlabel("input")
+        axis.set_ylabel("output")
+    whole.axvline(centre, color=GRID, linewidth=1.2, linestyle="--")
+    close.set_xlim(centre - reach, centre + reach)
+    shown = np.concatenate((y[near, steepest], curve.sample_y.numpy()[:, steepest]))
+    margin = 0.08 * (float(shown.max() - shown.min()) or 1.0)
+    close.set_ylim(float(shown.min()) - margin, float(shown.max()) + margin)
+    legend(whole)
+    legend(close)
+    return svg(figure, "curve")
+
+
+def _cone(axis: Axes, x: float, y: float, slope: float, reach: float) -> None:
+    ends = np.array([x - reach, x, x + reach])
+    fall = slope * np.abs(ends - x)
+    label = f"proved slope {slope:.4g}"
+    axis.fill_between(ends, y - fall, y + fall, color=SERIES[2], alpha=0.15, linewidth=0, label=label, gid="cone")
+    for sign in (-1, 1):
+        axis.plot(ends, y + sign * slope * (ends - x), color=SERIES[2], linewidth=0.8, linestyle="--")

@@ -1,0 +1,196 @@
+"""The schema of records, one class for each task.
+
+Rule of the schema: later versions only add fields. A reader keeps fields that it does not know, and refuses a file
+with another major version.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from lipkit.certificates.units import format_radius
+
+SCHEMA_VERSION = "1.0"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings")
+
+
+class ShareRecord(_Model):
+    """A share of samples with its Clopper-Pearson interval."""
+
+    value: float
+    count: int
+    total: int
+    low: float
+    high: float
+
+
+class CertifiedRecord(_Model):
+    """Certified accuracy at one l2 radius (units of the input)."""
+
+    eps: float
+    share: ShareRecord
+
+
+class AttackedRecord(_Model):
+    """Accuracy under attack at one l2 radius, and the certified accuracy of the same samples."""
+
+    eps: float
+    share: ShareRecord
+    certified: ShareRecord
+
+
+class ClassRecord(_Model):
+    """One class; ``certified`` runs in parallel with the record's list of certified radii."""
+
+    name: str
+    clean: ShareRecord
+    certified: list[ShareRecord]
+
+
+class AttackRecord(_Model):
+    """The attack's settings, and its comparison with the certificates: smallest norm / radius of any example."""
+
+    name: str = "PGD l2, margin loss"
+    steps: int
+    restarts: int
+    samples: int | None
+    seed: int
+    box: tuple[float, float] | None
+    compared: int
+    closest: float
+
+
+class LipschitzRecord(_Model):
+    """``claimed`` by the model as trained; ``computed`` from the exported numbers: the one that certifies."""
+
+    claimed: float | None
+    computed: float
+    body: float | None
+    method: str
+    dtype: str
+
+
+class DataRecord(_Model):
+    """What was trained and tested on."""
+
+    name: str
+    input_shape: tuple[int, ...]
+    classes: list[str]
+    train_samples: int | None
+    test_samples: int
+
+
+class HardwareRecord(_Model):
+    """The machine: processor, usable cores, accelerator (or cpu)."""
+
+    cpu: str
+    cores: int
+    device: str
+    platform: str
+
+
+class LatencyRecord(_Model):
+    """Milliseconds for one input (batch 1): median, 10th and 90th percentile of ``runs`` on ``threads`` threads."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+    threads: int
+    device: str
+
+
+class RunRecord(_Model):
+    """What a run of every task reports. Times are seconds."""
+
+    schema_version: str = SCHEMA_VERSION
+    name: str
+    created: str
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    seed: int | None
+    hardware: HardwareRecord
+    data: DataRecord
+    parameters: int | None
+    lipschitz: LipschitzRecord
+    network_sha256: str
+    latency: LatencyRecord | None = None
+    times: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator("schema_version")
+    @classmethod
+    def _major(cls, value: str) -> str:
+        if value.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
+            raise ValueError(f"expected a record of schema version {SCHEMA_VERSION.split('.')[0]}, got {value}")
+        return value
+
+
+class Record(RunRecord):
+    """A classification. Shares are in [0, 1], radii l2 in units of the input."""
+
+    task: Literal["classification"] = "classification"
+    confidence: float
+    clean: ShareRecord
+    certified: list[CertifiedRecord]
+    attacked: list[AttackedRecord]
+    attack: AttackRecord
+    per_class: list[ClassRecord]
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers by name: ``clean``, ``certified(36/255)``, ``pgd(36/255)``, ``lipschitz``."""
+        result = {"clean": self.clean.value}
+        result |= {f"certified({format_radius(row.eps)})": row.share.value for row in self.certified}
+        result |= {f"pgd({format_radius(row.eps)})": row.share.value for row in self.attacked}
+        return result | {"lipschitz": self.lipschitz.computed}
+
+
+class OutputRecord(_Model):
+    """One output of a regression: its error, the constant proved for it alone, the steepest slope seen."""
+
+    rmse: float
+    constant: float
+    deviation: float
+    steepest: float
+
+
+class SearchRecord(_Model):
+    """The search for steep secants: its settings, and the two inputs of the steepest one."""
+
+    restarts: int
+    steps: int
+    seed: int
+    x: list[float] = Field(default_factory=list)
+    y: list[float] = Field(default_factory=list)
+
+
+class RegressionRecord(RunRecord):
+    """A regression. ``lower`` is the steepest slope found, ``tightness`` is ``lower / lipschitz.computed``.
+
+    Deviations are the largest changes of the outputs for an input that moves by ``delta`` (l2, units of the input).
+    """
+
+    task: Literal["regression"] = "regression"
+    mse: float
+    delta: float
+    deviation: float
+    lower: float
+    tightness: float
+    outputs: list[OutputRecord]
+    search: SearchRecord
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers by name: ``test_mse``, ``lipschitz``, ``lower``, ``tightness``."""
+        return {
+            "test_mse": self.mse,
+            "lipschitz": self.lipschitz.computed,
+            "lower": self.lower,
+            "tightness": self.tightness,
+        }
+
+
+AnyRecord = Record | RegressionRecord

@@ -1,0 +1,132 @@
+"""The LMI of a feed-forward network: a proof for any multipliers, also for hostile ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lipkit.bounds.lmi import gain_bound, is_positive_semidefinite, lmi_matrix, proves_gain
+from lipkit.errors import OptionError, ShapeError
+from lipkit.plain import Network
+from lipkit.protocol import lipschitz
+from lipkit.protocol.slopes import slope_runs
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def steepest(weights: list[Tensor]) -> float:
+    """Largest norm of W_L D W_{L-1} ... over every pattern of slopes in {0, 1}: a lower bound of the gain."""
+    sizes = [len(w) for w in weights[:-1]]
+    best = 0.0
+    for pattern in itertools.product([0.0, 1.0], repeat=sum(sizes)):
+        product, at = weights[0].numpy(), 0
+        for w, n in zip(weights[1:], sizes, strict=True):
+            product = w.numpy() @ (np.array(pattern[at : at + n])[:, None] * product)
+            at += n
+        best = max(best, float(np.linalg.norm(product, 2)))
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 3), min_size=3, max_size=4),
+    log_scale=st.floats(-4, 4),
+    spread=st.floats(0, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_no_multipliers_prove_less_than_the_steepest_pattern(
+    widths: list[int], log_scale: float, spread: float, seed: int
+) -> None:
+    weights = [random(n, m, seed=seed + i) for i, (m, n) in enumerate(itertools.pairwise(widths))]
+    truth = steepest(weights)
+    multipliers = [10 ** (log_scale + spread * random(n, seed=seed - 1)) for n in widths[1:-1]]
+    assert gain_bound(weights, multipliers) >= truth * (1 - 1e-12)
+    assert not proves_gain(weights, multipliers, truth * (1 - 1e-6))
+
+
+def test_good_multipliers_prove_nearly_the_product() -> None:
+    a, b = torch.eye(3, dtype=torch.float64) * 2, torch.eye(3, dtype=torch.float64) * 0.25
+    assert 0.5 <= gain_bound([a, b], [torch.full((3,), 0.125, dtype=torch.float64)]) <= 0.5 * (1 + 1e-8)
+
+
+def test_one_weight_is_its_norm() -> None:
+    w = random(4, 3)
+    truth = np.linalg.norm(w.numpy(), 2)
+    assert truth * (1 - 1e-13) <= gain_bound([w], []) <= truth * (1 + 1e-9)
+    assert proves_gain([w], [], truth * (1 + 1e-9))
+    assert not proves_gain([w], [], truth * (1 - 1e-12))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_multipliers_that_are_not_positive_are_refused(bad: float) -> None:
+    with pytest.raises(OptionError, match="positive finite"):
+        gain_bound([random(2, 2), random(2, 2)], [torch.tensor([1.0, bad])])
+
+
+def test_shapes_that_do_not_chain_are_refused() -> None:
+    for weights, multipliers in (
+        ([random(2, 3), random(2, 3)], [torch.ones(2)]),
+        ([random(2, 3), random(1, 2)], []),
+        ([random(2, 3), random(1, 2)], [torch.ones(3)]),
+        ([], []),
+    ):
+        with pytest.raises(ShapeError):
+            lmi_matrix(weights, multipliers, 1.0)
+
+
+@pytest.mark.parametrize("gain", [0.0, -1.0, math.nan, math.inf])
+def test_gains_that_prove_nothing(gain: float) -> None:
+    assert not proves_gain([torch.eye(2)], [], gain)
+
+
+def test_undefined_weights_have_no_gain() -> None:
+    for bad in (math.nan, math.inf):
+        assert gain_bound([torch.tensor([[bad]]), torch.eye(1)], [torch.ones(1)]) == math.inf
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 6),
+    rank=st.integers(1, 6),
+    shift=st.sampled_from([0.0, 1e-18, -1e-6, 1e-6]),
+    seed=st.integers(0, 999),
+)
+def test_positive_semidefinite_is_never_claimed_wrongly(n: int, rank: int, shift: float, seed: int) -> None:
+    a = random(n, min(rank, n), seed=seed)
+    h = a @ a.mT + shift * torch.eye(n, dtype=torch.float64)
+    lowest = float(np.linalg.eigvalsh(h.numpy())[0])
+    if is_positive_semidefinite(h):
+        assert lowest > 0
+    if lowest > 1e-7:
+        assert is_positive_semidefinite(h)
+        assert not is_positive_semidefinite(h, error=1.01 * lowest)
+
+
+def test_a_network_takes_the_better_of_both_bounds_and_never_trusts_a_multiplier() -> None:
+    torch.manual_seed(0)
+    a, b = nn.Linear(3, 4), nn.Linear(4, 2)
+    plain = float(lipschitz(Network([a, nn.ReLU(), b], (3,))))
+    truth = steepest([a.weight.detach().double(), b.weight.detach().double()])
+    for size in (1e-8, 1e-3, 0.1, 0.3, 1.0, 10.0, 1e8):
+        net = Network([a, nn.ReLU(), b], (3,), {1: torch.full((4,), size)})
+        assert len(slope_runs(net)) == 1
+        assert truth * (1 - 1e-12) <= float(lipschitz(net)) <= plain * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.GELU(), nn.SELU(), nn.LeakyReLU(2.0), nn.LeakyReLU(-0.5), nn.ELU(3.0), nn.Softmax(1)]
+)
+def test_a_multiplier_of_a_steep_activation_is_ignored(activation: nn.Module) -> None:
+    net = Network([nn.Linear(3, 4), activation, nn.Linear(4, 2)], (3,), {1: torch.ones(4)})
+    assert slope_runs(net) == []
+    bare = Network([net[0], activation, net[2]], (3,))
+    assert float(lipschitz(net)) == pytest.approx(float(lipschitz(bare)), rel=1e-12)

@@ -1,0 +1,240 @@
+"""Architectures: published shapes, parameter counts by formula, the target constant reached."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import LipkitError, OptionError, ShapeError
+from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
+from lipkit.models import MODELS, build, kwlarge, small
+from lipkit.protocol import export, lipschitz
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def by_formula(layers: list[tuple[int, ...]]) -> int:
+    """Weights, one scale and the biases of a Cayley layer: (cin, cout) dense, (cin, cout, k, stride) conv."""
+    total = 0
+    for cin, cout, *rest in layers:
+        k, stride = rest or (1, 1)
+        total += cin * stride**2 * cout * k * k + 1 + cout
+    return total
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "classes"), [((3, 32, 32), 1, 10), ((1, 8, 8), 2, 4), ((1, 28, 28), 1, 10), ((3, 12, 8), 1, 2)]
+)
+def test_kwlarge_has_the_published_structure(shape: tuple[int, int, int], width: int, classes: int) -> None:
+    model = kwlarge(input_shape=shape, width=width, classes=classes)
+    kinds = [type(m) for m in model]
+    conv, dense = [CayleyConv2d, MaxMin], [CayleyLinear, MaxMin]
+    assert kinds == [*conv * 4, nn.Flatten, *dense * 2, CayleyLinear]
+    convs = [m for m in model if isinstance(m, CayleyConv2d)]
+    c, w = shape[0], width
+    assert [(m.in_channels, m.out_channels, m.kernel_size, m.stride) for m in convs] == [
+        (c, 32 * w, (3, 3), 1),
+        (32 * w, 32 * w, (1, 1), 2),
+        (32 * w, 64 * w, (3, 3), 1),
+        (64 * w, 64 * w, (1, 1), 2),
+    ]
+    features = 64 * w * shape[1] * shape[2] // 16
+    linears = [m for m in model if isinstance(m, CayleyLinear)]
+    sizes = [(m.in_features, m.out_features) for m in linears]
+    assert sizes == [(features, 512 * w), (512 * w, 512), (512, classes)]
+    layers: list[tuple[int, ...]] = [(c, 32 * w, 3, 1), (32 * w, 32 * w, 1, 2), (32 * w, 64 * w, 3, 1)]
+    layers += [(64 * w, 64 * w, 1, 2), *sizes]
+    assert parameters(model) == by_formula(layers)
+
+
+def test_kwlarge_on_cifar_has_about_two_point_four_million_parameters() -> None:
+    assert parameters(kwlarge()) == 2_405_425
+
+
+@pytest.mark.parametrize(("kernel", "strided"), [(1, 1), (2, 1), (3, 1), (5, 2), (7, 3)])
+def test_strided_layers_have_half_the_kernel(kernel: int, strided: int) -> None:
+    model = kwlarge(input_shape=(1, 8, 8), kernel_size=kernel)
+    kernels = [m.kernel_size for m in model if isinstance(m, CayleyConv2d)]
+    assert kernels == [(kernel, kernel), (strided, strided)] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "convs", "features"), [((1, 8, 8), 2, 512), ((1, 28, 28), 3, 32 * 49), ((3, 6, 10), 2, 480)]
+)
+def test_small(shape: tuple[int, int, int], convs: int, features: int) -> None:
+    model = small(input_shape=shape, classes=3)
+    assert sum(isinstance(m, CayleyConv2d) for m in model) == convs
+    assert [m.in_features for m in model if isinstance(m, CayleyLinear)] == [features, 256]
+    assert model(torch.randn(2, *shape)).shape == (2, 3)
+
+
+def gain(model: nn.Module, shape: tuple[int, ...], seed: int) -> float:
+    """Largest singular value of a Jacobian: a lower bound of the Lipschitz constant."""
+    x = torch.rand(1, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    jacobian = torch.autograd.functional.jacobian(model, x).reshape(-1, math.prod(shape))
+    return float(np.linalg.norm(jacobian.numpy(), 2))
+
+
+@pytest.mark.parametrize("make", [kwlarge, small])
+@pytest.mark.parametrize("target", [0.1, 1.0, 7.5])
+def test_the_target_constant_is_claimed_and_reached(make: Any, target: float) -> None:
+    torch.manual_seed(0)
+    shape = (1, 8, 8)
+    model = make(input_shape=shape, lipschitz=target, classes=10)
+    claimed = float(lipschitz(model).detach())
+    # Exactly the number that the model holds.
+    assert claimed == float(torch.tensor(target))
+    plain = export(model, shape)
+    bound = float(lipschitz(plain))
+    assert target * (1 - 1e-6) <= bound <= target * (1 + 1e-4)
+    model = model.double()
+    exact = export(model, shape)
+    bound = float(lipschitz(exact))
+    assert claimed * (1 - 1e-10) <= bound <= claimed * (1 + 1e-9)
+    lower = max(gain(exact, shape, seed) for seed in range(2))
+    assert lower <= bound
+    # MaxMin loses nothing where gradients flow: the bound is not vacuous.
+    assert lower >= 0.05 * target
+
+
+def test_normalisation_multiplies_by_the_inverse_of_the_smallest_std() -> None:
+    shape = (3, 8, 8)
+    model = kwlarge(input_shape=shape, lipschitz=2.0, mean=(0.5, 0.4, 0.3), std=(0.25, 0.125, 0.5))
+    assert type(model[0]) is Normalize
+    assert type(model[1]) is Scale
+    assert float(lipschitz(model)) == pytest.approx(16.0, rel=1e-12)
+    plain = export(model, shape)
+    assert float(lipschitz(plain)) == pytest.approx(16.0, rel=1e-4)
+    x = torch.rand(2, *shape)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.5, 0.4, 0.3), (0.25, 0.125, 0.5)))
+    bare = nn.Sequential(*list(model)[2:])
+    assert torch.allclose(model(x), bare(2.0 * (x - mean) / std), atol=1e-5)
+    assert torch.allclose(plain(x), model(x), atol=1e-4)
+    assert gain(export(model.double(), shape), shape, 0) <= 16.0 * (1 + 1e-9)
+
+
+def test_the_last_module_is_the_last_linear_layer() -> None:
+    for model in (kwlarge(input_shape=(1, 8, 8), lipschitz=3.0), small(lipschitz=3.0, mean=[0.5], std=[0.5])):
+        assert type(model[-1]) is CayleyLinear
+        assert type(export(model, (1, 8, 8))[-1]) is nn.Linear
+
+
+def test_trained_weights_reach_the_export() -> None:
+    model = small(input_shape=(1, 8, 8))
+    x = torch.rand(4, 1, 8, 8)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimiser.zero_grad()
+        model(x).square().sum().backward()
+        optimiser.step()
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    plain = export(model, (1, 8, 8))
+    assert torch.allclose(plain(x), model(x), atol=1e-4)
+    assert float(lipschitz(plain)) == pytest.approx(1.0, abs=1e-4)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "kwlarge": ({}, (3, 8, 8)),
+    "small": ({}, (1, 12, 12)),
+    "resnet9": ({"width": 2}, (3, 16, 16)),
+    "wide_resnet": ({"depth": 10, "widen": 1}, (1, 16, 16)),
+    "lipconvnet": ({"layer": "cayley", "width": 0.0625}, (3, 20, 28)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_every_architecture_builds_claims_and_exports(name: str) -> None:
+    if name not in MODELS:
+        pytest.skip(f"{name} is not in this version")
+    options, shape = OTHERS[name]
+    torch.manual_seed(0)
+    model = build(name, input_shape=shape, classes=5, lipschitz=3.0, **options)
+    assert float(lipschitz(model).detach()) == pytest.approx(3.0, rel=1e-6)
+    plain = export(model, shape)
+    x = torch.rand(2, *shape)
+    assert plain(x).shape == (2, 5)
+    assert torch.allclose(plain(x), model(x), atol=1e-4)
+    assert 2.9 <= float(lipschitz(plain)) <= 3.01
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    normalised = build(name, input_shape=shape, mean=[0.5] * shape[0], std=[0.25] * shape[0], **options)
+    assert float(lipschitz(normalised).detach()) == pytest.approx(4.0, rel=1e-6)
+
+
+GOOD: dict[str, Any] = {"input_shape": (3, 8, 8), "classes": 10}
+BAD: dict[str, dict[str, Any]] = {
+    "unknown family": {"layer": "nope"},
+    "unknown option": {"colour": 3},
+    "occupied option": {"stride": 2},
+    "device": {"device": "cpu"},
+    "dtype": {"dtype": torch.float64},
+    "one class": {"classes": 1},
+    "no class": {"classes": 0},
+    "classes as a float": {"classes": 2.5},
+    "classes as a flag": {"classes": True},
+    "width zero": {"width": 0},
+    "negative width": {"width": -1},
+    "fractional width": {"width": 1.5},
+    "kernel zero": {"kernel_size": 0},
+    "negative kernel": {"kernel_size": -3},
+    "fractional kernel": {"kernel_size": 3.5},
+    "padding mode": {"padding_mode": "zeros"},
+    "groups": {"groups": 2},
+    "dilation": {"dilation": 2},
+    "two sides": {"input_shape": (8, 8)},
+    "four sides": {"input_shape": (1, 3, 8, 8)},
+    "odd sides": {"input_shape": (3, 7, 8)},
+    "empty sides": {"input_shape": (3, 0, 8)},
+    "negative sides": {"input_shape": (3, -8, 8)},
+    "sides as floats": {"input_shape": (3, 8.0, 8.0)},
+    "no sides": {"input_shape": ()},
+    "sides as a number": {"input_shape": 8},
+    "sides as text": {"input_shape": "388"},
+    "constant zero": {"lipschitz": 0.0},
+    "negative constant": {"lipschitz": -1.0},
+    "infinite constant": {"lipschitz": math.inf},
+    "undefined constant": {"lipschitz": math.nan},
+    "mean without std": {"mean": (0.5, 0.5, 0.5)},
+    "std without mean": {"std": (0.5, 0.5, 0.5)},
+    "two means": {"mean": (0.5, 0.5), "std": (0.5, 0.5)},
+    "lengths differ": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5)},
+    "std zero": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.0, 0.5)},
+    "negative std": {"mean": (0.5, 0.5, 0.5), "std": (0.5, -0.5, 0.5)},
+    "infinite mean": {"mean": (0.5, math.inf, 0.5), "std": (0.5, 0.5, 0.5)},
+}
+
+
+@pytest.mark.parametrize("name", ["kwlarge", "small"])
+@pytest.mark.parametrize("case", list(BAD))
+def test_every_bad_option_raises_one_sentence(name: str, case: str) -> None:
+    with pytest.raises(LipkitError) as caught:
+        build(name, **(GOOD | BAD[case]))
+    assert isinstance(caught.value, (OptionError, ShapeError))
+    assert "\n" not in str(caught.value)
+
+
+def test_small_above_twelve_pixels_needs_multiples_of_four() -> None:
+    with pytest.raises(ShapeError, match="multiples of 4"):
+        small(input_shape=(1, 14, 14))
+    assert small(input_shape=(1, 6, 6))(torch.zeros(1, 1, 6, 6)).shape == (1, 10)
+
+
+def test_unknown_architecture_and_missing_options() -> None:
+    with pytest.raises(OptionError, match=r"expected one of .*kwlarge.* got 'alexnet'"):
+        build("alexnet", **GOOD)
+    assert isinstance(build("small", input_shape=(1, 8, 8), classes=2), nn.Sequential)
+
+
+def test_another_image_size_is_refused_by_the_export() -> None:
+    plain: nn.Module = export(small(input_shape=(1, 8, 8)), (1, 8, 8))
+    bad: list[Tensor] = [torch.zeros(1, 1, 8, 10), torch.zeros(1, 3, 8, 8), torch.zeros(1, 64)]
+    for x in bad:
+        with pytest.raises(ShapeError):
+            plain(x)

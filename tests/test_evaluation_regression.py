@@ -1,0 +1,106 @@
+"""Errors, slopes and the latency of regression networks; a wrong constant must stop the evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipkit import plain
+from lipkit.certificates import exported
+from lipkit.data import Split
+from lipkit.errors import CertificateViolation, OptionError
+from lipkit.evaluation import evaluate_regression, latency
+from lipkit.evaluation.regression import check_slopes
+from lipkit.protocol import lipschitz
+
+QUICK = {"restarts": 8, "steps": 20}
+
+
+def network(seed: int = 0) -> plain.Network:
+    torch.manual_seed(seed)
+    return plain.Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
+
+
+def split(net: plain.Network, count: int = 30) -> Split:
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+    y = net(x)
+    return Split(x, y + torch.tensor([0.1, -0.2])[: y.shape[1]])
+
+
+def test_figures() -> None:
+    net = network()
+    found = evaluate_regression(net, split(net), delta=0.3, **QUICK)
+    assert found.rmse == pytest.approx((0.1, 0.2), rel=1e-4)
+    assert found.mse == pytest.approx((0.01 + 0.04) / 2, rel=1e-4)
+    assert found.certificate.delta == 0.3
+    assert 0 < found.lower <= found.certificate.constant
+    assert found.tightness == found.lower / found.certificate.constant
+    assert found.metrics() == {
+        "test_mse": found.mse,
+        "lipschitz": found.certificate.constant,
+        "lower": found.lower,
+        "tightness": found.tightness,
+    }
+    assert set(found.times) == {"certify", "search"}
+
+
+def test_a_linear_network_is_tight() -> None:
+    net = plain.Network([nn.Linear(3, 2)], (3,))
+    found = evaluate_regression(net, split(net), **QUICK)
+    truth = np.linalg.norm(net[0].weight.double().numpy(), 2)
+    assert found.lower == pytest.approx(truth, rel=1e-6)
+    assert found.tightness == pytest.approx(1, abs=1e-6)
+    # Each output's slope is that of the steepest secant of all, at least.
+    rows = np.linalg.norm(net[0].weight.double().numpy(), axis=1)
+    assert all(slope <= row * (1 + 1e-9) for slope, row in zip(found.output_slopes, rows, strict=True))
+    assert np.hypot(*found.output_slopes) >= truth * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_a_wrong_constant_stops_the_evaluation(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = plain.Network([nn.Linear(3, 2)], (3,))
+    monkeypatch.setattr(exported, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
+    with pytest.raises(CertificateViolation, match=r"the network: expected no secant steeper .* got one of slope"):
+        evaluate_regression(net, split(net), **QUICK)
+
+
+def test_a_wrong_constant_of_one_output_is_named() -> None:
+    net = network()
+    found = evaluate_regression(net, split(net), **QUICK)
+    wrong = dataclasses.replace(found.certificate, output_constants=torch.tensor([1e9, found.output_slopes[1] / 2]))
+    with pytest.raises(CertificateViolation, match="output 1: "):
+        check_slopes(wrong, found.lower, torch.tensor(found.output_slopes, dtype=torch.float64))
+
+
+def test_a_constant_network() -> None:
+    layer = nn.Linear(3, 1)
+    nn.init.zeros_(layer.weight)
+    net = plain.Network([layer], (3,))
+    found = evaluate_regression(net, split(net, 4), **QUICK)
+    assert (found.certificate.constant, found.lower) == (0, 0)
+    assert math.isnan(found.tightness)
+
+
+def test_one_sample_is_enough() -> None:
+    net = network()
+    assert evaluate_regression(net, split(net, 1), **QUICK).lower > 0
+
+
+def test_latency_gives_the_number_of_threads_back() -> None:
+    before = torch.get_num_threads()
+    found = latency(network(), runs=3, threads=2)
+    assert torch.get_num_threads() == before
+    assert (found.runs, found.threads, found.device) == (3, 2, "cpu")
+    assert 0 < found.low <= found.median <= found.high
+    assert latency(network(), runs=1000, seconds=0.0).runs == 1
+
+
+@pytest.mark.parametrize("options", [{"runs": 0}, {"threads": 0}])
+def test_latency_refuses(options: dict) -> None:
+    with pytest.raises(OptionError, match="expected runs and threads >= 1"):
+        latency(network(), **options)
