@@ -186,3 +186,22 @@ def test_plain_is_json_with_all_defaults():
     assert plain["certify"]["eps"][0] == 36 / 255
     assert plain["train"]["momentum"] == 0.9
     assert math.isclose(plain["loss"]["options"]["eps0"], 0.5)
+
+
+def test_base_is_merged_and_every_family_has_a_digits_recipe() -> None:
+    from lipkit.layers import families
+
+    for family in families.names():
+        recipe = load_recipe(f"digits_{family}")
+        assert recipe.name == f"digits_{family}"
+        assert recipe.model.options["layer"] == family
+        assert recipe.train == load_recipe("digits_cayley").train
+    assert load_recipe("digits_eco").model.options == {"layer": "eco", "width": 1, "kernel_size": 4}
+
+
+@pytest.mark.parametrize("base", ["digits_nothing", "mine.yaml", 3])
+def test_unknown_base_is_refused(tmp_path: Path, base: object) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: {base}\nname: mine\n")
+    with pytest.raises(RecipeError, match="base: expected another packaged recipe"):
+        load_recipe(path)

@@ -82,7 +82,7 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[int, int]:
     """Size of the first cells with the fewest tests in all, if ``||G||`` is distributed like ``sample``."""
-    ordered = np.sort(sample.cpu().numpy())
+    ordered = np.sort(sample.flatten().cpu().numpy())
     best, least = (2, 2), math.inf
     axes = sum(m > 0 for m in symbol.degrees)
     for q in range(1, 26):
@@ -90,7 +90,7 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[in
         cells, total, part = math.prod(periods) / 2 / axes * symbol.groups, 0.0, 1.0
         while part > 0 and total < least and max(current) < _FINEST:
             total += cells * part
-            part = 1 - np.searchsorted(ordered, share(symbol, current, level) * level) / len(ordered)
+            part = 1 - float(np.searchsorted(ordered, share(symbol, current, level) * level)) / len(ordered)
             cells, current = cells * 2**axes, _finer(current)
         if total < least:
             best, least = periods, total

@@ -38,7 +38,8 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
 
     Args:
         name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml,
-            .yml or .json, or holds a path separator).
+            .yml or .json, or holds a path separator). Its key ``base`` names a packaged recipe that it
+            changes: keys are merged, values replaced.
         overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a
             number.
 
@@ -53,6 +54,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
     """
     origin, content = _read(name_or_path)
+    content = _on_base(content, origin)
     for override in overrides:
         _override(content, override)
     return check(content, origin)
@@ -77,6 +79,25 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
     return yaml.safe_dump(recipe.plain(), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The recipe that ``base`` names, if any, with what the content says in place of what it said."""
+    seen = [origin]
+    while (base := content.pop("base", None)) is not None:
+        if base in seen or base not in names():
+            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {base!r}")
+        seen.append(base)
+        content = _merged(_expanded(_read(base)[1]), _expanded(content))
+    return content
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    out = dict(below)
+    for key, value in above.items():
+        inner = out.get(key)
+        out[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return out
 
 
 def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,6 @@
+"""Bounds of whole networks: any module that torch.fx can trace."""
+
+from lipkit.analysis.calls import Call, Operand, function_rule, function_rules
+from lipkit.analysis.network import LayerBound, NetworkBound, analyze
+
+__all__ = ["Call", "LayerBound", "NetworkBound", "Operand", "analyze", "function_rule", "function_rules"]
