@@ -158,7 +158,7 @@ FAMILIES: dict[str, Family] = {
             paper="Yu, Li, Cai & Li, ICLR 2022",
             equation="algorithm 1, equations 14 to 17, appendices A and B",
             conv=EcoConv2d,
-            linear=partial(OrthogonalLinear, orthogonalize="exponential"),
+            linear=CayleyLinear,
             sizes="kernels that divide the image (after downsampling), odd or even",
             accepts=lambda k, h, w: h % k == 0 and w % k == 0,
             options={
