@@ -15,6 +15,7 @@ import lipkit
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
     *("errors", "files", "linalg", "conv", "bounds", "plain", "protocol", "layers", "models", "data", "attacks"),
+    "analysis",
     *("training", "certificates", "evaluation", "report", "cli", "testing"),
 ]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem != "__init__")

@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module it lives in.
 _HOME = {
+    "analyze": "lipkit.analysis",
     "lipschitz": "lipkit.protocol",
     "export": "lipkit.protocol",
     "save": "lipkit.plain",
@@ -27,6 +28,7 @@ _HOME = {
     "fit": "lipkit.training",
 }
 _PACKAGES = (
+    "analysis",
     "attacks",
     "bounds",
     "certificates",
@@ -47,6 +49,7 @@ _PACKAGES = (
 __all__ = ["__version__", *sorted(_HOME), *_PACKAGES]
 
 if TYPE_CHECKING:
+    from lipkit.analysis import analyze as analyze
     from lipkit.certificates import certify as certify
     from lipkit.plain import load as load
     from lipkit.plain import save as save

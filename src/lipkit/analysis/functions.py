@@ -61,9 +61,10 @@ def _roll(call: Call, x: Operand, shifts: Any, dims: Any = None) -> Form:
 
 
 @function_rule(operator.getitem)
-def _getitem(call: Call, x: Any, index: Any) -> Form:
+def _getitem(call: Call, x: Any, index: Any) -> Result:
     if isinstance(x, (tuple, list)):
-        return call.keep(x[call.constant(index, "index")])
+        picked = x[call.constant(index, "index")]
+        return tuple(call.keep(t) for t in picked) if isinstance(picked, (tuple, list)) else call.keep(picked)
     items = index if isinstance(index, tuple) else (index,)
     call.constant([v for item in items for v in _ends(item)], "index")
     plain = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items)

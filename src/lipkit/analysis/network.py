@@ -16,7 +16,7 @@ from lipkit.analysis.folding import NORMS, foldable, folded_bound
 from lipkit.analysis.forms import Form, source
 from lipkit.analysis.methods import check_method, layer_bound
 from lipkit.analysis.prepare import constant_copy, sample
-from lipkit.analysis.running import BATCHES, Observed, Sizes, observe
+from lipkit.analysis.running import BATCHES, Observed, Sizes, Varies, check_outputs, observe
 from lipkit.analysis.tracing import Root, fetch, trace
 from lipkit.attacks import lipschitz_lower_bound
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError
@@ -134,17 +134,28 @@ def analyze(
         graph = trace(root, sample(root, input_shape, BATCHES[0]))
         observed = observe(root, graph, input_shape)
     upper, layers = _Propagation(root, graph, observed, method).result()
-    lower = 0.0
-    if restarts:
-        lower = lipschitz_lower_bound(
-            _Copied(root), input_shape=input_shape, restarts=restarts, steps=steps, seed=seed
-        ).lower
+    check_outputs(root, observed, input_shape)
+    lower = _search(_Copied(root), input_shape, restarts, steps, seed) if restarts else 0.0
     if lower > upper * (1 + 1e-6):
         raise CertificateViolation(
             f"analyze: expected no secant steeper than the upper bound {upper:.9g}, got one of slope {lower:.9g}: a "
             "rule is wrong"
         )
-    return NetworkBound(upper, lower, layers, input_shape)
+    # Where both meet, the secant is beyond by its rounding.
+    return NetworkBound(upper, min(lower, upper), layers, input_shape)
+
+
+def _search(model: nn.Module, input_shape: Shape, restarts: int, steps: int, seed: int) -> float:
+    try:
+        return lipschitz_lower_bound(model, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed).lower
+    except RuntimeError:
+        # Some in-place calls cannot be differentiated. Secants between random points need no derivatives.
+        model = model.double()
+        ends = 3 * sample(model, input_shape, 2 * restarts * steps)
+        with torch.no_grad():
+            rises = [model(pair).flatten(1) for pair in ends.split(2)]
+        slopes = [(y[0] - y[1]).norm() / (x[0] - x[1]).norm() for x, y in zip(ends.split(2), rises, strict=True)]
+        return float(torch.stack(slopes).max())
 
 
 class _Copied(nn.Module):
@@ -177,19 +188,19 @@ class _Propagation:
         self._known: dict[fx.Node, Any] = {}
 
     def result(self) -> tuple[float, tuple[LayerBound, ...]]:
-        form: Form | None = None
         for node in self._graph.nodes:
-            if node.op == "output":
-                last = node.args[0]
-                form = self._known[last].form if isinstance(self._known.get(last), Operand) else None
-            else:
+            if node.op != "output":
                 self._known[node] = self._visit(node)
-        if form is None:
+                continue
+            (last,) = node.args
+            output = self._known[last] if isinstance(last, fx.Node) else last
+            if not isinstance(output, (Operand, Tensor, Varies)):
+                raise NoRuleError(f"analyze: expected one output tensor, got {type(output).__name__}")
+        if not isinstance(output, Operand):
             # The output does not depend on the input.
             return 0.0, ()
-        total = form.total()
-        upper = float(total.detach())
-        return upper, self._table(total)
+        total = output.form.total()
+        return float(total.detach()), self._table(total)
 
     def _visit(self, node: fx.Node) -> Any:
         value = self._values[node]

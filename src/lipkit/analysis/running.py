@@ -44,11 +44,11 @@ class Observed:
     Attributes:
         values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for
             the others their value, or :data:`VARIES`.
-        output: of the second run.
+        outputs: of both runs.
     """
 
     values: dict[fx.Node, Any]
-    output: Tensor
+    outputs: tuple[Any, Any]
 
 
 def _changes_state(name: str) -> NoRuleError:
@@ -71,13 +71,11 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
     Changes ``graph``: afterwards every node means the value it has when it is made.
 
     Raises:
-        NoRuleError: an in-place call changes a tensor that is read later through a view or after it was passed to a
-            module, or the parameters; the output is no tensor with one row per sample; the traced graph computes
-            another function than the network, or one that mixes samples.
+        NoRuleError: an in-place call changes the parameters, or a tensor that is read later in another form than the
+            one that the call returns; the output is no tensor with one row per sample.
     """
     state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
     runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
-    _check_outputs(root, runs, input_shape)
     for name, (tensor, version) in state.items():
         if tensor._version != version:
             raise _changes_state(name)
@@ -90,7 +88,7 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
                 user.replace_input_with(old, new)
     dependent = dependent_nodes(graph)
     values = {n: _merged(n in dependent, runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
-    return Observed(values, runs[1].output)
+    return Observed(values, (runs[0].output, runs[1].output))
 
 
 def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
@@ -186,16 +184,16 @@ def _merged(dependent: bool, a: Any, b: Any) -> Any:
     return a if simple and type(a) is type(b) and a == b else VARIES
 
 
-def _check_outputs(root: nn.Module, runs: list[_Run], input_shape: tuple[int, ...]) -> None:
-    outputs = [run.output for run in runs]
-    for output, batch in zip(outputs, BATCHES, strict=True):
-        if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != batch:
-            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise NoRuleError(f"analyze: expected one output tensor with a row for each of {batch} samples, got {got}")
+def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) -> None:
+    """Compare the runs of the graph with the network itself.
+
+    Raises:
+        NoRuleError: the graph computes another function than the network, or one that mixes samples.
+    """
     x = sample(root, input_shape, BATCHES[1])
     with torch.no_grad():
         direct, part = root(x.clone()), root(x[: BATCHES[0]].clone())
-    if not isinstance(direct, Tensor) or not _close(direct, outputs[1]):
+    if not isinstance(direct, Tensor) or not _close(direct, observed.outputs[1]):
         raise NoRuleError(
             "analyze: expected the traced graph to compute the same as the network, got other outputs: its forward "
             "pass is random, changes the network, or depends on the type of its argument"

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.gram_symbol import GramSymbol
+from lipkit.bounds.peak import half_turn
 from lipkit.bounds.rounding import UNIT
 from lipkit.bounds.verified import spectral_norms
 
 
-# Cells are not planned beyond this size.
-_FINEST = 1 << 14
+# Divisions that are planned.
+_DEPTH = 10
 
 
 class Cover(NamedTuple):
@@ -45,11 +46,15 @@ class Cover(NamedTuple):
 
 def share(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
     """Part of the supremum's square ``level`` that the centre of its cell must reach; at most 0: nothing is known."""
+    phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
+    return float(_share(np.float64(phi), symbol.curvature / level))
+
+
+def _share(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
     # Rounded against us: angles up, squares of cosines down.
-    phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True)) * (1 + 8 * UNIT)
-    bernstein = math.cos(phi) ** 2 - 8 * UNIT if phi < math.pi / 2 else 0.0
-    curved = 1 - 2 * phi * phi * symbol.curvature / level * (1 + 16 * UNIT) - 8 * UNIT
-    return max(bernstein, curved)
+    phi = phi * (1 + 8 * UNIT)
+    bernstein = np.where(phi < math.pi / 2, np.cos(phi) ** 2 - 8 * UNIT, 0.0)
+    return np.maximum(bernstein, 1 - 2 * phi * phi * (curvature * (1 + 16 * UNIT)) - 8 * UNIT)
 
 
 def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
@@ -57,15 +62,18 @@ def first_cells(symbol: GramSymbol, periods: tuple[int, int]) -> Tensor:
     n1, n2 = periods
     if n1 == 1 or n2 == 1:
         # Intervals: odd multiples of half of their length.
-        n = max(n1, n2)
-        line = torch.arange(1, n // 2 + 1, 2)
+        line = torch.arange(1, max(n1, n2) // 2 + 1, 2)
         points = torch.stack((line, 0 * line) if n2 == 1 else (0 * line, line), 1)
     else:
-        points = torch.cartesian_prod(torch.arange(n1), torch.arange(n2 // 2 + 1))
-        own_mirror = (points[:, 1] == 0) | (points[:, 1] == n2 // 2)
-        points = points[(points.sum(1) % 2 == 0) & ~(own_mirror & (points[:, 0] > n1 // 2))]
+        points = half_turn(periods)
+        points = points[points.sum(1) % 2 == 0]
+    return each_group(points, symbol)
+
+
+def each_group(points: Tensor, symbol: GramSymbol) -> Tensor:
+    """Points ``(N, 2)`` of every group, in the order of the groups: ``(g N, 3)``."""
     group = torch.arange(symbol.groups).repeat_interleave(len(points))
-    return torch.cat((group[:, None], points.repeat(symbol.groups, 1)), 1)
+    return torch.cat((group[:, None], points.repeat(symbol.groups, 1)), 1).to(symbol.lags.device)
 
 
 def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
@@ -82,22 +90,21 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
 
 def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[int, int]:
     """Size of the first cells with the fewest tests in all, if ``||G||`` is distributed like ``sample``."""
-    ordered = np.sort(sample.flatten().cpu().numpy())
-    best, least = (2, 2), math.inf
     axes = sum(m > 0 for m in symbol.degrees)
-    for q in range(1, 26):
-        periods = current = _periods(symbol, q)
-        cells, total, part = math.prod(periods) / 2 / axes * symbol.groups, 0.0, 1.0
-        while part > 0 and total < least and max(current) < _FINEST:
-            total += cells * part
-            part = 1 - float(np.searchsorted(ordered, share(symbol, current, level) * level)) / len(ordered)
-            cells, current = cells * 2**axes, _finer(current)
-        if total < least:
-            best, least = periods, total
-    return best
+    choices = [_periods(symbol, q) for q in range(1, 26)]
+    first = [max(m * math.pi / n for m, n in zip(symbol.degrees, p, strict=True)) for p in choices]
+    count = np.array([math.prod(p) for p in choices])
+    depth = np.arange(_DEPTH)
+    shares = _share(np.array(first)[:, None] / 2.0**depth, symbol.curvature / level)
+    ordered = np.sort(sample.flatten().cpu().numpy())
+    open_ = 1 - np.searchsorted(ordered, shares * level) / len(ordered)
+    # Cells of one depth: those of the last one that are expected to fail, divided.
+    tests = 1 + (open_ * 2.0 ** (axes * (depth + 1))).sum(1)
+    return choices[int((count * tests).argmin())]
 
 
 def _periods(symbol: GramSymbol, q: int) -> tuple[int, int]:
+    """Even numbers of points per turn, q for each degree."""
     first, second = (2 * math.ceil(m * q / 2) if m else 1 for m in symbol.degrees)
     return first, second
 
@@ -121,7 +128,7 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
     """
     level, group, point, where, tests = start
     periods = choose_periods(symbol, sample, level)
-    cells = first_cells(symbol, periods).to(symbol.lags.device)
+    cells = first_cells(symbol, periods)
     while len(cells):
         part = share(symbol, periods, level)
         if part > 0:
@@ -134,7 +141,7 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
             continue
         # Cells this small prove a level close to the norm at their centre: the first guess was too low.
         g, i, j = cells[0].tolist()
-        norm = float(spectral_norms(symbol.at(g, cells[:1, 1:], periods)))
+        norm = float(spectral_norms(symbol.at(cells[0], periods)))
         raised = max(level, (norm + symbol.error) * (1 + tolerance * 0.9))
         if raised == level:
             # Rounding alone is in the way (it is below 1e-6): give it room.

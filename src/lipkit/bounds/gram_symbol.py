@@ -11,12 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.definite import cholesky_succeeds
+from lipkit.bounds.definite import cholesky_succeeds, stored_entries
 from lipkit.bounds.rounding import UNIT, gamma
 from lipkit.conv.autocorrelation import half_autocorrelation, half_lags
 
-# Matrices formed at once: their memory is used again, since fresh pages cost more than the arithmetic.
-_CHUNK_BYTES = 1 << 22
+# Matrices formed at once.
+_CHUNK_BYTES = 1 << 24
+# Up to this side, products of different groups go through one batched call.
+_SMALL = 8
 
 
 class GramSymbol:
@@ -38,15 +40,24 @@ class GramSymbol:
         self.groups, self.side, self.degrees = groups, cin, (kh - 1, kw - 1)
         self.lags = half_lags(kh, kw).to(kernels.device)
         half = half_autocorrelation(kernels)
-        cosine = -(half + half.mT)
-        cosine[:, 0] = -half[:, 0]
-        self._cosine = cosine.flatten(2)
-        self._sine = (half - half.mT)[:, 1:].flatten(2)
+        self._entries = stored_entries(cin, kernels.device)
+        self._table = self._interleaved(half)
         # A = || sum_s |K_s| ||_F: A^2 bounds the norm of the sum of |A[delta]|, hence all roundings of the
         # coefficients (inner products of cout kh kw terms), of the cosines (angles below 2 pi) and of the sums.
         absolute = float(kernels.abs().sum((-2, -1)).square().sum((-2, -1)).amax()) * (1 + gamma(kernels[0].numel() + 8))
         self.error = absolute * gamma(2 * (cout * kh * kw + len(self.lags)) + 128)
         self.curvature = self._curvature(half) + 4 * self.error
+
+    def _interleaved(self, half: Tensor) -> Tensor:
+        """``(g, 2 L - 1, 2 E)``: factors of the cosines (real parts), then of the sines (imaginary parts) in -G."""
+        row, column, sign = self._entries
+        there, back = (half.flatten(2).index_select(2, i) for i in (row * self.side + column, column * self.side + row))
+        lags = half.shape[1]
+        table = half.new_zeros(len(half), 2 * lags - 1, len(row), 2)
+        torch.add(there[:, 1:], back[:, 1:], out=table[:, 1:lags, :, 0]).neg_()
+        table[:, 0, :, 0] = -there[:, 0]
+        torch.sub(there[:, 1:], back[:, 1:], out=table[:, lags:, :, 1]).mul_(sign)
+        return table.flatten(2)
 
     def _curvature(self, half: Tensor) -> float:
         reach = torch.zeros(len(self.lags), dtype=torch.float64, device=half.device)
@@ -61,26 +72,37 @@ class GramSymbol:
             norms = torch.minimum(norms, (size.sum(-2).amax(-1) * size.sum(-1).amax(-1)).sqrt())
         return float((2 * norms * reach).sum(1).amax()) * (1 + gamma(4 * self.side**2))
 
-    def _minus(self, group: int, points: Tensor, periods: tuple[int, int], parts: Tensor, h: Tensor) -> Tensor:
-        """``-G`` at the frequencies ``2 pi points / periods``, written to ``h``, ``(N, c, c)``, by way of ``parts``."""
+    def _angles(self, points: Tensor, periods: tuple[int, int]) -> Tensor:
+        """Angles ``<delta, 2 pi points / periods>``, ``(N, L)``; whole turns are removed in integers."""
         n1, n2 = periods
-        # Whole turns are removed in integers: the angle is right to a few roundings.
-        turns = torch.remainder((self.lags * torch.tensor([n2, n1], device=points.device)) @ points.mT, n1 * n2)
-        angle = turns.mT.to(torch.float64) * (2 * math.pi / (n1 * n2))
-        flat = torch.view_as_real(h).flatten(1, 2)
-        torch.mm(angle.cos(), self._cosine[group], out=parts)
-        flat[..., 0] = parts
-        torch.mm(angle[:, 1:].sin(), self._sine[group], out=parts)
-        flat[..., 1] = parts
-        return h
+        turns = (points * torch.tensor([n2, n1], device=points.device)) @ self.lags.mT
+        return torch.remainder(turns, n1 * n2).to(torch.float64) * (2 * math.pi / (n1 * n2))
 
-    def _buffers(self, count: int) -> tuple[Tensor, Tensor]:
-        parts = self._cosine.new_empty(count, self.side**2)
-        return parts, parts.new_empty(count, self.side, self.side, dtype=torch.complex128)
+    def _minus(self, cells: Tensor, periods: tuple[int, int], out: Tensor) -> Tensor:
+        """Write the stored entries of ``-G`` at each cell's centre (see :meth:`below`) to ``out``, ``(N, 2 E)``."""
+        angle = self._angles(cells[:, 1:], periods)
+        wave = torch.cat((angle.cos(), angle[:, 1:].sin()), 1)
+        if self.groups == 1:
+            torch.mm(wave, self._table[0], out=out)
+        elif self.side <= _SMALL:
+            torch.bmm(wave[:, None], self._table[cells[:, 0]], out=out[:, None])
+        else:
+            # Cells come in the order of their groups.
+            start = 0
+            for group, count in zip(*(t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True)), strict=True):
+                torch.mm(wave[start : start + count], self._table[group], out=out[start : start + count])
+                start += count
+        return torch.view_as_complex(out.unflatten(1, (-1, 2)))
 
-    def at(self, group: int, points: Tensor, periods: tuple[int, int]) -> Tensor:
-        """G at the frequencies ``2 pi points / periods``: complex128 ``(N, c, c)``."""
-        return -self._minus(group, points, periods, *self._buffers(len(points)))
+    def at(self, cell: Tensor, periods: tuple[int, int]) -> Tensor:
+        """G at the centre of one cell (see :meth:`below`): ``(c, c)``."""
+        row, column, sign = self._entries
+        values = -self._minus(cell[None], periods, self._table.new_empty(1, self._table.shape[2]))[0]
+        values = torch.complex(values.real, values.imag * sign)
+        full = values.new_empty(self.side, self.side)
+        full[column, row] = values.conj()
+        full[row, column] = values
+        return full
 
     def below(self, cells: Tensor, periods: tuple[int, int], level: float) -> Tensor:
         """Which of the frequencies are proved to have ``||G(w)|| <= level``, in exact arithmetic on the kernel.
@@ -100,13 +122,16 @@ class GramSymbol:
         done = torch.zeros(len(cells), dtype=torch.bool, device=cells.device)
         if not shift > 0:
             return done
-        step = max(1, min(len(cells), _CHUNK_BYTES // (16 * self.side**2)))
-        parts, matrices = self._buffers(step)
-        for group in cells[:, 0].unique().tolist():
-            rows = (cells[:, 0] == group).nonzero()[:, 0]
-            for part in rows.split(step):
-                h = matrices[: len(part)]
-                self._minus(group, cells[part, 1:], periods, parts[: len(part)], h)
-                h.diagonal(dim1=1, dim2=2).add_(shift)
-                done[part] = cholesky_succeeds(h)
+        each = 8 * self._table.shape[2]
+        if self.groups > 1 and self.side <= _SMALL:
+            each *= self._table.shape[1]
+        step = max(1, min(len(cells), _CHUNK_BYTES // each))
+        # The same memory for all chunks: fresh pages would cost more than the arithmetic.
+        out = self._table.new_empty(step, self._table.shape[2])
+        row, column, _ = self._entries
+        diagonal = (row == column).nonzero()[:, 0]
+        for rows in torch.arange(len(cells), device=cells.device).split(step):
+            h = self._minus(cells[rows], periods, out[: len(rows)])
+            h[:, diagonal] += shift
+            done[rows] = cholesky_succeeds(h, self.side)
         return done

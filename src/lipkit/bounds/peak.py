@@ -1,7 +1,7 @@
 r"""Where the norm of a symbol is largest: a search in float32 that proposes and never proves.
 
-Power steps by :math:`F^*F` at all points of a coarse grid at once, accelerated by Chebyshev polynomials, then at the
-best points alternating steps of the frequency (a scalar trigonometric polynomial for a fixed vector) and the vector.
+A few Lanczos steps by :math:`F^*F` at all points of a coarse grid at once, then at the best points alternating steps of
+the frequency (a scalar trigonometric polynomial for a fixed vector) and of the vector.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lipkit.bounds.power import start_vector
 
 # Points per turn and degree on which the peak is reported: at most 0.03 % below the largest value in between.
 FINE = 128
-_CANDIDATES = 8
+_CANDIDATES = 6
 
 
 class Peak(NamedTuple):
@@ -28,63 +28,82 @@ class Peak(NamedTuple):
     sample: Tensor
 
 
+def half_turn(periods: tuple[int, int]) -> Tensor:
+    """One of each pair of points ``(p, -p)`` of a grid, ``(N, 2)``.
+
+    >>> half_turn((2, 3)).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
+    n1, n2 = periods
+    points = torch.cartesian_prod(torch.arange(n1), torch.arange(n2 // 2 + 1)).reshape(-1, 2)
+    own_mirror = torch.remainder(2 * points[:, 1], n2) == 0
+    return points[~(own_mirror & (points[:, 0] > n1 // 2))]
+
+
 class _Symbols:
     """Products by F(w) and its adjoint for vectors ``(g, c, B)``, each with a frequency of its own."""
 
     def __init__(self, kernels: Tensor) -> None:
-        groups, cout, cin, kh, kw = kernels.shape
+        groups, self.cout, cin, kh, kw = kernels.shape
         self.taps = torch.cartesian_prod(torch.arange(kh), torch.arange(kw)).reshape(-1, 2).to(kernels)
-        self.cout = cout
-        self.rows = kernels.permute(0, 3, 4, 1, 2).reshape(groups, kh * kw * cout, cin).contiguous()
+        self.rows = kernels.permute(0, 3, 4, 1, 2).reshape(groups, kh * kw * self.cout, cin)
 
     def waves(self, w: Tensor) -> Tensor:
         """e^{i s w} for frequencies ``(g, B, 2)``: ``(g, T, 1, B)``."""
         angle = (self.taps @ w.mT)[:, :, None]
-        return torch.polar(torch.ones_like(angle), angle)
+        return torch.complex(angle.cos(), angle.sin())
 
     def each_tap(self, v: Tensor) -> Tensor:
         """``K[s] v``: ``(g, T, cout, B)``."""
         y = self.rows @ torch.view_as_real(v).flatten(2)
         return torch.view_as_complex(y.unflatten(2, (-1, 2)).unflatten(1, (-1, self.cout)))
 
-    def gram(self, v: Tensor, waves: Tensor) -> Tensor:
+    def gram(self, v: Tensor, waves: Tensor, conjugate: Tensor) -> Tensor:
         """``F^* F v``."""
-        image = (self.each_tap(v) * waves).sum(1, keepdim=True) * waves.conj()
-        back = self.rows.mT @ torch.view_as_real(image.resolve_conj()).flatten(1, 2).flatten(2)
-        return torch.view_as_complex(back.unflatten(2, (-1, 2)).contiguous())
+        image = (self.each_tap(v) * waves).sum(1, keepdim=True) * conjugate
+        back = self.rows.mT @ torch.view_as_real(image).flatten(1, 2).flatten(2)
+        return torch.view_as_complex(back.unflatten(2, (-1, 2)))
+
+    def lanczos(self, v: Tensor, w: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """The largest Ritz vectors ``(g, c, B)`` and values of ``F^* F`` at ``w`` after some steps from ``v``."""
+        waves = self.waves(w)
+        conjugate = torch.complex(waves.real, -waves.imag)
+        v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-30)
+        basis, diagonal, beside = [v], [], []
+        for _ in range(min(steps, v.shape[1]) - 1):
+            image = self.gram(v, waves, conjugate)
+            diagonal.append(_dot(v, image))
+            image -= diagonal[-1] * v
+            if beside:
+                image -= beside[-1] * basis[-2]
+            size = torch.linalg.vector_norm(image, dim=1, keepdim=True)
+            beside.append(size)
+            v = image / size.clamp_min(1e-30)
+            basis.append(v)
+        diagonal.append(_dot(v, self.gram(v, waves, conjugate)))
+        small = torch.diag_embed(torch.cat(diagonal, 1).mT)
+        if beside:
+            off = torch.cat(beside, 1).mT
+            small = small + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+        values, vectors = torch.linalg.eigh(small)
+        weights = vectors[..., -1].mT[:, :, None]
+        return (torch.stack(basis, 1) * weights).sum(1), values[..., -1]
+
+    def moved(self, v: Tensor, w: Tensor, radius: list[float]) -> Tensor:
+        """The best frequency near each one for its vector held fixed."""
+        y = self.each_tap(v)
+        gram = torch.einsum("gsob,gtob->gbst", y.conj(), y)
+        line = torch.linspace(-1, 1, 9, device=w.device)
+        near = w[:, :, None] + torch.cartesian_prod(line, line) * torch.tensor(radius, device=w.device)
+        angle = near @ self.taps.mT
+        waves = torch.complex(angle.cos(), angle.sin())
+        best = ((waves.conj() @ gram) * waves).real.sum(-1).argmax(-1)
+        return near.gather(2, best[:, :, None, None].expand(-1, -1, 1, 2))[:, :, 0]
 
 
-def _normalised(v: Tensor) -> Tensor:
-    return v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-30)
-
-
-def _steps(symbols: _Symbols, v: Tensor, waves: Tensor, plain: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Vectors after plain power steps and a Chebyshev polynomial of that degree, and their Rayleigh quotients."""
-    for _ in range(plain):
-        v = _normalised(symbols.gram(v, waves))
-    image = symbols.gram(v, waves)
-    quotient = (v.conj() * image).sum(1, keepdim=True).real
-    # Eigenvalues below 0.85 of the quotient stay bounded, those above grow like Chebyshev polynomials.
-    scale = 2 / (0.85 * quotient).clamp_min(1e-30)
-    before, now = v, scale * image - v
-    for _ in range(degree - 1):
-        before, now = now, 2 * (scale * symbols.gram(now, waves) - now) - before
-    v = _normalised(now)
-    return v, (v.conj() * symbols.gram(v, waves)).sum(1).real
-
-
-def _move(symbols: _Symbols, v: Tensor, w: Tensor, radius: list[float]) -> Tensor:
-    """The best frequency near each one for its vector held fixed."""
-    y = symbols.each_tap(v)
-    gram = torch.einsum("gsob,gtob->gbst", y.conj(), y)
-    line = torch.linspace(-1, 1, 9, device=w.device)
-    patch = torch.cartesian_prod(line, line) * torch.tensor(radius, device=w.device)
-    near = w[:, :, None] + patch
-    angle = near @ symbols.taps.mT
-    waves = torch.polar(torch.ones_like(angle), angle)
-    value = ((waves.conj() @ gram) * waves).sum(-1).real
-    best = value.argmax(-1)
-    return near.gather(2, best[:, :, None, None].expand(-1, -1, 1, 2))[:, :, 0]
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Real part of the inner products along the channels."""
+    return (torch.view_as_real(a) * torch.view_as_real(b)).sum((1, 3))[:, None]
 
 
 def find_peak(kernels: Tensor) -> Peak:
@@ -99,30 +118,28 @@ def find_peak(kernels: Tensor) -> Peak:
         kernels = kernels.transpose(1, 2)
     groups, _, cin = kernels.shape[:3]
     degrees = (kernels.shape[3] - 1, kernels.shape[4] - 1)
-    n1, n2 = (2 * m + 4 if m else 1 for m in degrees)
-    # G(-w) is the conjugate of G(w): half of the turn of one axis is enough.
-    halves = (n1, n2 // 2 + 1) if n2 > 1 else (n1 // 2 + 1, 1)
-    grid = torch.cartesian_prod(torch.arange(halves[0]) / n1, torch.arange(halves[1]) / n2) * 2 * math.pi
-    grid = grid.to(kernels).expand(groups, -1, 2)
+    n1, n2 = (2 * m + 2 if m else 1 for m in degrees)
+    points = half_turn((n1, n2)).to(kernels) * torch.tensor([2 * math.pi / n1, 2 * math.pi / n2], device=kernels.device)
+    grid = points.expand(groups, -1, 2)
     symbols = _Symbols(kernels)
-    start = start_vector(2 * cin * grid.shape[1], kernels).reshape(1, cin, -1, 2)
-    v = torch.view_as_complex(start.expand(groups, -1, -1, -1).contiguous())
-    v, sample = _steps(symbols, _normalised(v), symbols.waves(grid), 2, 4)
-    # The groups of the best points, each with its own best ones.
+    start = torch.view_as_complex(start_vector(2 * cin, kernels).reshape(1, cin, 1, 2))
+    v, sample = symbols.lanczos(start.repeat(groups, 1, grid.shape[1]), grid, min(24, 6 + cin // 32))
+    # The best groups, each with its own best points.
     top = min(groups, _CANDIDATES)
+    count = min(_CANDIDATES // top, sample.shape[1])
     chosen = sample.amax(1).topk(top).indices
-    count = min(max(1, _CANDIDATES // top), sample.shape[1])
     columns = sample[chosen].topk(count).indices
     w = grid[chosen].gather(1, columns[:, :, None].expand(-1, -1, 2))
     v = v[chosen].gather(2, columns[:, None].expand(-1, cin, -1))
-    symbols.rows = symbols.rows[chosen]
+    if groups > 1:
+        symbols.rows = symbols.rows[chosen]
     radius = [math.pi / max(n, 2) for n in (n1, n2)]
-    for shrink in (1.0, 0.3, 0.1):
-        w = _move(symbols, v, w, [shrink * r for r in radius])
-        v, value = _steps(symbols, v, symbols.waves(w), 0, 5)
-    best = int(value.argmax())
-    row, column = divmod(best, value.shape[1])
-    periods = tuple(FINE * m if m else 1 for m in degrees)
-    turns = w[row, column].double() / (2 * math.pi)
-    point = tuple(round(float(t) * n) % n for t, n in zip(turns, periods, strict=True))
-    return Peak(int(chosen[row]), point, periods, sample)  # type: ignore[arg-type]
+    v, value = symbols.lanczos(v, w := symbols.moved(v, w, radius), 6)
+    w = symbols.moved(v, w, [r / 4 for r in radius])
+    row, column = divmod(int(value.argmax()), value.shape[1])
+    fine1, fine2 = (FINE * m if m else 1 for m in degrees)
+    turns = (w[row, column].double() / (2 * math.pi)).tolist()
+    point = (round(turns[0] * fine1) % fine1, round(turns[1] * fine2) % fine2)
+    # Ritz values end a little low, here as at the peak.
+    low = min(1.04, max(1.0, float(value.max() / sample.max().clamp_min(1e-30))))
+    return Peak(int(chosen[row]), point, (fine1, fine2), sample.flatten() * low)

@@ -97,15 +97,13 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, poin
     if kernel.shape[-2:] == (1, 1):
         return unscaled(spectral_norm(kernels[..., 0, 0]), exponent)
     values = kernels.detach()
+    symbol = GramSymbol(values)
     peak = find_peak(values)
     norm = float(spectral_norms(_symbol(values, peak.group, peak.point, peak.periods)))
-    symbol = GramSymbol(values)
     # The levels are those of G = F* F.
     relative = (1 + 0.99 * tolerance) ** 2 - 1
     start = Cover(norm**2 * (1 + relative), peak.group, peak.point, peak.periods, 0)
-    # The search ends with values a little too low, away from the peak.
-    sample = 1.01 * peak.sample.flatten().double()
-    proved = cover(symbol, start, sample, relative)
+    proved = cover(symbol, start, peak.sample.double(), relative)
     bound = up(torch.tensor(math.sqrt(proved.level), dtype=torch.float64, device=kernel.device), 2)
     if kernels.requires_grad and torch.is_grad_enabled():
         bound = scale_to(bound, spectral_norm(_symbol(kernels, proved.group, proved.point, proved.periods)))

@@ -72,7 +72,8 @@ def attack_certificate(
     if not attack.eps:
         return (), CrossCheck(0, math.inf)
     exact = float64_copy(network)
-    fast = copy.deepcopy(network).to(device)
+    # The attack runs in float32, whatever the network was trained in; the float64 copy confirms what it finds.
+    fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = _choose(len(x), attack.samples, attack.seed)
     order = sorted(range(len(attack.eps)), key=attack.eps.__getitem__)

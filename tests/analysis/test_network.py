@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lipkit
+from lipkit.analysis import analyze
+from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError
+from lipkit.testing.reference import dense_matrix
+
+
+def settle(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random batch statistics, as after training; evaluation mode, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            for tensor, low, high in (
+                (module.running_mean, -1.0, 1.0),
+                (module.running_var, 0.3, 2.0),
+                (module.weight.data, -1.5, 1.5),
+                (module.bias.data, -1.0, 1.0),
+            ):
+                tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
+    return model.eval().double()
+
+
+def test_a_chain_is_the_product_of_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    product = math.prod(torch.linalg.matrix_norm(model[i].weight.detach(), 2).item() for i in (0, 2))
+    found = analyze(model, (3,), restarts=0)
+    assert product <= found.upper <= product * (1 + 1e-9)
+    assert found.lower == 0
+    assert [layer.name for layer in found.layers] == ["0", "1", "2"]
+    assert lipkit.lipschitz(model).item() == pytest.approx(found.upper, rel=1e-12)
+
+
+def test_sum_concatenation_and_shared_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            y = self.f(self.f(x))
+            return torch.cat((y - x, 2 * x, x / 4), 1)
+
+    model = Net().double()
+    model.f.weight.data.copy_(torch.diag(torch.tensor([3.0, 1.0])))
+    found = analyze(model, (2,), restarts=0)
+    assert found.upper == pytest.approx(math.sqrt(10**2 + 2**2 + 0.25**2), rel=1e-9)
+    assert sum(layer.name == "f" for layer in found.layers) == 2
+
+
+def test_branches_on_disjoint_pieces_count_by_their_maximum() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            a, b = x.split(2, dim=1)
+            return torch.cat((self.f(a), 2 * b), 1)
+
+    model = Net().double()
+    model.f.weight.data.copy_(3 * torch.eye(2))
+    assert analyze(model, (4,), restarts=0).upper == pytest.approx(3, rel=1e-9)
+
+
+def test_a_reversible_block_is_a_matrix_of_gains() -> None:
+    class Net(nn.Module):
+        def forward(self, x):
+            a, b = x.chunk(2, dim=1)
+            a = a + 3 * b
+            return torch.cat((a, b + 2 * a), 1)
+
+    truth = torch.linalg.matrix_norm(torch.tensor([[1.0, 3.0], [2.0, 7.0]], dtype=torch.float64), 2).item()
+    assert analyze(Net(), (4,), restarts=0).upper == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear])
+def test_batch_normalisation_is_folded(kind: type, groups: int, first: bool) -> None:
+    if kind is nn.Linear:
+        linear, norm, shape = nn.Linear(4, 4), nn.BatchNorm1d(4), (4,)
+    else:
+        linear, norm, shape = nn.Conv2d(4, 4, 3, padding=1, groups=groups), nn.BatchNorm2d(4), (4, 5, 5)
+    model = settle(nn.Sequential(norm, linear) if first else nn.Sequential(linear, norm), seed=groups)
+    found = analyze(model, shape, restarts=0)
+    truth = float(np.linalg.norm(dense_matrix(model, shape), 2))
+    assert truth <= found.upper < lipkit.lipschitz(model, shape).item()
+    assert found.upper <= truth * (1.3 if kind is nn.Conv2d else 1 + 1e-6)
+    assert [layer.name for layer in found.layers if layer.share] == ["0 + 1"]
+
+
+def test_normalisation_that_is_smaller_unfolded_stays_so() -> None:
+    # A Linear on (B, 3, 4) acts on the last dimension and the normalisation on the middle one.
+    model = settle(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3)))
+    found = analyze(model, (3, 4), restarts=0)
+    assert np.linalg.norm(dense_matrix(model, (3, 4)), 2) <= found.upper
+    assert len(found.layers) == 2
+
+
+def test_an_exported_network_is_looked_into() -> None:
+    net = lipkit.models.build("small", input_shape=(1, 8, 8), classes=10)
+    plain = lipkit.export(net, (1, 8, 8))
+    found = analyze(plain, (1, 8, 8), restarts=0)
+    assert len(found.layers) > 3
+    assert found.upper == pytest.approx(lipkit.lipschitz(plain).item(), rel=1e-6)
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = settle(nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True)))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    analyze(model, (2, 8, 8), restarts=1, steps=1)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_constant_network() -> None:
+    class Net(nn.Module):
+        def forward(self, x):
+            return torch.zeros_like(x)
+
+    found = analyze(Net(), (3,))
+    assert (found.upper, found.lower, found.layers) == (0.0, 0.0, ())
+
+
+def test_weights_that_are_no_numbers_bound_nothing() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model[0].weight.data[0, 0] = math.nan
+    assert analyze(model, (2,), restarts=0).upper == math.inf
+
+
+def test_arguments() -> None:
+    with pytest.raises(ShapeError, match="does not accept"):
+        analyze(nn.Linear(3, 2), (4,))
+    with pytest.raises(OptionError, match="expected one of auto, best"):
+        analyze(nn.Linear(3, 2), (3,), method="magic")
+    with pytest.raises(OptionError, match="restarts"):
+        analyze(nn.Linear(3, 2), (3,), restarts=-1)
+    with pytest.raises(NoRuleError, match="expected an nn.Module"):
+        analyze(torch.relu, (3,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["symbol_sup", "best"])
+def test_methods(method: str) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"))
+    found = analyze(model, (2, 6, 6), method=method, restarts=0)
+    assert found.upper <= analyze(model, (2, 6, 6), restarts=0).upper * (1 + 1e-9)
+    assert found.layers[1].method == "circular"
+
+
+def test_a_wrong_rule_is_found_by_the_search() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    @lipkit.protocol.lipschitz_rule(Wrong)
+    def _(module, input_shape):
+        return 1.0
+
+    with pytest.raises(CertificateViolation, match="a rule is wrong"):
+        analyze(Wrong(), (3,))

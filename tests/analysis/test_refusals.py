@@ -1,0 +1,263 @@
+"""What has no rule is refused by name; in-place calls are followed or refused."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipkit.analysis import analyze, function_rule
+from lipkit.errors import NoRuleError
+from lipkit.testing.reference import jacobians
+
+
+class Function(nn.Module):
+    """A network that is one function."""
+
+    def __init__(self, f, **children):
+        super().__init__()
+        self.f = f
+        self.w = nn.Parameter(torch.eye(4))
+        self.register_buffer("count", torch.zeros(()))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x):
+        return self.f(self, x)
+
+
+def unknown(s, x):
+    return torch.special.expm1(x)
+
+
+REFUSED = {
+    "unknown function": (unknown, "torch.special"),
+    "unknown method": (lambda s, x: x.exp(), "Tensor.exp"),
+    "product of activations": (lambda s, x: x * x, "no Lipschitz"),
+    "power": (lambda s, x: x**2, "pow"),
+    "division by an activation": (lambda s, x: 1 / x, "truediv"),
+    "attention": (lambda s, x: F.scaled_dot_product_attention(x, x, x), "scaled_dot_product_attention"),
+    "functional layer norm": (lambda s, x: F.layer_norm(x, (4,)), "torch.nn.functional.layer_norm"),
+    "control flow on values": (lambda s, x: x if x.sum() > 0 else -x, "control flow"),
+    "control flow on the batch": (lambda s, x: x if x.shape[0] > 1 else -x, "control flow"),
+    "iteration over the batch": (lambda s, x: torch.stack([row for row in x]), "control flow|iterat"),
+    "a number from values": (lambda s, x: x / 2 + x.max().item(), "max|item"),
+    "mean over the batch": (lambda s, x: x - x.mean(0, keepdim=True), "mixes samples"),
+    "mean over everything": (lambda s, x: x - x.mean(), "mean"),
+    "first sample": (lambda s, x: x - x[0], "batch"),
+    "flip of the batch": (lambda s, x: x.flip(0), "mixes samples"),
+    "shift of the batch": (lambda s, x: F.pad(x, (0, 0, 1, -1)), "batch"),
+    "view that mixes": (lambda s, x: x.view(-1, 2), "row per sample|row for each"),
+    "transposition": (lambda s, x: (x.t() + 1).t(), "Tensor.t|batch"),
+    "number that is the batch": (lambda s, x: x * x.shape[0], "size of the batch"),
+    "cat along the batch": (lambda s, x: torch.cat((x, x), 0)[:3], "mixes samples"),
+    "softmax over the batch": (lambda s, x: torch.softmax(x, 0), "mixes samples"),
+    "sum over the batch, broadcast": (lambda s, x: x + x.sum(1), "dimensions|accept"),
+    "random": (lambda s, x: x + torch.rand(4), "random|other outputs"),
+    "random mask": (lambda s, x: x * torch.bernoulli(torch.full((4,), 0.5)), "random|other outputs"),
+    "random like": (lambda s, x: x * torch.rand_like(x), "rand_like"),
+    "dropout in training": (lambda s, x: F.dropout(x, 0.5, True), "training"),
+    "two outputs": (lambda s, x: (x, x), "one output"),
+    "state": (lambda s, x: x + s.count.add_(1), "count|parameters"),
+    "assignment into a constant": (lambda s, x: s.w.copy_(x[0]) + x, "copy_|getitem|parameters|batch"),
+    "view changed in place": (lambda s, x: (x.view(-1, 2, 2).relu_().flatten(1), x)[1], "in-place"),
+    "slice changed in place": (lambda s, x: (x[:, :2].relu_(), x)[1], "in-place"),
+    "item assignment": (lambda s, x: (x.__setitem__((slice(None), 0), 0), x)[1], "in-place|setitem"),
+    "detour through numpy": (lambda s, x: torch.from_numpy(x.numpy()), "record"),
+    "conversion to integers": (lambda s, x: x.to(torch.int64).float(), "Tensor.to"),
+    "sign": (lambda s, x: torch.sign(x), "torch.sign"),
+    "max over a dimension": (lambda s, x: torch.max(x, 1).values, "max"),
+    "two moving arguments of a linear": (lambda s, x: F.linear(x, x), "constant|accept"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    f, message = REFUSED[name]
+    with pytest.raises(NoRuleError, match=message):
+        analyze(Function(f), (4,), restarts=1, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        (nn.LayerNorm(4), (4,), "LayerNorm"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Threshold(0.0, 1.0))), (4,), "at '1.0'.*Threshold"),
+        (nn.BatchNorm1d(4), (4,), "evaluation mode"),
+        (nn.Dropout(), (4,), "evaluation mode"),
+        (nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), (1, 4, 4), "padding_mode"),
+        (nn.MultiheadAttention(4, 1), (2, 4), "MultiheadAttention|record|accept"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (4,), "call .eval"),
+        (nn.utils.spectral_norm(nn.Linear(4, 4)), (4,), "call .eval"),
+    ],
+)
+def test_modules_refused(module: nn.Module, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises((NoRuleError, ValueError), match=message):
+        analyze(nn.Sequential(module), shape)
+
+
+def test_other_hooks_and_parametrizations_are_refused() -> None:
+    class Double(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    layer = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Double())
+    with pytest.raises(NoRuleError, match="parametrization Double of 'weight'"):
+        analyze(nn.Sequential(layer), (4,))
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda module, x, y: 2 * y)
+    with pytest.raises(NoRuleError, match="at '0'.*hooks"):
+        analyze(nn.Sequential(layer), (4,))
+    model = Function(lambda s, x: x)
+    model.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    with pytest.raises(NoRuleError, match="instance-level 'forward'"):
+        analyze(model, (4,))
+
+
+def inplace_twice(s, x):
+    y = s.a(x)
+    z = torch.relu_(y)
+    y *= 3
+    return y + z + s.a(x)
+
+
+def inplace_shortcut(s, x):
+    h = s.a(x)
+    out = s.act(h)
+    return out + h
+
+
+def inplace_input(s, x):
+    y = s.act(x)
+    return s.a(y) - x
+
+
+def alias(s, x):
+    h = s.a(x)
+    same = s.identity(h)
+    h += 2 * x
+    return same + h
+
+
+def sum_of_saved(s, x):
+    kept = [s.a(x)]
+    for _ in range(3):
+        kept.append(F.leaky_relu(kept[-1], -2.0, inplace=True))
+    return torch.cat(kept, 1)
+
+
+ALLOWED = {
+    "in place twice": inplace_twice,
+    "shortcut reads the overwritten value": inplace_shortcut,
+    "the input is overwritten": inplace_input,
+    "an alias sees the sum": alias,
+    "a list of one tensor": sum_of_saved,
+    "static control flow": lambda s, x: x if x.dim() == 2 and x.size(1) == 4 and x.dtype.is_floating_point else -9 * x,
+    "view in place, not read again": lambda s, x: torch.relu_(s.a(x).view(-1, 2, 2)).flatten(1),
+    "matrix products": lambda s, x: x @ s.w.t() + F.linear(x, 2 * s.w, s.w[0]),
+    "slices": lambda s, x: torch.cat((x[:, 1:], x[..., :1], x[:, None, 2]), 1),
+    "maximum": lambda s, x: torch.maximum(s.a(x), -x) + torch.clamp(x, -1, 1),
+    "broadcast": lambda s, x: x + s.a(x).sum(1, keepdim=True) - x.mean(-1, keepdim=True) * s.w,
+    "constants from sizes": lambda s, x: torch.cat((x, x.new_zeros(x.shape[0], 2)), 1) / s.w.diagonal().sum(),
+    "unbind and stack": lambda s, x: torch.stack(torch.unbind(s.a(x), 1)[::-1], 1).flatten(1),
+    "repeat": lambda s, x: torch.relu(x.unsqueeze(1).expand(-1, 3, -1)).reshape(x.size(0), -1),
+    "interpolate": lambda s, x: F.interpolate(x.view(-1, 1, 2, 2), scale_factor=2).flatten(1),
+    "loop over chunks": lambda s, x: torch.cat([(i + 1) * c for i, c in enumerate(x.chunk(2, 1))], 1),
+    "reverse subtraction": lambda s, x: 1 - 2 * x - (3 - s.a(x)),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_bounded(name: str) -> None:
+    torch.manual_seed(1)
+    model = Function(ALLOWED[name], a=nn.Linear(4, 4), act=nn.ReLU(inplace=True), identity=nn.Identity())
+    if name == "broadcast":
+        model.w.data = torch.rand(1, 4)
+    found = analyze(model, (4,), restarts=4, steps=20)
+    x = torch.randn(30, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = model.double()
+    if name == "constants from sizes":
+        x = x.float()
+        model = model.float()
+    norm = max(np.linalg.norm(j, 2) for j in jacobians(lambda t: model(t.clone()), x))
+    assert 0 < found.lower <= found.upper
+    assert norm <= found.upper * (1 + 1e-6) <= 8 * norm
+
+
+def test_in_place_follows_the_memory() -> None:
+    # relu_ changes h before the sum reads it: 2 relu(h), not relu(h) + h; both have norm 2 |w|, of which relu_ on a
+    # scaled leak tells more: h is replaced by -2 h below zero, then added to itself.
+    def f(s, x):
+        h = x.clone()
+        y = F.leaky_relu(h, -2.0, inplace=True)
+        return y + h
+
+    found = analyze(Function(f), (4,), restarts=4, steps=20)
+    assert found.upper == pytest.approx(4)
+    assert found.lower == pytest.approx(4, rel=1e-3)
+
+
+def test_a_function_of_the_user() -> None:
+    def third(x):
+        return x / 3
+
+    torch.fx.wrap  # noqa: B018
+    halve = torch.nn.functional.hardshrink  # has jumps: no rule of its own
+    assert third(3.0) == 1
+
+    @function_rule(halve)
+    def _(call, x, lambd=0.5):
+        return call.scale(x, 7.0, "by hand")
+
+    try:
+        found = analyze(Function(lambda s, x: halve(x)), (4,), restarts=0)
+    finally:
+        from lipkit.analysis import calls
+
+        del calls._FUNCTIONS[halve]
+    assert (found.upper, found.layers[0].type, found.layers[0].method) == (
+        7.0,
+        "torch.nn.functional.hardshrink",
+        "by hand",
+    )
+    with pytest.raises(NoRuleError, match="already has a rule"):
+        function_rule(torch.relu)(lambda call, x: x)
+
+
+@pytest.mark.parametrize("kind", ["spectral", "weight", "hook spectral", "hook weight", "orthogonal"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_normalised_weights_are_bounded_as_they_are_used(kind: str) -> None:
+    torch.manual_seed(0)
+    make = {
+        "spectral": nn.utils.parametrizations.spectral_norm,
+        "weight": nn.utils.parametrizations.weight_norm,
+        "orthogonal": nn.utils.parametrizations.orthogonal,
+        "hook spectral": nn.utils.spectral_norm,
+        "hook weight": nn.utils.weight_norm,
+    }[kind]
+    layer = make(nn.Linear(4, 3))
+    model = nn.Sequential(layer, nn.ReLU(), nn.Linear(3, 2))
+    if "spectral" in kind:
+        model(torch.randn(2, 4))  # a power iteration; leaves a computed weight on the module
+    model.eval()
+    if "hook" in kind:
+        model(torch.randn(2, 4))
+    weight = layer.weight.detach().double()
+    truth = torch.linalg.matrix_norm(weight, 2) * torch.linalg.matrix_norm(model[2].weight.detach().double(), 2)
+    keys = list(model.state_dict())
+    found = analyze(model, (4,), restarts=1, steps=1)
+    assert found.upper == pytest.approx(truth.item(), rel=1e-6)
+    assert found.upper >= truth
+    assert list(model.state_dict()) == keys
+
+
+def test_the_message_of_lipschitz_points_here() -> None:
+    from lipkit import lipschitz
+
+    with pytest.raises(NoRuleError, match=re.escape("lipkit.analyze")):
+        lipschitz(Function(unknown))
