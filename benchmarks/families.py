@@ -53,7 +53,9 @@ def row(family: Family) -> str:
 def main() -> None:
     print("# Families of layers\n")
     print("Made by `python benchmarks/families.py > docs/families.md`: convolutions with 4 -> 4 channels and a 3 x 3")
-    print("kernel on 9 x 9 images, float64, after twenty steps of Adam. Singular values are those of the dense matrix of")
+    print(
+        "kernel on 9 x 9 images, float64, after twenty steps of Adam. Singular values are those of the dense matrix of"
+    )
     print("the exported layer (of its Jacobians at three points for layers with their own activation), by numpy's SVD;")
     print("`bound` is `lipschitz` of the exported layer, recomputed from its numbers.\n")
     heads = (

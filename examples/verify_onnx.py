@@ -31,6 +31,9 @@ SLOPE_IN_0_1 = {"Relu", "Tanh", "Sigmoid", "Softplus", "Softsign"}
 def read(path):
     """Largest factors of the input and output scalings, the weights between them, and the claim (gamma, lambdas)."""
     model = onnx.load(path)
+    onnx.checker.check_model(model)
+    if model.functions:
+        raise ValueError(f"expected a file with no functions of its own, got {[f.name for f in model.functions]}")
     graph, claim = model.graph, {entry.key: entry.value for entry in model.metadata_props}
     constants = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in graph.initializer}
     at, width = graph.input[0].name, graph.input[0].type.tensor_type.shape.dim[-1].dim_value

@@ -145,7 +145,7 @@ def test_arguments() -> None:
         analyze(nn.Linear(3, 2), (3,), method="magic")
     with pytest.raises(OptionError, match="restarts"):
         analyze(nn.Linear(3, 2), (3,), restarts=-1)
-    with pytest.raises(NoRuleError, match="expected an nn.Module"):
+    with pytest.raises(NoRuleError, match=r"expected an nn\.Module"):
         analyze(torch.relu, (3,))  # type: ignore[arg-type]
 
 

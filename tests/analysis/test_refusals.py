@@ -12,7 +12,6 @@ from torch import nn
 
 from lipkit.analysis import analyze, function_rule
 from lipkit.errors import NoRuleError
-from lipkit.testing.reference import jacobians
 
 
 class Function(nn.Module):
@@ -44,34 +43,39 @@ REFUSED = {
     "functional layer norm": (lambda s, x: F.layer_norm(x, (4,)), "torch.nn.functional.layer_norm"),
     "control flow on values": (lambda s, x: x if x.sum() > 0 else -x, "control flow"),
     "control flow on the batch": (lambda s, x: x if x.shape[0] > 1 else -x, "control flow"),
-    "iteration over the batch": (lambda s, x: torch.stack([row for row in x]), "control flow|iterat"),
+    "iteration over the batch": (lambda s, x: torch.stack(list(x)), "control flow|iterat"),
     "a number from values": (lambda s, x: x / 2 + x.max().item(), "max|item"),
-    "mean over the batch": (lambda s, x: x - x.mean(0, keepdim=True), "mixes samples"),
+    "mean over the batch": (lambda s, x: x - x.mean(0, keepdim=True), "Tensor.mean.*batch"),
     "mean over everything": (lambda s, x: x - x.mean(), "mean"),
     "first sample": (lambda s, x: x - x[0], "batch"),
     "flip of the batch": (lambda s, x: x.flip(0), "mixes samples"),
     "shift of the batch": (lambda s, x: F.pad(x, (0, 0, 1, -1)), "batch"),
-    "view that mixes": (lambda s, x: x.view(-1, 2), "row per sample|row for each"),
+    "view that mixes": (lambda s, x: x.view(-1, 2).relu().view(-1, 4), "row per sample"),
     "transposition": (lambda s, x: (x.t() + 1).t(), "Tensor.t|batch"),
     "number that is the batch": (lambda s, x: x * x.shape[0], "size of the batch"),
-    "cat along the batch": (lambda s, x: torch.cat((x, x), 0)[:3], "mixes samples"),
+    "cat along the batch": (lambda s, x: torch.cat((x, x), 0)[: x.size(0)], "torch.cat.*batch"),
     "softmax over the batch": (lambda s, x: torch.softmax(x, 0), "mixes samples"),
-    "sum over the batch, broadcast": (lambda s, x: x + x.sum(1), "dimensions|accept"),
-    "random": (lambda s, x: x + torch.rand(4), "random|other outputs"),
-    "random mask": (lambda s, x: x * torch.bernoulli(torch.full((4,), 0.5)), "random|other outputs"),
+    "sum over the batch, broadcast": (lambda s, x: x.view(-1, 2, 2).sum(2) + x.sum(1), "batches of any size"),
+    "random": (lambda s, x: x + torch.rand(4), "random numbers"),
+    "random mask": (lambda s, x: x * torch.bernoulli(torch.full((4,), 0.5)), "random numbers"),
     "random like": (lambda s, x: x * torch.rand_like(x), "rand_like"),
     "dropout in training": (lambda s, x: F.dropout(x, 0.5, True), "training"),
     "two outputs": (lambda s, x: (x, x), "one output"),
-    "state": (lambda s, x: x + s.count.add_(1), "count|parameters"),
-    "assignment into a constant": (lambda s, x: s.w.copy_(x[0]) + x, "copy_|getitem|parameters|batch"),
+    "state": (lambda s, x: x + s.count.add_(1), "changes .*count"),
+    "assignment into a constant": (lambda s, x: s.w.copy_(s.w + 1)[0] + x, "changes 'w'"),
     "view changed in place": (lambda s, x: (x.view(-1, 2, 2).relu_().flatten(1), x)[1], "in-place"),
     "slice changed in place": (lambda s, x: (x[:, :2].relu_(), x)[1], "in-place"),
     "item assignment": (lambda s, x: (x.__setitem__((slice(None), 0), 0), x)[1], "in-place|setitem"),
     "detour through numpy": (lambda s, x: torch.from_numpy(x.numpy()), "record"),
+    "uneven upsampling": (lambda s, x: F.interpolate(x.view(-1, 1, 2, 2), scale_factor=3).flatten(1), "powers of two"),
+    "fractional upsampling": (lambda s, x: F.interpolate(x[:, None], scale_factor=2.1).flatten(1), "powers of two"),
     "conversion to integers": (lambda s, x: x.to(torch.int64).float(), "Tensor.to"),
     "sign": (lambda s, x: torch.sign(x), "torch.sign"),
-    "max over a dimension": (lambda s, x: torch.max(x, 1).values, "max"),
-    "two moving arguments of a linear": (lambda s, x: F.linear(x, x), "constant|accept"),
+    "max over a dimension": (lambda s, x: x - torch.max(x, 1, keepdim=True).values, "torch.max"),
+    "two moving arguments of a linear": (
+        lambda s, x: torch.matmul(x.view(-1, 2, 2), x.view(-1, 2, 2)).flatten(1),
+        "constant matrix",
+    ),
 }
 
 
@@ -86,11 +90,11 @@ def test_refused(name: str) -> None:
     ("module", "shape", "message"),
     [
         (nn.LayerNorm(4), (4,), "LayerNorm"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Threshold(0.0, 1.0))), (4,), "at '1.0'.*Threshold"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Threshold(0.0, 1.0))), (4,), "at '0.1.0'.*Threshold"),
         (nn.BatchNorm1d(4), (4,), "evaluation mode"),
         (nn.Dropout(), (4,), "evaluation mode"),
-        (nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), (1, 4, 4), "padding_mode"),
-        (nn.MultiheadAttention(4, 1), (2, 4), "MultiheadAttention|record|accept"),
+        (nn.Conv2d(1, 1, 3, padding=2, padding_mode="circular"), (1, 4, 4), "circular padding"),
+        (nn.MultiheadAttention(4, 1), (2, 4), "MultiheadAttention|record|one tensor"),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (4,), "call .eval"),
         (nn.utils.spectral_norm(nn.Linear(4, 4)), (4,), "call .eval"),
     ],
@@ -107,16 +111,28 @@ def test_other_hooks_and_parametrizations_are_refused() -> None:
 
     layer = nn.Linear(4, 4)
     nn.utils.parametrize.register_parametrization(layer, "weight", Double())
-    with pytest.raises(NoRuleError, match="parametrization Double of 'weight'"):
+    with pytest.raises(NoRuleError, match=r"parametrization .*Double of 'weight'"):
         analyze(nn.Sequential(layer), (4,))
     layer = nn.Linear(4, 4)
     layer.register_forward_hook(lambda module, x, y: 2 * y)
-    with pytest.raises(NoRuleError, match="at '0'.*hooks"):
+    with pytest.raises(NoRuleError, match=r"at '0'.*hooks"):
         analyze(nn.Sequential(layer), (4,))
     model = Function(lambda s, x: x)
     model.forward = lambda x: 2 * x  # type: ignore[method-assign]
     with pytest.raises(NoRuleError, match="instance-level 'forward'"):
         analyze(model, (4,))
+
+
+def steepest(model: nn.Module, x: torch.Tensor) -> float:
+    """Largest norm of the Jacobians at the points, by differences: in-place calls cannot always be differentiated."""
+    step = 1e-3 if x.dtype == torch.float32 else 1e-7
+    norms = []
+    for point in x:
+        ends = torch.cat((point[None], point + step * torch.eye(len(point), dtype=x.dtype)))
+        with torch.no_grad():
+            y = model(ends).flatten(1).double().numpy()
+        norms.append(np.linalg.norm((y[1:] - y[0]) / step, 2))
+    return float(max(norms))
 
 
 def inplace_twice(s, x):
@@ -167,6 +183,12 @@ ALLOWED = {
     "unbind and stack": lambda s, x: torch.stack(torch.unbind(s.a(x), 1)[::-1], 1).flatten(1),
     "repeat": lambda s, x: torch.relu(x.unsqueeze(1).expand(-1, 3, -1)).reshape(x.size(0), -1),
     "interpolate": lambda s, x: F.interpolate(x.view(-1, 1, 2, 2), scale_factor=2).flatten(1),
+    "functional convolutions": lambda s, x: (
+        F.conv_transpose2d(
+            torch.conv2d(x.view(-1, 1, 2, 2), s.w.view(4, 1, 2, 2), padding=1), s.w[:2].view(4, 1, 2, 1), s.w[0, :1]
+        ).flatten(1)
+        + F.conv1d(x.view(-1, 2, 2), s.w.view(4, 2, 2), None, 1, 1).sum((1, 2)).unsqueeze(1)
+    ),
     "loop over chunks": lambda s, x: torch.cat([(i + 1) * c for i, c in enumerate(x.chunk(2, 1))], 1),
     "reverse subtraction": lambda s, x: 1 - 2 * x - (3 - s.a(x)),
 }
@@ -184,9 +206,9 @@ def test_bounded(name: str) -> None:
     if name == "constants from sizes":
         x = x.float()
         model = model.float()
-    norm = max(np.linalg.norm(j, 2) for j in jacobians(lambda t: model(t.clone()), x))
+    norm = steepest(model, x)
     assert 0 < found.lower <= found.upper
-    assert norm <= found.upper * (1 + 1e-6) <= 8 * norm
+    assert norm <= found.upper * (1 + 1e-3) <= 8 * norm
 
 
 def test_in_place_follows_the_memory() -> None:
@@ -199,7 +221,7 @@ def test_in_place_follows_the_memory() -> None:
 
     found = analyze(Function(f), (4,), restarts=4, steps=20)
     assert found.upper == pytest.approx(4)
-    assert found.lower == pytest.approx(4, rel=1e-3)
+    assert found.lower == pytest.approx(4, rel=0.1)
 
 
 def test_a_function_of_the_user() -> None:

@@ -242,7 +242,7 @@ def test_every_activation_of_the_table_keeps_the_promise(name: str) -> None:
     assert float(slopes.max()) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("activation", REFUSED, ids=str)
+@pytest.mark.parametrize("activation", REFUSED, ids=lambda a: getattr(a, "__name__", str(a)))
 def test_other_activations_are_refused(activation: object) -> None:
     for make in (
         lambda: SandwichLinear(3, 4, activation=activation),

@@ -130,6 +130,14 @@ def test_the_curve_is_the_network_and_stays_in_the_cone(run: Path) -> None:
     assert curve.sample_y.shape == (40, 1)
 
 
+def test_errors_during_training_are_drawn(run: Path) -> None:
+    rows = [{"epoch": e, "loss": 1 / e, "test_mse": 2 / e} for e in range(1, 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_report(run).read_text("utf-8")
+    assert text.count("<svg") == 2
+    assert "test mse" in text
+
+
 def test_a_corrupt_curve_is_one_clear_line(run: Path) -> None:
     (run / CURVE).write_bytes(b"nonsense")
     with pytest.raises(RunError, match=r"curve\.safetensors: expected the graph of a network"):

@@ -1,6 +1,7 @@
 """Bounds of whole networks: any module that torch.fx can trace."""
 
 from lipkit.analysis.calls import Call, Operand, function_rule, function_rules
-from lipkit.analysis.network import LayerBound, NetworkBound, analyze
+from lipkit.analysis.network import NetworkBound, analyze
+from lipkit.analysis.propagation import LayerBound
 
 __all__ = ["Call", "LayerBound", "NetworkBound", "Operand", "analyze", "function_rule", "function_rules"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lipkit.analysis.forms import Form
 from lipkit.analysis.running import VARIES
-from lipkit.errors import NoRuleError
+from lipkit.errors import LipkitError, NoRuleError
 
 Shape = tuple[int, ...]
 Result = Form | tuple[Form, ...]
@@ -66,7 +66,7 @@ def function_name(target: Any) -> str:
     """
     if isinstance(target, str):
         return f"Tensor.{target}"
-    for home in (F, torch):
+    for home in (F, torch, torch.special, torch.linalg, torch.fft):
         for name in dir(home):
             if not name.startswith("_") and getattr(home, name, None) is target:
                 return f"{home.__name__}.{name}"
@@ -196,4 +196,9 @@ def apply(call: Call, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         inspect.signature(rule).bind(call, *args, **kwargs)
     except TypeError as error:
         raise call.refuse(f"expected arguments that its rule covers, got other ones: {error}") from None
-    return rule(call, *args, **kwargs)
+    try:
+        return rule(call, *args, **kwargs)
+    except LipkitError:
+        raise
+    except Exception as error:  # arguments of kinds that the rule does not expect
+        raise call.refuse(f"expected arguments that its rule covers, got other ones: {error}") from error

@@ -47,13 +47,13 @@ def folded_bound(
     >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
     >>> _ = norm.running_var.copy_(torch.tensor([0.25, 4.0])); layer = nn.Linear(2, 2)
     >>> _ = layer.weight.data.copy_(torch.diag(torch.tensor([1.0, 2.0])))
-    >>> round(float(folded_bound(layer, norm, norm_first=False, bound=lipschitz)), 9)
+    >>> round(folded_bound(layer, norm, norm_first=False, bound=lipschitz).item(), 9)
     2.0
     """
     scale = (to_double(norm.running_var) + norm.eps).rsqrt()  # type: ignore[arg-type, operator]
     if norm.weight is not None:
         scale = scale * to_double(norm.weight)  # type: ignore[arg-type]
-    weight = to_double(linear.weight.detach())  # type: ignore[operator, arg-type]
+    weight = to_double(linear.weight.detach())  # type: ignore[operator]
     groups = int(getattr(linear, "groups", 1))
     # Rows of a transposed convolution are its input channels.
     along_rows = norm_first if type(linear) in TRANSPOSED else not norm_first

@@ -87,7 +87,8 @@ def cut(form: Form, pieces: int) -> tuple[Form, ...]:
 def added(forms: Sequence[Form]) -> Form:
     """Bound of a sum: the gains add up.
 
-    >>> float(added([source(), source()]).total()) >= 2
+    >>> x = source()
+    >>> added([x, x]).total().item() >= 2
     True
     """
     frame, rows = _common(forms)
@@ -130,7 +131,10 @@ def _times(gains: Tensor, factor: Tensor) -> Tensor:
 
 
 def _common(forms: Sequence[Form]) -> tuple[Frame, Tensor]:
-    """The forms in the deepest frame that all of them can be expressed in: gains ``(len(forms), pieces)``."""
+    """The forms in the deepest frame that all of them can be expressed in: gains ``(len(forms), pieces)``.
+
+    All come from one :func:`source`.
+    """
     work = list(forms)
     while any(form.frame is not work[0].frame for form in work):
         deepest = max(form.frame.depth for form in work)

@@ -22,7 +22,7 @@ from lipkit.bounds.verified import spectral_norm
 @function_rule(
     *(torch.flatten, torch.reshape, torch.clone, torch.squeeze, torch.unsqueeze, torch.detach, torch.neg),
     *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "squeeze", "unsqueeze", "detach", "neg"),
-    *("view_as", "reshape_as", "unsqueeze_", "squeeze_", "neg_"),
+    *("view_as", "reshape_as", "neg_"),
     *(operator.neg, operator.pos),
 )
 def _moved(call: Call, x: Operand, *shape: Any, **options: Any) -> Form:
@@ -110,11 +110,14 @@ def _interpolate(
     call: Call, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
 ) -> Form:
     before, after = call.operand(input).shape, call.shape
-    whole = all(n % m == 0 for n, m in zip(after, before, strict=True))
-    if mode != "nearest" or not whole:
+    factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
+    # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many.
+    ratios = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
+    exact = all(n and n & (n - 1) == 0 for n in ratios) and all(f is None or f in ratios for f in factors)
+    if mode != "nearest" or not exact:
         raise call.refuse(
-            f"expected mode 'nearest' and an integer factor, got {mode!r} from {before} to {after}: use "
-            "transposed convolution or pixel shuffle, which have rules"
+            f"expected mode 'nearest' and powers of two as factors, got {mode!r} from {before} to {after} by "
+            f"{scale_factor}: use pixel shuffle or a convolution, which have rules"
         )
     return call.scale(input, root(math.prod(after) // math.prod(before)))
 
@@ -196,7 +199,7 @@ def _stack(call: Call, tensors: Any, dim: int = 0) -> Form:
 @function_rule(torch.maximum, torch.minimum, torch.fmax, torch.fmin, "maximum", "minimum", torch.max, torch.min)
 def _maximum(call: Call, x: Any, y: Any) -> Form:
     # An entry of the maximum changes by no more than one of the two: the norm by no more than both side by side.
-    if not isinstance(x, Operand) and not isinstance(y, Operand) or isinstance(y, int):
+    if not (isinstance(x, Operand) or isinstance(y, Operand)) or isinstance(y, int):
         raise call.refuse("expected two tensors")
     return stacked([call.broadcast(t) for t in (x, y) if isinstance(t, Operand)])
 
@@ -241,6 +244,5 @@ def _clamp(call: Call, x: Operand, min: Any = None, max: Any = None) -> Form:
 
 
 @function_rule(torch.clamp_min, torch.clamp_max, "clamp_min", "clamp_max", "clamp_min_", "clamp_max_")
-def _clamp_one(call: Call, x: Operand, limit: Any) -> Form:
+def _clamp_one(call: Call, x: Operand, limit: Any) -> Result:
     return _clamp(call, x, limit)
-

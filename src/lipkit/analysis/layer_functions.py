@@ -99,32 +99,57 @@ def _linear(call: Call, input: Operand, weight: Any, bias: Any = None) -> Form:
     return call.module(input, with_weight(nn.Linear(1, 1, device="meta"), call.constant(weight, "weight")))
 
 
-@function_rule(F.conv2d)
-def _conv2d(
-    call: Call,
-    input: Operand,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Form:
+def _convolution(make: type[nn.Conv1d | nn.Conv2d], axes: int, target: Callable[..., Any]) -> None:
+    @function_rule(target)
+    def rule(
+        call: Call,
+        input: Operand,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Form:
+        kernel = _checked_kernel(call, weight, bias, axes)
+        channels = (kernel.shape[1] * groups, kernel.shape[0])
+        size: Any = tuple(kernel.shape[2:])
+        layer = make(*channels, size, stride, padding, dilation, groups, device="meta")
+        return call.module(input, with_weight(layer, kernel))
+
+
+def _transposed(make: type[nn.ConvTranspose1d | nn.ConvTranspose2d], axes: int, target: Callable[..., Any]) -> None:
+    @function_rule(target)
+    def rule(
+        call: Call,
+        input: Operand,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Form:
+        kernel = _checked_kernel(call, weight, bias, axes)
+        channels = (kernel.shape[0], kernel.shape[1] * groups)
+        size: Any = tuple(kernel.shape[2:])
+        layer = make(*channels, size, stride, padding, output_padding, groups, True, dilation, device="meta")
+        return call.module(input, with_weight(layer, kernel))
+
+
+def _checked_kernel(call: Call, weight: Any, bias: Any, axes: int) -> Tensor:
     call.constant(bias, "bias")
     kernel: Tensor = call.constant(weight, "weight")
-    if kernel.ndim != 4:
-        raise call.refuse(f"expected a weight of four dimensions, got {tuple(kernel.shape)}")
-    layer = nn.Conv2d(
-        kernel.shape[1] * groups,
-        kernel.shape[0],
-        tuple(kernel.shape[2:]),  # type: ignore[arg-type]
-        stride,
-        padding,
-        dilation,
-        groups,
-        device="meta",
-    )
-    return call.module(input, with_weight(layer, kernel))
+    if kernel.ndim != axes + 2:
+        raise call.refuse(f"expected a weight of {axes + 2} dimensions, got {tuple(kernel.shape)}")
+    return kernel
+
+
+_convolution(nn.Conv1d, 1, F.conv1d)
+_convolution(nn.Conv2d, 2, F.conv2d)
+_transposed(nn.ConvTranspose1d, 1, F.conv_transpose1d)
+_transposed(nn.ConvTranspose2d, 2, F.conv_transpose2d)
 
 
 @function_rule(F.batch_norm)

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from lipkit import bounds
+from lipkit.bounds import METHODS
 from lipkit.errors import OptionError
 from lipkit.protocol import lipschitz
 
-Bound = Callable[..., Tensor]
-# Bounds of a kernel that hold for zero padding of any width and every image size, stride and dilation.
-_KERNEL_BOUNDS = ("symbol_sup", "lipbound", "fantastic_four", "aol", "reshaped")
-
-
-def kernel_bounds() -> dict[str, Bound]:
-    """The bounds of :mod:`lipkit.bounds` that a convolution can be asked for by name.
-
-    >>> "symbol_sup" in kernel_bounds()
-    True
-    """
-    return {name: getattr(bounds, name) for name in _KERNEL_BOUNDS if hasattr(bounds, name)}
-
 
 def check_method(method: str) -> str:
-    """``method`` if it is ``"auto"``, ``"best"`` or one of :func:`kernel_bounds`.
+    """``method`` if it is ``"auto"``, ``"best"`` or a name in ``lipkit.bounds.METHODS``.
 
     Raises:
         OptionError: another name.
     """
-    names = ("auto", "best", *kernel_bounds())
+    names = ("auto", "best", *METHODS)
     if method not in names:
         raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
     return method
@@ -48,8 +33,8 @@ def layer_bound(module: nn.Module, input_shape: tuple[int, ...], method: str = "
     with torch.no_grad():
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or method == "auto":
             return lipschitz(module, input_shape).detach(), _default(module)
-        names = list(kernel_bounds()) if method == "best" else [method]
-        found = {name: kernel_bounds()[name](module.weight, groups=module.groups).detach() for name in names}
+        names = list(METHODS) if method == "best" else [method]
+        found = {name: METHODS[name](module.weight, groups=module.groups).detach() for name in names}
         best = min(found, key=lambda name: float(found[name]))
         return found[best].to(torch.float64), best
 
@@ -57,6 +42,6 @@ def layer_bound(module: nn.Module, input_shape: tuple[int, ...], method: str = "
 def _default(module: nn.Module) -> str:
     if type(module) is nn.Linear:
         return "spectral_norm"
-    if type(module) is nn.Conv2d:
-        return "symbol_sup" if module.padding_mode == "zeros" else "circular"
+    if type(module) in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d):
+        return "circular" if module.padding_mode == "circular" else "symbol_sup"
     return "rule"

@@ -25,7 +25,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose normalised weights are the numbers that its forward pass uses now.
 
     Parametrized (``torch.nn.utils.parametrizations``) and hook-based spectral and weight normalisation are carried
-    out; ``model`` is left as it is.
+    out; ``model`` is left as it is. The copy is on the CPU.
 
     Raises:
         NoRuleError: any other parametrization, hook, or method replaced on an instance; spectral normalisation in
@@ -48,7 +48,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
             guard(module)
         except NoRuleError as error:
             raise NoRuleError(f"{_at(name)}{error}") from None
-    return twin.requires_grad_(False)
+    return twin.requires_grad_(False).cpu()
 
 
 def _computed_tensors(model: nn.Module) -> dict[int, object]:
@@ -65,7 +65,7 @@ def _materialise(name: str, module: nn.Module) -> None:
     if parametrize.is_parametrized(module):
         lists = module.parametrizations
         for tensor_name in list(lists):  # type: ignore[arg-type]
-            for kind in lists[tensor_name]:  # type: ignore[index, union-attr]
+            for kind in lists[tensor_name]:  # type: ignore[index]
                 if type(kind) not in PARAMETRIZATIONS:
                     raise NoRuleError(
                         f"{_at(name)}parametrization {type(kind).__qualname__} of {tensor_name!r}: expected spectral "
@@ -100,8 +100,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
-    """Normal random inputs ``(batch, *input_shape)`` in the dtype and on the device of ``model``, always the same."""
+    """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
     floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     like = floating[0] if floating else torch.zeros(())
     x = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
-    return x.to(like.device, like.dtype)
+    return x.to(like.dtype)

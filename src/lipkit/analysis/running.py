@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from lipkit.analysis.prepare import sample
 from lipkit.analysis.tracing import Root, dependent_nodes, evaluate
-from lipkit.errors import NoRuleError
+from lipkit.errors import LipkitError, NoRuleError
 
 BATCHES = (2, 3)
 
@@ -74,11 +74,16 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
         NoRuleError: an in-place call changes the parameters, or a tensor that is read later in another form than the
             one that the call returns; the output is no tensor with one row per sample.
     """
-    state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
-    runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
-    for name, (tensor, version) in state.items():
-        if tensor._version != version:
-            raise _changes_state(name)
+    try:
+        runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
+    except LipkitError:
+        raise
+    except Exception as error:  # the calls are the user's and may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise NoRuleError(
+            f"analyze: expected a forward pass for batches of any size, got one that fails for {BATCHES[0]} or "
+            f"{BATCHES[1]} samples: {reason}"
+        ) from error
     position = {node: i for i, node in enumerate(graph.nodes)}
     changed = list(dict.fromkeys((*runs[0].rewrites, *runs[1].rewrites)))
     # From the last call to the first: what is read after the last one becomes its result.
@@ -188,15 +193,23 @@ def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) 
     """Compare the runs of the graph with the network itself.
 
     Raises:
-        NoRuleError: the graph computes another function than the network, or one that mixes samples.
+        NoRuleError: the network draws random numbers, changes its own state, mixes samples, or is not the function of
+            the graph.
     """
     x = sample(root, input_shape, BATCHES[1])
+    state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
+    before = torch.get_rng_state()
     with torch.no_grad():
         direct, part = root(x.clone()), root(x[: BATCHES[0]].clone())
+    if not torch.equal(before, torch.get_rng_state()):
+        raise NoRuleError("analyze: expected a forward pass without random numbers, got one that draws them")
+    for name, (tensor, version) in state.items():
+        if tensor._version != version:
+            raise _changes_state(name)
     if not isinstance(direct, Tensor) or not _close(direct, observed.outputs[1]):
         raise NoRuleError(
             "analyze: expected the traced graph to compute the same as the network, got other outputs: its forward "
-            "pass is random, changes the network, or depends on the type of its argument"
+            "pass changes the network, or depends on the type of its argument"
         )
     if not _close(direct[: BATCHES[0]], part):
         raise NoRuleError("analyze: expected an output for each sample alone, got one that depends on the whole batch")

@@ -134,6 +134,12 @@ class _Proxy(fx.Proxy):
             return value.ndim
         return super().__getattr__(name)
 
+    def __len__(self) -> int:
+        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
+        if isinstance(value, (tuple, list)):
+            return len(value)
+        raise fx.proxy.TraceError("the length of a tensor, which is the size of the batch, is asked for")
+
     def dim(self) -> Any:
         value = self.tracer.value(self.node)  # type: ignore[attr-defined]
         return value.ndim if isinstance(value, Tensor) else super().__getattr__("dim")()
@@ -236,5 +242,5 @@ class _Tracer(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         value = self.value(obj.node)
         if isinstance(value, (tuple, list)):
-            return iter([obj[i] for i in range(len(value))])
+            return iter([operator.getitem(obj, i) for i in range(len(value))])
         return super().iter(obj)

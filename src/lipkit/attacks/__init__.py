@@ -5,5 +5,6 @@ from __future__ import annotations
 from lipkit.attacks.lipschitz_search import SecantSearch, lipschitz_lower_bound
 from lipkit.attacks.minimum_norm import shrink
 from lipkit.attacks.pgd import pgd_l2
+from lipkit.attacks.pgd_linf import pgd_linf
 
-__all__ = ["SecantSearch", "lipschitz_lower_bound", "pgd_l2", "shrink"]
+__all__ = ["SecantSearch", "lipschitz_lower_bound", "pgd_l2", "pgd_linf", "shrink"]

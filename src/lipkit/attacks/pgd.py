@@ -2,19 +2,10 @@ r"""Projected gradient ascent in an l2 ball (PGD), with a margin loss."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.errors import OptionError, ShapeError
-
-Model = Callable[[Tensor], Tensor]
-Box = tuple[float, float] | None
-
-LOSSES = ("margin", "ce")
+from lipkit.attacks.ascent import LOSSES, Ball, Box, Model, ascend, like, margin_loss, misclassified
 
 
 def pgd_l2(
@@ -29,6 +20,8 @@ def pgd_l2(
     loss: str = "margin",
     generator: torch.Generator | None = None,
     stop_early: bool = True,
+    step_size: float | None = None,
+    random_start: bool = False,
 ) -> Tensor:
     r"""Adversarial examples in the l2 ball of radius ``eps`` around each sample.
 
@@ -61,6 +54,8 @@ def pgd_l2(
             never used. A CPU generator gives the same start on every device.
         stop_early: leave a sample alone once it is misclassified (one that already is costs a single evaluation);
             False keeps on raising the loss, as adversarial training wants it.
+        step_size: the same length for all steps, as a share of eps; None for the cosine above.
+        random_start: whether the first start is a random point of the ball too.
 
     Returns:
         (N, ...), the best point found for each sample: a misclassified one if there was one, else the one of largest
@@ -79,65 +74,10 @@ def pgd_l2(
     Carlini & Wagner, "Towards evaluating the robustness of neural networks", S&P 2017, Sec. V (loss f6); Gowal et al.,
     "An alternative surrogate loss for PGD-based adversarial testing", 2019 (one class after the other).
     """
-    radius = _check(x, y, eps, steps, restarts, box, loss)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    best = x.detach().clone()
-    best_loss = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
-    fooled = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-
-    def remember(index: Tensor, points: Tensor, logits: Tensor, value: Tensor) -> None:
-        wrong = misclassified(logits, y[index])
-        value = value.to(best_loss)
-        better = (wrong & ~fooled[index]) | ((wrong == fooled[index]) & (value > best_loss[index]))
-        chosen = index[better]
-        best[chosen] = points[better]
-        best_loss[chosen] = value[better]
-        fooled[chosen] |= wrong[better]
-
-    rivals: Tensor | None = None
-    for restart in range(restarts):
-        index = (~fooled).nonzero()[:, 0] if stop_early else torch.arange(len(x), device=x.device)
-        centre, size = x[index].detach(), radius[index]
-        point = centre.clone()
-        target = None if rivals is None else rivals[index, (restart - 1) % rivals.shape[1]]
-        if restart > 0:
-            point = project(centre + _random_ball(centre, generator) * _like(size, centre), centre, size, box)
-        for step in range(steps + 1):
-            if not len(index):
-                break
-            value, logits, gradient = _loss_and_gradient(model, point, y[index], loss, target, gradient=step < steps)
-            remember(index, point, logits, value)
-            if rivals is None and loss == "margin" and restarts > 1:  # the first evaluation, of all samples as they are
-                rivals = logits.scatter(1, y[:, None], -math.inf).argsort(dim=1, descending=True)[:, :-1]
-            if step == steps:
-                break
-            if stop_early and bool(fooled[index].any()):
-                keep = ~fooled[index]
-                index, centre, size = index[keep], centre[keep], size[keep]
-                point, gradient = point[keep], gradient[keep]
-                target = None if target is None else target[keep]
-            length = 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2
-            direction = _unit(gradient, generator)
-            point = project(point + direction * _like(size * length, point), centre, size, box)
-    return best
-
-
-def misclassified(logits: Tensor, labels: Tensor) -> Tensor:
-    """(N,) bool: the first largest logit is not the label's, or a logit is NaN.
-
-    >>> misclassified(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.tensor([0, 0])).tolist()
-    [True, False]
-    """
-    return (logits.argmax(dim=1) != labels) | logits.isnan().any(dim=1)
-
-
-def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """(N,) ``max_{i != t} y_i - y_t``: positive where the sample is misclassified.
-
-    >>> margin_loss(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0])).item()
-    -1.0
-    """
-    return logits.scatter(1, labels[:, None], -math.inf).amax(dim=1) - logits.gather(1, labels[:, None])[:, 0]
+    return ascend(
+        _BALL, model, x, y, eps, steps=steps, restarts=restarts, box=box, loss=loss, generator=generator,
+        stop_early=stop_early, step_size=step_size, random_start=random_start,
+    )  # fmt: skip
 
 
 def project(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
@@ -182,10 +122,10 @@ def project(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
         if not bool(outside.any()):
             return result
         smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))
-        shrunk = centre + (result - centre) * _like(smaller, result)
+        shrunk = centre + (result - centre) * like(smaller, result)
         shrunk = shrunk if box is None else shrunk.clamp(*box)
-        result = torch.where(_like(outside, result), shrunk, result)
-    return torch.where(_like(norms(result, centre) > radius, result), centre, result)
+        result = torch.where(like(outside, result), shrunk, result)
+    return torch.where(like(norms(result, centre) > radius, result), centre, result)
 
 
 def norms(point: Tensor, centre: Tensor) -> Tensor:
@@ -197,23 +137,6 @@ def norms(point: Tensor, centre: Tensor) -> Tensor:
     if point.device.type == "mps":
         return norms(point.cpu(), centre.cpu()).float().to(point.device)
     return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), dim=1)
-
-
-def _loss_and_gradient(
-    model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None, *, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each sample, its logits, and the gradient of the loss, or of ``y_target - y_label``."""
-    with torch.set_grad_enabled(gradient):
-        point = point.detach().requires_grad_(gradient)
-        logits = model(point)
-        if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(point):
-            raise ShapeError(f"expected logits of shape ({len(point)}, K >= 2), got {tuple(logits.shape)}")
-        value = margin_loss(logits, labels) if loss == "margin" else F.cross_entropy(logits, labels, reduction="none")
-        rising = value if target is None else (logits.gather(1, target[:, None]) - logits.gather(1, labels[:, None]))
-        slope = torch.zeros_like(point)
-        if gradient and rising.requires_grad:
-            slope = torch.autograd.grad(rising.sum(), point)[0]
-    return value.detach().nan_to_num(nan=math.inf), logits.detach(), slope
 
 
 def _unit(gradient: Tensor, generator: torch.Generator) -> Tensor:
@@ -240,29 +163,6 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, device=generator.device).to(like)
 
 
-def _like(values: Tensor, tensor: Tensor) -> Tensor:
-    """(N,) values shaped to broadcast over (N, ...), in the tensor's dtype unless they are bool."""
-    shaped = values.view(-1, *[1] * (tensor.ndim - 1))
-    return shaped if values.dtype == torch.bool else shaped.to(tensor.dtype)
+_BALL = Ball(direction=_unit, random=_random_ball, project=project)
 
-
-def _check(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts: int, box: Box, loss: str) -> Tensor:
-    if x.dtype not in (torch.float32, torch.float64) or x.ndim < 2:
-        raise OptionError(f"expected float32 or float64 inputs of shape (N, ...), got {x.dtype} {tuple(x.shape)}")
-    if y.shape != x.shape[:1]:
-        raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}")
-    if steps < 1 or restarts < 1:
-        raise OptionError(f"expected steps >= 1 and restarts >= 1, got steps={steps}, restarts={restarts}")
-    if loss not in LOSSES:
-        raise OptionError(f"expected loss 'margin' or 'ce', got {loss!r}")
-    if box is not None and not (box[0] < box[1] and bool(((x >= box[0]) & (x <= box[1])).all())):
-        raise OptionError(
-            f"expected inputs inside the box {box}, got values from {float(x.min()):g} to {float(x.max()):g}"
-        )
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    radius = torch.as_tensor(eps, dtype=wide, device=x.device)
-    if radius.ndim and radius.shape != (len(x),):
-        raise ShapeError(f"expected one eps or {len(x)} of them, got shape {tuple(radius.shape)}")
-    if not bool(((radius >= 0) & radius.isfinite()).all()):
-        raise OptionError("expected every eps to be finite and >= 0")
-    return radius.expand(len(x))
+__all__ = ["LOSSES", "Box", "Model", "margin_loss", "misclassified", "norms", "pgd_l2", "project"]

@@ -1,7 +1,39 @@
-"""Upper bounds of one linear map: proved, differentiable, float64."""
+"""Upper bounds of one linear map: proved, differentiable, float64. What is lower or an estimate says so in its name."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lipkit.bounds.aol import aol
 from lipkit.bounds.circular import circular
+from lipkit.bounds.fantastic_four import fantastic_four
+from lipkit.bounds.gram import gram
+from lipkit.bounds.lipbound import lipbound, lipbound_estimate
+from lipkit.bounds.reshaped import reshaped
 from lipkit.bounds.symbol_sup import grid_correction, symbol_sup
 from lipkit.bounds.verified import spectral_norm, spectral_norms
 
-__all__ = ["circular", "grid_correction", "spectral_norm", "spectral_norms", "symbol_sup"]
+# Methods with one signature, ``method(kernel, *, groups=1) -> 0-d float64``: proved bounds for every image size.
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "symbol_sup": symbol_sup,
+    "lipbound": lipbound,
+    "gram": gram,
+    "fantastic_four": fantastic_four,
+    "aol": aol,
+    "reshaped": reshaped,
+}
+
+__all__ = [
+    "METHODS",
+    "aol",
+    "circular",
+    "fantastic_four",
+    "gram",
+    "grid_correction",
+    "lipbound",
+    "lipbound_estimate",
+    "reshaped",
+    "spectral_norm",
+    "spectral_norms",
+    "symbol_sup",
+]

@@ -27,8 +27,6 @@ from torch import Tensor
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.peak import half_turn
 from lipkit.bounds.rounding import UNIT
-from lipkit.bounds.verified import spectral_norms
-
 
 # Divisions that are planned.
 _DEPTH = 10
@@ -88,7 +86,7 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
     return children, finer
 
 
-def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[int, int]:
+def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[tuple[int, int], float]:
     """Size of the first cells with the fewest tests in all, if ``||G||`` is distributed like ``sample``."""
     axes = sum(m > 0 for m in symbol.degrees)
     choices = [_periods(symbol, q) for q in range(1, 26)]
@@ -100,7 +98,9 @@ def choose_periods(symbol: GramSymbol, sample: Tensor, level: float) -> tuple[in
     open_ = 1 - np.searchsorted(ordered, shares * level) / len(ordered)
     # Cells of one depth: those of the last one that are expected to fail, divided.
     tests = 1 + (open_ * 2.0 ** (axes * (depth + 1))).sum(1)
-    return choices[int((count * tests).argmin())]
+    total = count / 2 / axes * symbol.groups * tests
+    best = int(total.argmin())
+    return choices[best], float(total[best])
 
 
 def _periods(symbol: GramSymbol, q: int) -> tuple[int, int]:
@@ -127,13 +127,13 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
         A level proved. It is at most ``start.level`` or ``(1 + tolerance)`` times the supremum, whichever is larger.
     """
     level, group, point, where, tests = start
-    periods = choose_periods(symbol, sample, level)
+    periods, _ = choose_periods(symbol, sample, level)
     cells = first_cells(symbol, periods)
     while len(cells):
         part = share(symbol, periods, level)
         if part > 0:
             tests += len(cells)
-            cells = cells[~symbol.below(cells, periods, level * part)]
+            cells = cells[~symbol.below(cells, periods, level * part, max(1 - part, tolerance))]
         if not len(cells):
             break
         if part < 1 / (1 + tolerance / 4):
@@ -141,7 +141,7 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
             continue
         # Cells this small prove a level close to the norm at their centre: the first guess was too low.
         g, i, j = cells[0].tolist()
-        norm = float(spectral_norms(symbol.at(cells[0], periods)))
+        norm = float(torch.linalg.eigvalsh(symbol.at(cells[0], periods))[-1])
         raised = max(level, (norm + symbol.error) * (1 + tolerance * 0.9))
         if raised == level:
             # Rounding alone is in the way (it is below 1e-6): give it room.

@@ -1,4 +1,4 @@
-"""Which Hermitian matrices of a batch have a Cholesky factorisation that runs to completion, in float64.
+"""Which Hermitian matrices of a batch have a Cholesky factorisation that runs to completion, in float64 or float32.
 
 Matrices come as a list of stored entries. On a CPU that list is LAPACK's rectangular full packed format, half of the
 matrix in the order in which its blocked factorisation reads it: half of the work to form, none to copy.
@@ -33,17 +33,17 @@ def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Ten
         return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)
     # LAPACK itself says where each entry goes, and which ones it conjugates.
     marks = np.arange(side * side).reshape(side, side) + 1j
-    packed = torch.from_numpy(lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0])
+    packed = torch.from_numpy(lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0])  # type: ignore[attr-defined]
     place = packed.real.to(torch.int64)
     return place // side, place % side, packed.imag.contiguous()
 
 
 def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
-    """Whether the float64 Cholesky factorisation of each matrix completes. ``entries`` is overwritten.
+    """Whether the Cholesky factorisation of each matrix completes. ``entries`` is overwritten.
 
     Args:
-        entries: ``(N, E)``, complex128, contiguous, finite: the entries of :func:`stored_entries`, the imaginary
-            parts times their signs.
+        entries: ``(N, E)``, complex128 or complex64, contiguous, finite: those of :func:`stored_entries`, the
+            imaginary parts times their signs.
         side: number of rows of each matrix.
 
     Returns:
@@ -61,5 +61,5 @@ def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
         return entries[:, 0].real > 0
     if not _packed(side, entries.device):
         return torch.linalg.cholesky_ex(entries.unflatten(1, (side, side)))[1] == 0
-    rows = entries.numpy()
-    return torch.tensor([lapack.zpftrf(side, a, transr="N", uplo="L", overwrite_a=1)[1] == 0 for a in rows])
+    factor = getattr(lapack, "zpftrf" if entries.dtype == torch.complex128 else "cpftrf")
+    return torch.tensor([factor(side, a, transr="N", uplo="L", overwrite_a=1)[1] == 0 for a in entries.numpy()])

@@ -19,6 +19,9 @@ from lipkit.conv.autocorrelation import half_autocorrelation, half_lags
 _CHUNK_BYTES = 1 << 24
 # Up to this side, products of different groups go through one batched call.
 _SMALL = 8
+# From this side, float32 pays.
+_SINGLE_FROM = 24
+UNIT_SINGLE = 2.0**-24
 
 
 class GramSymbol:
@@ -42,16 +45,23 @@ class GramSymbol:
         half = half_autocorrelation(kernels)
         self._entries = stored_entries(cin, kernels.device)
         self._table = self._interleaved(half)
+        self._single: Tensor | None = None
+        size = half.abs().sum(1)
+        # Norm of the sum of |A[delta]| over all delta, by its row sums.
+        self.spread = float((size + size.mT).sum(-1).amax()) * (1 + gamma(4 * cin * len(self.lags)))
         # A = || sum_s |K_s| ||_F: A^2 bounds the norm of the sum of |A[delta]|, hence all roundings of the
         # coefficients (inner products of cout kh kw terms), of the cosines (angles below 2 pi) and of the sums.
-        absolute = float(kernels.abs().sum((-2, -1)).square().sum((-2, -1)).amax()) * (1 + gamma(kernels[0].numel() + 8))
+        absolute = float(kernels.abs().sum((-2, -1)).square().sum((-2, -1)).amax())
+        absolute *= 1 + gamma(kernels[0].numel() + 8)
         self.error = absolute * gamma(2 * (cout * kh * kw + len(self.lags)) + 128)
         self.curvature = self._curvature(half) + 4 * self.error
 
     def _interleaved(self, half: Tensor) -> Tensor:
         """``(g, 2 L - 1, 2 E)``: factors of the cosines (real parts), then of the sines (imaginary parts) in -G."""
         row, column, sign = self._entries
-        there, back = (half.flatten(2).index_select(2, i) for i in (row * self.side + column, column * self.side + row))
+        flat = half.flatten(2)
+        places = (row * self.side + column, column * self.side + row)
+        there, back = (flat.gather(2, place.expand(*flat.shape[:2], -1)) for place in places)
         lags = half.shape[1]
         table = half.new_zeros(len(half), 2 * lags - 1, len(row), 2)
         torch.add(there[:, 1:], back[:, 1:], out=table[:, 1:lags, :, 0]).neg_()
@@ -78,60 +88,99 @@ class GramSymbol:
         turns = (points * torch.tensor([n2, n1], device=points.device)) @ self.lags.mT
         return torch.remainder(turns, n1 * n2).to(torch.float64) * (2 * math.pi / (n1 * n2))
 
-    def _minus(self, cells: Tensor, periods: tuple[int, int], out: Tensor) -> Tensor:
+    def _minus(self, cells: Tensor, periods: tuple[int, int], table: Tensor, out: Tensor) -> Tensor:
         """Write the stored entries of ``-G`` at each cell's centre (see :meth:`below`) to ``out``, ``(N, 2 E)``."""
         angle = self._angles(cells[:, 1:], periods)
-        wave = torch.cat((angle.cos(), angle[:, 1:].sin()), 1)
+        wave = torch.cat((angle.cos(), angle[:, 1:].sin()), 1).to(table.dtype)
         if self.groups == 1:
-            torch.mm(wave, self._table[0], out=out)
+            torch.mm(wave, table[0], out=out)
         elif self.side <= _SMALL:
-            torch.bmm(wave[:, None], self._table[cells[:, 0]], out=out[:, None])
+            torch.bmm(wave[:, None], table[cells[:, 0]], out=out[:, None])
         else:
             # Cells come in the order of their groups.
             start = 0
-            for group, count in zip(*(t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True)), strict=True):
-                torch.mm(wave[start : start + count], self._table[group], out=out[start : start + count])
+            for group, count in zip(
+                *(t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True)), strict=True
+            ):
+                torch.mm(wave[start : start + count], table[group], out=out[start : start + count])
                 start += count
         return torch.view_as_complex(out.unflatten(1, (-1, 2)))
 
     def at(self, cell: Tensor, periods: tuple[int, int]) -> Tensor:
         """G at the centre of one cell (see :meth:`below`): ``(c, c)``."""
         row, column, sign = self._entries
-        values = -self._minus(cell[None], periods, self._table.new_empty(1, self._table.shape[2]))[0]
+        values = -self._minus(cell[None], periods, self._table, self._table.new_empty(1, self._table.shape[2]))[0]
         values = torch.complex(values.real, values.imag * sign)
         full = values.new_empty(self.side, self.side)
         full[column, row] = values.conj()
         full[row, column] = values
         return full
 
-    def below(self, cells: Tensor, periods: tuple[int, int], level: float) -> Tensor:
+    def below(self, cells: Tensor, periods: tuple[int, int], level: float, room: float = 0.0) -> Tensor:
         """Which of the frequencies are proved to have ``||G(w)|| <= level``, in exact arithmetic on the kernel.
 
+        In float32 first, where its rounding leaves room, then in float64.
+
         Args:
-            cells: integers ``(N, 3)``: group and the two coordinates of a point, as multiples of 2 pi / ``periods``.
+            cells: integers ``(N, 3)``, in the order of the groups: group and the two coordinates of a point, as
+                multiples of 2 pi / ``periods``.
             periods: number of points per turn of each axis.
             level: the bound to be proved.
+            room: how far below the level most norms are expected, relative: float32 is used where it loses less.
 
         Returns:
             bool ``(N,)``: True is a proof; False says nothing.
         """
-        # Rump 2006: a factorisation of H that completes proves H >= -gamma_{c+1}/(1 - ...) tr(H); eight times that
-        # for complex arithmetic and for kernels that multiply by reciprocals. The trace is at most c * level.
-        allowance = gamma(8 * (self.side + 4)) * self.side * level
-        shift = (level - allowance - self.error) * (1 - 16 * UNIT)
+        loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
+        if self.side < _SINGLE_FROM or loss > 0.7 * room:
+            return self._test(cells, periods, level, self._table)
+        done = self._test(cells, periods, level, self.single_table())
+        if loss > 0.05 * room and not bool(done.all()):
+            done[~done] = self._test(cells[~done], periods, level, self._table)
+        return done
+
+    def single_table(self) -> Tensor:
+        if self._single is None:
+            self._single = self._table.to(torch.float32)
+        return self._single
+
+    def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
+        single = table.dtype == torch.float32
+        unit = UNIT_SINGLE if single else UNIT
+        # In float32, each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds.
+        error = self.error + (self.spread * 4 * (table.shape[1] + 8) * unit + 4 * unit * level + 1e-25 if single else 0)
+        level = (level - error) * (1 - 16 * UNIT)
         done = torch.zeros(len(cells), dtype=torch.bool, device=cells.device)
-        if not shift > 0:
+        if not level > 0:
             return done
-        each = 8 * self._table.shape[2]
+        each = table.element_size() * table.shape[2]
         if self.groups > 1 and self.side <= _SMALL:
-            each *= self._table.shape[1]
+            each *= table.shape[1]
         step = max(1, min(len(cells), _CHUNK_BYTES // each))
         # The same memory for all chunks: fresh pages would cost more than the arithmetic.
-        out = self._table.new_empty(step, self._table.shape[2])
+        out = table.new_empty(step, table.shape[2])
         row, column, _ = self._entries
         diagonal = (row == column).nonzero()[:, 0]
+        weights = cholesky_error(self.side, unit).to(cells.device)[row[diagonal]]
         for rows in torch.arange(len(cells), device=cells.device).split(step):
-            h = self._minus(cells[rows], periods, out[: len(rows)])
-            h[:, diagonal] += shift
-            done[rows] = cholesky_succeeds(h, self.side)
+            h = self._minus(cells[rows], periods, table, out[: len(rows)])
+            on_diagonal = level + h[:, diagonal].real.double()
+            shift = level - (on_diagonal.abs() + 8 * unit * level) @ weights
+            h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)
+            done[rows] = cholesky_succeeds(h, self.side) & (shift > 0)
         return done
+
+
+def cholesky_error(side: int, unit: float) -> Tensor:
+    r"""c such that a complex Cholesky factorisation of H that completes proves :math:`H \ge -\sum_i c_i H_{ii}`.
+
+    Entry (i, j) of H minus the product of its factors comes from at most ``2 min(i, j)`` real products (from 1), in any
+    order, a subtraction, and a division or a product by a reciprocal: its modulus is at most
+    :math:`\sqrt2\, \gamma_{2\min(i,j) + 8} \|r_i\| \|r_j\|`. The matrix :math:`\min(i, j)\, d_i d_j` is positive
+    semidefinite: its norm is at most its trace. (Rump 2006, theorem 2.3, counts ``side`` products for every entry.)
+
+    Returns:
+        float64 ``(side,)``.
+    """
+    n = math.sqrt(2) * unit * (2 * torch.arange(1, side + 1, dtype=torch.float64) + 8)
+    return 1.02 * n / (1 - 2 * n).clamp_min(1e-6)

@@ -63,7 +63,7 @@ def times_power_of_two(value: Tensor, exponent: int) -> Tensor:
 def unscaled(bound: Tensor, exponent: int) -> Tensor:
     """``bound * 2^exponent``, never rounded down (a positive bound in the subnormal range is rounded up)."""
     value = times_power_of_two(bound, exponent)
-    return value + 2.0**-1074 if 0 < float(bound.detach()) and float(value.detach()) < 2.0**-1000 else value
+    return value + 2.0**-1074 if float(bound.detach()) > 0 and float(value.detach()) < 2.0**-1000 else value
 
 
 def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:

@@ -20,7 +20,7 @@ _CANDIDATES = 6
 
 
 class Peak(NamedTuple):
-    """The best frequency found, ``2 pi point / periods`` of a group, and estimates of ``||F||^2`` on the coarse grid."""
+    """The best frequency, ``2 pi point / periods`` of a group, and estimates of ``||F||^2`` on the coarse grid."""
 
     group: int
     point: tuple[int, int]
@@ -68,15 +68,17 @@ class _Symbols:
         """The largest Ritz vectors ``(g, c, B)`` and values of ``F^* F`` at ``w`` after some steps from ``v``."""
         waves = self.waves(w)
         conjugate = torch.complex(waves.real, -waves.imag)
-        v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-30)
-        basis, diagonal, beside = [v], [], []
+        v = v / _dot(v, v).sqrt().clamp_min(1e-30)
+        basis = [v]
+        diagonal: list[Tensor] = []
+        beside: list[Tensor] = []
         for _ in range(min(steps, v.shape[1]) - 1):
             image = self.gram(v, waves, conjugate)
             diagonal.append(_dot(v, image))
             image -= diagonal[-1] * v
             if beside:
                 image -= beside[-1] * basis[-2]
-            size = torch.linalg.vector_norm(image, dim=1, keepdim=True)
+            size = _dot(image, image).sqrt()
             beside.append(size)
             v = image / size.clamp_min(1e-30)
             basis.append(v)
@@ -118,12 +120,12 @@ def find_peak(kernels: Tensor) -> Peak:
         kernels = kernels.transpose(1, 2)
     groups, _, cin = kernels.shape[:3]
     degrees = (kernels.shape[3] - 1, kernels.shape[4] - 1)
-    n1, n2 = (2 * m + 2 if m else 1 for m in degrees)
+    n1, n2 = (2 * m + 4 if m else 1 for m in degrees)
     points = half_turn((n1, n2)).to(kernels) * torch.tensor([2 * math.pi / n1, 2 * math.pi / n2], device=kernels.device)
     grid = points.expand(groups, -1, 2)
     symbols = _Symbols(kernels)
     start = torch.view_as_complex(start_vector(2 * cin, kernels).reshape(1, cin, 1, 2))
-    v, sample = symbols.lanczos(start.repeat(groups, 1, grid.shape[1]), grid, min(24, 6 + cin // 32))
+    v, sample = symbols.lanczos(start.repeat(groups, 1, grid.shape[1]), grid, min(24, 5 + cin // 64))
     # The best groups, each with its own best points.
     top = min(groups, _CANDIDATES)
     count = min(_CANDIDATES // top, sample.shape[1])

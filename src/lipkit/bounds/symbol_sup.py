@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.cover import Cover, cover
+from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.kernels import (
     check_kernel,
@@ -24,9 +24,12 @@ from lipkit.bounds.kernels import (
 )
 from lipkit.bounds.peak import find_peak
 from lipkit.bounds.rounding import to_double, up
-from lipkit.bounds.verified import scale_to, spectral_norm, spectral_norms
+from lipkit.bounds.verified import scale_to, spectral_norm
 from lipkit.conv import symbol_at
 from lipkit.errors import OptionError
+
+# As many tests as a tighter bound may cost.
+_FEW = 32
 
 
 def grid_correction(k: int, points: int) -> float:
@@ -99,11 +102,18 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, poin
     values = kernels.detach()
     symbol = GramSymbol(values)
     peak = find_peak(values)
-    norm = float(spectral_norms(_symbol(values, peak.group, peak.point, peak.periods)))
+    cell = torch.tensor([peak.group, *peak.point], device=kernel.device)
+    squared = float(torch.linalg.eigvalsh(symbol.at(cell, peak.periods))[-1])
+    sample = peak.sample.double()
+    # Nearly constant symbols, as those of orthogonal kernels, are proved to many digits by a few cells.
+    for finer in (1e-9, 1e-7, 1e-5, 1e-3):
+        if finer < tolerance and choose_periods(symbol, sample, squared * (1 + 2 * finer))[1] <= _FEW:
+            tolerance = finer
+            break
     # The levels are those of G = F* F.
     relative = (1 + 0.99 * tolerance) ** 2 - 1
-    start = Cover(norm**2 * (1 + relative), peak.group, peak.point, peak.periods, 0)
-    proved = cover(symbol, start, peak.sample.double(), relative)
+    start = Cover(squared * (1 + relative), peak.group, peak.point, peak.periods, 0)
+    proved = cover(symbol, start, sample, relative)
     bound = up(torch.tensor(math.sqrt(proved.level), dtype=torch.float64, device=kernel.device), 2)
     if kernels.requires_grad and torch.is_grad_enabled():
         bound = scale_to(bound, spectral_norm(_symbol(kernels, proved.group, proved.point, proved.periods)))

@@ -18,8 +18,9 @@ from lipkit import data as datasets
 from lipkit import models
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError
 from lipkit.protocol import export, lipschitz
+from lipkit.training import LipschitzPenalty, PgdAdversary
 from lipkit.training.recipe import Recipe
-from lipkit.training.recipe_schema import AugmentSection
+from lipkit.training.recipe_schema import AdversarySection, AugmentSection, PenaltySection
 
 
 def load_data(recipe: Recipe) -> datasets.Data:
@@ -81,6 +82,19 @@ def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tens
     if len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     return functools.partial(augment, crop=section.crop, flip=section.flip)
+
+
+def penalty(section: PenaltySection | None) -> LipschitzPenalty | None:
+    """The recipe's regularisation, or None."""
+    return None if section is None else LipschitzPenalty(section.method, section.weight, section.l1)
+
+
+def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdversary | None:
+    """The recipe's training attack, or None; on images it stays in [0, 1]."""
+    if section is None:
+        return None
+    box = (0.0, 1.0) if len(data.input_shape) == 3 else None
+    return PgdAdversary(**section.model_dump(), box=box)
 
 
 def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> Tensor:

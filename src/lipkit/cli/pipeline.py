@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lipkit import plain
-from lipkit.cli.build import augmentation, build_model, load_data
+from lipkit.cli.build import adversary, augmentation, build_model, load_data, penalty
 from lipkit.cli.console import Display, Silent
 from lipkit.cli.results import Outcome, finish
 from lipkit.data import Data, Split
@@ -93,6 +93,8 @@ def train(
             evaluate=_monitor(recipe, data),
             evaluate_every=section.evaluate_every,
             post_step=project_every(data.input_shape),
+            penalty=penalty(recipe.penalty),
+            adversary=adversary(recipe.adversary, data),
             progress=display.progress,
             run_dir=folder,
             resume=resume is not None,
@@ -110,7 +112,7 @@ def train(
     plain.save(network, folder / NETWORK)
     history_seconds = sum(row.get("seconds", 0.0) for row in run.history)
     facts: Facts = {
-        "claimed": float(lipschitz(run.model, data.input_shape)),
+        "claimed": float(lipschitz(run.model, data.input_shape).detach()),
         "parameters": count,
         "seed": section.seed,
         "train_samples": len(data.train),

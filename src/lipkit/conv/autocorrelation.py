@@ -13,7 +13,7 @@ from lipkit.conv.symbol import check_kernel
 
 
 def half_lags(kh: int, kw: int) -> Tensor:
-    """One of each pair of lags ``(delta, -delta)``, zero first: integers ``(L, 2)``, L = ((2 kh - 1)(2 kw - 1) + 1) / 2.
+    """One of each pair of lags ``(delta, -delta)``, zero first: ``(L, 2)``, L = ((2 kh - 1)(2 kw - 1) + 1) / 2.
 
     >>> half_lags(2, 2).tolist()
     [[0, 0], [0, 1], [1, -1], [1, 0], [1, 1]]

@@ -15,7 +15,7 @@ from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
 from lipkit.layers.structure import Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
-from lipkit.plain import GroupSort, MaxMin
+from lipkit.plain import GroupSort, MaxMin, Sum
 
 __all__ = [
     "FAMILIES",
@@ -47,5 +47,6 @@ __all__ = [
     "SllConv2d",
     "SllLinear",
     "SocConv2d",
+    "Sum",
     "SvcmConv2d",
 ]

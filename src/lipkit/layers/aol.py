@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.conv.autocorrelation import autocorrelation
 from lipkit.layers._base import ConstrainedLinear, KernelConv2d, register_one_lipschitz
 from lipkit.linalg import at_least_float32
 
@@ -21,19 +21,6 @@ def safe_rsqrt(s: Tensor) -> Tensor:
     """
     positive = s > 0
     return torch.where(positive, torch.where(positive, s, torch.ones_like(s)).rsqrt(), torch.zeros_like(s))
-
-
-def autocorrelation(kernel: Tensor) -> Tensor:
-    """Kernel of the operator followed by its adjoint: ``(cin, cin, 2 kh - 1, 2 kw - 1)``.
-
-    Entry ``[i, j, delta]`` is ``sum_o sum_s K[o, i, s + delta] K[o, j, s]``.
-
-    >>> autocorrelation(torch.tensor([[[[1.0, 2.0]]]])).flatten().tolist()
-    [2.0, 5.0, 2.0]
-    """
-    swapped = kernel.transpose(0, 1)
-    kh, kw = kernel.shape[-2:]
-    return F.conv2d(swapped, swapped, padding=(kh - 1, kw - 1))
 
 
 def aol_matrix(v: Tensor) -> Tensor:

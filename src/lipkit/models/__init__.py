@@ -9,15 +9,18 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
+from lipkit.models.convnet import convnet
 from lipkit.models.kwlarge import kwlarge
-from lipkit.models.lbdn import LBDN, lbdn
+from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.small import small
 from lipkit.models.wide_resnet import wide_resnet
+from lipkit.models.wrn_plain import wrn_plain
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
+    "convnet": convnet,
     "kwlarge": kwlarge,
     "lbdn": lbdn,
     "lipconvnet": lipconvnet,
@@ -25,6 +28,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet9": resnet9,
     "small": small,
     "wide_resnet": wide_resnet,
+    "wrn_plain": wrn_plain,
 }
 
 
@@ -50,6 +54,8 @@ __all__ = [
     "LBDN",
     "MODELS",
     "build",
+    "convnet",
+    "from_network",
     "kwlarge",
     "lbdn",
     "lipconvnet",
@@ -57,4 +63,5 @@ __all__ = [
     "resnet9",
     "small",
     "wide_resnet",
+    "wrn_plain",
 ]

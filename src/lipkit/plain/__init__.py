@@ -8,6 +8,7 @@ from lipkit.plain.phase import PhaseConv2d
 from lipkit.plain.sandwich import SandwichBlock
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.plain.storage import load, save, sha256
+from lipkit.plain.sum import Sum
 from lipkit.plain.taylor import TaylorConv2d
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ResizeChannels",
     "SandwichBlock",
     "SlopeResidual",
+    "Sum",
     "TaylorConv2d",
     "group_sort",
     "load",

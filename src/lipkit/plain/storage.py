@@ -28,6 +28,7 @@ from lipkit.plain.network import Network
 from lipkit.plain.phase import PhaseConv2d
 from lipkit.plain.sandwich import SandwichBlock
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
+from lipkit.plain.sum import Sum
 from lipkit.plain.taylor import TaylorConv2d
 
 SCHEMA_VERSION = 1
@@ -131,6 +132,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
             "body": describe(module.body),  # type: ignore[arg-type]
             "shortcut": describe(module.shortcut),  # type: ignore[arg-type]
         }
+    if kind is Sum:
+        return {"type": "Sum", "modules": [describe(branch) for branch in module.branches]}  # type: ignore[union-attr]
     if kind in _BLOCKS.values():
         return {
             "type": kind.__name__,
@@ -208,6 +211,9 @@ def _build(config: Any, depth: int) -> nn.Module:
             _check_arguments(name, arguments, {"body", "shortcut"})
             body, shortcut = (_build(arguments[branch], depth + 1) for branch in ("body", "shortcut"))
             return ConvexResidual(body, torch.zeros(()), shortcut)
+        if name == "Sum":
+            _check_arguments(name, arguments, {"modules"})
+            return Sum(*(_build(child, depth + 1) for child in arguments["modules"]))
         if name in _BLOCKS:
             parts = ("first", "activation", "second")
             _check_arguments(name, arguments, {"channels", *parts})

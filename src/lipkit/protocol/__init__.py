@@ -1,7 +1,9 @@
 """The two open functions of the library, ``lipschitz`` and ``export``, and the rules of torch's and plain modules."""
 
+from lipkit.protocol import conv_rules as conv_rules
 from lipkit.protocol import plain_rules as plain_rules
 from lipkit.protocol import slope_rules as slope_rules
+from lipkit.protocol import sum_rules as sum_rules
 from lipkit.protocol import torch_rules as torch_rules
 from lipkit.protocol.registry import (
     Shape,

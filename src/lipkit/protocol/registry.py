@@ -40,6 +40,8 @@ Rule = TypeVar("Rule", LipschitzRule, ExportRule)
 
 _LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
 _EXPORT: dict[type[nn.Module], ExportRule] = {}
+# Ends the message of a missing bound.
+ELSEWHERE = "; for networks with their own forward use lipkit.analyze"
 # The forward method of each type when its rule was registered: a rule speaks of that function and no other.
 _FORWARD: dict[type[nn.Module], Callable[..., Any]] = {}
 
@@ -128,7 +130,7 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
         return table[kind]
     parents = [_name(base) for base in kind.__mro__[1:] if base in table]
     why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
-    own = "; for networks with their own forward use lipkit.analyze" if function == "lipschitz" else ""
+    own = ELSEWHERE if function == "lipschitz" else ""
     raise NoRuleError(
         f"{function} has no rule for {_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
         f"lipkit.protocol.{function}_rule, or replace the module by a layer that has one{own}"

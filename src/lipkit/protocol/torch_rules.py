@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds import circular, spectral_norm, symbol_sup
+from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.rounding import gamma, multiply_up, to_double, up
 from lipkit.errors import NoRuleError, ShapeError
@@ -158,31 +158,6 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-@lipschitz_rule(nn.Conv2d)
-def _conv2d(module: nn.Conv2d, input_shape: Shape | None) -> Tensor:
-    _check_dims(module, input_shape, 3, 3)
-    kernel = module.weight
-    if module.padding_mode not in ("zeros", "circular"):
-        raise NoRuleError(
-            f"nn.Conv2d: expected padding_mode 'zeros' or 'circular', got {module.padding_mode!r}: reflected or "
-            "repeated borders can exceed the norm of the kernel"
-        )
-    if module.padding_mode == "zeros":
-        return symbol_sup(kernel, groups=module.groups)
-    reach = [(size - 1) * d for size, d in zip(kernel.shape[2:], module.dilation, strict=True)]
-    # What the forward pass hands to F.pad: left, right, top, bottom.
-    left, right, top, bottom = module._reversed_padding_repeated_twice
-    padded = [top + bottom, left + right]
-    if any(p > r for p, r in zip(padded, reach, strict=True)):
-        raise NoRuleError(
-            f"nn.Conv2d with circular padding: expected at most {reach} padded rows and columns in total "
-            f"(dilation x (kernel_size - 1)), got {padded}: outputs beyond one period repeat and raise the norm"
-        )
-    if input_shape is not None and tuple(module.dilation) == (1, 1):
-        return circular(kernel, *input_shape[1:], groups=module.groups)
-    return symbol_sup(kernel, groups=module.groups)
-
-
 @lipschitz_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def _batch_norm(module: nn.BatchNorm2d, input_shape: Shape | None) -> Tensor:
     scale, _ = _batch_norm_affine(module)
@@ -320,15 +295,12 @@ def _export_batch_norm(module: nn.BatchNorm2d, input_shape: Shape) -> nn.Module:
     nn.ELU,
     nn.PReLU,
     nn.Linear,
-    nn.Conv2d,
     nn.MaxPool2d,
     nn.AvgPool2d,
     nn.AdaptiveAvgPool2d,
 )
 def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    if isinstance(module, nn.Conv2d):
-        _check_dims(module, input_shape, 3, 3)
-    elif not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear):
         lipschitz(module, input_shape)  # refuses what mixes the samples of a batch
     output_shape(module, input_shape)
     plain = copy.deepcopy(module)

@@ -72,9 +72,10 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Loss and accuracies against the epoch, side by side; an empty string if there are neither.
 
     Args:
-        series: (epoch, value) pairs by name. Names with "loss" go left, accuracies and other shares right.
+        series: (epoch, value) pairs by name. Losses and squared errors go left, accuracies and other shares
+            right.
     """
-    losses = [name for name in series if "loss" in name.lower()]
+    losses = [name for name in series if "loss" in name.lower() or name.endswith("mse")]
     shares = [name for name in series if name not in losses and _is_share(name, series[name])]
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", shares)) if names]
     if not panels:

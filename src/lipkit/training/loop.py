@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError, RunError
 from lipkit.training import losses, run_folder, schedules
+from lipkit.training.adversarial import Adversary, attacked_batch
 from lipkit.training.progress import Progress, Totals
 from lipkit.training.randomness import (
+    attack_generator,
     augment_generator,
     derived_seed,
     kept_random_state,
@@ -28,6 +30,7 @@ from lipkit.training.sources import Augment, Source, batches, source
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 PostStep = Callable[[nn.Module, int, bool], None]
+Penalty = Callable[[nn.Module], Tensor]
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
 
@@ -66,6 +69,8 @@ def fit(
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
     post_step: PostStep | None = None,
+    penalty: Penalty | None = None,
+    adversary: Adversary | None = None,
     progress: Callable[[Progress], None] | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
@@ -104,6 +109,10 @@ def fit(
         evaluate_every: see there.
         post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step,
             the steps counted from 1; for projections.
+        penalty: called with the model in training mode at each step; the number is added to the loss (see
+            `LipschitzPenalty`). Its value at the end of each epoch joins the metrics.
+        adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after
+            the augmentation; the step trains on what it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
         run_dir: folder for settings, metrics and checkpoints; must not hold a run yet, unless ``resume``.
         resume: continue the run in ``run_dir`` from its last whole checkpoint.
@@ -141,7 +150,8 @@ def fit(
         "epochs": epochs, "batch_size": batch_size, "lr": lr, "loss": loss_name, "optimizer": optimizer,
         "momentum": momentum, "weight_decay": weight_decay, "schedule": schedule_name, "grad_clip": grad_clip,
         "seed": seed, "augment": None if augment is None else _name_of(augment), "samples": len(data),
-        "precision": precision,
+        "precision": precision, "penalty": None if penalty is None else _name_of(penalty),
+        "adversary": None if adversary is None else _name_of(adversary),
     }  # fmt: skip
 
     fabric = fabric or make_fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=precision)
@@ -161,15 +171,19 @@ def fit(
             start = time.perf_counter()
             model.train()
             totals = Totals(fabric, epoch, epochs, steps, progress)
-            generator = augment_generator(seed, epoch, rank)
+            generator, attack = augment_generator(seed, epoch, rank), attack_generator(seed, epoch, rank)
             indices = batches(len(data), batch_size, seed=seed, epoch=epoch, rank=rank, ranks=ranks)
             for step, index in enumerate(indices, 1):
                 _set_rate(stepper, lr * rate((epoch * steps + step) / (epochs * steps)))
                 x, y = (t.to(fabric.device, non_blocking=True) for t in _batch(data, index))
                 if augment is not None:
                     x = augment(x, generator)
+                if adversary is not None:
+                    x = attacked_batch(fabric, adversary, model, x, y, attack)
                 outputs = wrapped(x)
                 value = loss_function(outputs, y)
+                if penalty is not None:
+                    value = value + penalty(model).to(value)
                 fabric.backward(value)
                 if grad_clip is not None:
                     fabric.clip_gradients(wrapped, stepper, max_norm=grad_clip, error_if_nonfinite=False)
@@ -181,6 +195,8 @@ def fit(
                 totals.add(step, value.detach(), outputs.detach(), y)
             _check_weights(model, epoch)
             row = {"epoch": epoch + 1, **totals.row(), "lr": stepper.param_groups[0]["lr"]}
+            if penalty is not None:
+                row["penalty"] = float(penalty(model).detach())
             if evaluate is not None and ((epoch + 1) % evaluate_every == 0 or epoch + 1 == epochs):
                 row |= _evaluate(fabric, evaluate, model)
             row["seconds"] = round(time.perf_counter() - start, 3)
@@ -294,7 +310,9 @@ def _check(
 
 
 def _name_of(function: object) -> str:
-    """How settings record a function: its name and, for a partial, the options bound to it."""
+    """How settings record a function: its name and, for a partial or a dataclass, the options bound to it."""
+    if is_dataclass(function):
+        return repr(function)
     if isinstance(function, functools.partial):
         bound = [repr(value) for value in function.args] + [f"{k}={v!r}" for k, v in function.keywords.items()]
         return f"{_name_of(function.func)}({', '.join(bound)})"

@@ -28,6 +28,11 @@ def augment_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(derived_seed(seed, epoch, 1, rank))
 
 
+def attack_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
+    """The generator, on the CPU, of one epoch's adversarial examples; apart from all others."""
+    return torch.Generator().manual_seed(derived_seed(seed, epoch, 3, rank))
+
+
 @contextmanager
 def own_random_state(device: torch.device, seed: int) -> Iterator[None]:
     """torch's global random state seeded for the time of the block, and given back as it was."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,8 +217,9 @@ def _key_hint(path: tuple[str, ...]) -> str:
 def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in model.model_fields.items():
         yield (*prefix, name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, (*prefix, name))
+        for kind in typing.get_args(field.annotation) or (field.annotation,):  # a section, or one that may be null
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, (*prefix, name))
 
 
 def _hint(word: str, known: Sequence[str]) -> str:

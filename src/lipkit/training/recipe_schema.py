@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
+from lipkit.bounds import METHODS
 from lipkit.errors import LipkitError, OptionError
 from lipkit.training import losses, schedules
 from lipkit.training.recipe_values import option_values, parse_number, parse_numbers
@@ -75,6 +76,31 @@ class LossSection(Section):
         return self
 
 
+class PenaltySection(Section):
+    """What is added to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
+
+    method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(METHODS)}")
+    weight: NotNegative = Field(default=0.008, description="of the logarithms of the bounds")
+    l1: NotNegative = Field(default=0.0, description="of the Frobenius norms of the weights")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.method not in METHODS:
+            raise ValueError(f"expected method as one of {', '.join(METHODS)}, got {self.method!r}")
+        return self
+
+
+class AdversarySection(Section):
+    """The attack whose examples each step trains on, in place of the samples."""
+
+    norm: Literal["linf", "l2"] = Field(default="linf", description="linf or l2")
+    eps: Positive = Field(description="radius in units of the input; 8/255 is understood")
+    steps: Count = Field(default=10, description="gradient steps")
+    step_size: Positive | None = Field(default=0.2, description="of each step, as a share of eps; null: decreasing")
+    random_start: StrictBool = Field(default=True, description="whether ascent starts at a random point of the ball")
+    loss: Literal["ce", "margin"] = Field(default="ce", description="that the attack raises: ce or margin")
+
+
 class ScheduleSection(Section):
     """How the learning rate moves over the share of training done. A plain string stands for ``name``."""
 
@@ -142,6 +168,8 @@ class Recipe(Section):
     model: ModelSection = Field(description="which network")
     augment: AugmentSection = Field(default=AugmentSection(), description="random changes of the images")
     loss: LossSection = Field(default=LossSection(), description="what is minimised")
+    penalty: PenaltySection | None = Field(default=None, description="Lipschitz regularisation; null for none")
+    adversary: AdversarySection | None = Field(default=None, description="adversarial training; null for none")
     train: TrainSection = Field(description="how it is trained")
     certify: CertifySection = Field(default=CertifySection(), description="what is certified and attacked")
 
@@ -152,6 +180,12 @@ class Recipe(Section):
             raise ValueError(
                 f"expected for task {self.task} a loss.name among {', '.join(fitting)}, got {self.loss.name}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adversary_of_task(self) -> Self:
+        if self.adversary is not None and self.task != "classification":
+            raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
         return self
 
     def plain(self) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+r"""Gram iteration: :math:`\|F\|^{2^{t+1}} = \|G_t\| \le \|G_t\|_F` with :math:`G_0 = F^*F`, :math:`G_{t+1} = G_t^2`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.kernels import check_kernel, largest, split_groups, symbol_error
+from lipkit.bounds.rounding import UNIT, gamma, to_double, up
+from lipkit.bounds.symbol_sup import grid_correction
+from lipkit.bounds.verified import scale_to
+from lipkit.conv import symbol_at
+from lipkit.errors import OptionError, ShapeError
+
+_CHUNK_BYTES = 1 << 26
+
+
+def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None, iterations: int = 6) -> Tensor:
+    r"""Upper bound of the spectral norm of a convolution by Gram iteration at each frequency.
+
+    .. math:: \|K\| \le \max_f \|G_t(f)\|_F^{2^{-(t+1)}}
+
+    Args:
+        kernel: ``(cout, cin / groups, kh, kw)``.
+        groups: number of groups; the bound is the maximum over them.
+        size: (h, w) of a circular image: the frequencies are its own. By default a grid of 8 (k - 1) points per axis,
+            with the correction of :func:`lipkit.bounds.grid_correction` (4 % in two dimensions).
+        iterations: t, at least 0; the bound is at most ``c^(2^-(t+2))`` times the norm at that frequency, c the smaller
+            number of channels.
+
+    Returns:
+        0-d float64, differentiable.
+
+    Guarantee:
+        Upper bound, including rounding, at any number of iterations. Without ``size``: as
+        :func:`lipkit.bounds.symbol_sup`. With ``size``: for the circular convolution on images of that size, and for
+        zero-padded ones, with any stride, on n x n images with p rows and columns of padding in total, if
+        ``size >= n + p`` and the kernel fits that: not for other sizes.
+
+    Cost:
+        t + 1 products of the smaller side for each frequency.
+
+    Raises:
+        ShapeError, OptionError: a wrong kernel shape, groups, size or iterations.
+
+    >>> 1.0 <= float(gram(torch.full((1, 1, 3, 3), 1 / 9), size=(6, 6))) < 1.0 + 1e-6
+    True
+
+    References:
+        Delattre, Barthelemy, Araujo & Allauzen, ICML 2023.
+    """
+    check_kernel(kernel)
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
+        raise OptionError(f"iterations: expected an integer of at least 0, got {iterations!r}")
+    if size is not None and (len(size) != 2 or min(size) < 1):
+        raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
+    kh, kw = kernel.shape[-2:]
+    h, w = size or tuple(1 if k == 1 else 8 * (k - 1) for k in (kh, kw))
+    correction = 1.0 if size else grid_correction(kh, h) * grid_correction(kw, w)
+    f1 = torch.arange(h).repeat_interleave(w // 2 + 1)
+    f2 = torch.arange(w // 2 + 1).repeat(h)
+    kernels = to_double(split_groups(kernel, groups))
+    return largest([_one(one, f1, f2, (h, w), iterations, correction) for one in kernels])
+
+
+def _one(kernel: Tensor, f1: Tensor, f2: Tensor, size: tuple[int, int], iterations: int, correction: float) -> Tensor:
+    if not bool(torch.isfinite(kernel.detach()).all()):
+        return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
+    each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)
+    step = max(1, _CHUNK_BYTES // each)
+    with torch.no_grad():
+        parts = zip(f1.split(step), f2.split(step), strict=True)
+        norms = torch.cat([_proved(symbol_at(kernel, a, b, *size), iterations) for a, b in parts])
+    best = int(norms.argmax())
+    bound = up((norms[best] + symbol_error(kernel)) * correction, 4)
+    if not (torch.is_grad_enabled() and kernel.requires_grad):
+        return bound
+    if not float(norms[best]) > 0:
+        return bound + 0 * kernel.sum()
+    return scale_to(bound, _iterated(symbol_at(kernel, f1[best, None], f2[best, None], *size)[0], iterations))
+
+
+def _square(a: Tensor) -> Tensor:
+    return a.mH @ a if a.shape[-2] >= a.shape[-1] else a @ a.mH
+
+
+def _iterated(a: Tensor, iterations: int) -> Tensor:
+    """The value at one frequency as a function of the matrix, for its gradient."""
+    size = torch.linalg.vector_norm(a.detach())
+    g, log = _square(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
+    for t in range(iterations + 1):
+        norm = torch.linalg.vector_norm(g)
+        log = log + norm.log() / 2 ** (t + 1)
+        if t < iterations:
+            g = (g / norm) @ (g / norm)
+    return size * log.exp()
+
+
+def _proved(a: Tensor, iterations: int) -> Tensor:
+    """Bounds of the norms of matrices ``(F, m, n)``, all rounding included: ``(F,)``."""
+    # A power of two (exact) brings the largest entry near 1.
+    biggest = torch.view_as_real(a).abs().flatten(1).amax(1)
+    exponent = torch.frexp(biggest)[1].clamp(-1000, 1000)
+    scale = torch.ldexp(torch.ones_like(biggest), -exponent)
+    a = a * scale[:, None, None]
+    side, inner = min(a.shape[-2:]), max(a.shape[-2:])
+    frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)
+    g, norms = _square(a), []
+    for t in range(iterations + 1):
+        norm = torch.linalg.vector_norm(g, dim=(-2, -1)).clamp_min(1e-300)
+        norms.append(norm)
+        if t < iterations:
+            g = g / norm[:, None, None]
+            g = g @ g
+    # Backwards: ||N_t||^2 <= ||G_{t+1}|| + eps and ||G_t|| <= norm_t (||N_t|| + 4 u), N_t of Frobenius norm about 1.
+    slack = 1.5 * gamma(2 * side + 16)
+    bound = torch.full_like(norms[-1], 1 + gamma(side * side + 16))
+    for norm in reversed(norms[1:]):
+        bound = up((norm * (bound + 8 * UNIT) + slack).sqrt(), 4)
+    squared = norms[0] * (bound + 8 * UNIT) + 1.5 * gamma(2 * inner + 4) * frobenius
+    value = up(squared.sqrt(), 4) / scale * (1 + 4 * UNIT)
+    return torch.where(biggest > 0, value, torch.zeros_like(value))

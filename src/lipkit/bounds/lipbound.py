@@ -1,0 +1,145 @@
+r"""LipBound: the norm of a convolution from scalar trigonometric polynomials, one for each output channel.
+
+For :math:`f_{ij}(w) = \sum_s K_{ij}[s] e^{i\langle s, w\rangle}`,
+
+.. math:: \|K\|_2 \le \sqrt{\textstyle\sum_{i=1}^{c_{out}} \sup_w \sum_{j=1}^{c_{in}} |f_{ij}(w)|^2} ,
+
+and the same with the roles of the channels exchanged. PolyGrid takes each supremum on S x S equispaced points. Here the
+inner sums are polynomials themselves, from the autocorrelation of each row: no symbol is ever formed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.kernels import constant, finite_groups, unscaled
+from lipkit.bounds.rounding import gamma, up
+from lipkit.bounds.symbol_sup import grid_correction
+from lipkit.conv import check_kernel
+from lipkit.conv.autocorrelation import half_lags
+from lipkit.errors import OptionError
+
+CORRECTIONS = ("exact", "paper")
+
+
+def lipbound(kernel: Tensor, *, groups: int = 1, points: int | None = None, correction: str = "exact") -> Tensor:
+    r"""Upper bound of the spectral norm of a convolution, for every image size: LipBound by PolyGrid, corrected.
+
+    .. math:: \min_{\text{rows, columns}} \sqrt{\textstyle\sum_i \max_{w \in \text{grid}} \sum_j |f_{ij}(w)|^2}
+              \; \prod_{\text{axes}} \cos(\pi (k-1) / (2S))^{-1}
+
+    Args:
+        kernel: ``(cout, cin / groups, kh, kw)``, as ``nn.Conv2d.weight``.
+        groups: number of groups; the bound is the maximum over them.
+        points: S, points per axis (default 5 (k - 1), which is the paper's 10 for a 3 x 3 kernel: a factor 1.106).
+        correction: 'exact', as above, or 'paper', the factor ``1 / (1 - 2 d / S)``, ``d = k // 2``, of the longer side.
+
+    Returns:
+        0-d float64, differentiable.
+
+    Guarantee:
+        Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
+        axis in total, for any stride and dilation, and for the transposed convolutions. On kernels of many channels
+        several times the norm: :func:`lipkit.bounds.symbol_sup` is tighter.
+
+    Cost:
+        ``(kh kw)^2`` multiplications for each pair of channels, then nothing that grows with their product.
+
+    Raises:
+        ShapeError, OptionError: a wrong kernel shape, groups, points or correction.
+
+    >>> k = torch.full((1, 1, 3, 3), 1 / 9)
+    >>> 1.0 <= float(lipbound(k)) <= 1.106
+    True
+
+    References:
+        [LipBound] theorem 5 and algorithm 1 (the factor of 'paper': its lemma on grids, after Pfister & Bresler 2018);
+        Ehlich & Zeller, Mathematische Zeitschrift 86 (1964) for 'exact'.
+    """
+    if correction not in CORRECTIONS:
+        raise OptionError(f"correction: expected one of {CORRECTIONS}, got {correction!r}")
+    check_kernel(kernel)
+    sizes = _points(kernel, points)
+    kh, kw = kernel.shape[-2:]
+    if correction == "exact":
+        factor = grid_correction(kh, sizes[0]) * grid_correction(kw, sizes[1])
+    else:
+        factor = 1.0
+        for degree, s in ((kh // 2, sizes[0]), (kw // 2, sizes[1])):
+            if degree and s <= 2 * degree:
+                raise OptionError(f"points: expected more than 2 d = {2 * degree} for correction 'paper', got {s}")
+            factor = max(factor, 1 / (1 - 2 * degree / s)) if degree else factor
+    return _polygrid(kernel, groups, sizes, factor)
+
+
+def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> Tensor:
+    r"""ESTIMATE: LipBound on a grid without correction, as printed in the paper. It can lie below the norm.
+
+    Args:
+        kernel, groups: as :func:`lipbound`.
+        points: S, points per axis (the paper's S = 10).
+
+    Returns:
+        0-d float64, differentiable.
+
+    Guarantee:
+        None: between the points of the grid the polynomials can be higher.
+
+    >>> k = torch.tensor([1.0, 0.0, -1.0]).reshape(1, 1, 1, 3)  # norm 2, at a frequency between the points
+    >>> float(lipbound_estimate(k)) < 2.0 <= float(lipbound(k))
+    True
+
+    References:
+        [LipBound] algorithm 1 (PolyGrid).
+    """
+    check_kernel(kernel)
+    return _polygrid(kernel, groups, _points(kernel, points), 1.0)
+
+
+def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
+    """Points of each axis: one where the kernel has one tap."""
+    if points is not None and (isinstance(points, bool) or not isinstance(points, int) or points < 1):
+        raise OptionError(f"points: expected an integer of at least 1, got {points!r}")
+    first, second = (1 if k == 1 else 5 * (k - 1) if points is None else points for k in kernel.shape[-2:])
+    return first, second
+
+
+def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float) -> Tensor:
+    found = finite_groups(kernel, groups)
+    if isinstance(found, float):
+        return constant(found, kernel)
+    kernels, exponent = found
+    both = torch.stack([_rows(kernels, sizes), _rows(kernels.transpose(1, 2), sizes)])
+    squared = both.amin(0).amax()
+    return unscaled(up(squared.sqrt() * factor, 8), exponent)
+
+
+def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
+    r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, with its rounding: ``(g,)``."""
+    groups, cout, cin, kh, kw = kernels.shape
+    taps = kernels.reshape(groups * cout, cin, kh * kw)
+    lags, fold = half_lags(kh, kw), _fold(kh, kw).to(kernels)
+    coefficients = (taps.mT @ taps).flatten(1) @ fold
+    n1, n2 = sizes
+    points = torch.cartesian_prod(torch.arange(n1), torch.arange(n2 // 2 + 1)).reshape(-1, 2)
+    turns = torch.remainder(points @ (lags * torch.tensor([n2, n1])).mT, n1 * n2)
+    waves = (turns.to(torch.float64) * (2 * math.pi / (n1 * n2))).cos().to(kernels)
+    waves[:, 1:] *= 2
+    largest = (coefficients @ waves.mT).amax(1).clamp_min(0)
+    # Inner products over channels, sums over taps and lags, cosines: each relative to the sum of absolute values.
+    absolute = up(taps.detach().abs().sum(-1).square().sum(-1), kh * kw + cin + 4)
+    error = absolute * gamma(2 * (cin + (kh * kw) ** 2 + len(lags)) + 64)
+    total = (largest + error).unflatten(0, (groups, cout)).sum(1)
+    return total * (1 + gamma(cout + 2))
+
+
+def _fold(kh: int, kw: int) -> Tensor:
+    """The matrix of zeros and ones from products of taps ``((kh kw)^2)`` to their sums at half of the lags."""
+    taps = torch.cartesian_prod(torch.arange(kh), torch.arange(kw)).reshape(-1, 2)
+    difference = (taps[None] - taps[:, None]).flatten(0, 1)
+    place = difference[:, 0] * (2 * kw - 1) + difference[:, 1]
+    lags = ((2 * kh - 1) * (2 * kw - 1) + 1) // 2
+    return (place[:, None] == torch.arange(lags)).to(torch.float64)

@@ -1,0 +1,67 @@
+r"""The norm of a kernel read as a matrix, times the root of the number of windows that see a pixel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.bounds.kernels import constant, finite_groups, unscaled
+from lipkit.bounds.rounding import up
+from lipkit.bounds.verified import scale_to, spectral_norm, spectral_norms
+from lipkit.errors import OptionError
+
+
+def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] = 1) -> Tensor:
+    r"""Upper bound of the spectral norm of a convolution by one matrix norm, for every image size.
+
+    .. math:: \|K\| \le \|\mathrm{reshape}(K, c_{out} \times c_{in} k_h k_w)\|_2
+              \sqrt{\lceil k_h/s_1 \rceil \lceil k_w/s_2 \rceil}
+
+    A convolution is that matrix on each window of the image, and a pixel is seen by at most that many windows.
+
+    Args:
+        kernel: ``(cout, cin / groups, kh, kw)``.
+        groups: number of groups; the bound is the maximum over them.
+        stride: of the convolution; with circular padding it must divide the image (else leave it at 1).
+
+    Returns:
+        0-d float64, differentiable.
+
+    Guarantee:
+        Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
+        axis in total, and any dilation (with dilation, leave the stride at 1). Exact for windows that do not overlap.
+
+    Cost:
+        One Gram matrix, eigenvalue problem and Cholesky factorisation.
+
+    Raises:
+        ShapeError, OptionError: a wrong kernel shape, groups or stride.
+
+    >>> 1.0 <= float(reshaped(torch.full((1, 1, 2, 2), 0.5), stride=2)) < 1.0 + 1e-9
+    True
+
+    References:
+        Tsuzuku, Sato & Sugiyama, NeurIPS 2018; used by RKO (Li et al. 2019) with stride 1.
+    """
+    pair = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    if len(pair) != 2 or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in pair):
+        raise OptionError(f"stride: expected one or two integers of at least 1, got {stride!r}")
+    found = finite_groups(kernel, groups)
+    if isinstance(found, float):
+        return constant(found, kernel)
+    kernels, exponent = found
+    windows = math.prod(-(-k // s) for k, s in zip(kernels.shape[-2:], pair, strict=True))
+    return unscaled(up(spectral_norm(kernels.flatten(2)) * math.sqrt(windows), 4), exponent)
+
+
+def smallest_reshape(matrices: list[Tensor]) -> Tensor:
+    """The largest over a batch (groups) of the smallest norm in a list of batches of matrices, differentiable."""
+    norms = torch.stack([spectral_norms(m) for m in matrices])
+    best, which = norms.min(0)
+    group = int(best.argmax())
+    bound, chosen = best[group], matrices[int(which[group])][group]
+    if torch.is_grad_enabled() and chosen.requires_grad:
+        return scale_to(bound, spectral_norm(chosen))
+    return bound

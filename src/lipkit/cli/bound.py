@@ -1,0 +1,111 @@
+"""``lipkit bound``: lower and upper bound of a network's Lipschitz constant, and which layer contributes what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lipkit.analysis import NetworkBound
+
+Shape = tuple[int, ...]
+# Files that torch and others write with pickle, which runs what it reads.
+PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
+
+
+@click.command("bound")
+@click.argument("model")
+@click.option("--input-shape", metavar="C,H,W", help="Shape of one sample, such as 3,224,224.")
+@click.option("--method", default="auto", show_default=True, help="Bound of convolutions: auto, best, symbol_sup, ...")
+@click.option("--restarts", default=2, show_default=True, help="Starts of the search for the lower bound; 0: none.")
+@click.option("--steps", default=5, show_default=True, help="Steps of that search.")
+@click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
+def command(model: str, input_shape: str | None, method: str, restarts: int, steps: int, everything: bool) -> None:
+    """Bound the Lipschitz constant (l2) of MODEL.
+
+    MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
+    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. Layers are sorted by their share of the
+    logarithm of the bound.
+    """
+    shape = parse_shape(input_shape)
+    network, shape = read(model, shape)
+    from lipkit.analysis import analyze
+
+    found = analyze(network, shape, method=method, restarts=restarts, steps=steps)
+    click.echo(describe(found, everything))
+
+
+def parse_shape(text: str | None) -> Shape | None:
+    """``3,224,224`` as a tuple.
+
+    >>> parse_shape("3,224,224")
+    (3, 224, 224)
+    """
+    if text is None:
+        return None
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise click.UsageError(f"--input-shape: expected positive sizes such as 3,224,224, got {text!r}")
+    return shape
+
+
+def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
+    """The network that the argument names, in evaluation mode, and the shape of its inputs."""
+    path = Path(model)
+    if path.is_dir():
+        from lipkit.plain import load
+
+        network = load(path)
+        return network, _agreed(model, network.input_shape, shape)
+    if path.suffix.lower() in PICKLES:
+        raise click.UsageError(
+            f"expected pkg.mod:factory, a folder of lipkit.save or an ONNX file, got the pickle {model!r}: reading one "
+            "runs the code in it; build the network in Python and call lipkit.analyze, or give a factory that does"
+        )
+    if path.suffix.lower() == ".onnx":
+        from lipkit.analysis.onnx_reader import read_onnx
+
+        onnx_network = read_onnx(path)
+        return onnx_network, _agreed(model, onnx_network.input_shape, shape)
+    if ":" not in model:
+        raise click.UsageError(
+            f"expected pkg.mod:factory, a folder of lipkit.save or an ONNX file, got {model!r}, which is none of them"
+        )
+    if shape is None:
+        raise click.UsageError("expected --input-shape C,H,W for a factory, got none")
+    from lipkit.cli.build import _call, _custom
+
+    click.echo(f"importing {model}: this runs the code of its module", err=True)
+    return _call(model, _custom(model), {}).eval(), shape
+
+
+def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
+    if known is None and given is None:
+        raise click.UsageError(f"expected --input-shape C,H,W for {model}, which leaves it open, got none")
+    if known is not None and given not in (None, known):
+        raise click.UsageError(f"expected --input-shape {','.join(map(str, known))} as in {model}, got {given}")
+    return known or given or ()
+
+
+def describe(found: NetworkBound, everything: bool = False) -> str:
+    """The bounds and the table of layers, what raises the bound most first."""
+    from lipkit.cli.console import columns
+
+    # Below 1 the logarithm is negative, and so are the shares of what raises the bound.
+    layers = sorted(found.layers, key=lambda layer: layer.share if found.upper < 1 else -layer.share)
+    shown = [layer for layer in layers if everything or abs(layer.share) >= 5e-4 or layer.bound == float("inf")]
+    rows = [["share", "bound", "type", "method", "layer"]]
+    rows += [[f"{100 * x.share:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
+    head = f"upper {found.upper:.6g}"
+    if found.lower:
+        head += f"  lower {found.lower:.6g} (found by search, no certificate)"
+    left = len(layers) - len(shown)
+    end = [f"and {left} without influence (--all shows them)"] if left else []
+    return "\n".join([head, "", columns(rows), *end])

@@ -1,0 +1,90 @@
+"""Wide residual networks of ordinary convolutions: unconstrained, for adversarial training and regularisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import Sum
+from lipkit.layers._base import check_positive
+from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.protocol import Shape
+
+
+def wrn_plain(
+    depth: int = 28,
+    widen: int = 10,
+    *,
+    input_shape: Shape = (3, 32, 32),
+    classes: int = 10,
+    dropout: float = 0.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> nn.Sequential:
+    """WRN-depth-widen with batch norm and ReLU, and no bound: a chain of torch's modules and ``Sum``.
+
+    conv 16; three groups of (depth - 4) / 6 blocks (norm, ReLU, conv, norm, ReLU, dropout, conv, added to their input)
+    with 16, 32, 64 times ``widen`` channels, the second and third at half the size; norm, ReLU, mean over the image,
+    linear. Where the channels change, the skip is a 1 x 1 convolution of the activated input.
+
+    Args:
+        depth: 6 n + 4.
+        widen: widening factor.
+        input_shape: (C, H, W) with H and W multiples of 4.
+        classes: number of outputs.
+        dropout: probability, in [0, 1).
+        mean, std: input normalisation, part of the network.
+
+    Raises:
+        OptionError: depth is not 6 n + 4 with n >= 1, or another option outside its range.
+
+    >>> sum(p.numel() for p in wrn_plain(28, 10).parameters())
+    36479194
+
+    References:
+        Zagoruyko & Komodakis, "Wide Residual Networks", BMVC 2016; WRN-28-10 is the network of [LipBound] section 6.
+    """
+    channels, height, breadth = check_image(input_shape, 4, "wrn_plain")
+    check_classes(classes)
+    check_positive(depth=depth, widen=widen)
+    if depth < 10 or depth % 6 != 4:
+        raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
+    if not 0 <= dropout < 1:
+        raise OptionError(f"dropout: expected a probability in [0, 1), got {dropout}")
+
+    layers: list[nn.Module] = [_conv(channels, 16, 3)]
+    current = 16
+    for group, stride in enumerate((1, 2, 2)):
+        target = 16 * widen * 2**group
+        for i in range((depth - 4) // 6):
+            layers.append(_block(current, target, stride if i == 0 else 1, dropout))
+            current = target
+    layers += [
+        *_activated(current),
+        nn.AvgPool2d((height // 4, breadth // 4)),
+        nn.Flatten(),
+        nn.Linear(current, classes),
+    ]
+    return bounded(layers, 1.0, mean, std, channels)
+
+
+def _conv(cin: int, cout: int, size: int, stride: int = 1) -> nn.Conv2d:
+    conv = nn.Conv2d(cin, cout, size, stride, size // 2, bias=False)
+    with torch.no_grad():
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return conv
+
+
+def _activated(channels: int) -> list[nn.Module]:
+    return [nn.BatchNorm2d(channels), nn.ReLU()]
+
+
+def _block(cin: int, cout: int, stride: int, dropout: float) -> nn.Module:
+    middle: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
+    body = [_conv(cin, cout, 3, stride), *_activated(cout), *middle, _conv(cout, cout, 3)]
+    if cin == cout and stride == 1:
+        return Sum(nn.Sequential(*_activated(cin), *body), nn.Identity())
+    return nn.Sequential(*_activated(cin), Sum(nn.Sequential(*body), _conv(cin, cout, 1, stride)))

@@ -1,0 +1,118 @@
+r"""Rules of torch's convolutions: the bound of the kernel times the norm of the padding.
+
+A padded convolution is the convolution of the plane restricted to a window, after an operator :math:`P` that copies
+pixels into the border. Every padded pixel is one pixel of the image, so the columns of P are orthogonal and
+:math:`\|P\|_2^2` is the largest number of copies of a pixel (itself included), the product over the axes of
+
+* zeros: 1;
+* replicate: 1 + the wider border (both borders together on an image of one pixel);
+* reflect: 2, or 3 where both borders reach the same pixel (together at least n - 1 of n >= 3), 1 without a border;
+* circular: at most one more for each whole period: here only paddings of at most ``dilation (k - 1)`` in total are
+  accepted, for which the outputs are those of one period and the norm is that of the circular convolution.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from lipkit.bounds import circular, symbol_sup
+from lipkit.bounds.rounding import up
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.protocol.registry import Shape, export_rule, lipschitz_rule, output_shape
+
+_Conv = nn.Conv1d | nn.Conv2d
+_Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d
+
+
+def _check_dims(module: nn.Module, input_shape: Shape | None, dims: int) -> None:
+    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
+    if input_shape is not None and len(input_shape) != dims:
+        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
+
+
+def _kernel(module: nn.Module) -> Tensor:
+    """The weight with two spatial axes."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight if weight.ndim == 4 else weight[:, :, None]
+
+
+def copies(mode: str, before: int, after: int, size: int | None) -> int:
+    """Largest number of copies of a pixel along an axis of ``size`` pixels (None: any) padded by ``before, after``.
+
+    >>> copies("replicate", 2, 1, 8), copies("reflect", 1, 1, 8), copies("reflect", 1, 1, 3), copies("zeros", 5, 5, 8)
+    (3, 2, 3, 1)
+    """
+    before, after = max(before, 0), max(after, 0)
+    if mode == "replicate":
+        return 1 + (before + after if size is None or size == 1 else max(before, after))
+    if mode == "reflect":
+        meet = before and after and (size is None or 3 <= size <= before + after + 1)
+        return 3 if meet else 2 if before or after else 1
+    return 1
+
+
+@lipschitz_rule(nn.Conv1d, nn.Conv2d)
+def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
+    name = f"nn.{type(module).__name__}"
+    axes = module.weight.ndim - 2
+    _check_dims(module, input_shape, axes + 1)
+    kernel, groups, mode = _kernel(module), module.groups, module.padding_mode
+    if mode == "zeros":
+        return symbol_sup(kernel, groups=groups)
+    # What the forward pass hands to F.pad: the last axis first, before and after.
+    flat = list(module._reversed_padding_repeated_twice)
+    pads = [(flat[2 * i], flat[2 * i + 1]) for i in reversed(range(axes))]
+    if mode in ("reflect", "replicate"):
+        sizes = input_shape[1:] if input_shape is not None else (None,) * axes
+        count = math.prod(copies(mode, *pad, size) for pad, size in zip(pads, sizes, strict=True))
+        bound = symbol_sup(kernel, groups=groups)
+        return up(bound * math.sqrt(count), 3) if count > 1 else bound
+    if mode != "circular":
+        raise NoRuleError(f"{name}: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}")
+    reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]
+    padded = [before + after for before, after in pads]
+    if any(p > r for p, r in zip(padded, reach, strict=True)):
+        raise NoRuleError(
+            f"{name} with circular padding: expected at most {reach} padded rows and columns in total "
+            f"(dilation x (kernel_size - 1)), got {padded}: outputs beyond one period repeat and raise the norm"
+        )
+    if input_shape is not None and all(d == 1 for d in module.dilation):
+        return circular(kernel, *(1, *input_shape[1:])[-2:], groups=groups)
+    return symbol_sup(kernel, groups=groups)
+
+
+@lipschitz_rule(nn.ConvTranspose1d, nn.ConvTranspose2d)
+def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
+    # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
+    _check_dims(module, input_shape, module.weight.ndim - 1)
+    if module.padding_mode != "zeros":
+        raise NoRuleError(f"nn.{type(module).__name__}: expected padding_mode 'zeros', got {module.padding_mode!r}")
+    return symbol_sup(_kernel(module), groups=module.groups)
+
+
+@export_rule(nn.Conv3d, nn.ConvTranspose3d)
+def _export_three_dimensional(module: nn.Module, input_shape: Shape) -> NoReturn:
+    raise _three(module)
+
+
+@lipschitz_rule(nn.Conv3d, nn.ConvTranspose3d)
+def _three_dimensional(module: nn.Module, input_shape: Shape | None) -> NoReturn:
+    raise _three(module)
+
+
+def _three(module: nn.Module) -> NoRuleError:
+    return NoRuleError(
+        f"nn.{type(module).__name__}: expected a convolution of one or two dimensions, got three: its symbol has three "
+        "frequencies, which no bound here covers; register a rule with lipkit.protocol.lipschitz_rule"
+    )
+
+
+@export_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+    _check_dims(module, input_shape, module.weight.ndim - 1)  # type: ignore[arg-type, operator]
+    output_shape(module, input_shape)
+    return copy.deepcopy(module)

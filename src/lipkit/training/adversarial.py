@@ -1,0 +1,133 @@
+"""Adversarial training: each batch is replaced by adversarial examples of the network as it is at that step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.attacks import pgd_l2, pgd_linf
+from lipkit.attacks.ascent import LOSSES, Box
+from lipkit.errors import NoRuleError, OptionError
+from lipkit.protocol import export
+
+Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
+
+NORMS: dict[str, Callable[..., Tensor]] = {"linf": pgd_linf, "l2": pgd_l2}
+
+
+@dataclass(frozen=True)
+class PgdAdversary:
+    r"""What ``fit(..., adversary=...)`` makes of a batch: adversarial examples by projected gradient ascent.
+
+    .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
+
+    **Which network is attacked.** The network in evaluation mode: batch norm uses its running statistics and dropout is
+    off, so that the examples of a batch do not depend on each other and the running statistics never see the iterates.
+    The optimiser's step then sees them in training mode. A network with constrained layers is attacked as its
+    ``export``, so that their weights are built once for all steps; unless a part of it has no export, such as a forward
+    pass of its own: then as it is.
+
+    Args:
+        norm: "linf" or "l2".
+        eps: radius of the ball, in units of the input, positive: 8/255 (linf) for CIFAR in the paper.
+        steps: gradient steps: 10 in the paper.
+        step_size: of each step, as a share of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
+        random_start: whether ascent starts at a random point of the ball rather than at the sample.
+        loss: that the attack raises: "ce", or "margin".
+        box: range of valid input entries; None for inputs that are no images.
+
+    Raises:
+        OptionError: an option outside its range.
+
+    >>> adversary = PgdAdversary("linf", eps=0.25, steps=4, random_start=False)
+    >>> net = nn.Linear(2, 2, bias=False)
+    >>> _ = net.weight.data.copy_(torch.eye(2))
+    >>> adversary(net.eval(), torch.tensor([[0.5, 0.5]]), torch.tensor([0]), torch.Generator()).round(decimals=4)
+    tensor([[0.3000, 0.7000]])
+
+    References:
+        Madry et al., "Towards deep learning models resistant to adversarial attacks", ICLR 2018; [LipBound] section 6.
+    """
+
+    norm: Literal["linf", "l2"] = "linf"
+    eps: float = 8 / 255
+    steps: int = 10
+    step_size: float | None = 0.2
+    random_start: bool = True
+    loss: Literal["ce", "margin"] = "ce"
+    box: Box = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.norm not in NORMS:
+            raise OptionError(f"norm: expected one of {', '.join(NORMS)}, got {self.norm!r}")
+        if self.loss not in LOSSES:
+            raise OptionError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if type(self.steps) is not int or self.steps < 1:
+            raise OptionError(f"steps: expected an integer of at least 1, got {self.steps!r}")
+        for name in ("eps", "step_size"):
+            value = getattr(self, name)
+            optional = name == "step_size" and value is None
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not optional and not (number and math.isfinite(value) and value > 0):
+                raise OptionError(f"{name}: expected a finite number > 0, got {value!r}")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+        """Adversarial examples for ``model``, which is in evaluation mode; its parameters get no gradient.
+
+        Raises:
+            ShapeError, OptionError: inputs outside ``box``, or targets that are no labels.
+        """
+        if y.is_floating_point():
+            raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
+        attacked = frozen(model, tuple(x.shape[1:]))
+        dtype = next((p.dtype for p in attacked.state_dict().values() if p.is_floating_point()), x.dtype)
+        return NORMS[self.norm](
+            lambda points: attacked(points.to(dtype)).to(points.dtype),
+            x,
+            y,
+            self.eps,
+            steps=self.steps,
+            box=self.box,
+            loss=self.loss,
+            generator=generator,
+            stop_early=False,
+            step_size=self.step_size,
+            random_start=self.random_start,
+        )
+
+
+def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+    """The network that a training attack works on: an export if that saves building weights, else ``model`` itself.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> frozen(net, (2,)) is net
+    True
+    """
+    if not any(_builds_weights(module) for module in model.modules()):
+        return model
+    try:
+        return export(model, input_shape)
+    except NoRuleError:  # the gradient is the same, only slower
+        return model
+
+
+def attacked_batch(
+    fabric: Any, adversary: Adversary, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator
+) -> Tensor:
+    """The batch that a step of the loop trains on; ``model`` is in evaluation mode only for the time of the attack."""
+    model.eval()
+    with fabric.autocast():
+        x = adversary(model, x, y, generator)
+    model.train()
+    return x.detach()
+
+
+def _builds_weights(module: nn.Module) -> bool:
+    """Whether a module is one of lipkit's with parameters of its own, which its forward pass makes weights from."""
+    home = type(module).__module__.startswith(("lipkit.layers.", "lipkit.models."))
+    return home and next(module.parameters(recurse=False), None) is not None

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lipkit.analysis import analyze
+from lipkit.analysis.onnx_reader import read_onnx
+from lipkit.errors import DataError, NoRuleError
+
+onnx = pytest.importorskip("onnx")
+H = onnx.helper
+
+
+def write(path, nodes, stored, shape, dtype=np.float32):
+    tensors = [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in stored.items()]
+    x = H.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)
+    y = H.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    model = H.make_model(H.make_graph(nodes, "net", [x], [y], tensors), opset_imports=[H.make_opsetid("", 13)])
+    onnx.save(model, str(path))
+    return path
+
+
+@pytest.fixture
+def numbers():
+    return np.random.default_rng(0)
+
+
+def test_every_operator(tmp_path, numbers):
+    def make(*shape):
+        return numbers.normal(size=shape).astype(np.float32)
+
+    stored = {
+        "w1": make(4, 2, 3, 3), "b1": make(4), "w2": make(4, 2, 3, 3), "s": make(4), "t": make(4), "m": make(4),
+        "v": np.abs(make(4)) + 0.1, "shape": np.array([-1, 24]), "g": make(5, 24), "gb": make(5), "mm": make(5, 3),
+        "c": make(3),
+    }  # fmt: skip
+    nodes = [
+        H.make_node("Conv", ["x", "w1", "b1"], ["a"], name="first.conv", pads=[1, 1, 1, 1], strides=[1, 1]),
+        H.make_node("BatchNormalization", ["a", "s", "t", "m", "v"], ["b"], epsilon=1e-3),
+        H.make_node("Relu", ["b"], ["c0"]),
+        H.make_node("Conv", ["c0", "w2"], ["d"], group=2, pads=[0, 0, 2, 2]),
+        H.make_node("Add", ["d", "c0"], ["e"]),
+        H.make_node("Dropout", ["e"], ["e1"]),
+        H.make_node("Identity", ["e1"], ["e2"]),
+        H.make_node("MaxPool", ["e2"], ["f"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
+        H.make_node("AveragePool", ["f"], ["g0"], kernel_shape=[2, 2], strides=[1, 1]),
+        H.make_node("GlobalAveragePool", ["g0"], ["h"]),
+        H.make_node("Flatten", ["h"], ["h1"]),
+        H.make_node("ReduceMean", ["g0"], ["h2"], axes=[2, 3], keepdims=0),
+        H.make_node("Reshape", ["g0", "shape"], ["i"]),
+        H.make_node("Concat", ["h1", "h2"], ["j"], axis=1),
+        H.make_node("Gemm", ["i", "g", "gb"], ["k"], transB=1),
+        H.make_node("MatMul", ["k", "mm"], ["l"]),
+        H.make_node("Add", ["l", "c"], ["n"]),
+        H.make_node("Concat", ["n", "j"], ["y"], axis=-1),
+    ]
+    net = read_onnx(write(tmp_path / "net.onnx", nodes, stored, ["batch", 2, 8, 6]))
+    assert net.input_shape == (2, 8, 6)
+    x = torch.randn(3, 2, 8, 6)
+    t = {k: torch.from_numpy(np.asarray(v)) for k, v in stored.items()}
+    c0 = torch.relu(F.batch_norm(F.conv2d(x, t["w1"], t["b1"], padding=1), t["m"], t["v"], t["s"], t["t"], eps=1e-3))
+    f = F.max_pool2d(F.conv2d(F.pad(c0, (0, 2, 0, 2)), t["w2"], groups=2) + c0, 3, 2, 1)
+    g0 = F.avg_pool2d(f, 2, 1)
+    n = F.linear(g0.reshape(3, -1), t["g"], t["gb"]) @ t["mm"] + t["c"]
+    expected = torch.cat((n, g0.mean((2, 3)), g0.mean((2, 3))), 1)
+    assert torch.allclose(net(x), expected, atol=1e-5)
+    found = analyze(net, (2, 8, 6), restarts=2, steps=5)
+    assert 0 < found.lower <= found.upper
+    assert any("Conv2d + BatchNorm2d" in layer.type for layer in found.layers)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (("Exp", {}), "got Exp"),
+        (("Softplus", {"domain": "com.microsoft"}), "got com.microsoft.Softplus"),
+        (("Mul", {}), "got Mul"),
+        (("MaxPool", {"kernel_shape": [2, 2], "auto_pad": "SAME_UPPER"}), "explicit padding"),
+        (("MaxPool", {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}), "same padding on both sides"),
+        (("AveragePool", {"kernel_shape": [2, 2], "ceil_mode": 1}), "ceil_mode 0"),
+        (("Flatten", {"axis": 0}), "axis 1"),
+        (("ReduceMean", {}), "axes"),
+    ],
+)
+def test_refused_by_name(tmp_path, node, message):
+    op, attributes = node
+    path = write(tmp_path / "net.onnx", [H.make_node(op, ["x"], ["y"], **attributes)], {}, [1, 1, 4, 4])
+    with pytest.raises(NoRuleError, match=message):
+        read_onnx(path)
+
+
+def test_weights_that_are_computed_are_refused(tmp_path):
+    path = write(tmp_path / "net.onnx", [H.make_node("MatMul", ["x", "x"], ["y"])], {}, [1, 4, 4])
+    with pytest.raises(NoRuleError, match="stored weights"):
+        read_onnx(path)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"\x00no onnx")
+    with pytest.raises(DataError, match="not an ONNX file"):
+        read_onnx(tmp_path / "net.onnx")
+    with pytest.raises(DataError, match="expected an ONNX file"):
+        read_onnx(tmp_path / "none.onnx")

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lipkit
+from lipkit.analysis import analyze
+from lipkit.cli.bound import describe, parse_shape
+from lipkit.cli.main import main
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(3, 2)
+        self.norm.weight.data.copy_(torch.tensor([20.0, 3.0, 1.0]))
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x)) + x).mean((2, 3)))
+
+def factory():
+    torch.manual_seed(0)
+    return Net()
+
+def unknown():
+    return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "bound_test_networks.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "bound_test_networks"
+
+
+def test_a_factory(module, capsys):
+    assert main(["bound", f"{module}:factory", "--input-shape", "1,6,6"]) == 0
+    out, err = capsys.readouterr()
+    assert "runs the code" in err
+    lines = out.splitlines()
+    assert lines[0].startswith("upper ")
+    assert "lower " in lines[0]
+    shares = [float(line.split("%")[0]) for line in lines[3:] if "%" in line]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert "conv + norm" in out
+    assert "sums and concatenations" in out
+
+
+def test_a_folder(tmp_path, capsys):
+    plain = lipkit.export(lipkit.models.build("small", input_shape=(1, 8, 8), classes=10), (1, 8, 8))
+    lipkit.save(plain, tmp_path / "net")
+    assert main(["bound", str(tmp_path / "net"), "--restarts", "0", "--all"]) == 0
+    assert "upper 1" in capsys.readouterr().out
+    assert main(["bound", str(tmp_path / "net"), "--input-shape", "3,8,8"]) == 2
+    assert "expected --input-shape 1,8,8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["net.pt", "net.pth", "net.pkl", "net.CKPT"])
+def test_pickles_are_refused_unread(tmp_path, name, capsys):
+    (tmp_path / name).write_bytes(b"never read")
+    assert main(["bound", str(tmp_path / name), "--input-shape", "3"]) == 2
+    assert "runs the code in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{m}:unknown", "--input-shape", "3"], "at '1': lipschitz has no rule for torch.nn.modules.normalization"),
+        (["{m}:nothing", "--input-shape", "3"], "expected an nn.Module, got int"),
+        (["{m}:missing", "--input-shape", "3"], "expected a function to import"),
+        (["{m}:factory"], "expected --input-shape"),
+        (["{m}:factory", "--input-shape", "1,x"], "expected positive sizes"),
+        (["{m}:factory", "--input-shape", "2,6,6"], "does not accept inputs of shape (2, 6, 6)"),
+        (["{m}:factory", "--input-shape", "1,6,6", "--method", "magic"], "expected one of auto, best"),
+        (["somewhere"], "which is none of them"),
+        (["missing.onnx"], "onnx"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(module, arguments, message, capsys):
+    assert main(["bound", *(a.replace("{m}", module) for a in arguments)]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("lipkit: ")
+    assert message in err
+
+
+def test_the_table_hides_what_has_no_influence():
+    found = analyze(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (2,), restarts=0)
+    assert "1 without influence" in describe(found)
+    assert "ReLU" in describe(found, everything=True)
+    assert "lower" not in describe(found)
+
+
+def test_shapes():
+    assert parse_shape("3x4") == (3, 4)
+    assert parse_shape(None) is None
+
+
+def test_infinite_bounds_are_shown():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].weight.data.fill_(float("inf"))
+    with torch.no_grad():
+        assert "inf" in describe(analyze(model, (1,), restarts=0))

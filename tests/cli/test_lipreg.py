@@ -1,0 +1,70 @@
+"""Recipes with an adversary and a penalty, from YAML to the report."""
+
+from __future__ import annotations
+
+import pytest
+
+from lipkit import plain
+from lipkit.cli import build, pipeline
+from lipkit.data import load
+from lipkit.errors import RecipeError
+from lipkit.plain import Affine
+from lipkit.training import LipschitzPenalty, PgdAdversary, run_folder
+from lipkit.training.recipe import load_recipe
+
+QUICK = [
+    "data.limit=60", "train.epochs=1", "train.batch_size=20", "train.accelerator=cpu", "adversary.steps=2",
+    "certify.attack_steps=2", "certify.attack_samples=20", "certify.eps=0.1",
+]  # fmt: skip
+
+
+def test_a_plain_network_is_trained_certified_and_reported(tmp_path) -> None:
+    outcome = pipeline.train(load_recipe("digits_at_lipreg", QUICK), out=tmp_path)
+    network = plain.load(outcome.folder / "network")
+    assert any(isinstance(m, Affine) for m in network)  # batch norm as it is in evaluation
+    assert outcome.metrics["lipschitz"] > 1
+    assert (outcome.folder / "report.html").exists()
+    row = run_folder.read_metrics(outcome.folder)[0]
+    assert row["penalty"] != 0
+    settings = run_folder.read_json(outcome.folder / "settings.json")
+    assert settings["penalty"] == "LipschitzPenalty(method='lipbound', weight=0.1, l1=0.0)"
+    assert settings["adversary"].startswith("PgdAdversary(norm='linf', eps=0.15, steps=2, step_size=0.4")
+    again = pipeline.train(pipeline.read_recipe(outcome.folder), resume=outcome.folder)
+    assert again.record.network_sha256 == outcome.record.network_sha256
+
+
+def test_sections_become_what_fit_takes() -> None:
+    recipe = load_recipe("cifar10_wrn28_10_at_lipreg")
+    data = load("digits")
+    assert build.penalty(recipe.penalty) == LipschitzPenalty("lipbound", 0.008, 0.0)
+    assert build.adversary(recipe.adversary, data) == PgdAdversary("linf", 8 / 255, 10, 0.2, True, "ce", (0.0, 1.0))
+    assert build.adversary(recipe.adversary, load("square_wave")).box is None
+    plain_recipe = load_recipe("digits_cayley")
+    assert build.penalty(plain_recipe.penalty) is None
+    assert build.adversary(plain_recipe.adversary, data) is None
+    base, changed = load_recipe("digits_at"), load_recipe("digits_at_lipreg")
+    assert base.penalty is None
+    assert changed.adversary == base.adversary
+    assert load_recipe("digits_at_lipreg", ["penalty=null", "name=digits_at"]).penalty is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("penalty.wieght=1", "unknown key 'penalty.wieght', did you mean 'penalty.weight'?"),
+        ("penalty.method=power", "penalty: expected method as one of symbol_sup, lipbound,.* got 'power'"),
+        ("penalty.weight=-1", "penalty.weight: expected greater than or equal to 0, got -1"),
+        ("adversary.norm=l1", "adversary.norm: expected 'linf' or 'l2', got 'l1'"),
+        ("adversary.step=1", "unknown key 'adversary.step', did you mean 'adversary.steps'?"),
+        ("adversary.eps=0", "adversary.eps: expected greater than 0, got 0"),
+        ("adversary={}", "expected the key 'adversary.eps', got none"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("digits_at_lipreg", [override])
+
+
+def test_regression_has_no_adversary() -> None:
+    with pytest.raises(RecipeError, match="expected an adversary for task classification only, got task regression"):
+        load_recipe("square_wave", ["adversary.eps=0.1"])

@@ -1,0 +1,66 @@
+"""Output scaling: what it does, that it counts in the gain, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import Rescale
+from lipkit.plain import Affine
+from lipkit.protocol import export, lipschitz
+
+
+def test_values_per_channel_of_vectors_and_images() -> None:
+    layer = Rescale([2.0, -10.0], [0.5, 1.0])
+    x = torch.tensor([[1.0, 2.0]])
+    assert layer(x).tolist() == [[2.5, -19.0]]
+    image = torch.ones(1, 2, 3, 3)
+    assert layer(image)[0, :, 0, 0].tolist() == [2.5, -9.0]
+
+
+def test_the_largest_unit_counts_in_the_gain() -> None:
+    assert float(lipschitz(Rescale([2.0, -10.0]))) == 10.0
+    inner = nn.Linear(3, 2)
+    network = export(nn.Sequential(inner, Rescale([2.0, -10.0])), (3,))
+    norm = float(torch.linalg.matrix_norm(inner.weight.detach().double(), 2))
+    assert float(lipschitz(network)) == pytest.approx(10 * norm, rel=1e-9)
+
+
+def test_export_is_the_same_function() -> None:
+    layer = Rescale([2.0, 0.1], [0.3, -1.0])
+    plain = export(layer, (2,))
+    assert [type(m) for m in plain] == [Affine]
+    x = torch.randn(7, 2)
+    assert torch.equal(plain(x), layer(x))
+
+
+def test_it_is_saved_with_the_model() -> None:
+    layer = Rescale([2.0, 0.1])
+    other = Rescale([1.0, 1.0])
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.units, layer.units)
+    assert not list(layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("units", "offset", "message"),
+    [
+        ([], None, "as many units as offsets, at least one"),
+        ([1.0], [1.0, 2.0], "as many units as offsets"),
+        ([0.0], None, "units other than 0"),
+        ([math.nan], None, "finite numbers"),
+        ([1.0], [math.inf], "finite numbers"),
+    ],
+)
+def test_refusals(units: list[float], offset: list[float] | None, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Rescale(units, offset)
+
+
+def test_another_number_of_channels() -> None:
+    with pytest.raises(ShapeError, match=r"expected 2 channels in dimension 1, got shape \(1, 3\)"):
+        Rescale([1.0, 2.0])(torch.ones(1, 3))

@@ -1,0 +1,80 @@
+"""Unconstrained networks: published shapes and sizes, and that they can be exported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import Sum
+from lipkit.models import build, wrn_plain
+from lipkit.protocol import export
+
+
+def test_wrn_28_10_has_the_published_size_and_depth() -> None:
+    with torch.device("meta"):
+        model = wrn_plain()
+    assert sum(p.numel() for p in model.parameters()) == 36_479_194
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert sum(m.kernel_size == (3, 3) for m in convs) == 25
+    assert [(m.in_channels, m.out_channels, m.stride) for m in convs if m.kernel_size == (1, 1)] == [
+        (16, 160, (1, 1)), (160, 320, (2, 2)), (320, 640, (2, 2))
+    ]  # fmt: skip
+    assert sum(isinstance(m, Sum) for m in model.modules()) == 12
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == 25
+
+
+def test_a_block_is_the_published_one() -> None:
+    """The whole of WRN-10-1 written out, with torch's functions."""
+    torch.manual_seed(0)
+    model = wrn_plain(10, 1, input_shape=(2, 8, 8), classes=3).double().eval()
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    h = convs[0](x)
+    h = h + convs[2](torch.relu(norms[1](convs[1](torch.relu(norms[0](h))))))  # same width: the skip is the identity
+    for i in (1, 2):
+        first, second, skip = convs[3 * i : 3 * i + 3]
+        active = torch.relu(norms[2 * i](h))
+        h = second(torch.relu(norms[2 * i + 1](first(active)))) + skip(active)
+    expected = model[-1](torch.relu(norms[-1](h)).mean((2, 3)))
+    assert torch.allclose(model(x), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("wrn_plain", {"depth": 10, "widen": 1, "dropout": 0.2}, (3, 12, 8)),
+        ("convnet", {}, (1, 8, 8)),
+        ("convnet", {"width": 2, "batch_norm": False}, (3, 28, 28)),
+    ],
+)
+def test_they_train_and_export(name, options, shape) -> None:
+    torch.manual_seed(0)
+    model = build(name, input_shape=shape, classes=4, mean=[0.4] * shape[0], std=[0.3] * shape[0], **options)
+    x = torch.rand(5, *shape)
+    model(x).square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    model.eval()
+    exported = export(model, shape)
+    assert torch.allclose(exported(x), model(x), atol=1e-4)
+    assert exported(x).shape == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("wrn_plain", {"depth": 27}, OptionError),
+        ("wrn_plain", {"widen": 0}, OptionError),
+        ("wrn_plain", {"dropout": 1.0}, OptionError),
+        ("wrn_plain", {"input_shape": (3, 30, 32)}, ShapeError),
+        ("convnet", {"width": 0}, OptionError),
+        ("convnet", {"batch_norm": 1}, OptionError),
+        ("convnet", {"input_shape": (1, 6, 8)}, ShapeError),
+        ("convnet", {"classes": 1}, OptionError),
+    ],
+)
+def test_refusals(name, options, error) -> None:
+    with pytest.raises(error):
+        build(name, **options)
