@@ -17,6 +17,7 @@ from lipkit.bounds.power import start_vector
 # Points per turn and degree on which the peak is reported: at most 0.03 % below the largest value in between.
 FINE = 128
 _CANDIDATES = 6
+_WIDE = 128
 
 
 class Peak(NamedTuple):
@@ -95,7 +96,7 @@ class _Symbols:
         """The best frequency near each one for its vector held fixed."""
         y = self.each_tap(v)
         gram = torch.einsum("gsob,gtob->gbst", y.conj(), y)
-        line = torch.linspace(-1, 1, 9, device=w.device)
+        line = torch.linspace(-1, 1, 7, device=w.device)
         near = w[:, :, None] + torch.cartesian_prod(line, line) * torch.tensor(radius, device=w.device)
         angle = near @ self.taps.mT
         waves = torch.complex(angle.cos(), angle.sin())
@@ -120,12 +121,14 @@ def find_peak(kernels: Tensor) -> Peak:
         kernels = kernels.transpose(1, 2)
     groups, _, cin = kernels.shape[:3]
     degrees = (kernels.shape[3] - 1, kernels.shape[4] - 1)
-    n1, n2 = (2 * m + 4 if m else 1 for m in degrees)
+    # Wide kernels have flat symbols with close eigenvalues: fewer points, more steps.
+    more, steps = (4, 6) if cin < _WIDE else (2, min(24, 7 + cin // 64))
+    n1, n2 = (2 * m + more if m else 1 for m in degrees)
     points = half_turn((n1, n2)).to(kernels) * torch.tensor([2 * math.pi / n1, 2 * math.pi / n2], device=kernels.device)
     grid = points.expand(groups, -1, 2)
     symbols = _Symbols(kernels)
     start = torch.view_as_complex(start_vector(2 * cin, kernels).reshape(1, cin, 1, 2))
-    v, sample = symbols.lanczos(start.repeat(groups, 1, grid.shape[1]), grid, min(24, 5 + cin // 64))
+    v, sample = symbols.lanczos(start.repeat(groups, 1, grid.shape[1]), grid, steps)
     # The best groups, each with its own best points.
     top = min(groups, _CANDIDATES)
     count = min(_CANDIDATES // top, sample.shape[1])
@@ -136,7 +139,7 @@ def find_peak(kernels: Tensor) -> Peak:
     if groups > 1:
         symbols.rows = symbols.rows[chosen]
     radius = [math.pi / max(n, 2) for n in (n1, n2)]
-    v, value = symbols.lanczos(v, w := symbols.moved(v, w, radius), 6)
+    v, value = symbols.lanczos(v, w := symbols.moved(v, w, radius), 4)
     w = symbols.moved(v, w, [r / 4 for r in radius])
     row, column = divmod(int(value.argmax()), value.shape[1])
     fine1, fine2 = (FINE * m if m else 1 for m in degrees)

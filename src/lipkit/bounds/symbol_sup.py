@@ -107,7 +107,10 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, poin
     sample = peak.sample.double()
     # Nearly constant symbols, as those of orthogonal kernels, are proved to many digits by a few cells.
     for finer in (1e-9, 1e-7, 1e-5, 1e-3):
-        if finer < tolerance and choose_periods(symbol, sample, squared * (1 + 2 * finer))[1] <= _FEW:
+        # Only the curvature lets cells be large at such levels.
+        if symbol.curvature > 100 * finer * squared or finer >= tolerance:
+            continue
+        if choose_periods(symbol, sample, squared * (1 + 2 * finer))[1] <= _FEW:
             tolerance = finer
             break
     # The levels are those of G = F* F.
