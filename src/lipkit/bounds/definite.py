@@ -33,9 +33,9 @@ def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Ten
         return row.to(device), column.to(device), torch.ones(side * side, dtype=torch.float64, device=device)
     # LAPACK itself says where each entry goes, and which ones it conjugates.
     marks = np.arange(side * side).reshape(side, side) + 1j
-    packed = torch.from_numpy(lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0])  # type: ignore[attr-defined]
-    place = packed.real.to(torch.int64)
-    return place // side, place % side, packed.imag.contiguous()
+    packed = lapack.ztrttf(np.asfortranarray(marks), transr="N", uplo="L")[0]  # type: ignore[attr-defined]
+    row, column = np.divmod(packed.real.astype(np.int64), side)
+    return torch.from_numpy(row), torch.from_numpy(column), torch.from_numpy(packed.imag.copy())
 
 
 def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
