@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lipkit.bounds import symbol_sup
 from lipkit.bounds.cover import divided, first_cells, share
 from lipkit.bounds.definite import cholesky_succeeds, stored_entries
 from lipkit.bounds.gram_symbol import GramSymbol
@@ -134,3 +135,21 @@ def test_autocorrelation_is_the_definition() -> None:
                     wanted += kernel[:, :, s + d1, t + d2].mT @ kernel[:, :, s, t]
         assert torch.allclose(full[:, :, 1 + d1, 2 + d2], wanted)
         assert torch.allclose(full[:, :, 1 - d1, 2 - d2], wanted.mT)
+
+
+def test_lower_precision_of_products_does_not_enter_the_proof() -> None:
+    kernel = torch.randn(40, 32, 3, 3, generator=torch.Generator().manual_seed(3))
+    before = torch.get_float32_matmul_precision()
+    plain = symbol_sup(kernel)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        symbol, _ = symbol_of(1, 40, 32, 3, 3)
+        cells = first_cells(symbol, (8, 8))
+        truth = torch.stack([torch.linalg.eigvalsh(symbol.at(cell, (8, 8)))[-1] for cell in cells])
+        below = symbol.below(cells, (8, 8), float(truth.median()), room=1.0)
+        assert not bool((below & (truth > truth.median())).any())
+        assert bool(below[truth < truth.median() * (1 - 1e-3)].all())
+        # The search may go elsewhere; the bound stays one.
+        assert float(symbol_sup(kernel)) == pytest.approx(float(plain), rel=0.01)
+    finally:
+        torch.set_float32_matmul_precision(before)

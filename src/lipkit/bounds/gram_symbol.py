@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class GramSymbol:
     def _angles(self, points: Tensor, periods: tuple[int, int]) -> Tensor:
         """Angles ``<delta, 2 pi points / periods>``, ``(N, L)``; whole turns are removed in integers."""
         n1, n2 = periods
-        turns = (points * torch.tensor([n2, n1], device=points.device)) @ self.lags.mT
+        turns = points[:, :1] * (n2 * self.lags[:, 0]) + points[:, 1:] * (n1 * self.lags[:, 1])
         return torch.remainder(turns, n1 * n2).to(torch.float64) * (2 * math.pi / (n1 * n2))
 
     def _minus(self, cells: Tensor, periods: tuple[int, int], table: Tensor, out: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class GramSymbol:
         angle = self._angles(cells[:, 1:], periods)
         wave = torch.cat((angle.cos(), angle[:, 1:].sin()), 1).to(table.dtype)
         if self.groups == 1:
-            torch.mm(wave, table[0], out=out)
+            _product(wave, table[0], out)
         elif self.side <= _SMALL:
             torch.bmm(wave[:, None], table[cells[:, 0]], out=out[:, None])
         else:
@@ -102,7 +103,7 @@ class GramSymbol:
             for group, count in zip(
                 *(t.tolist() for t in cells[:, 0].unique_consecutive(return_counts=True)), strict=True
             ):
-                torch.mm(wave[start : start + count], table[group], out=out[start : start + count])
+                _product(wave[start : start + count], table[group], out[start : start + count])
                 start += count
         return torch.view_as_complex(out.unflatten(1, (-1, 2)))
 
@@ -132,7 +133,7 @@ class GramSymbol:
             bool ``(N,)``: True is a proof; False says nothing.
         """
         loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
-        if self.side < _SINGLE_FROM or loss > 0.7 * room:
+        if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
             return self._test(cells, periods, level, self._table)
         done = self._test(cells, periods, level, self.single_table())
         if loss > 0.05 * room and not bool(done.all()):
@@ -169,6 +170,14 @@ class GramSymbol:
             h[:, diagonal] += shift.clamp_min(0)[:, None].to(table.dtype)
             done[rows] = cholesky_succeeds(h, self.side) & (shift > 0)
         return done
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``a @ b`` in IEEE arithmetic: torch may be told to take float32 products in bfloat16 or TF32, numpy may not."""
+    if a.dtype == torch.float32:
+        np.matmul(a.numpy(), b.numpy(), out=out.numpy())
+    else:
+        torch.mm(a, b, out=out)
 
 
 def cholesky_error(side: int, unit: float) -> Tensor:
