@@ -1,7 +1,7 @@
 """The tables of docs/lipreg.md: adversarial training with and without Lipschitz regularisation, mean of three seeds.
 
     python benchmarks/lipreg.py
-    python benchmarks/lipreg.py --data mnist --limit 2000 --epochs 6 --root DATA
+    python benchmarks/lipreg.py --data mnist --root DATA --limit 1500 --epochs 6 --samples 300 --rows AT "AT+LipReg 0.1"
 
 Each row trains the recipe digits_at (`convnet`, PGD in the l_inf ball of 0.15) with another penalty. What is printed of
 each network, exported: the product of the bounds of its regularised layers, by LipBound and by the supremum of the
