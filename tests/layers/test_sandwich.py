@@ -15,7 +15,8 @@ from lipkit.conv import fold
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin, SandwichConv2d, SandwichLinear
 from lipkit.layers._base import circular_conv2d
-from lipkit.layers.sandwich import ACTIVATIONS, ContractionLinear, free_pair, slope_activation
+from lipkit.layers.activations import ACTIVATIONS, slope_activation
+from lipkit.layers.sandwich import ContractionLinear, free_pair
 from lipkit.linalg import cayley
 from lipkit.plain import FourierConv2d, SandwichBlock, load, save
 from lipkit.protocol import export, lipschitz

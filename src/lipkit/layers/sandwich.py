@@ -21,48 +21,18 @@ from lipkit.layers._base import (
     register_one_lipschitz,
     resampled_size,
 )
+from lipkit.layers.activations import slope_activation
 from lipkit.layers.cayley import free_and_scale, rescaled
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.plain import FourierConv2d, SandwichBlock
 from lipkit.protocol import Shape, export_rule, guard, lipschitz_rule
-from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
+from lipkit.protocol.slopes import slope_restricted
 
 SQRT2 = math.sqrt(2.0)
 # Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
 _BALANCED = math.tan(math.pi / 8)
 # Share of the usual size that X has at birth: A starts as a moderate rotation.
 _BIRTH_TURN = 0.5
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)
-}
-
-
-def slope_activation(activation: str | nn.Module) -> nn.Module:
-    """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
-
-    =============================================== ==================================================================
-    qualify                                         do not
-    =============================================== ==================================================================
-    relu, relu6, hardtanh, tanh, sigmoid,           GELU, SiLU, Mish, Hardswish, SELU (slopes above 1 or below 0), abs
-    hardsigmoid, softplus, softsign, logsigmoid,    and PReLU (slopes below 0, or learnable), MaxMin, GroupSort and
-    softshrink, tanhshrink, celu, elu (alpha <= 1), Softmax (not elementwise), Hardshrink and Threshold (jumps)
-    leakyrelu (slope <= 1)
-    =============================================== ==================================================================
-
-    Raises:
-        OptionError: an activation that does not qualify; the message lists those that do.
-
-    >>> slope_activation("tanh"), slope_activation(nn.LeakyReLU(0.1))
-    (Tanh(), LeakyReLU(negative_slope=0.1))
-    """
-    if isinstance(activation, str) and activation in ACTIVATIONS:
-        return ACTIVATIONS[activation]()
-    if isinstance(activation, nn.Module) and slope_restricted(activation):
-        return copy.deepcopy(activation)
-    raise OptionError(
-        f"activation: expected one with slope in [0, 1] ({', '.join(sorted(ACTIVATIONS))}, or such a module), "
-        f"got {activation!r}"
-    )
 
 
 def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

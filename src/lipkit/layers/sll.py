@@ -29,8 +29,8 @@ from lipkit.layers._base import (
     resampled_size,
     stride_modules,
 )
+from lipkit.layers.activations import slope_activation
 from lipkit.layers.aol import autocorrelation
-from lipkit.layers.sandwich import slope_activation
 from lipkit.linalg import at_least_float32
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
