@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lipkit.conv import Symbol, transform_matrices
+from lipkit.conv import Symbol
 from lipkit.conv.phases import apply_phases, check_fits, distinct_frequencies
 from lipkit.errors import ShapeError
-from lipkit.plain.fourier import MAX_SIDE
+from lipkit.plain.stored_symbol import MAX_SIDE, StoredSymbol
 
 
-class PhaseConv2d(nn.Module):
+class PhaseConv2d(StoredSymbol):
     r"""Circular convolution ``(B, cin, H, W) -> (B, cout, H, W)`` with kh x kw taps, H / kh and W / kw apart.
 
     It is stored as its symbol, the matrices at the distinct ones of kh kw frequencies, and evaluated on the phase
@@ -38,10 +37,6 @@ class PhaseConv2d(nn.Module):
     >>> layer(torch.ones(1, 2, 6, 9)).shape
     torch.Size([1, 4, 6, 9])
     """
-
-    real: Tensor
-    pair: Tensor
-    bias: Tensor | None
 
     def __init__(
         self,
@@ -68,23 +63,8 @@ class PhaseConv2d(nn.Module):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.height, self.width, self.complex_pairs = height, width, complex_pairs
         n_real, n_pair = distinct_frequencies(self.kernel_size)
-        matrix = (out_channels, in_channels)
         parts = 2 if complex_pairs else 1
-        self.register_buffer("real", torch.zeros(n_real, *matrix, device=device, dtype=dtype))
-        self.register_buffer("pair", torch.zeros(n_pair, parts, *matrix, device=device, dtype=dtype))
-        self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
-        self._make_transform()
-
-    def _make_transform(self) -> None:
-        made = transform_matrices(*self.kernel_size, dtype=self.real.dtype, device=self.real.device)
-        self.transforms = len(made)
-        for i, matrix in enumerate(made):
-            self.register_buffer(f"transform{i}", matrix, persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._make_transform()
-        return self
+        self.make_buffers((n_real, n_pair, parts), self.kernel_size, bias, device, dtype)
 
     @classmethod
     def from_symbol(
@@ -103,27 +83,13 @@ class PhaseConv2d(nn.Module):
             device=symbol.real.device,
             dtype=symbol.real.dtype,
         )
-        with torch.no_grad():
-            layer.real.copy_(symbol.real)
-            layer.pair.copy_(symbol.pair)
-            if layer.bias is not None and bias is not None:
-                layer.bias.copy_(bias)
-        return layer
-
-    def matrices(self) -> list[Tensor]:
-        """The transform of one phase image: one dense matrix, or one per axis."""
-        return [getattr(self, f"transform{i}") for i in range(self.transforms)]
-
-    def symbol(self) -> Symbol:
-        """The stored symbol on kh x kw."""
-        return Symbol(self.real, self.pair)
+        return layer.fill(symbol, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         c, h, w = self.in_channels, self.height, self.width
         if x.ndim != 4 or tuple(x.shape[1:]) != (c, h, w):
             raise ShapeError(f"PhaseConv2d: expected input of shape (B, {c}, {h}, {w}), got {tuple(x.shape)}")
-        y = apply_phases(self.symbol(), x, self.kernel_size, self.matrices())
-        return y if self.bias is None else y + self.bias[:, None, None]
+        return self.add_bias(apply_phases(self.symbol(), x, self.kernel_size, self.matrices()))
 
     def extra_repr(self) -> str:
         return (
