@@ -14,7 +14,8 @@ import lipkit
 
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
-    *("errors", "files", "linalg", "conv", "bounds", "plain", "protocol", "layers", "models", "data", "attacks"),
+    *("errors", "files", "linalg", "conv", "bounds", "plain", "protocol", "layers", "conversion", "models", "data"),
+    "attacks",
     "analysis",
     *("training", "certificates", "evaluation", "report", "cli", "testing"),
 ]

@@ -25,6 +25,7 @@ _HOME = {
     "save": "lipkit.plain",
     "load": "lipkit.plain",
     "certify": "lipkit.certificates",
+    "convert": "lipkit.conversion",
     "fit": "lipkit.training",
 }
 _PACKAGES = (
@@ -33,6 +34,7 @@ _PACKAGES = (
     "bounds",
     "certificates",
     "conv",
+    "conversion",
     "data",
     "errors",
     "evaluation",
@@ -51,6 +53,7 @@ __all__ = ["__version__", *sorted(_HOME), *_PACKAGES]
 if TYPE_CHECKING:
     from lipkit.analysis import analyze as analyze
     from lipkit.certificates import certify as certify
+    from lipkit.conversion import convert as convert
     from lipkit.plain import load as load
     from lipkit.plain import save as save
     from lipkit.protocol import export as export
