@@ -44,6 +44,7 @@ _PACKAGES = (
     "plain",
     "protocol",
     "report",
+    "shipping",
     "testing",
     "training",
 )

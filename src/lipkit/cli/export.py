@@ -1,0 +1,121 @@
+"""``lipkit export``: the network of a run in another form, its certificate checked again there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from lipkit.shipping.runtimes import Runtime
+
+FORMS = ("onnx", "torch", "safetensors", "hub", "robustbench")
+
+
+@click.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="See below.")
+@click.option("--out", type=click.Path(path_type=Path), help="File or folder to write; default: RUN/export/...")
+@click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Test samples to check.")
+@click.option("--licence", help="SPDX identifier of the weights' licence, for the model card.")
+@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+def command(run: Path, form: str, out: Path | None, samples: int, licence: str | None, root: Path | None) -> None:
+    """Write the network of RUN and check it where it will run.
+
+    \b
+    onnx         network.onnx, dynamic batch, standard operators, real arithmetic
+    torch        network.pt2, a torch.export program, dynamic batch
+    safetensors  a folder of config.json and model.safetensors (lipkit.load)
+    hub          a model folder with card: lipkit.shipping.from_pretrained, and the network inside
+    robustbench  the network's folder and model_info.json; lipkit.shipping.RobustBenchModel wraps the network
+
+    After writing, the file is read back in its runtime and evaluated on test samples: outputs, predictions and
+    certified accuracy are compared with the float64 network.
+    """
+    from lipkit import plain
+    from lipkit.cli import pipeline
+    from lipkit.cli.build import load_data
+    from lipkit.cli.train import data_root
+    from lipkit.errors import RunError
+    from lipkit.shipping import check_runtime
+
+    recipe = pipeline.read_recipe(run, [] if root is None else [data_root(root)])
+    if not (run / pipeline.NETWORK).is_dir():
+        raise RunError(
+            f"expected a finished run with a folder {pipeline.NETWORK}, got {run}: train it to the end first"
+        )
+    network = plain.load(run / pipeline.NETWORK)
+    data = load_data(recipe)
+    target, runtime = _write(run, form, out, licence, network)
+    import torch
+
+    x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
+    check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
+    click.echo(f"{check}\nwritten {target}")
+
+
+def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:
+    """Write one form; the path, and what runs it."""
+    from lipkit import plain, shipping
+
+    assert isinstance(network, plain.Network)
+    folder = run / "export"
+    if form == "onnx":
+        path = shipping.write_onnx(network, out or folder / "network.onnx")
+        return path, shipping.onnx_runtime(path)
+    if form == "torch":
+        path = shipping.write_program(network, out or folder / "network.pt2")
+        return path, shipping.program_runtime(path)
+    if form == "safetensors":
+        path = plain.save(network, out or folder / "network")
+        return path, shipping.module_runtime(plain.load(path))
+    if form == "hub":
+        path = _write_hub(run, out or folder / "hub", licence)
+        return path, shipping.module_runtime(plain.load(path / "network"))
+    path = plain.save(network, out or folder / "robustbench")
+    _write_info(run, path)
+    return path, shipping.module_runtime(shipping.RobustBenchModel(plain.load(path)))
+
+
+def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
+    """The model folder of a run: its recipe says the architecture, its last checkpoint the parameters."""
+    from lipkit import shipping
+    from lipkit.cli import pipeline
+    from lipkit.cli.build import build_model, load_data
+    from lipkit.errors import RunError
+    from lipkit.report import read_record
+    from lipkit.training import run_folder
+
+    recipe = pipeline.read_recipe(run)
+    data = load_data(recipe)
+    model = build_model(recipe, data)
+    found = run_folder.load_checkpoint(run)
+    if found is None:
+        raise RunError(
+            f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
+        )
+    run_folder.load_weights(model, found[1], run)
+    outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
+    return shipping.save_pretrained(
+        model,
+        folder,
+        name=recipe.model.name,
+        options={"input_shape": data.input_shape, "classes": outputs, **recipe.model.options},
+        input_shape=data.input_shape,
+        classes=data.classes,
+        card=shipping.model_card(read_record(run), folder=folder.name, licence=licence),
+    )
+
+
+def _write_info(run: Path, folder: Path) -> None:
+    from lipkit.errors import OptionError
+    from lipkit.files import write_atomic
+    from lipkit.report import Record, read_record
+    from lipkit.shipping import robustbench_info
+
+    record = read_record(run)
+    if not isinstance(record, Record):
+        raise OptionError("expected a run of a classification for robustbench, got a regression")
+    write_atomic(folder / "model_info.json", (json.dumps(robustbench_info(record), indent=1) + "\n").encode())

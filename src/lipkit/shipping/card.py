@@ -1,0 +1,130 @@
+"""Model cards: what a network is, what was proved and measured, in the form that model hubs read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from lipkit.certificates import format_radius
+from lipkit.report import Record, RegressionRecord
+
+_LOAD = """```python
+import lipkit
+
+network = lipkit.load("{folder}/network")  # the exported network: evaluate, certify, deploy this one
+model = lipkit.shipping.from_pretrained("{folder}")  # the free parameters: train on from here
+```"""
+
+
+def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence: str | None = None) -> str:
+    """README.md of a model folder: YAML front matter, then figures, proof method, recipe and how to load it.
+
+    Args:
+        record: of the run that made the model.
+        folder: how the loading example names the folder.
+        licence: SPDX identifier of the weights' licence; left out if the owner does not name one.
+
+    Every figure comes from the record; names in it are written so that they stay text.
+    """
+    rows = _rows(record)
+    results = [
+        {
+            "task": {"type": "image-classification" if isinstance(record, Record) else "tabular-regression"},
+            "dataset": {"name": _line(record.data.name), "type": _line(record.data.name)},
+            "metrics": [{"type": kind, "name": name, "value": value} for name, kind, value in rows],
+        }
+    ]
+    front: dict[str, Any] = {
+        "library_name": "lipkit",
+        "tags": ["lipkit", "lipschitz", "certified-robustness"],
+        "datasets": [_line(record.data.name)],
+        "model-index": [{"name": _line(record.name), "results": results}],
+    }
+    if licence is not None:
+        front = {"license": licence, **front}
+    bound = record.lipschitz
+    lines = [
+        "---",
+        yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        f"# {_text(record.name)}",
+        "",
+        f"Trained with [lipkit](https://pypi.org/project/lipkit/) on {_text(record.data.name)} "
+        f"({record.data.train_samples or 'unknown'} samples), measured on {record.data.test_samples} test samples.",
+        "",
+        "| figure | value |",
+        "|---|---|",
+        *(f"| {_text(name)} | {_value(kind, value)} |" for name, kind, value in rows),
+        f"| proved l2 Lipschitz constant | {bound.computed:.9g} |",
+        "",
+        f"The constant is proved in {_text(bound.dtype)} from the stored numbers (method: {_text(bound.method)}),",
+        "whatever training made of them. Radii are l2, for inputs in the units of the data (images in [0, 1]); input",
+        "normalisation is part of the network. Attacked accuracy is an upper bound of the robust one, certified",
+        "accuracy a lower bound.",
+        f"Network sha256: `{record.network_sha256}`.",
+        "",
+        "## Load",
+        _LOAD.format(folder=folder),
+        "",
+        "## Recipe",
+        "```yaml",
+        yaml.safe_dump(_plain(record.recipe), sort_keys=False, allow_unicode=True).rstrip().replace("```", "` ` `"),
+        "```",
+        "",
+        f"Software: {', '.join(f'{_text(k)} {_text(v)}' for k, v in record.versions.items())}. "
+        f"Machine: {_text(record.hardware.cpu)}, {record.hardware.cores} cores, {_text(record.hardware.device)}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _rows(record: Record | RegressionRecord) -> list[tuple[str, str, float]]:
+    """Name, kind and value of each figure."""
+    if isinstance(record, RegressionRecord):
+        return [
+            ("mean squared error", "mse", record.mse),
+            (f"proved deviation for an input deviation of {record.delta:g}", "deviation", record.deviation),
+            ("steepest slope found", "lower", record.lower),
+        ]
+    rows = [("clean accuracy", "accuracy", record.clean.value)]
+    rows += [
+        (f"certified accuracy, l2 radius {format_radius(row.eps)}", "certified_accuracy", row.share.value)
+        for row in record.certified
+    ]
+    rows += [
+        (f"{record.attack.name}, radius {format_radius(row.eps)}", "attacked_accuracy", row.share.value)
+        for row in record.attacked
+    ]
+    return rows
+
+
+def _value(kind: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if kind.endswith("accuracy") else f"{value:.6g}"
+
+
+def _text(value: object) -> str:
+    """One line of text that Markdown shows as it is.
+
+    >>> _text("a|b <c>")
+    'a\\\\|b &lt;c&gt;'
+    """
+    flat = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for sign in "\\`*_[]|#":
+        flat = flat.replace(sign, f"\\{sign}")
+    return flat
+
+
+def _line(value: object) -> str:
+    """One line: a name with line breaks could end the front matter."""
+    return " ".join(str(value).split())
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of plain values, as YAML's safe writer wants them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
