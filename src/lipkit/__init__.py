@@ -38,6 +38,7 @@ _PACKAGES = (
     "data",
     "errors",
     "evaluation",
+    "explorer",
     "layers",
     "linalg",
     "models",

@@ -14,7 +14,7 @@ import lipkit
 from lipkit.errors import LipkitError
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
-VERBS = ("train", "certify", "report", "bound", "list", "reproduce", "export")
+VERBS = ("train", "certify", "report", "bound", "list", "reproduce", "export", "explore")
 
 
 class _Lazy(click.Group):

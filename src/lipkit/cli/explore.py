@@ -1,0 +1,38 @@
+"""``lipkit explore``: look at one run, or at two side by side, in a browser on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("explore")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]")
+@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0, the default, takes a free one.")
+@click.option("--allow-remote", is_flag=True, help="Listen beyond loopback: anyone who reaches the host can look.")
+def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, allow_remote: bool) -> None:
+    """Serve a page that shows RUN: images, certified radii, adversarial examples at a radius that you slide.
+
+    Two runs on the same test samples are compared side by side. Stop it with Ctrl-C.
+    """
+    from lipkit.cli import pipeline
+    from lipkit.cli.build import load_data
+    from lipkit.cli.train import data_root
+    from lipkit.explorer import open_runs, serve
+    from lipkit.explorer.guard import check_host
+
+    check_host(host, allow_remote)  # before data is read
+    opened = []
+    for run in runs:
+        data = load_data(pipeline.read_recipe(run, [] if root is None else [data_root(root)]))
+        opened.append((run, data.test, data.classes))
+    serve(
+        open_runs(opened),
+        host=host,
+        port=port,
+        allow_remote=allow_remote,
+        ready=lambda address: click.echo(f"{address} shows {', '.join(map(str, runs))}; Ctrl-C stops it"),
+    )

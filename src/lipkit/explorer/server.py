@@ -1,0 +1,119 @@
+"""The explorer's web server: one page, a few JSON addresses, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Sequence
+from importlib import resources
+from typing import Any
+
+from lipkit.errors import LipkitError, OptionError
+from lipkit.explorer.guard import Guard, authorities, check_host
+from lipkit.explorer.runs import ExploredRun
+
+STATIC = {"explore.js": "text/javascript; charset=utf-8", "explore.css": "text/css; charset=utf-8"}
+
+
+def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
+    """The ASGI application for one or two opened runs.
+
+    Args:
+        runs: from `lipkit.explorer.open_runs`.
+        allowed: values of the Host header that are answered.
+
+    Raises:
+        OptionError: fastapi or jinja2 is not installed.
+    """
+    try:
+        import jinja2
+        from fastapi import FastAPI, HTTPException, Response
+        from fastapi.responses import HTMLResponse, JSONResponse
+    except ImportError as error:
+        raise OptionError(f'expected fastapi and jinja2 to explore: pip install "lipkit[serve]" ({error})') from error
+    # The interactive documentation of FastAPI loads scripts from elsewhere: off.
+    app = FastAPI(title="lipkit explorer", docs_url=None, redoc_url=None, openapi_url=None)
+    largest = max(run.largest for run in runs)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(_text("templates/explore.html.j2"))
+
+    @app.exception_handler(LipkitError)
+    async def _wrong(_: Any, error: LipkitError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=422)
+
+    @app.get("/")
+    def _page() -> HTMLResponse:
+        return HTMLResponse(template.render(runs=runs, classes=[run.name for run in runs]))
+
+    @app.get("/static/{name}")
+    def _static(name: str) -> Response:
+        if name not in STATIC:
+            raise HTTPException(404)
+        return Response(_text(f"static/{name}"), media_type=STATIC[name])
+
+    @app.get("/api/runs")
+    def _runs() -> dict[str, Any]:
+        return {"largest": largest, "runs": [run.summary(largest) for run in runs]}
+
+    @app.get("/api/runs/{number}/page")
+    def _thumbnails(number: int, start: int = 0, count: int = 24) -> list[dict[str, Any]]:
+        return _chosen(number).page(start, count)
+
+    @app.get("/api/runs/{number}/samples/{index}")
+    def _sample(number: int, index: int) -> dict[str, Any]:
+        return _chosen(number).sample(index)
+
+    @app.get("/api/runs/{number}/samples/{index}/attack")
+    def _attack(number: int, index: int, eps: float) -> dict[str, Any]:
+        return _chosen(number).attack(index, eps)
+
+    def _chosen(number: int) -> ExploredRun:
+        if not 0 <= number < len(runs):
+            raise OptionError(f"expected a run between 0 and {len(runs) - 1}, got {number}")
+        return runs[number]
+
+    return Guard(app, allowed)
+
+
+def serve(
+    runs: Sequence[ExploredRun],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allow_remote: bool = False,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until interrupted.
+
+    Args:
+        runs: from `lipkit.explorer.open_runs`.
+        host: address to listen on; only loopback without ``allow_remote``.
+        port: 0 takes a free one.
+        allow_remote: serve to other machines as well. There are no passwords.
+        ready: called with the address of the page once the port is open.
+
+    Raises:
+        OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.
+    """
+    check_host(host, allow_remote)
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise OptionError('expected uvicorn to explore: pip install "lipkit[serve]"') from error
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise OptionError(f"expected a free port on {host}, got port {port}: {error}") from error
+    with listener:
+        port = listener.getsockname()[1]
+        app = make_app(runs, authorities(host, port))
+        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")  # type: ignore[arg-type]
+        if ready is not None:
+            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _text(name: str) -> str:
+    return resources.files("lipkit.explorer").joinpath(name).read_text(encoding="utf-8")

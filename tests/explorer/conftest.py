@@ -1,0 +1,35 @@
+"""Two small runs to look at, trained once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lipkit.cli import pipeline
+from lipkit.cli.build import load_data
+from lipkit.explorer import ExploredRun, open_runs
+from lipkit.training.recipe import load_recipe
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    base = tmp_path_factory.mktemp("explored")
+    made = []
+    for name, seed in (("first", 0), ("<img src=x onerror=alert(1)>", 1)):
+        recipe = load_recipe(
+            "digits_cayley",
+            ["train.epochs=2", "certify.attack_steps=2", "certify.attack_samples=8", f"train.seed={seed}"],
+        )
+        assert pipeline.train(recipe, folder=base / name) is not None
+        made.append(base / name)
+    return made
+
+
+@pytest.fixture(scope="session")
+def runs(folders: list[Path]) -> list[ExploredRun]:
+    opened = []
+    for folder in folders:
+        data = load_data(pipeline.read_recipe(folder))
+        opened.append((folder, data.test, data.classes))
+    return open_runs(opened)

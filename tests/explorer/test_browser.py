@@ -1,0 +1,123 @@
+"""The explorer in a headless Chromium: the slider moves, picture and verdict follow, nothing leaves the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from lipkit.explorer import ExploredRun, serve
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None and "CI" not in os.environ, reason="no Chromium on this machine"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def address(runs: list[ExploredRun]) -> str:
+    found: list[str] = []
+    ready = threading.Event()
+
+    def tell(text: str) -> None:
+        found.append(text)
+        ready.set()
+
+    threading.Thread(target=lambda: serve(runs, ready=tell), daemon=True).start()
+    assert ready.wait(60)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser, address: str) -> Iterator[sync_api.Page]:
+    made = browser.new_page(viewport={"width": 1200, "height": 1500})
+    asked: list[str] = []
+    problems: list[str] = []
+    made.on("request", lambda request: asked.append(request.url))
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    made.goto(address)
+    sync_api.expect(made.locator("#radius")).to_have_attribute("data-shown", "0", timeout=60_000)
+    yield made
+    made.close()
+    assert not problems
+    assert asked
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(address).netloc}
+
+
+def slide(page: sync_api.Page, value: int) -> None:
+    page.evaluate(
+        "value => { const s = document.getElementById('radius'); s.value = value;"
+        " s.dispatchEvent(new Event('input', {bubbles: true})); }",
+        value,
+    )
+    sync_api.expect(page.locator("#radius")).to_have_attribute("data-shown", str(value), timeout=60_000)
+
+
+def test_the_slider_changes_verdict_picture_and_cursor(page: sync_api.Page, runs: list[ExploredRun]) -> None:
+    run = runs[0]
+    both = runs[0].correct & runs[1].correct & (runs[0].radius > 0.05) & (runs[1].radius > 0.05)
+    chosen = int(both.nonzero()[0])
+    page.fill("#index", str(chosen))
+    page.locator("#index").press("Enter")
+    _, y = run.split.batch(torch.tensor([chosen]))
+    sync_api.expect(page.locator("#run-0 .truth")).to_have_text(str(int(y[0])))
+    slide(page, 1)
+    verdict = page.locator("#run-0 .verdict")
+    assert "certified: no change" in verdict.inner_text()
+    assert page.locator("#run-0 .adversarial").get_attribute("src") is None
+    clean = page.locator("#run-0 .clean").get_attribute("src")
+    before = page.locator("#cursor").get_attribute("x1")
+    legend = page.locator("#legend").inner_text()
+
+    slide(page, int(page.locator("#radius").get_attribute("max") or 0))
+    assert "an adversarial example exists" in verdict.inner_text()
+    shown = page.locator("#run-0 .adversarial").get_attribute("src")
+    assert shown is not None
+    assert shown != clean
+    assert page.locator("#run-0 .difference").get_attribute("src") not in (None, shown, clean)
+    assert float(page.locator("#cursor").get_attribute("x1") or 0) > float(before or 0)
+    assert page.locator("#legend").inner_text() != legend
+    norm = float(page.locator("#run-0 .norm").inner_text())
+    assert norm >= float(run.radius[chosen]) * 0.999
+    assert "an adversarial example exists" in page.locator("#run-1 .verdict").inner_text()
+
+    slide(page, 0)
+    assert "certified: no change" in verdict.inner_text()
+
+
+def test_keys_move_the_slider_and_samples_can_be_picked(page: sync_api.Page) -> None:
+    page.locator("#radius").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    sync_api.expect(page.locator("#radius")).to_have_attribute("data-shown", "2", timeout=60_000)
+    assert page.locator("#radius-text").inner_text() == "2/255"
+    assert page.locator("#samples button").count() == 24
+    page.locator("#later").click()
+    page.wait_for_selector("#samples button[data-index='24']")
+    page.locator("#samples button[data-index='25']").click()
+    sync_api.expect(page.locator("#index")).to_have_value("25")
+    sync_api.expect(page.locator("#samples [aria-current=true]")).to_have_attribute("data-index", "25")
+
+
+def test_names_stay_text_and_the_page_can_be_photographed(page: sync_api.Page) -> None:
+    assert "<img src=x onerror=alert(1)>" in page.locator("#run-1 h2").inner_text()
+    assert page.locator("img[src='x']").count() == 0
+    if target := os.environ.get("LIPKIT_SCREENSHOT"):
+        slide(page, 60)
+        page.screenshot(path=target)

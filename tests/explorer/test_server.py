@@ -1,0 +1,175 @@
+"""The explorer without a browser: what it answers, and whom it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from lipkit.cli import pipeline
+from lipkit.cli.build import load_data
+from lipkit.errors import LipkitError, OptionError, RunError
+from lipkit.explorer import ExploredRun, make_app, open_runs
+from lipkit.explorer.guard import HEADERS, authorities, check_host
+
+HOST = "127.0.0.1:8000"
+
+
+def get(runs: list[ExploredRun], path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    async def request() -> httpx.Response:
+        transport = httpx.ASGITransport(app=make_app(runs, authorities("127.0.0.1", 8000)))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(request())
+
+
+def test_the_page_escapes_names_and_loads_nothing_from_elsewhere(runs: list[ExploredRun]) -> None:
+    answer = get(runs, "/")
+    assert answer.status_code == 200
+    assert "<img src=x" not in answer.text
+    assert "&lt;img src=x onerror=alert(1)&gt;" in answer.text
+    assert "http://" not in answer.text
+    assert "https://" not in answer.text
+    for name, value in HEADERS.items():
+        assert answer.headers[name] == value
+    for name in ("explore.js", "explore.css"):
+        text = get(runs, f"/static/{name}").text
+        assert len(text) > 1000
+        # the one address in it names the SVG format
+        assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+    assert get(runs, "/static/../server.py").status_code == 404
+    assert get(runs, "/static/server.py").status_code == 404
+    assert get(runs, "/docs").status_code == get(runs, "/openapi.json").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "127.0.0.1:8001"}, 403),
+        ({"host": "127.0.0.1"}, 403),
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "127.0.0.1:8000@evil.example"}, 403),
+        ({"origin": f"http://{HOST}"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "https://127.0.0.1:8000"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+def test_foreign_hosts_and_origins_are_refused(runs: list[ExploredRun], headers: dict[str, str], status: int) -> None:
+    answer = get(runs, "/api/runs/0/samples/0", headers)
+    assert answer.status_code == status
+    assert ("image" in answer.text) == (status == 200)
+
+
+def test_samples_attacks_and_the_curve_agree_with_the_certificate(runs: list[ExploredRun]) -> None:
+    run = runs[0]
+    summary = get(runs, "/api/runs").json()
+    curve = summary["runs"][0]["curve"]
+    for eps, share in list(zip(curve["eps"], curve["certified"], strict=True))[::20]:
+        assert share == pytest.approx(float((run.correct & (run.radius > eps)).double().mean()), abs=1e-12)
+    chosen = int((run.correct & (run.radius > 0.05)).nonzero()[0])
+    sample = get(runs, f"/api/runs/0/samples/{chosen}").json()
+    x, y = run.split.batch(torch.tensor([chosen]))
+    with torch.no_grad():
+        logits = run.exact(x.double())[0]
+    others = logits.clone()
+    others[int(y[0])] = -torch.inf
+    assert sample["margin"] == pytest.approx(float(logits[int(y[0])] - others.max()), abs=1e-9)
+    assert sample["image"].startswith("data:image/png;base64,")
+    below = get(runs, f"/api/runs/0/samples/{chosen}/attack", None).status_code
+    assert below == 422  # no radius
+    inside = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps={run.radius[chosen].item() * 0.99}").json()
+    assert (inside["verdict"], inside["found"]) == ("certified", False)
+    far = get(runs, f"/api/runs/0/samples/{chosen}/attack?eps=3").json()
+    assert (far["verdict"], far["found"], far["certified"]) == ("broken", True, False)
+    assert run.radius[chosen].item() <= far["norm"] <= 3
+    assert far["prediction"] != sample["label"]
+    assert get(runs, f"/api/runs/0/samples/{chosen}/attack?eps=0").json()["verdict"] == "certified"
+
+
+def test_a_misclassified_sample_is_called_wrong(runs: list[ExploredRun]) -> None:
+    wrong = (~runs[0].correct).nonzero()
+    assert len(wrong), "two epochs leave errors"
+    assert runs[0].attack(int(wrong[0]), 0.5)["verdict"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/2/samples/0",
+        "/api/runs/-1/samples/0",
+        "/api/runs/0/samples/100000",
+        "/api/runs/0/samples/-1",
+        "/api/runs/0/samples/zero",
+        "/api/runs/0/samples/0/attack?eps=-1",
+        "/api/runs/0/samples/0/attack?eps=nan",
+        "/api/runs/0/samples/0/attack?eps=1e300",
+    ],
+)
+def test_bad_addresses_are_answered_in_one_sentence(runs: list[ExploredRun], path: str) -> None:
+    answer = get(runs, path)
+    assert answer.status_code == 422
+    assert "detail" in answer.json()
+
+
+def test_a_page_of_thumbnails_stays_in_range(runs: list[ExploredRun]) -> None:
+    assert [row["index"] for row in get(runs, "/api/runs/0/page?start=5&count=3").json()] == [5, 6, 7]
+    assert get(runs, "/api/runs/0/page?start=1000000&count=3").json() == []
+    assert len(get(runs, "/api/runs/0/page?start=0&count=1000000").json()) == 64
+    assert get(runs, "/api/runs/0/page?start=-5&count=2").json() == []
+
+
+def test_only_loopback_unless_told() -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.3.2.1"):
+        check_host(host, False)
+    for host in ("0.0.0.0", "::", "192.168.1.2", "example.org", ""):
+        with pytest.raises(OptionError, match="expected a loopback address"):
+            check_host(host, False)
+        check_host(host, True)
+
+
+def test_runs_that_do_not_fit_are_refused(folders: list[Path], runs: list[ExploredRun], tmp_path: Path) -> None:
+    data = load_data(pipeline.read_recipe(folders[0]))
+    with pytest.raises(OptionError, match="expected one run, or two to compare, got 0"):
+        open_runs([])
+    with pytest.raises(OptionError, match="got 3"):
+        open_runs([(folders[0], data.test, data.classes)] * 3)
+    with pytest.raises(RunError, match="expected radii of 5 test samples"):
+        open_runs([(folders[0], data.test.take(5), data.classes)])
+    copied = tmp_path / "copied"
+    shutil.copytree(folders[0], copied)
+    shutil.rmtree(copied / "network")
+    shutil.copytree(folders[1] / "network", copied / "network")
+    with pytest.raises(RunError, match="expected the network of its record, got another"):
+        open_runs([(copied, data.test, data.classes)])
+    (copied / "radii.csv").write_text("index,label\n0,1\n")
+    shutil.rmtree(copied / "network")
+    shutil.copytree(folders[0] / "network", copied / "network")
+    with pytest.raises(RunError, match="expected columns correct, prediction"):
+        open_runs([(copied, data.test, data.classes)])
+    (copied / "radii.csv").unlink()
+    with pytest.raises(RunError, match="run lipkit certify"):
+        open_runs([(copied, data.test, data.classes)])
+    (copied / "record.json").unlink()
+    with pytest.raises(LipkitError):
+        open_runs([(copied, data.test, data.classes)])
+
+
+def test_the_command_refuses_the_network_before_it_reads_data(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from lipkit.cli.explore import command
+
+    outcome: Any = CliRunner().invoke(command, [str(tmp_path), "--host", "0.0.0.0"])
+    assert isinstance(outcome.exception, OptionError)
+    assert "expected a loopback address" in str(outcome.exception)
