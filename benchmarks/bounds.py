@@ -15,14 +15,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
-from lipkit.bounds import METHODS, circular, lipbound, lipbound_estimate, symbol_sup
-from lipkit.bounds.power import farnia_lower_estimate
+from lipkit.bounds import symbol_sup
+from lipkit.cli.measures.kernels import methods, random_kernel, true_norm
 
 N = 32
 SHAPES = {
@@ -31,16 +29,6 @@ SHAPES = {
     "64x64x3x3": (64, 64, 3, 3),
     "256x256x3x3": (256, 256, 3, 3),
 }
-
-
-def methods() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Name -> function, upper bounds first."""
-    table: dict[str, Callable[[Tensor], Tensor]] = dict(METHODS)
-    table["lipbound, paper's factor"] = lambda k: lipbound(k, correction="paper")
-    table["circular (32 x 32 only)"] = lambda k: circular(k, N, N)
-    table["lipbound_estimate (paper)"] = lipbound_estimate
-    table["farnia_lower_estimate"] = lambda k: farnia_lower_estimate(k, N, N)
-    return table
 
 
 def power_iterations(kernel: Tensor) -> Tensor:
@@ -54,31 +42,6 @@ def power_iterations(kernel: Tensor) -> Tensor:
         return F.conv2d(x, kernel, padding=p).norm()
 
 
-def truth(kernel: Tensor, n: int) -> float:
-    """Norm with zero padding (k - 1) // 2 on n x n."""
-    k = kernel.double()
-    p = (k.shape[-1] - 1) // 2
-    shape_in = (1, k.shape[1], n, n)
-    shape_out = F.conv2d(torch.zeros(shape_in, dtype=k.dtype), k, padding=p).shape
-
-    def forward(v: np.ndarray) -> np.ndarray:
-        return F.conv2d(torch.from_numpy(v.reshape(shape_in).copy()), k, padding=p).numpy().ravel()
-
-    def adjoint(v: np.ndarray) -> np.ndarray:
-        return F.conv_transpose2d(torch.from_numpy(v.reshape(shape_out).copy()), k, padding=p).numpy().ravel()
-
-    size = (int(np.prod(shape_out)), int(np.prod(shape_in)))
-    operator = LinearOperator(size, matvec=forward, rmatvec=adjoint, dtype=np.float64)
-    if min(size) <= 64:
-        dense = np.stack([forward(e) for e in np.eye(size[1])], 1)
-        return float(np.linalg.norm(dense, 2))
-    return float(svds(operator, k=1, tol=1e-6, return_singular_vectors=False, random_state=0)[0])
-
-
-def random_kernel(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def smooth_kernel(*shape: int, seed: int) -> Tensor:
     """Like a trained one: a low-pass part common to all taps, and noise."""
     g = torch.Generator().manual_seed(seed)
@@ -89,9 +52,9 @@ def smooth_kernel(*shape: int, seed: int) -> Tensor:
 
 def times(kernel: Tensor, repeats: int) -> dict[str, float]:
     """Median process time of each method over that of the power iterations, interleaved."""
-    functions = {"power": power_iterations, **methods()}
+    functions = {"power": power_iterations, **methods(N)}
     large = kernel.numel() > 10**5
-    slow = ("gram", "circular (32 x 32 only)") if large else ()
+    slow = ("gram", "circular") if large else ()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for name, f in functions.items():
         if name not in slow:
@@ -134,15 +97,15 @@ def main() -> None:
         ratios: dict[str, list[float]] = {}
         for seed in range(count):
             kernel = random_kernel(*shape, seed=seed)
-            exact = truth(kernel, N)
-            for name, f in methods().items():
+            exact = true_norm(kernel, N)
+            for name, f in methods(N).items():
                 ratios.setdefault(name, []).append(float(f(kernel)) / exact)
         out["ratio"][label] = {n: (statistics.mean(r), statistics.pstdev(r), len(r)) for n, r in ratios.items()}
         out["time"][label] = times(random_kernel(*shape, seed=0), args.repeats)
 
     print(f"| method | {' | '.join(f'{s} ratio | time' for s in SHAPES)} |")
     print(f"|---|{'---|---|' * len(SHAPES)}")
-    for name in methods():
+    for name in methods(N):
         cells = []
         for s in SHAPES:
             mean, deviation, _ = out["ratio"][s][name]
@@ -173,7 +136,7 @@ def main() -> None:
             ratios_ = []
             for seed in range(5):
                 kernel = random_kernel(4, 3, k, k, seed=seed)
-                ratios_.append(float(symbol_sup(kernel, tolerance=1e-3)) / truth(kernel, n))
+                ratios_.append(float(symbol_sup(kernel, tolerance=1e-3)) / true_norm(kernel, n))
             out["distance"][f"k={k}, n={n}"] = (statistics.mean(ratios_), max(ratios_))
             cells.append(f"{statistics.mean(ratios_):.3f} (max {max(ratios_):.3f})")
         print(f"| {k} | {' | '.join(cells)} |")

@@ -17,7 +17,18 @@ ORDER = [
     *("errors", "files", "linalg", "conv", "bounds", "plain", "protocol", "layers", "conversion", "models", "data"),
     "attacks",
     "analysis",
-    *("training", "certificates", "evaluation", "report", "shipping", "explorer", "cli", "testing"),
+    *(
+        "training",
+        "certificates",
+        "wasserstein",
+        "evaluation",
+        "report",
+        "shipping",
+        "explorer",
+        "benchmark",
+        "cli",
+        "testing",
+    ),
 ]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem != "__init__")
 

@@ -48,6 +48,7 @@ _PACKAGES = (
     "shipping",
     "testing",
     "training",
+    "wasserstein",
 )
 
 __all__ = ["__version__", *sorted(_HOME), *_PACKAGES]

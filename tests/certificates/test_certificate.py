@@ -198,7 +198,8 @@ def test_csv_reads_back_exactly(tmp_path: Path) -> None:
     certificate.save_csv(tmp_path / "radii.csv")
     with (tmp_path / "radii.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["index", "label", "prediction", "correct", "radius", "margin"]
+    assert list(rows[0]) == ["index", "label", "prediction", "correct", "radius", "margin", "radius_ignored"]
+    assert [float(row["radius_ignored"]) for row in rows] == certificate.radius_ignored.tolist()
     assert [float(row["radius"]) for row in rows] == certificate.radius.tolist()
     assert [float(row["margin"]) for row in rows] == certificate.margin.tolist()
     assert [int(row["index"]) for row in rows] == list(range(40))

@@ -77,7 +77,7 @@ def test_version(capsys):
         (["report", "/nowhere"], "expected a run folder, got /nowhere"),
         (["list", "colours"], "'colours' is not one of 'layers', 'models', 'datasets', 'recipes'"),
         (["reproduce", "table1"], "unknown table 'table1'; known: "),
-        (["reproduce", "cayley_kwlarge", "x"], "expected changes KEY=VALUE, got 'x'"),
+        (["reproduce", "cayley_1", "x"], "expected one recipe and changes KEY=VALUE, got 'cayley_1' and 'x'"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(arguments, message, capsys):

@@ -20,8 +20,8 @@ QUICK = [
     "certify.eps=36/255", "certify.attack_steps=2", "certify.attack_samples=20",
 ]  # fmt: skip
 FILES = {
-    "recipe.yaml", "settings.json", "metrics.jsonl", "checkpoints", "network", "record.json", "radii.csv",
-    "examples.safetensors", "report.html",
+    "recipe.yaml", "settings.json", "metrics.jsonl", "metrics.csv", "checkpoints", "network", "record.json",
+    "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html",
 }  # fmt: skip
 
 

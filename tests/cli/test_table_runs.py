@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from torch import nn
 from lipkit import plain
 from lipkit.cli import pipeline, tables
 from lipkit.cli.main import main
+from lipkit.cli.stand_in import DIGITS, Available
 from lipkit.cli.table_runs import plan
-from lipkit.cli.tables import TABLES, Row, Table
+from lipkit.cli.tables import After, Row, Table
 from lipkit.data import Split
+from lipkit.errors import ShapeError
 from lipkit.evaluation import evaluate_regression
 from lipkit.report import read_record, write_record
+from lipkit.report.measurement import MeasurementRecord, read_any_record
 from lipkit.report.record import from_regression
 
 QUICK = (
@@ -26,24 +30,27 @@ QUICK = (
 )
 
 
-def save_record(folder: Path, tightness: float) -> None:
+def save_record(folder: Path, tightness: float, recipe: dict[str, Any] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     network = plain.Network([nn.Linear(1, 1)], (1,))
     x = torch.linspace(-1, 1, 5)[:, None]
     evaluation = evaluate_regression(network, Split(x, network(x)), restarts=2, steps=2)
     search = {"restarts": 2, "steps": 2, "seed": 0}
-    record = from_regression(evaluation, name=folder.name, data="line", search=search)
+    record = from_regression(evaluation, name=folder.name, data="line", search=search, recipe=recipe)
     write_record(record.model_copy(update={"tightness": tightness, "mse": 0.25}), folder / "record.json")
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     made = Table(
-        "Paper, table 1",
-        "a test",
-        (
-            Row("Small net, gamma 1", "square_wave", QUICK, {"tightness": 0.9}),
-            Row("other", "square_wave", (*QUICK, "train.lr=0.5")),
+        source="Paper, table 1",
+        description="a test",
+        recipe="square_wave",
+        columns={"tightness": "tightness"},
+        rows=(
+            Row(label="Small net, gamma 1", set=QUICK, published=(90.0,)),
+            Row(label="other", set=(*QUICK, "train.lr=0.5")),
+            Row(label="elsewhere", absent="not in the paper", published=(12.5,)),
         ),
         seeds=2,
         smoke=("train.epochs=1",),
@@ -72,10 +79,12 @@ def test_what_is_missing_is_trained_and_what_was_cut_is_resumed(table, monkeypat
     assert main(arguments) == 0
     assert seen == [(1, 0.03, 3, "resumed"), (0, 0.5, 3, "new"), (1, 0.5, 3, "new")]
     captured = capsys.readouterr()
-    assert "1 of 4 runs are there, 3 to train" in captured.err
+    assert "1 of 4 runs are there, 3 to make" in captured.err
     shown = [re.split(r"  +", line) for line in captured.out.splitlines()]
-    assert ["Small net, gamma 1", "tightness", "2", "90.00 %", "55.00 %", "7.07 %", "-35.00 %", "0.25"] in shown
-    assert ["other", "test_mse", "2", "0.25", "0", "0.25"] in shown
+    assert ["Small net, gamma 1", "tightness", "full", "2", "90.00 %", "55.00 %", "7.07 %", "-35.00 %", "0.25"] in shown
+    assert ["other", "tightness", "full", "2", "55.00 %", "7.07 %", "0.25"] in shown
+    assert ["elsewhere", "tightness", "12.50 %", "not made"] in shown
+    assert "elsewhere: not in the paper" in captured.out
 
     seen.clear()
     save_record(runs[0].folder, 0.7)
@@ -101,39 +110,117 @@ def test_a_smoke_run_in_two_processes(table, tmp_path, capsys):
     assert all((tmp_path / "t1" / name / "report.html").is_file() for name in folders)
     record = read_record(tmp_path / "t1" / folders[1])
     assert f"{100 * record.tightness:.2f} %" in captured.out
+    assert "smoke: NOT the paper's setting" in captured.out
+    assert "train.epochs=1" in captured.out
     assert record.recipe["train"]["epochs"] == 1
+
+
+def test_with_all_a_failing_run_does_not_stop_the_others(table, monkeypatch, tmp_path, capsys):
+    def train(recipe, *, folder=None, resume=None, display=None):
+        if recipe.train.lr == 0.03:
+            raise ShapeError("expected luck, got none")
+        save_record(folder, 0.5)
+
+    monkeypatch.setattr(pipeline, "train", train)
+    monkeypatch.setattr(tables, "TABLES", {"t1": table})
+    assert main(["reproduce", "--all", "--scale", "smoke", "--workers", "1", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "1 runs failed: t1: Small net, gamma 1, seed 0: ShapeError: expected luck, got none" in captured.err
+    shown = [re.split(r"  +", line) for line in captured.out.splitlines()]
+    assert ["Small net, gamma 1", "tightness", "90.00 %", "not made"] in shown
+    assert ["other", "tightness", "smoke", "1", "50.00 %", "0.25"] in shown
+
+
+def test_records_are_kept_and_printed_without_training(table, monkeypatch, tmp_path, capsys):
+    def train(recipe, *, folder=None, resume=None, display=None):
+        made = pipeline.seeded(recipe, recipe.train.seed)
+        save_record(folder, 0.25 + 0.5 * recipe.train.seed, recipe=made.plain())
+
+    monkeypatch.setattr(pipeline, "train", train)
+    runs, kept = tmp_path / "runs", tmp_path / "records"
+    assert main(["reproduce", "t1", "--out", str(runs), "--keep", str(kept), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    files = sorted(str(p.relative_to(kept)) for p in kept.rglob("*") if p.is_file())
+    assert files == [f"t1/{row}/full-seed{s}.json" for row in ("other", "small-net-gamma-1") for s in (0, 1)]
+
+    monkeypatch.setattr(pipeline, "train", None)  # nothing is trained from here on
+    assert main(["reproduce", "t1", "--records", str(kept)]) == 0
+    assert capsys.readouterr().out == printed
+    # What is there of another scale is not shown as this one.
+    assert main(["reproduce", "t1", "--records", str(kept), "--scale", "hour"]) == 0
+    assert capsys.readouterr().out.count("not made") == 3
+    # A record of another recipe is marked.
+    path = kept / "t1" / "other" / "full-seed1.json"
+    record = read_record(path)
+    other = {**record.recipe, "train": {**record.recipe["train"], "lr": 0.25}}
+    write_record(record.model_copy(update={"recipe": other}), path)
+    assert main(["reproduce", "t1", "--records", str(kept)]) == 0
+    marked = capsys.readouterr().out
+    assert "full, full*" in marked
+    assert "*: made with other settings" in marked
+
+
+def test_a_run_of_another_table_is_taken_from_there(table, tmp_path):
+    first = plan(table, tmp_path / "t1", seeds=1)[0]
+    save_record(first.folder, 0.5)
+    again = plan(table.model_copy(update={"rows": (table.rows[0].model_copy(update={"label": "same"}),)}),
+                 tmp_path / "t2", seeds=1)  # fmt: skip
+    assert [run.folder for run in again] == [first.folder]
+    assert again[0].done
+
+
+def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys):
+    table = Table(
+        source="Paper, table 2",
+        description="a test",
+        columns={"error": "error", "norms": "norm_product"},
+        after={"norms": After(measure="layer_norms", skip=("hour",))},
+        rows=(
+            Row(label="measured", measure="truncation", options={"terms": 3}, published=(0.04, None)),
+            Row(label="trained", recipe="square_wave", set=(*QUICK, "train.epochs=1", "certify.search_steps=2")),
+        ),
+    )
+    monkeypatch.setitem(tables.TABLES, "t2", table)
+    arguments = ["reproduce", "t2", "--workers", "1", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    shown = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    record = read_any_record(next((tmp_path / "t2").glob("measured-seed0-*")))
+    assert isinstance(record, MeasurementRecord)
+    error = record.figures["error"]
+    assert 0 < error < 0.042
+    assert ["measured", "error", "full", "1", "0.04", f"{error:.4g}", f"{error - 0.04:+.4g}"] in shown
+    folder = next((tmp_path / "t2").glob("trained-seed0-*"))
+    network = plain.load(folder / "network")
+    expected = 1.0
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear):
+            expected *= float(torch.linalg.matrix_norm(layer.weight.double(), 2))
+    assert read_record(folder).further["norm_product"] == pytest.approx(expected, rel=1e-5)
+    assert ["trained", "norms", "full", "1", f"{expected:.4g}"] in shown
+    before = (folder / "record.json").read_bytes()
+    assert main(arguments) == 0
+    assert (folder / "record.json").read_bytes() == before
+
+
+def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch, tmp_path, capsys):
+    table = Table(source="P", description="d", columns={"clean": "clean"},
+                  rows=(Row(label="a", recipe="cifar10_cayley"), Row(label="w", measure="wasserstein",
+                        options={"family": "cayley", "data": "stl10"}, smoke_options={"data": "digits"})))  # fmt: skip
+    here = Available(tmp_path)  # an empty folder
+    smoke = plan(table, tmp_path, scale="smoke", available=here)
+    assert (smoke[0].recipe.data.spec, smoke[0].data) == (DIGITS, "digits enlarged to 3 x 32 x 32")
+    assert not smoke[0].missing
+    assert not smoke[1].missing
+    full = plan(table, tmp_path, available=here)
+    assert [run.missing for run in full] == ["cifar10", "stl10"]
+    monkeypatch.setitem(tables.TABLES, "t3", table)
+    assert main(["reproduce", "t3", "--root", str(tmp_path), "--out", str(tmp_path / "runs")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("not made") == 2
+    assert "cifar10: not there" in captured.err
 
 
 def test_a_failing_worker_stops_the_table_with_its_error(table, tmp_path, capsys):
     arguments = ["reproduce", "t1", "data=npz:/nowhere.npz", "--workers", "2", "--out", str(tmp_path)]
     assert main(arguments) == 2
     assert "nowhere.npz" in capsys.readouterr().err
-
-
-def test_the_square_wave_table_is_the_papers():
-    table = TABLES["square_wave"]
-    runs = plan(table, Path("runs"))
-    assert len(runs) == 36
-    recipes = [run.recipe for run in runs]
-    # One fixed recipe: nothing but the model and the seed differs.
-    assert (
-        len({(r.train.model_copy(update={"seed": 0}).model_dump_json(), r.certify.model_dump_json()) for r in recipes})
-        == 1
-    )
-    assert all(
-        (r.train.epochs, r.train.batch_size, r.loss.name, r.task) == (200, 50, "mse", "regression") for r in recipes
-    )
-    assert {r.model.options["gamma"] for r in recipes} == {1, 5, 10}
-    widths = {run.row.label.split(",")[0]: run.recipe.model.options["hidden"] for run in runs}
-    assert widths == {"AOL": [128] * 8, "orthogonal": [128] * 8, "SLL": [128] * 8, "sandwich": [86] * 8}
-    # [LBDN] table 1, in per cent.
-    published = {row.label: 100 * row.published["tightness"] for row in table.rows}
-    paper = {
-        "AOL": (77.2, 45.2, 47.9),
-        "orthogonal": (74.1, 72.8, 64.5),
-        "SLL": (99.9, 90.5, 67.9),
-        "sandwich": (99.9, 99.3, 94.0),
-    }
-    for family, values in paper.items():
-        for gamma, value in zip((1, 5, 10), values, strict=True):
-            assert published[f"{family}, gamma {gamma}"] == pytest.approx(value)

@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from lipkit.conv import Symbol, kernel_symbol
+from lipkit.conv import Symbol, kernel_symbol, phase_product
+from lipkit.conv.phase_product import apply_phases, merge_phases, split_phases
 from lipkit.conv.phases import (
-    apply_phases,
     check_fits,
     dilated_conv2d,
     distinct_frequencies,
     fitting_sizes,
     frequency_map,
     kernel_of_symbol,
-    merge_phases,
-    split_phases,
 )
 from lipkit.errors import ShapeError
 from lipkit.testing import dense_matrix
@@ -88,6 +86,69 @@ def test_phase_form_of_other_memory_formats_and_gradients() -> None:
     small = image(1, 3, 3, 6).requires_grad_()
     parts = [t.clone().requires_grad_() for t in symbol]
     assert torch.autograd.gradcheck(lambda x, r, p: apply_phases(Symbol(r, p), x, (3, 3)), (small, *parts))
+
+
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two images to a piece, and a last piece of one."""
+    monkeypatch.setattr(phase_product, "PIECE_NUMBERS", 1)
+    monkeypatch.setattr(phase_product, "PIECE_PIXELS", 12)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_pieces_of_a_batch_and_their_gradients(
+    biased: bool, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces(monkeypatch)
+    symbol = [t.requires_grad_() for t in random_symbol((3, 3), 4, 3, 1)]
+    bias = torch.randn(4, dtype=torch.float64).requires_grad_() if biased else None
+    x = image(5, 3, 6, 9)
+    x = (x.contiguous(memory_format=torch.channels_last) if channels_last else x).requires_grad_()
+    y = apply_phases(Symbol(*symbol), x, (3, 3), bias=bias)
+    kernel = kernel_of_symbol(Symbol(*symbol), (3, 3))
+    expected = dilated_conv2d(x, kernel)
+    expected = expected if bias is None else expected + bias[:, None, None]
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, expected)
+    inputs = [*symbol, x] if bias is None else [*symbol, bias, x]
+    upstream = image(5, 4, 6, 9)
+    for given in (upstream, upstream.contiguous(memory_format=torch.channels_last), upstream[:1].expand(5, -1, -1, -1)):
+        found, wanted = (torch.autograd.grad(z, inputs, given, retain_graph=True) for z in (y, expected))
+        torch.testing.assert_close(found, wanted)
+        assert found[-1].stride() == x.stride()
+    for i, one in enumerate(inputs):
+        # Each gradient on its own: the others are neither made nor needed.
+        (found,) = torch.autograd.grad(y, one, upstream, retain_graph=True)
+        torch.testing.assert_close(found, torch.autograd.grad(expected, inputs, upstream, retain_graph=True)[i])
+
+
+# The first forward-mode derivative makes torch script functions of its own, which it has deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_second_derivatives_forward_mode_and_function_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces(monkeypatch)
+    x = image(3, 2, 3, 6).requires_grad_()
+    real, pair = (t.clone().requires_grad_() for t in random_symbol((3, 3), 3, 2, 1))
+    bias = torch.randn(3, dtype=torch.float64).requires_grad_()
+
+    def f(x: torch.Tensor, real: torch.Tensor, pair: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return apply_phases(Symbol(real, pair), x, (3, 3), bias=bias)
+
+    inputs = (x[:1, :, :, :3].detach().clone().requires_grad_(), real, pair, bias)
+    assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(f, inputs)
+    fixed = [t.detach() for t in (real, pair, bias)]
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda v: f(v[None], *fixed)[0]))(x.detach())
+    dense = torch.autograd.functional.jacobian(lambda v: f(v[None], *fixed)[0], x[0].detach())
+    torch.testing.assert_close(jacobian, dense.expand_as(jacobian))
+
+
+def test_autocast_lowers_the_products() -> None:
+    symbol = Symbol(*(t.float() for t in random_symbol((3, 3), 3, 2, 1)))
+    x = image(3, 2, 6, 6, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = apply_phases(symbol, x, (3, 3))
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), apply_phases(symbol, x, (3, 3)), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("size", [(2, 2), (3, 3), (4, 4), (2, 3)], ids=str)

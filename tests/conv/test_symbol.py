@@ -108,7 +108,7 @@ def test_transform_is_orthonormal_and_inverts(
     size: tuple[int, int], dense_pixels: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dense_pixels is not None:
-        monkeypatch.setattr("lipkit.conv.spectrum.DENSE_PIXELS", dense_pixels)
+        monkeypatch.setattr("lipkit.conv.transform.DENSE_PIXELS", dense_pixels)
     h, w = size
     matrices = transform_matrices(h, w, dtype=torch.float64)
     assert len(matrices) == {None: 1 if h * w <= 64 else 2, 0: 2, 10**6: 1}[dense_pixels]
@@ -125,11 +125,21 @@ def test_transform_is_orthonormal_and_inverts(
 def test_dense_and_separable_coefficients_agree(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     h, w = size
     x = random(1, 2, h, w)
-    dense = analyse(x, transform_matrices(h, w, dtype=torch.float64))
-    monkeypatch.setattr("lipkit.conv.spectrum.DENSE_PIXELS", 0)
-    separable = analyse(x, transform_matrices(h, w, dtype=torch.float64))
-    assert torch.allclose(dense.real, separable.real, atol=1e-13)
-    assert torch.allclose(dense.pair, separable.pair, atol=1e-13)
+
+    def coefficients() -> dict[tuple[int, int], Tensor]:
+        """By frequency; where the other frequency of a pair was taken, its conjugate."""
+        s, f = analyse(x, transform_matrices(h, w, dtype=torch.float64)), frequencies(h, w)
+        found = {(a % h, b % w): one for (a, b), one in zip(f.real.tolist(), s.real, strict=True)}
+        for (a, b), (re, im) in zip(f.pair.tolist(), s.pair, strict=True):
+            found[a % h, b % w], found[-a % h, -b % w] = torch.complex(re, im), torch.complex(re, -im)
+        return found
+
+    dense = coefficients()
+    monkeypatch.setattr("lipkit.conv.transform.DENSE_PIXELS", 0)
+    separable = coefficients()
+    assert dense.keys() == separable.keys() == {(a, b) for a in range(h) for b in range(w)}
+    for frequency, one in dense.items():
+        assert torch.allclose(one, separable[frequency], atol=1e-13)
 
 
 @pytest.mark.parametrize("size", SIZES)

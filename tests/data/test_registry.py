@@ -20,9 +20,27 @@ def test_the_table_says_what_is_loaded():
         assert entry.source, name
 
 
-@pytest.mark.parametrize("spec", ["", "mnits", "cifar100", "folder:", "npz:", "a b:c", ":f", "pkg:", "3d:f", "pkg:a.b"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "mnits",
+        "cifar1000",
+        "folder:",
+        "images:",
+        "images:28:",
+        "images:/x",
+        "images:x:y",
+        "npz:",
+        "a b:c",
+        ":f",
+        "pkg:",
+        "3d:f",
+        "pkg:a.b",
+    ],
+)
 def test_unknown_names(spec):
-    known = r"digits, mnist, cifar10, square_wave, folder:PATH, npz:PATH or pkg\.mod:factory"
+    known = r"digits, mnist, cifar10, cifar100, .*, folder:PATH, images:SIZE:PATH, npz:PATH or pkg\.mod:factory"
     with pytest.raises(OptionError, match=known):
         load(spec)
 
@@ -48,7 +66,11 @@ def test_root(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "sizes", "mean"),
     # Means of the training images over all pixels, as widely published for normalisation.
-    [("mnist", (60_000, 10_000), 0.1307), ("cifar10", (50_000, 10_000), (0.4914 + 0.4822 + 0.4465) / 3)],
+    [
+        ("mnist", (60_000, 10_000), 0.1307),
+        ("cifar10", (50_000, 10_000), (0.4914 + 0.4822 + 0.4465) / 3),
+        ("cifar100", (50_000, 10_000), (0.5071 + 0.4865 + 0.4409) / 3),
+    ],
 )
 def test_the_real_files(name, sizes, mean):
     try:

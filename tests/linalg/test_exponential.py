@@ -17,10 +17,10 @@ from lipkit.linalg.exponential import (
     schatten_bound,
     skew_part,
     taylor,
-    taylor_exponential,
     taylor_range,
     truncation_bound,
 )
+from lipkit.linalg.skew_polynomial import taylor_exponential
 
 SHAPES = [(4, 4), (7, 3), (3, 7), (1, 5), (5, 1), (1, 1)]
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -160,6 +160,64 @@ def test_gradients(shape: tuple[int, int], complex_: bool) -> None:
     assert torch.autograd.gradcheck(exponential, w)
     assert torch.autograd.gradcheck(lambda w: taylor_exponential(w, 5), w)
     assert torch.autograd.gradcheck(lambda w: schatten_bound(skew_part(w)), w)
+
+
+def by_definition(w: torch.Tensor, terms: int) -> torch.Tensor:
+    a = skew_part(w)
+    scale = schatten_bound(a).clamp_min(1e-12)
+    return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 6, 10])
+@pytest.mark.parametrize("shape", [(2, 4, 4), (3, 2, 5, 3), (2, 4), (1, 1), (0, 3, 3)], ids=str)
+def test_fewer_products_give_the_same_value_and_gradient(shape: tuple[int, ...], terms: int) -> None:
+    w = random(*shape).requires_grad_()
+    upstream = random(*shape, seed=1)
+    made, expected = taylor_exponential(w, terms), by_definition(w, terms)
+    torch.testing.assert_close(made, expected, rtol=1e-13, atol=1e-13)
+    found, wanted = (torch.autograd.grad(q, w, upstream)[0] for q in (made, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(3, 256, 256), (1, 300, 271)], ids=str)
+def test_large_matrices_by_panels(shape: tuple[int, ...]) -> None:
+    # 256 rows are four panels of a product that is known to be symmetric; 300 end in a shorter one.
+    w = random(*shape).requires_grad_()
+    upstream = random(*shape, seed=1)
+    made, expected = taylor_exponential(w, 5), by_definition(w, 5)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-13)
+    found, wanted = (torch.autograd.grad(q, w, upstream)[0] for q in (made, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-14, 3e-13, 1e-12, 1e-5, 1e12])
+def test_tiny_and_huge_matrices_in_float32(scale: float) -> None:
+    # Below a norm of 1e-12 they are not scaled up to norm 1, and the scale has no gradient.
+    w = (scale * random(2, 20, 20, dtype=torch.float32)).requires_grad_()
+    upstream = random(2, 20, 20, dtype=torch.float32, seed=1)
+    made = taylor_exponential(w, 5)
+    double = w.detach().double().requires_grad_()
+    expected = by_definition(double, 5)
+    torch.testing.assert_close(made.double(), expected, rtol=0, atol=1e-5)
+    (found,) = torch.autograd.grad(made, w, upstream)
+    (wanted,) = torch.autograd.grad(expected, double, upstream.double())
+    error = (found.double() - wanted).abs().max()
+    assert float(error) <= 1e-4 * float(wanted.abs().max())
+
+
+# The first forward-mode derivative makes torch script functions of its own, which it has deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_second_derivatives_forward_mode_and_function_transforms() -> None:
+    w = random(2, 3, 2).requires_grad_()
+
+    def f(w: torch.Tensor) -> torch.Tensor:
+        return taylor_exponential(w, 5)
+
+    assert torch.autograd.gradcheck(f, w, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(f, w)
+    jacobians = torch.func.vmap(torch.func.jacrev(f))(w.detach())
+    for one, jacobian in zip(w.detach(), jacobians, strict=True):
+        torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(f, one))
 
 
 @pytest.mark.parametrize("function", [exponential, taylor_exponential])

@@ -9,7 +9,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Sum
 from lipkit.models import build, wrn_plain
-from lipkit.protocol import export
+from lipkit.protocol import export, lipschitz
 
 
 def test_wrn_28_10_has_the_published_size_and_depth() -> None:
@@ -78,3 +78,41 @@ def test_they_train_and_export(name, options, shape) -> None:
 def test_refusals(name, options, error) -> None:
     with pytest.raises(error):
         build(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("kwlarge", {"layer": "plain", "dense": [24, 16], "activation": "relu"}, (3, 8, 8)),
+        ("kwlarge", {"layer": "plain_conv", "dense": [24, 16]}, (1, 8, 12)),
+        ("lipconvnet", {"layer": "plain_conv", "width": 0.0625}, (3, 32, 32)),
+        ("lipconvnet", {"layer": "plain", "width": 0.0625, "depth": 10}, (3, 24, 24)),
+        ("resnet9", {"layer": "plain_conv", "width": 4}, (3, 16, 16)),
+        ("wide_resnet", {"layer": "plain", "widen": 1}, (3, 16, 16)),
+    ],
+)
+def test_unconstrained_counterparts_have_strides_and_whole_kernels(name, options, shape) -> None:
+    torch.manual_seed(0)
+    model = build(name, input_shape=shape, classes=4, **options).double()
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    dense = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    mode = "circular" if options["layer"] == "plain_conv" else "zeros"
+    assert convs
+    assert {m.padding_mode for m in convs} == {mode}
+    assert bool(dense) == (options["layer"] == "plain")
+    if name in ("kwlarge", "lipconvnet"):
+        strided = [m for m in convs if m.stride != (1, 1)]
+        assert [m.kernel_size for m in strided] == [(3, 3)] * (2 if name == "kwlarge" else 4)
+    x = torch.rand(3, *shape, dtype=torch.float64)
+    y = model.eval()(x)
+    assert y.shape == (3, 4)
+    exported = export(model, shape)
+    assert torch.allclose(exported(x), y, atol=1e-9)
+    assert float(lipschitz(exported)) > 0
+
+
+def test_an_even_plain_kernel_is_refused() -> None:
+    with pytest.raises(OptionError, match="expected an odd number for plain convolutions, got 2"):
+        build("kwlarge", layer="plain", kernel_size=2)
+    with pytest.raises(OptionError, match=r"sandwich, plain, plain_conv, got 'plane'"):
+        build("kwlarge", layer="plane")

@@ -225,3 +225,17 @@ def test_multipliers_travel_with_their_module() -> None:
     for multipliers in bad:
         with pytest.raises(ShapeError, match="multiplier"):
             Network([nn.ReLU(), nn.ReLU()], (2,), multipliers)
+
+
+# Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_maxmin_has_every_derivative_and_permutes_gradients_of_ties() -> None:
+    x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(maxmin, (x,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(maxmin, (x,))
+    each = torch.func.vmap(torch.func.jacrev(lambda one: maxmin(one[None])[0].flatten()))(x)
+    assert torch.equal(each.flatten(2).square().sum(2), torch.ones(2, 12))
+    ties = torch.zeros(1, 4, requires_grad=True)
+    maxmin(ties).backward(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert ties.grad is not None
+    assert sorted(ties.grad[0].tolist()) == [1, 2, 3, 4]

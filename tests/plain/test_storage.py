@@ -306,11 +306,12 @@ def test_no_folder(tmp_path: Path) -> None:
         "[]",
         "null",
         "3",
-        '{"schema_version": 2}',
         '{"schema_version": 1}',
-        '{"schema_version": 1, "network": {"type": "ReLU"}}',
-        '{"schema_version": 1, "network": NaN}',
-        '{"schema_version": 1, "network": {"type": "LeakyReLU", "negative_slope": Infinity}}',
+        '{"schema_version": 2}',
+        '{"schema_version": 3}',
+        '{"schema_version": 2, "network": {"type": "ReLU"}}',
+        '{"schema_version": 2, "network": NaN}',
+        '{"schema_version": 2, "network": {"type": "LeakyReLU", "negative_slope": Infinity}}',
         "[" * 100_000,
         '{"a":' * 100_000,
         "9" * 10_000,
@@ -517,7 +518,7 @@ def test_a_small_file_cannot_ask_for_a_large_transform(tmp_path: Path) -> None:
     layer = {"type": "FourierConv2d", "in_channels": 1, "out_channels": 1, "height": 1, "width": width, "bias": False}
     chain = {"type": "Network", "input_shape": [1, 1, width], "multipliers": {}, "modules": [layer] * count}
     save_file(real | pair, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"schema_version": 1, "sha256": "", "network": chain}))
+    (tmp_path / "config.json").write_text(json.dumps({"schema_version": 2, "sha256": "", "network": chain}))
     refused(tmp_path, "Fourier transforms")
 
 

@@ -46,7 +46,7 @@ def run(folder, resume=False, post_step=None):
     y = torch.arange(40) % 3
     return training.fit(
         model, (x, y), epochs=4, batch_size=8, lr=0.05, augment=random_flip, run_dir=folder, resume=resume,
-        post_step=post_step, accelerator="cpu",
+        post_step=post_step, accelerator="cpu", ema=0.9, accumulate=3,
     )
 """
 
@@ -75,5 +75,7 @@ def test_kill_9_loses_at_most_the_epoch_in_progress(tmp_path, subject, where, do
     assert resumed.epochs_done == whole.epochs_done == 4
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+        assert torch.equal(whole.average.state_dict()[name], resumed.average.state_dict()[name]), name
+        assert value.numel() == 0 or not torch.equal(value, whole.average.state_dict()[name]), name
     assert [row["loss"] for row in run_folder.read_metrics(folder)] == [row["loss"] for row in whole.history]
     assert not list(Path(folder).rglob("*.tmp"))

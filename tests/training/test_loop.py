@@ -41,6 +41,13 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
+def timeless(history):
+    """The history without what depends on the clock or the machine."""
+    return [
+        {k: v for k, v in row.items() if k not in ("seconds", "samples_per_second", "memory_mib")} for row in history
+    ]
+
+
 def jiggle(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return random_crop(x, 1, generator)
 
@@ -181,12 +188,11 @@ def test_resume_continues_bit_for_bit(tmp_path, optimizer):
             continue  # nothing was saved: a resume starts from the model it is given
         resumed = run(folder, resume=True)
         assert same(whole.model, resumed.model)
-        for a, b in zip(whole.history, resumed.history, strict=True):
-            assert {**a, "seconds": 0} == {**b, "seconds": 0}
+        assert timeless(whole.history) == timeless(resumed.history)
         assert run_folder.read_metrics(folder) == resumed.history
         states = [run_folder.load_checkpoint(f) for f in (whole.folder, folder)]
         assert states[0][0] == states[1][0] == 5
-        assert torch.equal(states[0][2]["rng_cpu"], states[1][2]["rng_cpu"])
+        assert all(torch.equal(states[0][1][name], states[1][1][name]) for name in states[0][1])
 
 
 def test_metrics_beyond_the_checkpoint_are_dropped_on_resume(tmp_path):
@@ -279,6 +285,7 @@ def test_regression_with_a_torch_dataset():
         def __getitem__(self, i):
             return torch.tensor([i / 64]), i / 32
 
+    torch.manual_seed(0)
     run = training.fit(nn.Linear(1, 1), Line(), loss="mse", epochs=60, lr=0.2, **COMMON)
     assert "accuracy" not in run.history[0]
     assert run.model.weight.item() == pytest.approx(2, abs=0.1)

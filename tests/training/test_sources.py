@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from lipkit.data import Split
 from lipkit.errors import DataError
 from lipkit.training.randomness import augment_generator, derived_seed
-from lipkit.training.sources import batches, source
+from lipkit.training.sources import batches, share, source
 
 
 class Noisy(Dataset):
@@ -43,14 +43,25 @@ def test_ranks_cut_the_batches_that_one_device_sees(ranks):
     parts = [list(batches(41, 12, seed=3, epoch=2, rank=r, ranks=ranks)) for r in range(ranks)]
     for number, batch in enumerate(whole):
         pieces = [part[number] for part in parts]
-        assert len({len(p) for p in pieces}) == 1
-        assert set(torch.cat(pieces).tolist()) == set(batch.tolist())
-        assert sum(map(len, pieces)) - len(batch) < ranks
+        assert sorted(torch.cat(pieces).tolist()) == sorted(batch.tolist())
+        assert [len(p) for p in pieces] == [share(len(batch), rank=r, ranks=ranks) for r in range(ranks)]
 
 
-def test_a_last_batch_smaller_than_the_ranks_is_padded_from_itself():
+def test_a_rank_without_a_sample_takes_one_for_company():
     last = [list(batches(9, 8, seed=0, epoch=0, rank=r, ranks=4))[-1] for r in range(4)]
     assert len({tuple(p.tolist()) for p in last}) == 1
+    assert [share(1, rank=r, ranks=4) for r in range(4)] == [1, 0, 0, 0]
+
+
+def test_a_dataset_that_fetches_many_at_once_is_asked_to():
+    class Many(Noisy):
+        def __getitems__(self, indices):
+            return [(torch.full((2,), i / 8), i % 2) for i in indices]
+
+    dataset = Many()
+    x, y = source(dataset).batch(torch.tensor([4, 1]))
+    assert dataset.read == 0
+    assert (x[:, 0].tolist(), y.tolist()) == ([0.5, 0.125], [0, 1])
 
 
 def test_streams_of_neighbouring_seeds_differ():

@@ -75,7 +75,7 @@ def pgd_l2(
     "An alternative surrogate loss for PGD-based adversarial testing", 2019 (one class after the other).
     """
     return ascend(
-        _BALL, model, x, y, eps, steps=steps, restarts=restarts, box=box, loss=loss, generator=generator,
+        BALL, model, x, y, eps, steps=steps, restarts=restarts, box=box, loss=loss, generator=generator,
         stop_early=stop_early, step_size=step_size, random_start=random_start,
     )  # fmt: skip
 
@@ -163,6 +163,6 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, device=generator.device).to(like)
 
 
-_BALL = Ball(direction=_unit, random=_random_ball, project=project)
+BALL = Ball(direction=_unit, random=_random_ball, project=project, distance=norms)
 
 __all__ = ["LOSSES", "Box", "Model", "margin_loss", "misclassified", "norms", "pgd_l2", "project"]

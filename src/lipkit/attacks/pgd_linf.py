@@ -63,7 +63,7 @@ def pgd_linf(
     References: Madry et al., "Towards deep learning models resistant to adversarial attacks", ICLR 2018, Sec. 2.1.
     """
     return ascend(
-        _BALL, model, x, y, eps, steps=steps, restarts=restarts, box=box, loss=loss, generator=generator,
+        BALL, model, x, y, eps, steps=steps, restarts=restarts, box=box, loss=loss, generator=generator,
         stop_early=stop_early, step_size=step_size, random_start=random_start,
     )  # fmt: skip
 
@@ -91,6 +91,17 @@ def project(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
     return result if box is None else result.clamp(*box)
 
 
+def largest(point: Tensor, centre: Tensor) -> Tensor:
+    """(N,) l_inf distances, computed in float64 from the numbers as they are (on the CPU where a device has none).
+
+    >>> largest(torch.tensor([[3.0, -4.0]]), torch.zeros(1, 2)).tolist()
+    [4.0]
+    """
+    if point.device.type == "mps":
+        return largest(point.cpu(), centre.cpu()).float().to(point.device)
+    return (point.double() - centre.double()).flatten(1).abs().amax(dim=1)
+
+
 def _signs(gradient: Tensor, generator: torch.Generator) -> Tensor:
     """The sign of each entry; random signs where a sample has no gradient, or one that is not a number."""
     flat = gradient.flatten(1)
@@ -105,4 +116,4 @@ def _cube(shape: Tensor, generator: torch.Generator) -> Tensor:
     return (2 * torch.rand(shape.shape, generator=generator, device=generator.device) - 1).to(shape)
 
 
-_BALL = Ball(direction=_signs, random=_cube, project=project)
+BALL = Ball(direction=_signs, random=_cube, project=project, distance=largest)

@@ -19,10 +19,12 @@ from lipkit.certificates.exported import (
     dtype_name,
     float64_copy,
     float64_device,
-    proved_bound,
+    proved_parts,
     split_last_layer,
 )
-from lipkit.certificates.regression import LOGIT_SLACK, RegressionCertificate, certify_regression
+from lipkit.certificates.regression import RegressionCertificate, certify_regression
+from lipkit.certificates.rounding import evaluators, sound
+from lipkit.certificates.rounding.evaluators import Evaluator, check_rounding, inner_products_only
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 
@@ -33,6 +35,8 @@ class Certificate:
 
     Attributes:
         radius: (N,) float64, certified l2 radius in units of the input, rounded down; 0 where nothing is certified.
+        radius_ignored: (N,) float64, the radius as if no logit were rounded: the field's convention, for comparison.
+            Equal to `radius` for ``rounding="ignore"``.
         prediction: (N,) int64; -1 where a logit is NaN.
         label: (N,) int64.
         margin: (N,) float64, signed margin ``y_t - max_{i != t} y_i``.
@@ -42,9 +46,13 @@ class Certificate:
         dtype: arithmetic of bounds and logits.
         input_shape: shape of one input.
         network_sha256: fingerprint of the network that was certified.
+        rounding: ``"sound"``: `radius` holds for the machine's evaluation; ``"ignore"``: for real arithmetic on
+            logits taken as exact.
+        evaluator: the evaluation that `radius` holds for, and the settings it was made under.
     """
 
     radius: Tensor
+    radius_ignored: Tensor
     prediction: Tensor
     label: Tensor
     margin: Tensor
@@ -54,6 +62,8 @@ class Certificate:
     dtype: str
     input_shape: tuple[int, ...]
     network_sha256: str
+    rounding: str
+    evaluator: Evaluator
 
     def __len__(self) -> int:
         return len(self.label)
@@ -68,22 +78,32 @@ class Certificate:
         """Share of samples whose prediction is the label."""
         return float(self.correct.double().mean())
 
-    def certified(self, eps: float) -> Tensor:
-        """(N,) bool: correct, with a radius above ``eps``."""
+    def certified(self, eps: float, *, rounding: str | None = None) -> Tensor:
+        """(N,) bool: correct, with a radius above ``eps``; ``rounding="ignore"`` takes `radius_ignored`.
+
+        Raises:
+            OptionError: a negative eps, or a sound radius asked of a certificate that ignored rounding.
+        """
         if not eps >= 0:
             raise OptionError(f"expected a radius >= 0, got {eps}")
-        return self.correct & (self.radius > eps)
+        wanted = self.rounding if rounding is None else check_rounding(rounding)
+        if wanted == "sound" and self.rounding != "sound":
+            raise OptionError("expected a certificate with rounding='sound', got one with rounding='ignore'")
+        return self.correct & ((self.radius_ignored if wanted == "ignore" else self.radius) > eps)
 
-    def accuracy(self, eps: float) -> float:
+    def accuracy(self, eps: float, *, rounding: str | None = None) -> float:
         """Certified accuracy: share of samples that are correct with a radius above ``eps`` (units of the input)."""
-        return float(self.certified(eps).double().mean())
+        return float(self.certified(eps, rounding=rounding).double().mean())
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write ``index,label,prediction,correct,radius,margin``, one row a sample, numbers that read back exactly."""
+        """Write one row a sample, numbers that read back exactly.
+
+        Columns: ``index,label,prediction,correct,radius,margin,radius_ignored``.
+        """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["index", "label", "prediction", "correct", "radius", "margin"])
-        columns = (self.label, self.prediction, self.correct.long(), self.radius, self.margin)
+        writer.writerow(["index", "label", "prediction", "correct", "radius", "margin", "radius_ignored"])
+        columns = (self.label, self.prediction, self.correct.long(), self.radius, self.margin, self.radius_ignored)
         rows = zip(range(len(self)), *(column.tolist() for column in columns), strict=True)
         writer.writerows(rows)
         write_atomic(Path(path), text.getvalue().encode())
@@ -96,6 +116,8 @@ def certify(
     y: Tensor,
     *,
     delta: None = None,
+    rounding: str = "sound",
+    evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
 ) -> Certificate: ...
@@ -108,6 +130,8 @@ def certify(
     y: Tensor,
     *,
     delta: float,
+    rounding: str = "sound",
+    evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
 ) -> RegressionCertificate: ...
@@ -119,6 +143,8 @@ def certify(
     y: Tensor,
     *,
     delta: float | None = None,
+    rounding: str = "sound",
+    evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
 ) -> Certificate | RegressionCertificate:
@@ -126,14 +152,19 @@ def certify(
 
     With ``K_ti = min(sqrt(2) L, L_b ||w_t - w_i||)`` (the second only for a network that ends in ``nn.Linear``)
 
-        r(x) = min_{i != t} (y_t(x) - y_i(x)) / K_ti        if the prediction is the label t, else 0
+        r(x) = min_{i != t} (y_t(x) - y_i(x) - a_ti(x)) / (K_ti + b_ti)     if the prediction is the label t, else 0
 
-    **Guarantee.** The prediction of the network, its stored numbers taken as exact and its arithmetic as real, is the
-    label on the open l2 ball of radius r(x), whatever training produced the numbers. L and L_b are computed here, in
-    float64, on a copy of the network (`lipkit.lipschitz`), and rounded up; radii are rounded down. Logits are
-    evaluated in float64; 9e-13 of the largest number added up by the last layer is taken off each margin for their
-    rounding, an allowance far above the usual error of float64, not a proof of it. An input normalisation is a layer
-    of the network and so part of L.
+    where ``a_ti + b_ti s`` bounds all rounding errors of ``y_t - y_i`` within a distance s of x (`docs/rounding.md`);
+    with ``rounding="ignore"`` both are 0.
+
+    **Guarantee.** For every input x' of the evaluator's number format closer than r(x), the machine computes a logit
+    of the label that is larger than all others, whatever training produced the numbers. L and L_b are computed here
+    from the stored numbers, in float64, and rounded up (`lipkit.lipschitz`); the logits are measured in float64, and
+    the errors of this measurement and of the evaluator are bounded a priori, for sums in any order, with or without
+    fused operations and flushing to zero. Radii are rounded down. The assumptions about the machine are listed in
+    `docs/rounding.md`; settings of torch that break them are refused. With ``rounding="ignore"``, the convention of
+    the field, logits count as exact: then the statement is about real arithmetic only and a rounding error can break
+    it. An input normalisation is a layer of the network and so part of L.
 
     Args:
         network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
@@ -141,51 +172,68 @@ def certify(
         y: (N,) int64 labels; with ``delta`` (N, d) floating-point targets.
         delta: for regression: l2 norm of the input deviation that output deviations are certified for; see
             `lipkit.certificates.certify_regression`, which is then called.
+        rounding: ``"sound"`` or ``"ignore"``.
+        evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, or ``"float32_blocked"``, which
+            sums inner products in blocks of 16 (`lipkit.certificates.rounding.machine` returns that network).
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
-        device: where the logits are evaluated. A device without float64 (mps) is replaced by the CPU.
+        device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
+
+    Cost:
+        The bounds of the layers, and two passes through the network in float64 (three for a float32 evaluator).
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
-        OptionError: labels are not integers in [0, K), there is no sample, or ``delta`` is given for labels.
+        OptionError: labels are not integers in [0, K), there is no sample, ``delta`` is given for labels, an unknown
+            ``rounding`` or ``evaluator``, or settings of torch under which the evaluator's arithmetic is not IEEE.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
-    Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer).
+    Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2nd ed., Secs. 3.1 and 3.5 (inner products).
     """
     if delta is not None:
-        return certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device)
+        return certify_regression(
+            network, x, y, delta=delta, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device
+        )
     check_inputs(network, x, batch_size)
     _check_labels(x, y)
-    network64 = float64_copy(network, device)
-    device = float64_device(device)
-    constant = proved_bound(network64, network64.input_shape)
+    where = float64_device(device)
+    made_for = evaluators.named(rounding, evaluator, where, network)
+    network64 = float64_copy(network, where)
+    constant, body_constant, gains = proved_parts(network64)
     split = split_last_layer(network64)
-    body_constant = None if split is None else proved_bound(split[0], network64.input_shape)
 
-    logits, scale = [], []
-    with torch.no_grad():
+    arithmetic = evaluators.arithmetic(evaluator, network)
+    measured = None
+    if rounding == "sound":
+        measured = sound.Evaluation(list(network64), network64.input_shape, arithmetic, gains, split is not None)
+    values, found = [], []
+    with torch.no_grad(), inner_products_only(where, rounding == "sound"):
         for xs in x.split(batch_size):
-            xs = xs.to(device=device, dtype=torch.float64)
-            if split is None:
-                out = network64(xs)
-                size = out.abs()
+            xs = xs.to(device=where, dtype=torch.float64)
+            if measured is None:
+                values.append(network64(xs).cpu())
             else:
-                body, last = split
-                features = body(xs)
-                out = last(features)
-                size = features.abs() @ last.weight.abs().T + (0.0 if last.bias is None else last.bias.abs())
-            margins.check_logits(out, torch.zeros(len(xs), dtype=torch.int64))
-            logits.append(out.cpu())
-            scale.append(size.amax(dim=1).cpu())
-    outputs, labels = torch.cat(logits), y.cpu()
+                found.append(measured(xs))
+                values.append(found[-1].values)
+            margins.check_logits(values[-1], torch.zeros(len(xs), dtype=torch.int64))
+    outputs, labels = torch.cat(values), y.cpu()
     margins.check_logits(outputs, labels)
 
-    constants = margins.global_constants(constant, outputs.shape[1])
+    slack = sound.transform_slack(network64) if rounding == "sound" else 1.0
+    constants = margins.global_constants(constant * slack, outputs.shape[1])
+    rows = None
     if split is not None and body_constant is not None:
-        last_layer = margins.last_layer_constants(split[1].weight.cpu(), body_constant)
-        constants = torch.minimum(constants, last_layer)
+        weight = split[1].weight.cpu()
+        rows = margins.last_layer_constants(weight, 1.0)
+        constants = torch.minimum(constants, margins.last_layer_constants(weight, body_constant * slack))
+    ignored = margins.radii(outputs, labels, constants)
+    radius = ignored
+    if rounding == "sound":
+        radius = sound.radii(sound.Logits.join(found), labels, constants, rows, arithmetic)
     return Certificate(
-        radius=margins.radii(outputs, labels, constants, logit_error=LOGIT_SLACK * torch.cat(scale)),
+        radius=radius,
+        radius_ignored=ignored,
         prediction=margins.predictions(outputs),
         label=labels.clone(),
         margin=margins.margins(outputs, labels),
@@ -195,6 +243,8 @@ def certify(
         dtype="float64",
         input_shape=tuple(network.input_shape),
         network_sha256=plain.sha256(network),
+        rounding=rounding,
+        evaluator=made_for,
     )
 
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lipkit import plain
+from lipkit.bounds.rounding import multiply_up
 from lipkit.certificates import margins
+from lipkit.certificates.rounding.arithmetic import grow_number
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.protocol import lipschitz
+from lipkit.protocol.registry import guard, output_shape
 
 
 def float64_copy(network: plain.Network, device: str | torch.device = "cpu") -> plain.Network:
@@ -45,9 +48,45 @@ def proved_bound(network: nn.Sequential, input_shape: tuple[int, ...]) -> float:
     """
     if len(network) == 0:
         return 1.0
-    bound = float(lipschitz(network, input_shape).detach())
-    margins.check_constant(bound)
-    return math.nextafter(bound, math.inf) if bound > 0 else 0.0
+    return _rounded(lipschitz(network, input_shape).detach())
+
+
+def proved_parts(network: plain.Network) -> tuple[float, float | None, list[float]]:
+    """Bounds of a network, of everything before its last ``nn.Linear`` (None without one), and of each module.
+
+    Those of the modules are the factors of the others, rounded up once more; each is computed once.
+
+    Raises:
+        OptionError: a bound is NaN.
+    """
+    guard(network)
+    if type(network) is not plain.Network or network.multipliers():
+        # Another type is refused; the proofs of multipliers bound runs of modules at once.
+        split = split_last_layer(network)
+        body = None if split is None else proved_bound(split[0], network.input_shape)
+        return proved_bound(network, network.input_shape), body, _each(network)[1]
+    lipschitz(plain.Network([], network.input_shape))  # refuses a forward method that was replaced on the class
+    factors, gains = _each(network)
+    ends_linear = split_last_layer(network) is not None
+    products = [torch.ones((), dtype=torch.float64)]
+    for factor in factors:
+        products.append(multiply_up(products[-1], factor))
+    body = _rounded(products[-2]) if ends_linear else None
+    return _rounded(products[-1]), 1.0 if ends_linear and len(factors) == 1 else body, gains
+
+
+def _each(network: plain.Network) -> tuple[list[Tensor], list[float]]:
+    shape, factors = network.input_shape, []
+    for module in network:
+        factors.append(lipschitz(module, shape).detach())
+        shape = output_shape(module, shape)
+    return factors, [grow_number(float(factor) * (1 + 2.0**-44)) for factor in factors]
+
+
+def _rounded(bound: Tensor) -> float:
+    value = float(bound)
+    margins.check_constant(value)
+    return math.nextafter(value, math.inf) if value > 0 else 0.0
 
 
 def check_inputs(network: object, x: Tensor, batch_size: int) -> None:

@@ -21,17 +21,23 @@ from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_balance import balance
 from lipkit.bounds.rounding import gamma
-from lipkit.certificates.exported import check_inputs, dtype_name, float64_copy, float64_device, proved_bound
+from lipkit.certificates.exported import (
+    check_inputs,
+    dtype_name,
+    float64_copy,
+    float64_device,
+    proved_bound,
+    proved_parts,
+    split_last_layer,
+)
 from lipkit.certificates.margins import round_up
+from lipkit.certificates.rounding import evaluators, sound
+from lipkit.certificates.rounding.arithmetic import size
+from lipkit.certificates.rounding.evaluators import Evaluator, inner_products_only
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.plain import Affine, Network
 from lipkit.protocol.slopes import SlopeRun, slope_runs
-
-# Float64 evaluation of a network errs by about 1e-15 of the numbers it adds up; this share of them (9e-13) is taken off
-# every margin, and added to every error. It costs nothing visible and keeps noise on an exact tie from becoming a
-# radius.
-LOGIT_SLACK = 2.0**-40
 
 # An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
 _MOST_LMI_OUTPUTS = 64
@@ -51,6 +57,10 @@ class RegressionCertificate:
         dtype: arithmetic of bounds and outputs.
         input_shape: shape of one input.
         network_sha256: fingerprint of the network that was certified.
+        rounding: ``"sound"``: deviations and worst errors are those of the machine; ``"ignore"``: of real arithmetic.
+        evaluator: the evaluation they hold for, and the settings they were made under.
+        prediction_error: (N, d) bounds the rounding error of `prediction`; 0 where rounding is ignored.
+        rounding_error: (N, d) bounds the rounding error of the evaluator within delta of each sample; 0 likewise.
     """
 
     delta: float
@@ -62,19 +72,26 @@ class RegressionCertificate:
     dtype: str
     input_shape: tuple[int, ...]
     network_sha256: str
+    rounding: str
+    evaluator: Evaluator
+    prediction_error: Tensor
+    rounding_error: Tensor
 
     def __len__(self) -> int:
         return len(self.target)
 
     @property
     def deviation(self) -> float:
-        """Largest l2 norm of the output deviation, ``L delta`` rounded up."""
-        return _times(self.constant, self.delta)
+        """Largest l2 norm of the output deviation, ``L delta`` rounded up, and twice the largest rounding error."""
+        worst = float(size(self.rounding_error).amax()) if self.rounding == "sound" else 0.0
+        return _plus(_times(self.constant, self.delta), 2 * worst)
 
     @property
     def output_deviation(self) -> Tensor:
-        """(d,) largest deviation of each output, ``K_j delta`` rounded up, in units of that output."""
-        return torch.tensor([_times(k, self.delta) for k in self.output_constants.tolist()], dtype=torch.float64)
+        """(d,) the same for each output, from ``K_j delta``, in units of that output."""
+        moved = [_times(k, self.delta) for k in self.output_constants.tolist()]
+        worst = (2 * self.rounding_error.amax(dim=0)).tolist()
+        return torch.tensor([_plus(a, b) for a, b in zip(moved, worst, strict=True)], dtype=torch.float64)
 
     @property
     def error(self) -> Tensor:
@@ -84,8 +101,9 @@ class RegressionCertificate:
     @property
     def worst_error(self) -> Tensor:
         """(N, d) largest distance from the target for any input within delta of the sample, rounded up."""
-        slack = LOGIT_SLACK * (1 + self.prediction.abs() + self.target.abs())
-        return round_up(round_up(self.error + slack) + self.output_deviation)
+        moved = torch.tensor([_times(k, self.delta) for k in self.output_constants.tolist()], dtype=torch.float64)
+        errors = round_up(self.prediction_error + self.rounding_error)
+        return round_up(round_up(round_up(self.error) + moved) + errors)
 
     @property
     def mse(self) -> float:
@@ -109,6 +127,8 @@ def certify_regression(
     y: Tensor,
     *,
     delta: float,
+    rounding: str = "sound",
+    evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
 ) -> RegressionCertificate:
@@ -117,17 +137,20 @@ def certify_regression(
     .. math:: \|f(x + d) - f(x)\|_2 \le L \delta, \qquad |f_j(x + d) - f_j(x)| \le K_j \delta
               \qquad\text{for all } x \text{ and } \|d\|_2 \le \delta
 
-    **Guarantee.** Upper bounds for the stored numbers, taken as exact, in real arithmetic, at every input. Constants
-    are computed in float64 on a copy of the network and rounded up (`output_constants`). Scaling layers at the input
-    or output (Normalize, Scale, Rescale) are part of the network: delta is in the input's units, deviations are in the
-    outputs' units. `RegressionCertificate.worst_error` adds the errors at the samples, evaluated in float64 with an
-    allowance of 9e-13 for their rounding.
+    **Guarantee.** Upper bounds for the stored numbers. Constants hold at every input, in real arithmetic; they are
+    computed in float64 on a copy of the network and rounded up (`output_constants`). Deviations and
+    `RegressionCertificate.worst_error` hold for what the evaluator computes at the samples and at inputs within delta
+    of them: the rounding errors there are bounded a priori and added (`docs/rounding.md`); with ``rounding="ignore"``
+    they are left out. Scaling layers at the input or output (Normalize, Scale, Rescale) are part of the network:
+    delta is in the input's units, deviations are in the outputs' units.
 
     Args:
         network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
         x: (N, *input_shape), floating point, on any device.
         y: (N, d) floating-point targets.
         delta: l2 norm of the input deviation, >= 0 and finite.
+        rounding: ``"sound"`` or ``"ignore"``.
+        evaluator: whose evaluation is meant, as in `lipkit.certify`.
         batch_size: samples evaluated at once.
         device: where the outputs are evaluated.
 
@@ -144,17 +167,37 @@ def certify_regression(
     """
     check_inputs(network, x, batch_size)
     _check_targets(x, y, delta)
-    network64, device = float64_copy(network, device), float64_device(device)
-    with torch.no_grad():
-        parts = [network64(part.to(device=device, dtype=torch.float64)).cpu() for part in x.split(batch_size)]
+    where = float64_device(device)
+    made_for = evaluators.named(rounding, evaluator, where, network)
+    network64 = float64_copy(network, where)
+    constant, _, gains = proved_parts(network64)
+    arithmetic = evaluators.arithmetic(evaluator, network)
+    split = split_last_layer(network64)
+    measured = None
+    if rounding == "sound":
+        measured = sound.Evaluation(list(network64), network64.input_shape, arithmetic, gains, split is not None)
+    parts, found = [], []
+    with torch.no_grad(), inner_products_only(where, rounding == "sound"):
+        for part in x.split(batch_size):
+            xs = part.to(device=where, dtype=torch.float64)
+            if measured is None:
+                parts.append(network64(xs).cpu())
+            else:
+                found.append(measured(xs))
+                parts.append(found[-1].values)
     prediction, target = torch.cat(parts), y.detach().cpu().double()
     if prediction.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
     exact = float64_copy(network)
-    constant = proved_bound(exact, exact.input_shape)
     constants, method = output_constants(exact, target.shape[1], constant)
+    centre = machine = torch.zeros_like(prediction)
+    if rounding == "sound":
+        slack = sound.transform_slack(exact)
+        constant, constants = constant * slack, constants * slack
+        weight = None if split is None else split[1].weight.detach().cpu()
+        centre, machine = sound.output_errors(sound.Logits.join(found), float(delta), weight, arithmetic)
     # The root of the sum of squares bounds the whole network too.
     size = float(torch.linalg.vector_norm(constants)) * (1 + gamma(len(constants) + 4))
     return RegressionCertificate(
@@ -167,6 +210,10 @@ def certify_regression(
         dtype="float64",
         input_shape=tuple(network.input_shape),
         network_sha256=plain.sha256(network),
+        rounding=rounding,
+        evaluator=made_for,
+        prediction_error=centre,
+        rounding_error=machine,
     )
 
 
@@ -220,6 +267,11 @@ def _by_multipliers(run: SlopeRun, row: Tensor) -> float:
 def _times(constant: float, size: float) -> float:
     """The product of two non-negative numbers, rounded up; 0 if one is 0."""
     return math.nextafter(constant * size, math.inf) if constant > 0 and size > 0 else 0.0
+
+
+def _plus(a: float, b: float) -> float:
+    """The sum of two non-negative numbers, rounded up; the other one if one is 0."""
+    return math.nextafter(a + b, math.inf) if a > 0 and b > 0 else a + b
 
 
 def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:

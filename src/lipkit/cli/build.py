@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lipkit import data as datasets
 from lipkit import models
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError
+from lipkit.layers.svcm import SvcmConv2d, project_every
 from lipkit.protocol import export, lipschitz
 from lipkit.training import LipschitzPenalty, PgdAdversary
 from lipkit.training.recipe import Recipe
@@ -77,11 +78,16 @@ def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tens
     Raises:
         RecipeError: augmentation of data that is not images.
     """
-    if not section.crop and not section.flip:
+    amounts = {name: getattr(section, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    jitter = {name: amount for name, amount in amounts.items() if amount}
+    if not section.crop and not section.flip and not jitter:
         return None
     if len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
-    return functools.partial(augment, crop=section.crop, flip=section.flip)
+    channels = data.input_shape[0]
+    if jitter and not (channels == 3 or (channels == 1 and not jitter.keys() & {"saturation", "hue"})):
+        raise RecipeError(f"expected images of 3 channels for {', '.join(jitter)}, got {data.input_shape}")
+    return functools.partial(augment, crop=section.crop, flip=section.flip, **jitter)
 
 
 def penalty(section: PenaltySection | None) -> LipschitzPenalty | None:
@@ -97,11 +103,19 @@ def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdver
     return PgdAdversary(**section.model_dump(), box=box)
 
 
-def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> Tensor:
-    """Shift by up to ``crop`` pixels, then mirror with probability 1/2 if ``flip``; see `lipkit.data.augment`."""
+def post_step(model: nn.Module, data: datasets.Data) -> Callable[[nn.Module, int, bool], None] | None:
+    """The projection of the layers that need one, or None where no layer does."""
+    if not any(isinstance(module, SvcmConv2d) for module in model.modules()):
+        return None
+    return project_every(data.input_shape)
+
+
+def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool, **jitter: float) -> Tensor:
+    """Shift by up to ``crop`` pixels, mirror with probability 1/2 if ``flip``, then `lipkit.data.color_jitter`."""
     if crop:
         x = datasets.random_crop(x, crop, generator)
-    return datasets.random_flip(x, generator) if flip else x
+    x = datasets.random_flip(x, generator) if flip else x
+    return datasets.color_jitter(x, generator, **jitter) if jitter else x
 
 
 def _custom(spec: str) -> Callable[..., Any]:

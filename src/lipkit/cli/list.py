@@ -6,16 +6,17 @@ import inspect
 
 import click
 
-KINDS = ("layers", "models", "datasets", "recipes")
+KINDS = ("layers", "models", "datasets", "recipes", "tables")
 
 
 @click.command("list")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
-    """List layers, models, datasets or recipes."""
+    """List layers, models, datasets, recipes, or the published tables of lipkit reproduce."""
     from lipkit.cli.console import columns
 
-    click.echo(columns({"layers": layers, "models": models, "datasets": datasets, "recipes": recipes}[kind]()))
+    known = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "tables": tables}
+    click.echo(columns(known[kind]()))
 
 
 def layers() -> list[list[str]]:
@@ -49,3 +50,10 @@ def recipes() -> list[list[str]]:
     from lipkit.training.recipe import load_recipe, names
 
     return [[name, load_recipe(name).description] for name in names()]
+
+
+def tables() -> list[list[str]]:
+    """Name, source, what it is about."""
+    from lipkit.cli.tables import TABLES
+
+    return [[name, table.source, table.description] for name, table in TABLES.items()]

@@ -14,7 +14,10 @@ import lipkit
 from lipkit.errors import LipkitError
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
-VERBS = ("train", "certify", "report", "bound", "list", "reproduce", "export", "explore")
+VERBS = (
+    *("train", "certify", "check", "attack", "report", "bound", "wasserstein"),
+    *("list", "recipe", "reproduce", "export", "explore", "bench"),
+)
 
 
 class _Lazy(click.Group):

@@ -1,15 +1,16 @@
 """From a recipe to a certified network with its report: what ``lipkit train`` does, without the command line.
 
 RUN/
-  recipe.yaml, settings.json, metrics.jsonl, checkpoints/     see lipkit.training.run_folder
+  recipe.yaml, settings.json, metrics.jsonl, metrics.csv, checkpoints/     see lipkit.training.run_folder
   network/                                                    the exported network (lipkit.plain)
   record.json, report.html                                    see lipkit.report
-  radii.csv, examples.safetensors                             of a classification
+  certificate.jsonl, radii.csv, examples.safetensors          of a classification; `lipkit check` verifies the first
   predictions.csv, curve.safetensors                          of a regression
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,22 +20,23 @@ import torch
 from torch import nn
 
 from lipkit import plain
-from lipkit.cli.build import adversary, augmentation, build_model, load_data, penalty
-from lipkit.cli.console import Display, Silent
+from lipkit.cli.build import adversary, augmentation, build_model, load_data, penalty, post_step
+from lipkit.cli.console import Display, Silent, duration
 from lipkit.cli.results import Outcome, finish
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError, RunError
 from lipkit.evaluation import evaluate
 from lipkit.files import write_atomic
-from lipkit.layers.svcm import project_every
 from lipkit.protocol import export, lipschitz
 from lipkit.report import read_record
 from lipkit.report.record import RECORD, Facts
 from lipkit.training import fit, losses, run_folder, schedules
 from lipkit.training.loop import make_fabric
 from lipkit.training.recipe import Recipe, load_recipe, to_yaml
+from lipkit.training.recipe_schema import TrainSection
 
 RECIPE, NETWORK = "recipe.yaml", "network"
+PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
 
 
 def train(
@@ -57,7 +59,8 @@ def train(
         fabric: a launched Fabric; None makes one as ``recipe.train`` says.
 
     Returns:
-        The outcome; None in all but the first of several training processes.
+        The outcome; None in all but the first of several training processes, and if ``train.max_minutes`` ended
+        training before its last epoch.
 
     Raises:
         LipkitError: in the order of cost: data, model, training, certificate.
@@ -88,16 +91,24 @@ def train(
             weight_decay=section.weight_decay,
             schedule=schedules.build(section.schedule.name, **section.schedule.options),
             grad_clip=section.grad_clip,
+            accumulate=section.accumulate,
+            ema=section.ema,
             seed=section.seed,
             augment=augmentation(recipe.augment, data),
             evaluate=_monitor(recipe, data),
             evaluate_every=section.evaluate_every,
-            post_step=project_every(data.input_shape),
+            post_step=post_step(model, data),
             penalty=penalty(recipe.penalty),
             adversary=adversary(recipe.adversary, data),
             progress=display.progress,
             run_dir=folder,
             resume=resume is not None,
+            checkpoint_every=section.checkpoint_every,
+            checkpoint_seconds=section.checkpoint_seconds,
+            max_minutes=section.max_minutes,
+            tensorboard=section.tensorboard,
+            compiled=section.compile,
+            channels_last=section.channels_last,
             precision=section.precision,
             fabric=fabric,
         )
@@ -106,17 +117,23 @@ def train(
         raise
     if not fabric.is_global_zero:
         return None
-    seconds = time.perf_counter() - start
+    if not run.finished:
+        display.note(
+            f"stopped after {section.max_minutes:g} minutes with {run.epochs_done} of {section.epochs} epochs done: "
+            f"lipkit train --resume {folder} continues"
+        )
+        return None
+    seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
+    display.note(_pace(run.history, seconds))
 
-    network = export(run.model, data.input_shape)
+    network = export(run.result, data.input_shape)
     plain.save(network, folder / NETWORK)
-    history_seconds = sum(row.get("seconds", 0.0) for row in run.history)
     facts: Facts = {
-        "claimed": float(lipschitz(run.model, data.input_shape).detach()),
+        "claimed": float(lipschitz(run.result, data.input_shape).detach()),
         "parameters": count,
         "seed": section.seed,
         "train_samples": len(data.train),
-        "times": {"train": max(seconds, history_seconds)},
+        "times": {"train": seconds},
         "device": str(fabric.device),
     }
     return finish(folder, recipe, network, data, facts, display, fabric.device)
@@ -173,12 +190,13 @@ def open_fabric(recipe: Recipe) -> Any:
         devices=section.devices,
         strategy=section.strategy,
         precision=section.precision,
+        nodes=section.nodes,
     )
 
 
 def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
     if resume is not None:
-        if read_recipe(resume) != recipe:
+        if unplaced(read_recipe(resume)) != unplaced(recipe):
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         return resume
     folder = ""
@@ -216,6 +234,30 @@ def _mse(network: plain.Network, split: Split, batch_size: int = 1024) -> float:
             parameter = next(iter(network.state_dict().values()), x)
             total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
     return total / split.y.numel()
+
+
+def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """What training took, in words.
+
+    >>> _pace([{"epoch": 1, "samples_per_second": 512.3, "memory_mib": 300}], 61)
+    'trained in 1:01, 512 samples per second, at most 300 MiB'
+    """
+    paces = [row["samples_per_second"] for row in history if "samples_per_second" in row]
+    memory = [row["memory_mib"] for row in history if "memory_mib" in row]
+    parts = [f"trained in {duration(seconds)}"]
+    parts += [f"{statistics.median(paces):.0f} samples per second"] if paces else []
+    return ", ".join([*parts, *([f"at most {max(memory)} MiB"] if memory else [])])
+
+
+def unplaced(recipe: Recipe) -> Recipe:
+    """The recipe without where, and how long at a time, it runs: what a resume may change.
+
+    >>> a = load_recipe("digits_cayley", ["train.devices=2", "train.strategy=ddp", "train.max_minutes=5"])
+    >>> unplaced(a) == unplaced(load_recipe("digits_cayley"))
+    True
+    """
+    plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
 
 
 def seeded(recipe: Recipe, seed: int) -> Recipe:

@@ -4,128 +4,164 @@ from __future__ import annotations
 
 import difflib
 import os
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from lipkit.cli.tables import Row, Table
-
-# Figures that are shares, written as percentages; the names of records' metrics, without a radius.
-_SHARES = ("clean", "certified", "pgd", "tightness")
+    from lipkit.cli.console import Display
+    from lipkit.cli.stand_in import Available
+    from lipkit.cli.tables import Scale, Table
 
 
 @click.command("reproduce")
-@click.argument("table")
-@click.argument("changes", nargs=-1, metavar="[KEY=VALUE ...]")
-@click.option("--scale", type=click.Choice(("full", "smoke")), default="full", help="smoke: a first look, one seed.")
-@click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; the table's own number by default.")
+@click.argument("arguments", nargs=-1, metavar="[TABLE] [KEY=VALUE ...]")
+@click.option("--all", "everything", is_flag=True, help="Every table; a run that fails does not stop the others.")
+@click.option(
+    "--scale",
+    type=click.Choice(("full", "hour", "smoke")),
+    help="full: the paper's setting (default). hour: about an hour on CPU for each row. smoke: seconds, to see it run.",
+)
+@click.option("--row", "labels", multiple=True, metavar="LABEL", help="Only this row of the table; may be repeated.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; by default the table's, one below full.")
 @click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: as it fits.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of runs.")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@click.option(
+    "--records", type=click.Path(path_type=Path), metavar="FOLDER", help="Print from records kept there; train nothing."
+)
+@click.option(
+    "--keep", type=click.Path(path_type=Path), metavar="FOLDER", help="Copy the records of finished runs to there."
+)
+@click.option("--print", "only_print", is_flag=True, help="Print what is there in --out; train nothing.")
 def command(
-    table: str,
-    changes: tuple[str, ...],
-    scale: str,
+    arguments: tuple[str, ...],
+    everything: bool,
+    scale: Scale | None,
+    labels: tuple[str, ...],
     seeds: int | None,
     workers: int | None,
     out: Path,
     root: Path | None,
+    records: Path | None,
+    keep: Path | None,
+    only_print: bool,
 ) -> None:
-    """Train every row of TABLE and print its figures beside the published ones.
+    """Make every row of TABLE and print its figures beside the published ones.
 
     Runs that are there are kept, those that were cut are resumed: start it again after an interruption. The figures
-    are read from the record.json files alone. KEY=VALUE changes the recipe of every row, for example train.epochs=1.
+    are read from record.json files alone; rows without one are printed as not made. KEY=VALUE changes the recipe of
+    every row, for example train.epochs=1. Tables: lipkit list tables.
     """
-    from lipkit.cli.tables import TABLES
+    from lipkit.cli.console import display
+    from lipkit.cli.stand_in import Available
     from lipkit.cli.train import data_root, split_arguments
-    from lipkit.errors import OptionError
 
-    if table not in TABLES:
-        known = "; ".join(f"{name} ({t.description})" for name, t in TABLES.items()) or "none yet"
-        similar = difflib.get_close_matches(table, TABLES, 1)
-        hint = f", did you mean {similar[0]!r}?" if similar else ""
-        raise OptionError(f"unknown table {table!r}{hint}; known: {known}")
-    name, overrides = split_arguments(changes)
-    if name is not None:
-        raise click.UsageError(f"expected changes KEY=VALUE, got {name!r}")
+    name, overrides = split_arguments(arguments)
+    chosen = {key: only_rows(table, labels) for key, table in choose(name, everything).items()}
+    if records is not None:
+        if overrides or keep is not None or only_print or seeds or workers:
+            raise click.UsageError("--records only reads: expected no KEY=VALUE and no option but --scale and --all")
+        for number, (key, table) in enumerate(chosen.items()):
+            click.echo(("\n\n" if number else "") + print_kept(key, table, records, scale))
+        return
     if root is not None:
         overrides.append(data_root(root))
-    chosen = TABLES[table]
-    if scale == "smoke":
-        overrides, seeds = [*chosen.smoke, *overrides], seeds or 1
-    workers = workers or (cores() if chosen.parallel else 1)
-    click.echo(run_table(chosen, overrides, seeds, workers, out / table))
-
-
-def run_table(table: Table, overrides: Sequence[str], seeds: int | None, workers: int, out: Path) -> str:
-    """Train the runs that are missing and return the table as text."""
-    from lipkit.cli.console import display
-    from lipkit.cli.table_runs import plan, records, train_missing
-
-    runs = plan(table, out, overrides, seeds)
+    wanted: Scale = scale or "full"
+    available = Available(root)
+    failed: list[str] = []
     with display() as show:
-        train_missing(runs, workers=workers, display=show)
-    lines = []
-    for row in table.rows:
-        lines += compare(row, [record.metrics() for record in records(runs, row)], table.also)
-    return render(table, lines)
+        for number, (key, table) in enumerate(chosen.items()):
+            text, problems = run_table(
+                key, table, overrides, seeds, workers, out, scale=wanted, available=available, root=root, keep=keep,
+                show=show, make=not only_print, keep_going=everything,
+            )  # fmt: skip
+            failed += [f"{key}: {problem}" for problem in problems]
+            click.echo(("\n\n" if number else "") + text)
+    if failed:
+        raise click.ClickException(f"{len(failed)} runs failed: {'; '.join(failed)}")
 
 
-def compare(row: Row, measured: Sequence[Mapping[str, float]], also: Sequence[str] = ()) -> list[list[str]]:
-    """Cells of one row, a line for each figure: label, figure, runs, published, mean, deviation, difference, `also`."""
-    lines = []
-    for name in row.published or (measured[0] if measured else ()):
-        values = [metrics[name] for metrics in measured if name in metrics]
-        mean = statistics.fmean(values) if values else None
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        published = row.published.get(name)
-        difference = None if mean is None or published is None else mean - published
-        extra = [_mean([metrics[other] for metrics in measured if other in metrics]) for other in also]
-        lines.append(
-            [
-                row.label,
-                name,
-                str(len(values)),
-                shown(name, published),
-                shown(name, mean) or "n/a",
-                shown(name, deviation),
-                shown(name, difference, sign=True),
-                *extra,
-            ]
-        )
-    return lines
+def choose(name: str | None, everything: bool) -> dict[str, Table]:
+    """The tables asked for.
 
-
-def shown(name: str, value: float | None, sign: bool = False) -> str:
-    """A figure as people write it: shares in per cent.
-
-    >>> shown("tightness", 0.9937), shown("test_mse", 0.01234), shown("clean", -0.005, sign=True), shown("clean", None)
-    ('99.37 %', '0.01234', '-0.50 %', '')
+    Raises:
+        OptionError: an unknown name; the message has the closest one and lists all.
     """
-    if value is None:
-        return ""
-    plus = "+" if sign else ""
-    if name.partition("(")[0] in _SHARES:
-        return f"{100 * value:{plus}.2f} %"
-    return f"{value:{plus}.4g}"
+    from lipkit.cli.tables import TABLES
+    from lipkit.errors import OptionError
+
+    if everything == (name is not None):
+        raise click.UsageError(f"expected a table or --all, got {'both' if everything else 'neither'}")
+    if name is None:
+        return dict(TABLES)
+    if name not in TABLES:
+        known = "; ".join(f"{key} ({t.description})" for key, t in TABLES.items()) or "none yet"
+        similar = difflib.get_close_matches(name, TABLES, 1)
+        hint = f", did you mean {similar[0]!r}?" if similar else ""
+        raise OptionError(f"unknown table {name!r}{hint}; known: {known}")
+    return {name: TABLES[name]}
 
 
-def render(table: Table, lines: list[list[str]]) -> str:
-    """The table as text."""
-    from lipkit.cli.console import columns
+def only_rows(table: Table, labels: Sequence[str]) -> Table:
+    """The table with the rows of these labels; with all of them for none.
 
-    header = ["row", "figure", "runs", "published", "measured", "deviation", "difference", *table.also]
-    return f"{table.source}: {table.description}\n\n{columns([header, *lines])}"
+    Raises:
+        OptionError: a label that no row has; the message lists them.
+    """
+    from lipkit.errors import OptionError
+
+    known = [row.label for row in table.rows]
+    if unknown := [label for label in labels if label not in known]:
+        raise OptionError(f"--row: expected labels of the table ({'; '.join(known)}), got {unknown}")
+    rows = tuple(row for row in table.rows if not labels or row.label in labels)
+    return table.model_copy(update={"rows": rows})
+
+
+def run_table(
+    name: str,
+    table: Table,
+    overrides: Sequence[str],
+    seeds: int | None,
+    workers: int | None,
+    out: Path,
+    *,
+    scale: Scale,
+    available: Available,
+    root: Path | None,
+    keep: Path | None,
+    show: Display,
+    make: bool,
+    keep_going: bool,
+) -> tuple[str, list[str]]:
+    """Make the runs that are missing; the table as text, and what failed."""
+    from lipkit.cli import table_records, table_runs
+    from lipkit.cli.table_text import render
+
+    runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root)
+    failed: list[str] = []
+    if make:
+        show.note(f"{name}: {table.source}, scale {scale}")
+        workers = workers or (cores() if table.parallel else 1)
+        failed = table_runs.make_missing(runs, workers=workers, display=show, keep_going=keep_going)
+    if keep is not None:
+        copied = table_records.keep(runs, keep / name)
+        show.note(f"{len(copied)} records are in {keep / name}")
+    return render(table, {row.label: table_records.made(runs, row) for row in table.rows}), failed
+
+
+def print_kept(name: str, table: Table, folder: Path, scale: Scale | None) -> str:
+    """The table from kept records, as text."""
+    from lipkit.cli import table_records, table_runs
+    from lipkit.cli.table_text import render
+    from lipkit.cli.tables import SCALES
+
+    runs = [run for each in SCALES for run in table_runs.plan(table, Path("runs") / name, scale=each)]
+    return render(table, {row.label: table_records.kept(folder / name, row, runs, scale) for row in table.rows})
 
 
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.4g}" if values else "n/a"

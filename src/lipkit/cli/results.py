@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 
 from lipkit import plain
+from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.cli.console import Display
 from lipkit.data import Data
-from lipkit.evaluation import evaluate, evaluate_regression, latency
+from lipkit.evaluation import Evaluation, evaluate, evaluate_regression, latency
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
 from lipkit.report.record import Facts, from_evaluation, from_regression
 from lipkit.training.recipe import Recipe
+
+CERTIFICATE = "certificate.jsonl"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,13 @@ def _classification(
     )
     record = from_evaluation(evaluation, name=folder.name, data=data.name, classes=data.classes, **facts)
     save_evaluation(folder, evaluation, data.test, record)
+    _save_certificate(folder, evaluation, network, data)
     return Outcome(folder, record.metrics(), record)
+
+
+def _save_certificate(folder: Path, evaluation: Evaluation, network: plain.Network, data: Data) -> None:
+    x, y = data.test.batch(torch.arange(len(data.test)))
+    write_certificate(describe(evaluation.certificate, network, x, y, data.name), folder / CERTIFICATE)
 
 
 def _regression(

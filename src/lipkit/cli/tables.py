@@ -1,92 +1,140 @@
-"""The published tables that ``lipkit reproduce`` can repeat: rows of recipes beside the figures of the paper."""
+"""The published tables that ``lipkit reproduce`` can repeat: data files in ``lipkit/tables``, one for each paper."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Scale = Literal["full", "hour", "smoke"]
+SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
+# Figures of records that are shares, written in per cent; their names in ``metrics()`` without what is in brackets.
+SHARES = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    Attributes:
-        label: what the paper calls it.
-        recipe: a packaged recipe.
-        overrides: changes of the recipe, ``key=value``.
-        published: figures of the paper by their names in a record's ``metrics()``, shares in [0, 1].
+
+class Row(_Part):
+    """One line of a table: the runs of a recipe, a measurement, or neither."""
+
+    label: str = Field(description="what the paper calls it")
+    recipe: str | None = Field(default=None, description="a packaged recipe instead of the table's")
+    measure: str | None = Field(default=None, description="a measurement (lipkit.cli.measures) instead of a recipe")
+    options: Mapping[str, Any] = Field(default_factory=dict, description="of the measurement")
+    absent: str | None = Field(default=None, description="why there is neither: the row is printed only")
+    set: tuple[str, ...] = Field(default=(), description="changes of the recipe, key=value, at every scale")
+    hour: tuple[str, ...] = Field(default=(), description="further changes at the scale hour")
+    smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
+    hour_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale hour")
+    smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
+    thin: bool = Field(default=False, description="whether the scale smoke leaves it out: a neighbour does as well")
+    published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
+
+
+class After(_Part):
+    """What else is measured of a trained network; its figures are added to the record."""
+
+    measure: str = Field(description="a measurement of trained networks (lipkit.cli.measures)")
+    options: Mapping[str, Any] = Field(default_factory=dict, description="at the scale full")
+    hour: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale hour")
+    smoke: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale smoke")
+    skip: tuple[Scale, ...] = Field(default=(), description="scales that leave it out")
+
+    def at(self, scale: Scale) -> dict[str, Any]:
+        """The options at a scale."""
+        return {**self.options, **{"full": {}, "hour": self.hour, "smoke": self.smoke}[scale]}
+
+
+class Table(_Part):
+    """A table of a paper."""
+
+    source: str = Field(description="paper and number of the table")
+    description: str = Field(description="one line")
+    notes: tuple[str, ...] = Field(default=(), description="sentences printed below: what differs from the paper")
+    recipe: str | None = Field(default=None, description="a packaged recipe, for rows that name none")
+    columns: Mapping[str, str] = Field(default_factory=dict, description="the paper's heading -> figure of our records")
+    per_cent: bool = Field(default=True, description="whether shares among the published figures are in per cent")
+    also: tuple[str, ...] = Field(default=(), description="further figures of the records to show")
+    seeds: int = Field(default=1, ge=1, description="runs of each row at the scale full")
+    parallel: bool = Field(default=False, description="whether a run is small enough to train one on each core")
+    after: Mapping[str, After] = Field(default_factory=dict, description="measurements of the trained networks")
+    hour: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale hour")
+    smoke: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale smoke")
+    rows: tuple[Row, ...] = Field(description="in the paper's order")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        labels = [row.label for row in self.rows]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"expected different labels, got {labels}")
+        for row in self.rows:
+            ways = [row.measure is not None, row.absent is not None]
+            if sum(ways) > 1 or (not any(ways) and self.recipe_of(row) is None):
+                raise ValueError(f"row {row.label!r}: expected one of recipe, measure and absent")
+            if row.published and len(row.published) != len(self.columns):
+                raise ValueError(
+                    f"row {row.label!r}: expected {len(self.columns)} published figures, got {row.published}"
+                )
+        return self
+
+    def recipe_of(self, row: Row) -> str | None:
+        """The recipe of a row, None if it has none."""
+        return None if row.measure or row.absent else row.recipe or self.recipe
+
+    def overrides(self, row: Row, scale: Scale) -> list[str]:
+        """Changes of the row's recipe at a scale, in the order in which they apply."""
+        if scale == "full":
+            return list(row.set)
+        own = row.hour if scale == "hour" else row.smoke
+        return [*row.set, *(self.hour if scale == "hour" else self.smoke), *own]
+
+    def options(self, row: Row, scale: Scale) -> dict[str, Any]:
+        """Options of the row's measurement at a scale."""
+        return {**row.options, **{"full": {}, "hour": row.hour_options, "smoke": row.smoke_options}[scale]}
+
+    def after_options(self, scale: Scale) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Name -> measurement of the trained networks and its options at a scale."""
+        return {name: (a.measure, a.at(scale)) for name, a in self.after.items() if scale not in a.skip}
+
+    def published(self, row: Row) -> dict[str, float | None]:
+        """The paper's figures by column, shares in [0, 1]; None where the paper has no number."""
+        figures = row.published or (None,) * len(self.columns)
+        return {
+            column: value / 100 if value is not None and self.per_cent and is_share(figure) else value
+            for (column, figure), value in zip(self.columns.items(), figures, strict=True)
+        }
+
+
+def is_share(figure: str) -> bool:
+    """Whether a figure of a record is a share in [0, 1].
+
+    >>> is_share("certified(36/255)"), is_share("lipschitz")
+    (True, False)
     """
-
-    label: str
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    published: Mapping[str, float] = field(default_factory=dict)
+    return figure.partition("(")[0] in SHARES
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of a paper.
+def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
+    """The tables of the packaged files, by name, in the order of the files' names.
 
-    Attributes:
-        source: paper and number of the table.
-        description: one line.
-        rows: in the paper's order.
-        seeds: runs of each row.
-        smoke: changes of every recipe for a first look (``--scale smoke``, one seed).
-        also: further figures of the records to show beside the published ones.
-        parallel: whether runs are small enough to train one on each core.
+    Keys that begin with a dot hold what several tables of a file share by YAML anchors.
+
+    >>> load_tables()["square_wave"].source
+    'Wang & Manchester, ICML 2023, table 1'
     """
-
-    source: str
-    description: str
-    rows: tuple[Row, ...]
-    seeds: int = 1
-    smoke: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    parallel: bool = False
-
-
-# [LBDN] table 1: tightness at gain 1, 5 and 10. ReLU for every family, as in Appendix E of the paper; sandwich and SLL
-# layers allow no MaxMin. Widths are the paper's; the recipe itself is that of the sandwich network.
-_SQUARE_WAVE: tuple[tuple[str, str, tuple[float, float, float]], ...] = (
-    ("AOL", "layer: aol, activation: relu", (0.772, 0.452, 0.479)),
-    ("orthogonal", "layer: cayley, activation: relu", (0.741, 0.728, 0.645)),
-    ("SLL", "layer: sll, activation: relu", (0.999, 0.905, 0.679)),
-    ("sandwich", "", (0.999, 0.993, 0.940)),
-)
+    if files is None:
+        folder = importlib.resources.files("lipkit.tables")
+        files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    tables: dict[str, Table] = {}
+    for file in files:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
+    return tables
 
 
-def _square_wave_rows() -> tuple[Row, ...]:
-    rows = []
-    hidden = ", ".join(["128"] * 8)
-    for label, options, values in _SQUARE_WAVE:
-        model = f"model={{name: mlp, options: {{{options}, hidden: [{hidden}]}}}}"
-        for gamma, value in zip((1, 5, 10), values, strict=True):
-            overrides = (*([model] if options else []), f"model.options.gamma={gamma}")
-            rows.append(Row(f"{label}, gamma {gamma}", "square_wave", overrides, {"tightness": value}))
-    return tuple(rows)
-
-
-TABLES: dict[str, Table] = {
-    "cayley_kwlarge": Table(
-        source="Trockman & Kolter, ICLR 2021",
-        description="KWLarge on CIFAR-10, mean of 5 runs in the paper; a GPU is wanted",
-        rows=(
-            Row(
-                "Cayley",
-                "cifar10_cayley",
-                published={"clean": 0.7533, "certified(36/255)": 0.5916},
-            ),
-        ),
-        smoke=("train.epochs=1", "data.limit=256", "certify.attack_samples=16"),
-    ),
-    "square_wave": Table(
-        source="Wang & Manchester, ICML 2023, table 1",
-        description="a function that jumps: lower bound of the slope over the certified gain, mean over the seeds",
-        rows=_square_wave_rows(),
-        seeds=3,
-        smoke=("train.epochs=4", "certify.search_restarts=8", "certify.search_steps=20"),
-        also=("test_mse", "lower", "lipschitz"),
-        parallel=True,
-    ),
-}
+TABLES: dict[str, Table] = load_tables()

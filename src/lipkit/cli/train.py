@@ -20,25 +20,40 @@ if TYPE_CHECKING:
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue the run in this folder.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="RUNS", help="Folder of the runs; default: runs.")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@click.option("--accelerator", metavar="NAME", help="auto, cpu, cuda or mps (train.accelerator).")
+@click.option("--devices", metavar="N", help="Devices on each machine: a number, or auto (train.devices).")
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of machines (train.nodes); torchrun sets it.")
+@click.option("--strategy", metavar="NAME", help="ddp or fsdp (train.strategy).")
+@click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
 def command(
-    arguments: tuple[str, ...], seeds: int | None, resume: Path | None, out: Path | None, root: Path | None
+    arguments: tuple[str, ...],
+    seeds: int | None,
+    resume: Path | None,
+    out: Path | None,
+    root: Path | None,
+    **placement: str | int | None,
 ) -> None:
     """Train a network, certify and attack it, and write its report.
 
     RECIPE is a packaged name (lipkit list recipes; without one: digits_cayley) or the path of a YAML file. KEY=VALUE
     changes it: train.epochs=5 model.options.width=2 certify.eps=36/255,1
+
+    Options from --accelerator on also change where a resumed run goes on, and for how long.
     """
     name, overrides = split_arguments(arguments)
     if root is not None:
         overrides.append(data_root(root))
+    placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
     if resume is None:
         from lipkit.training.recipe import DEFAULT, load_recipe
 
-        _train(load_recipe(name or DEFAULT, overrides), seeds, out or Path("runs"))
+        _train(load_recipe(name or DEFAULT, overrides + placed), seeds, out or Path("runs"))
     elif name is not None or overrides or seeds is not None or out is not None:
-        raise click.UsageError("--resume takes all from the run: expected no RECIPE, KEY=VALUE or other option")
+        raise click.UsageError(
+            "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"
+        )
     else:
-        _resume(resume)
+        _resume(resume, placed)
 
 
 def _train(recipe: Recipe, seeds: int | None, out: Path) -> None:
@@ -61,12 +76,12 @@ def _train(recipe: Recipe, seeds: int | None, out: Path) -> None:
         click.echo(result(outcomes[0]))
 
 
-def _resume(folder: Path) -> None:
+def _resume(folder: Path, placed: Sequence[str]) -> None:
     from lipkit.cli import pipeline
     from lipkit.cli.console import display
 
     with display() as show:
-        outcome = pipeline.train(pipeline.read_recipe(folder), resume=folder, display=show)
+        outcome = pipeline.train(pipeline.read_recipe(folder, placed), resume=folder, display=show)
     if outcome is not None:
         click.echo(result(outcome))
 

@@ -3,8 +3,7 @@ r"""Convolutions whose symbol has a period of k frequencies: dilated kernels, an
 On an image of H x W a circular convolution with a kernel of kh x kw taps and the dilations H / kh and W / kw has the
 same matrices at the frequencies f and f + (kh, kw): kh kw distinct ones. Equivalently, each of the (H / kh)(W / kw)
 phase images (the pixels p, p + H/kh, p + 2H/kh, ...) of kh x kw pixels is convolved on its own, by a circular
-convolution as large as itself. In the real Fourier basis of these small images (:mod:`lipkit.conv.spectrum`) the
-layer is one product for each distinct frequency: H W c^2 multiplications in all if the matrices are real.
+convolution as large as itself: :mod:`lipkit.conv.phase_product` evaluates it there.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.spectrum import Spectrum, Symbol, analyse, frequencies, multiply, synthesise, transform_matrices
+from lipkit.conv.spectrum import Symbol, frequencies
 from lipkit.conv.symbol import check_kernel
 from lipkit.errors import ShapeError
 
@@ -143,83 +142,3 @@ def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     dh, dw = x.shape[-2] // kh, x.shape[-1] // kw
     pads = [dw * ((kw - 1) // 2), dw * (kw // 2), dh * ((kh - 1) // 2), dh * (kh // 2)]
     return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, dilation=(dh, dw))
-
-
-def split_phases(x: Tensor, kernel_size: Size) -> Tensor:
-    """The phase images ``(B H W / (kh kw), C, kh, kw)`` of ``x`` ``(B, C, H, W)``, each pixel's channels contiguous.
-
-    One copy; none of a tensor that is in the memory order (kh, kw, B, H / kh, W / kw, C) already.
-
-    >>> split_phases(torch.arange(6.0).reshape(1, 1, 1, 6), (1, 3)).flatten(1).tolist()
-    [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
-    """
-    b, c, h, w = x.shape
-    kh, kw = kernel_size
-    rows = x.permute(0, 2, 3, 1).reshape(b, kh, h // kh, kw, w // kw, c)
-    pixels = b * (h // kh) * (w // kw)
-    return rows.permute(1, 3, 0, 2, 4, 5).reshape(kh, kw, pixels, c).permute(2, 3, 0, 1)
-
-
-def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of :func:`split_phases`: images ``(B, C, height, width)`` in the ``channels_last`` memory format.
-
-    >>> merge_phases(torch.tensor([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]).reshape(2, 1, 1, 3), 1, 6).flatten().tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    """
-    n, c, kh, kw = phases.shape
-    dh, dw = height // kh, width // kw
-    grid = phases.permute(2, 3, 0, 1).reshape(kh, kw, n // (dh * dw), dh, dw, c)
-    return grid.permute(2, 0, 3, 1, 4, 5).reshape(-1, height, width, c).permute(0, 3, 1, 2)
-
-
-def apply_phases(symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor] | None = None) -> Tensor:
-    r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
-
-    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))``.
-
-    Args:
-        symbol: on kh x kw: ``real`` (n_r, cout, cin) and ``pair`` (n_p, 2, cout, cin), or (n_p, 1, cout, cin) for
-            real matrices.
-        x: ``(B, cin, H, W)``.
-        kernel_size: (kh, kw), which divide H and W.
-        matrices: ``transform_matrices(kh, kw)``, made here if not given.
-
-    Returns:
-        ``(B, cout, H, W)``, in the ``channels_last`` memory format unless the kernel is 1 x 1.
-
-    Cost:
-        :math:`H W c_{in} c_{out}` multiplications per image for real matrices and 2 to 4 times that for complex ones,
-        two small transforms, two copies.
-
-    Raises:
-        ShapeError: the kernel does not divide the image.
-
-    >>> eye = torch.eye(2)
-    >>> x = torch.arange(24.0).reshape(1, 2, 2, 6)
-    >>> torch.allclose(apply_phases(Symbol(eye.expand(2, 2, 2), eye.expand(2, 1, 2, 2)), x, (2, 3)), x, atol=1e-5)
-    True
-    """
-    kh, kw = kernel_size
-    h, w = x.shape[-2:]
-    check_fits(h, w, kernel_size)
-    if kernel_size == (1, 1):
-        return F.conv2d(x, symbol.real[0, :, :, None, None])
-    if matrices is None:
-        matrices = transform_matrices(kh, kw, dtype=x.dtype, device=x.device)
-    s = analyse(split_phases(x, kernel_size), matrices)
-    s = multiply(symbol, s) if symbol.pair.shape[1] == 2 else _multiply_real(symbol, s)
-    if len(matrices) > 1:
-        return merge_phases(synthesise(s, kh, kw, matrices), h, w)
-    rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
-    # As in `synthesise`, but the pixels of an image stay far apart in memory, as the merging wants them.
-    images = (matrices[0].mT @ rows).reshape(kh, kw, *s.real.shape[1:])
-    return merge_phases(images.permute(2, 3, 0, 1), h, w)
-
-
-def _multiply_real(symbol: Symbol, s: Spectrum) -> Spectrum:
-    """:func:`lipkit.conv.spectrum.multiply` for a symbol that is real at every frequency: half of the products."""
-    n, _, b, _ = s.pair.shape
-    cout = symbol.pair.shape[2]
-    # The two coefficients of a pair are rows of one product.
-    both = s.pair.flatten(1, 2) @ symbol.pair[:, 0].mT
-    return Spectrum(s.real @ symbol.real.mT, both.reshape(n, 2, b, cout))

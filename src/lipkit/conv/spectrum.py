@@ -3,32 +3,44 @@ r"""The real orthonormal 2-D Fourier transform, and products by a symbol in it: 
 An image of ``h x w`` has ``n_r`` self-conjugate frequencies (1, 2 or 4 of them), where a real convolution acts as
 a real matrix, and ``n_p = (h w - n_r) / 2`` pairs ``(f, -f)``, where it acts as one complex matrix
 :math:`R + iS` on :math:`a + ib`. In the basis used here the coefficients of a real image are exactly the ``n_r``
-real numbers and ``n_p`` pairs ``(a, b)``, the transform is an orthogonal matrix, and the layer is the
-block-diagonal matrix of the blocks :math:`M` and :math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`.
-Nothing is redundant, so nothing is dropped on the way back (a half-spectrum inverse discards imaginary parts),
-there is no odd-size special case, and the whole layer is matrix products: it exports to any runtime.
+real numbers and ``n_p`` pairs ``(a, b)``, the transform is an orthogonal matrix (:mod:`lipkit.conv.transform`), and
+the layer is the block-diagonal matrix of the blocks :math:`M` and
+:math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`. Nothing is redundant, so nothing is dropped on the way back (a
+half-spectrum inverse discards imaginary parts), there is no odd-size special case, and the whole layer is matrix
+products: it exports to any runtime.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipkit.conv.symbol import symbol_parts
+from lipkit.conv.transform import (
+    count_real,
+    frequencies,
+    pure_images,
+    pure_rows,
+    to_images,
+    to_rows,
+    transform_matrices,
+)
 
-# Below this many pixels the transform is one dense product (no passes over memory besides the product itself);
-# above it, two separable products and a butterfly.
-DENSE_PIXELS = 64
-
-
-class Frequencies(NamedTuple):
-    """Integer frequencies: ``real`` is ``(n_r, 2)``, ``pair`` is ``(n_p, 2)``; columns are (f1, f2)."""
-
-    real: Tensor
-    pair: Tensor
+__all__ = [
+    "Spectrum",
+    "Symbol",
+    "analyse",
+    "apply_symbol",
+    "frequencies",
+    "kernel_symbol",
+    "multiply",
+    "split_rows",
+    "synthesise",
+    "transform_matrices",
+]
 
 
 class Symbol(NamedTuple):
@@ -45,115 +57,20 @@ class Spectrum(NamedTuple):
     pair: Tensor
 
 
-def _self_conjugate(n: int) -> list[int]:
-    return [0, n // 2] if n % 2 == 0 else [0]
-
-
-def frequencies(h: int, w: int) -> Frequencies:
-    """The frequencies of an ``h x w`` image, one of each conjugate pair, in the order of the transform.
-
-    >>> f = frequencies(2, 3)
-    >>> f.real.tolist(), f.pair.tolist()
-    ([[0, 0], [1, 0]], [[0, 1], [1, 1]])
-    """
-    rows, cols = _self_conjugate(h), _self_conjugate(w)
-    up, right = range(1, (h + 1) // 2), range(1, (w + 1) // 2)
-    real = [(i, j) for i in rows for j in cols]
-    pair = [(i, j) for i in rows for j in right]
-    pair += [(i, j) for i in up for j in cols]
-    pair += [(i, j) for i in up for j in right]
-    pair += [(i, -j) for i in up for j in right]
-    return Frequencies(
-        torch.tensor(real, dtype=torch.int64).reshape(-1, 2),
-        torch.tensor(pair, dtype=torch.int64).reshape(-1, 2),
-    )
-
-
-def _waves_1d(n: int) -> Tensor:
-    """Orthonormal real DFT of length n (float64): constant, Nyquist (even n), cosines, negated sines."""
-    own, rest = _self_conjugate(n), range(1, (n + 1) // 2)
-    f = torch.tensor([*own, *rest, *rest], dtype=torch.int64)[:, None]
-    angle = torch.remainder(f * torch.arange(n), n).to(torch.float64) * (2 * math.pi / n)
-    wave = angle.cos()
-    wave[len(own) :] *= math.sqrt(2)
-    first_sine = len(own) + len(rest)
-    wave[first_sine:] = -math.sqrt(2) * angle[first_sine:].sin()
-    return wave / math.sqrt(n)
-
-
-def _split(c: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients (h, w, N) of the separable transform to (n_r, N), (n_p, N), (n_p, N)."""
-    rh, rw = len(_self_conjugate(h)), len(_self_conjugate(w))
-    mh, mw = (h - 1) // 2, (w - 1) // 2
-    cc, cs = c[rh : rh + mh, rw : rw + mw], c[rh : rh + mh, rw + mw :]
-    sc, ss = c[rh + mh :, rw : rw + mw], c[rh + mh :, rw + mw :]
-    half = math.sqrt(0.5)
-    a = [c[:rh, rw : rw + mw], c[rh : rh + mh, :rw], (cc - ss) * half, (cc + ss) * half]
-    b = [c[:rh, rw + mw :], c[rh + mh :, :rw], (sc + cs) * half, (sc - cs) * half]
-    flat = [torch.cat([t.flatten(0, 1) for t in parts]) for parts in (a, b)]
-    return c[:rh, :rw].flatten(0, 1), flat[0], flat[1]
-
-
-def _join(real: Tensor, a: Tensor, b: Tensor, h: int, w: int) -> Tensor:
-    """Inverse of :func:`_split`: back to (h, w, N)."""
-    rh, rw = len(_self_conjugate(h)), len(_self_conjugate(w))
-    mh, mw = (h - 1) // 2, (w - 1) // 2
-    sizes = [(rh, mw), (mh, rw), (mh, mw), (mh, mw)]
-    counts = [p * q for p, q in sizes]
-    rc, cr, pa, ma = (t.unflatten(0, s) for t, s in zip(a.split(counts), sizes, strict=True))
-    rs, sr, pb, mb = (t.unflatten(0, s) for t, s in zip(b.split(counts), sizes, strict=True))
-    half = math.sqrt(0.5)
-    return torch.cat(
-        (
-            torch.cat((real.unflatten(0, (rh, rw)), rc, rs), 1),
-            torch.cat((cr, (pa + ma) * half, (pb - mb) * half), 1),
-            torch.cat((sr, (pb + mb) * half, (ma - pa) * half), 1),
-        ),
-        0,
-    )
-
-
-def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.device | None = None) -> list[Tensor]:
-    """The constants of the transform: one ``(h w, h w)`` matrix for small images, else ``[(h, h), (w, w)]``.
-
-    The dense matrix has its rows in the order of :class:`Spectrum` (pairs interleaved); its transpose is the
-    inverse. Made in float64, then rounded once to ``dtype``.
-    """
-    th, tw = _waves_1d(h), _waves_1d(w)
-    if h * w > DENSE_PIXELS:
-        return [t.to(dtype=dtype, device=device) for t in (th, tw)]
-    both = torch.einsum("fp,gq->fgpq", th, tw).flatten(2)
-    real, a, b = _split(both, h, w)
-    dense = torch.cat((real, torch.stack((a, b), 1).flatten(0, 1)))
-    return [dense.to(dtype=dtype, device=device)]
+def split_rows(rows: Tensor, h: int, w: int) -> Spectrum:
+    """The rows ``(h w, B, C)`` of a transform as a :class:`Spectrum`: two views."""
+    n_real = count_real(h, w)
+    return Spectrum(rows[:n_real], rows[n_real:].reshape(-1, 2, *rows.shape[1:]))
 
 
 def analyse(x: Tensor, matrices: list[Tensor]) -> Spectrum:
     """Images ``(B, C, h, w)`` to their :class:`Spectrum`."""
-    b, c, h, w = x.shape
-    n_real = len(_self_conjugate(h)) * len(_self_conjugate(w))
-    if len(matrices) == 1:
-        rows = matrices[0] @ x.reshape(b * c, h * w).mT
-        return Spectrum(rows[:n_real].unflatten(1, (b, c)), rows[n_real:].reshape(-1, 2, b, c))
-    th, tw = matrices
-    # Two products whose transposed operands are views: no copies besides the results.
-    along_w = tw @ x.reshape(b * c * h, w).mT
-    along_h = th @ along_w.reshape(w * b * c, h).mT
-    real, re, im = _split(along_h.reshape(h, w, b * c), h, w)
-    return Spectrum(real.unflatten(1, (b, c)), torch.stack((re, im), 1).unflatten(2, (b, c)))
+    return split_rows(pure_rows(x, matrices), *x.shape[-2:])
 
 
 def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     """Inverse of :func:`analyse`: a :class:`Spectrum` to images ``(B, C, h, w)``."""
-    b, c = s.pair.shape[2:]
-    if len(matrices) == 1:
-        rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
-        return (rows.mT @ matrices[0]).reshape(b, c, h, w)
-    th, tw = matrices
-    joined = _join(s.real.flatten(1), s.pair[:, 0].flatten(1), s.pair[:, 1].flatten(1), h, w)
-    along_h = joined.reshape(h, w * b * c).mT @ th
-    along_w = along_h.reshape(w, b * c * h).mT @ tw
-    return along_w.reshape(b, c, h, w)
+    return pure_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices)
 
 
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
@@ -178,8 +95,118 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
-def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None) -> Tensor:
+def _multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
+    """Fill ``out`` with the product by the symbol, or by its adjoint; no temporary, no butterfly."""
+    real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
+    out.real.baddbmm_(s.real, real, beta=0)
+    if len(pair):
+        sign = -1 if adjoint else 1
+        out.pair.flatten(1, 2).baddbmm_(s.pair.flatten(1, 2), r, beta=0)
+        out.pair[:, 0].baddbmm_(s.pair[:, 1], i, alpha=-sign)
+        out.pair[:, 1].baddbmm_(s.pair[:, 0], i, alpha=sign)
+
+
+def _applied(
+    real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor], *, adjoint: bool = False
+) -> Tensor:
+    b, (h, w) = len(x), x.shape[-2:]
+    out = x.new_empty(h * w, b, real.shape[2 if adjoint else 1])
+    s = split_rows(to_rows(x, matrices), h, w)
+    _multiplied(real, pair, s, split_rows(out, h, w), adjoint=adjoint)
+    if bias is not None:
+        # A constant image is the coefficient of frequency 0, the first row.
+        out[0].add_(bias, alpha=math.sqrt(h * w))
+    return to_images(out, h, w, matrices)
+
+
+def _plain(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
+    """What :class:`_Apply` computes, by operations that every tracer and every derivative of torch knows."""
+    h, w = x.shape[-2:]
+    y = synthesise(multiply(Symbol(real, pair), analyse(x, matrices)), h, w, matrices)
+    return y if bias is None else y + bias[:, None, None]
+
+
+class _Apply(torch.autograd.Function):
+    """``y = T^T diag(M_f) T x + b``; derivatives of any order and ``torch.func`` included."""
+
+    @staticmethod
+    def forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, *matrices: Tensor) -> Tensor:
+        return _applied(real, pair, bias, x, list(matrices))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        real, pair, bias, x, *matrices = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(real, pair, x, *matrices)
+        ctx.save_for_forward(real, pair, x, *matrices)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        real, pair, x, *matrices = ctx.saved_tensors
+        for_real, for_pair, for_bias, for_x = ctx.needs_input_grad[:4]
+        h, w = x.shape[-2:]
+        none = (None,) * len(matrices)
+        g_bias = g.sum((0, 2, 3)).to(ctx.bias_dtype) if for_bias else None
+        if torch.is_grad_enabled():
+            # The gradient itself is to be differentiated: it is linear in each of the three.
+            turned = pair.mT * torch.tensor([1.0, -1.0], dtype=pair.dtype, device=pair.device)[:, None, None]
+            gx = _Apply.apply(real.mT, turned, None, g, *matrices) if for_x else None
+            s, t = analyse(g, matrices), analyse(x, matrices)
+            both = torch.stack(
+                (
+                    s.pair.flatten(1, 2).mT @ t.pair.flatten(1, 2),
+                    s.pair[:, 1].mT @ t.pair[:, 0] - s.pair[:, 0].mT @ t.pair[:, 1],
+                ),
+                1,
+            )
+            return s.real.mT @ t.real, both, g_bias, gx, *none
+        g_real: Tensor | None = None
+        g_pair: Tensor | None = None
+        g_rows = split_rows(to_rows(g, matrices), h, w)
+        if for_real or for_pair:
+            s = split_rows(to_rows(x, matrices), h, w)
+            g_real, g_pair = torch.empty_like(real), torch.empty_like(pair)
+            g_real.baddbmm_(g_rows.real.mT, s.real, beta=0)
+            if len(pair):
+                g_pair[:, 0].baddbmm_(g_rows.pair.flatten(1, 2).mT, s.pair.flatten(1, 2), beta=0)
+                g_pair[:, 1].baddbmm_(g_rows.pair[:, 1].mT, s.pair[:, 0], beta=0)
+                g_pair[:, 1].baddbmm_(g_rows.pair[:, 0].mT, s.pair[:, 1], alpha=-1)
+        gx = None
+        if for_x:
+            out = torch.empty(h * w, len(x), real.shape[2], dtype=x.dtype, device=x.device)
+            _multiplied(real, pair, g_rows, split_rows(out, h, w), adjoint=True)
+            gx = to_images(out, h, w, matrices)
+        return g_real, g_pair, g_bias, gx, *none
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        real, pair, x, *matrices = ctx.saved_tensors
+        d_real, d_pair, d_bias, d_x = tangents[:4]
+        change = x.new_zeros(())
+        if d_real is not None or d_pair is not None:
+            d_real = torch.zeros_like(real) if d_real is None else d_real
+            d_pair = torch.zeros_like(pair) if d_pair is None else d_pair
+            change = change + _plain(d_real, d_pair, None, x, matrices)
+        if d_x is not None:
+            change = change + _plain(real, pair, None, d_x, matrices)
+        return change if d_bias is None else change + d_bias[:, None, None]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        def one(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, *matrices: Tensor) -> Tensor:
+            return _plain(real, pair, bias, x, list(matrices))
+
+        return torch.vmap(one, in_dims, randomness="error")(*inputs), 0
+
+
+def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
     """Circular convolution of ``x`` ``(B, cin, h, w)`` with the layer of this ``symbol``: ``(B, cout, h, w)``.
+
+    Args:
+        symbol: of ``h x w`` images.
+        x: ``(B, cin, h, w)``.
+        matrices: ``transform_matrices(h, w)``, made here if not given.
+        bias: ``(cout,)``, added to every pixel.
 
     >>> from lipkit.conv import kernel_symbol
     >>> x = torch.arange(12.0).reshape(1, 1, 3, 4)
@@ -190,4 +217,6 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
     h, w = x.shape[-2:]
     if matrices is None:
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    return synthesise(multiply(symbol, analyse(x, matrices)), h, w, matrices)
+    if torch.compiler.is_compiling() or x.dtype != symbol.real.dtype:
+        return _plain(symbol.real, symbol.pair, bias, x, matrices)
+    return _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)

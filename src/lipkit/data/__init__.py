@@ -1,10 +1,12 @@
-"""Data sets: whole, in memory, checked when they are read.
+"""Data sets, checked when they are read: whole in memory, or image files that are decoded batch by batch.
 
 Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model.
 """
 
 from lipkit.data.augment import random_crop, random_flip
 from lipkit.data.convert import as_data, as_split
+from lipkit.data.images import ImageFiles
+from lipkit.data.jitter import color_jitter
 from lipkit.data.registry import DATASETS, Entry, data_root, load
 from lipkit.data.split import Data, Split
 
@@ -12,9 +14,11 @@ __all__ = [
     "DATASETS",
     "Data",
     "Entry",
+    "ImageFiles",
     "Split",
     "as_data",
     "as_split",
+    "color_jitter",
     "data_root",
     "load",
     "random_crop",

@@ -35,59 +35,77 @@ def load_cifar10(root: Path) -> Data:
     """
     binary, python = root / "cifar-10-batches-bin", root / "cifar-10-batches-py"
     if binary.is_dir():
-        read, files = read_binary, [[binary / f"{name}.bin" for name in part] for part in (_TRAIN, _TEST)]
+        parts = [[read_binary(binary / f"{name}.bin") for name in part] for part in (_TRAIN, _TEST)]
     elif python.is_dir():
-        read, files = read_python, [[python / name for name in part] for part in (_TRAIN, _TEST)]
+        parts = [[read_python(python / name) for name in part] for part in (_TRAIN, _TEST)]
     else:
         raise DataError(f"expected the folder {binary} or {python}, got neither; {SOURCE}")
-    train, test = (_split([read(path) for path in part]) for part in files)
+    train, test = (to_split(part) for part in parts)
     return Data("cifar10", train, test, CLASSES)
 
 
-def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read one file of the binary version: per image a label byte, then 1024 red, green and blue bytes each.
+def read_binary(
+    path: Path, *, label_bytes: int = 1, classes: int = 10, source: str = SOURCE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Read one file of the binary version: per image its label bytes, then 1024 red, green and blue bytes each.
+
+    Args:
+        path: the file.
+        label_bytes: before each image; the last of them is its label (CIFAR-100 has two, coarse and fine).
+        classes: number of labels.
+        source: what to add to the message when the file is missing.
 
     Returns:
         (images, labels): uint8 of shapes (n, 3072) and (n,).
 
     Raises:
-        DataError: if the size is not a positive multiple of 3073, or a label exceeds 9.
+        DataError: if the size is not a positive multiple of one image's, or a label is too large.
     """
-    size = file_size(path, SOURCE)
-    if size == 0 or size % (1 + _PIXELS):
-        raise DataError(f"{path}: expected a positive multiple of {1 + _PIXELS} bytes, got {size}")
+    size, each = file_size(path, source), label_bytes + _PIXELS
+    if size == 0 or size % each:
+        raise DataError(f"{path}: expected a positive multiple of {each} bytes, got {size}")
     check_claim(path, size, size, compressed=False)
     with reading(path), path.open("rb") as stream:
-        rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, 1 + _PIXELS)
-    if (largest := int(rows[:, 0].max())) > 9:
-        raise DataError(f"{path}: expected labels 0 to 9, got {largest}")
-    return rows[:, 1:], rows[:, 0]
+        rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, each)
+    labels = rows[:, label_bytes - 1]
+    if (largest := int(labels.max())) >= classes:
+        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {largest}")
+    return rows[:, label_bytes:], labels
 
 
-def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list `labels`.
+def read_python(
+    path: Path, *, key: str = "labels", classes: int = 10, source: str = SOURCE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list of labels.
+
+    Args:
+        path: the file.
+        key: of the labels.
+        classes: number of labels.
+        source: what to add to the message when the file is missing.
 
     Returns:
         (images, labels): uint8 of shapes (n, 3072) and (n,).
 
     Raises:
-        DataError: if the pickle is not of that form (see `read_pickle`), or a label is not 0 to 9.
+        DataError: if the pickle is not of that form (see `read_pickle`), or a label is out of range.
     """
-    batch = read_pickle(path, source=SOURCE)
-    images, labels = batch.get("data"), batch.get("labels")
+    batch = read_pickle(path, source=source)
+    images, labels = batch.get("data"), batch.get(key)
     if not isinstance(images, np.ndarray) or images.ndim != 2 or images.shape[1] != _PIXELS or not len(images):
         got = images.shape if isinstance(images, np.ndarray) else type(images).__name__
         raise DataError(f"{path}: expected 'data' as an array of shape (n, {_PIXELS}), got {got}")
     if not isinstance(labels, list) or len(labels) != len(images):
         got = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
-        raise DataError(f"{path}: expected 'labels' as a list of {len(images)} numbers, got {got}")
-    if wrong := [label for label in labels if type(label) is not int or not 0 <= label <= 9]:
+        raise DataError(f"{path}: expected '{key}' as a list of {len(images)} numbers, got {got}")
+    if wrong := [label for label in labels if type(label) is not int or not 0 <= label < classes]:
         got = wrong[0] if isinstance(wrong[0], int) else type(wrong[0]).__name__
-        raise DataError(f"{path}: expected labels 0 to 9, got {got}")
+        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {got}")
     return images, np.array(labels, dtype=np.uint8)
 
 
-def _split(parts: list[tuple[np.ndarray, np.ndarray]]) -> Split:
+def to_split(parts: list[tuple[np.ndarray, np.ndarray]]) -> Split:
+    """The images and labels of several files as one split."""
     images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
     labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
     return Split(torch.from_numpy(images), torch.from_numpy(labels))

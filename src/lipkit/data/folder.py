@@ -2,98 +2,101 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from lipkit.data.reading import MAX_BYTES
+from lipkit.data.images import ImageFiles, decode
+from lipkit.data.reading import reading
 from lipkit.data.split import Data, Split
-from lipkit.errors import DataError
+from lipkit.errors import DataError, OptionError
 
-MAX_PIXELS = 1 << 24
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp")
-# Only decoders of plain raster formats: others of Pillow's start programs of their own (EPS).
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-_CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3}
+LAYOUT = "the layout is train/CLASS/* and test/CLASS/* or val/CLASS/*"
+MAX_SIDE = 4096
 
 
 def load_folder(path: Path) -> Data:
-    """Load `path/train/CLASS/*` and `path/test/CLASS/*`, images of one size, as uint8 of shape (C, H, W).
+    """`path/train/CLASS/*` and `path/test/CLASS/*` (or `val`), images of one size, uint8 of shape (C, H, W).
 
     The classes are the folders of `train`, sorted by name; `test` may lack some of them. Images are grey
-    (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped.
+    (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded when a
+    batch asks for them; `load` decodes a small data set at once.
 
     Args:
         path: the folder.
 
     Raises:
-        DataError: if a folder is missing or empty, a file is not a readable image, has more than MAX_PIXELS
-            pixels, or differs from the first one in size or channels; or if Pillow is not installed.
+        DataError: if a folder is missing or empty, or the first file is not a readable image; or if Pillow is not
+            installed. Another file that is no image, has more than MAX_PIXELS pixels or differs from the first one in
+            size or channels raises it when it is decoded.
     """
-    classes = tuple(folder.name for folder in _visible(path / "train"))
-    for folder in _visible(path / "test"):
-        if folder.name not in classes:
-            raise DataError(f"expected in {path / 'test'} only the classes of train, got {folder.name}")
-    train = _split(path / "train", classes, None)
-    test = _split(path / "test", classes, tuple(train.x.shape[1:]))
-    return Data(f"folder:{path}", train, test, classes)
+    train, test, classes = find_images(path, LAYOUT)
+    channels, height, width = decode(Path(train[0][0])).shape
+    shape = (channels, height, width)
+    first, second = (Split(ImageFiles(files, shape), torch.tensor(labels)) for files, labels in (train, test))
+    return Data(f"folder:{path}", first, second, classes)
 
 
-def _split(folder: Path, classes: tuple[str, ...], shape: tuple[int, ...] | None) -> Split:
-    files = [
-        (file, label)
-        for label, name in enumerate(classes)
-        if (folder / name).exists()
-        for file in _visible(folder / name)
-    ]
+def load_images(path: Path, size: int, *, name: str | None = None, layout: str = LAYOUT) -> Data:
+    """The same folders with images of any size, as ImageNet's: RGB of (3, size, size), resized and cropped.
+
+    The short side becomes 256/224 times `size`, then a square is cut out of the centre; grey, CMYK and transparent
+    images become RGB.
+
+    Args:
+        path: the folder.
+        size: side of the images, 1 to MAX_SIDE.
+        name: of the data set.
+        layout: what to add to the message when a folder is missing.
+
+    Raises:
+        OptionError: a size out of range. DataError: as `load_folder`, but for the sizes and channels of images.
+    """
+    if not 1 <= size <= MAX_SIDE:
+        raise OptionError(f"expected a size of images from 1 to {MAX_SIDE}, got {size}")
+    train, test, classes = find_images(path, layout)
+    first, second = (
+        Split(ImageFiles(files, (3, size, size), fit=True, convert=True), torch.tensor(labels))
+        for files, labels in (train, test)
+    )
+    return Data(name or f"images:{size}:{path}", first, second, classes)
+
+
+def find_images(
+    path: Path, layout: str
+) -> tuple[tuple[list[str], list[int]], tuple[list[str], list[int]], tuple[str, ...]]:
+    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; and the classes.
+
+    Raises:
+        DataError: a folder is missing or empty, or a class of `test` is not one of `train`.
+    """
+    held_out = path / ("val" if (path / "val").exists() and not (path / "test").exists() else "test")
+    classes = tuple(_visible(path / "train", layout))
+    for name in _visible(held_out, layout):
+        if name not in classes:
+            raise DataError(f"expected in {held_out} only the classes of train, got {name}; {layout}")
+    train, test = (_list(folder, classes, layout) for folder in (path / "train", held_out))
+    if missing := set(range(len(classes))) - set(train[1]):
+        raise DataError(f"expected images in {path / 'train' / classes[min(missing)]}, got none")
+    return train, test, classes
+
+
+def _list(folder: Path, classes: tuple[str, ...], layout: str) -> tuple[list[str], list[int]]:
+    files: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        if (folder / name).exists():
+            found = [os.path.join(folder, name, file) for file in _visible(folder / name, layout)]
+            files += found
+            labels += [label] * len(found)
     if not files:
         raise DataError(f"expected images in {folder}/CLASS, got none")
-    images = None
-    for i, (file, _) in enumerate(files):
-        pixels = _read(file)
-        shape = shape or pixels.shape
-        if pixels.shape != shape:
-            raise DataError(f"{file}: expected an image of shape {shape} (C, H, W) as the first, got {pixels.shape}")
-        if images is None:
-            if (size := len(files) * pixels.size) > MAX_BYTES:
-                raise DataError(f"{folder}: expected at most {MAX_BYTES} bytes of images, got {size}")
-            images = torch.empty(len(files), *shape, dtype=torch.uint8)
-        images[i] = torch.from_numpy(pixels)
-    assert images is not None
-    return Split(images, torch.tensor([label for _, label in files]))
+    return files, labels
 
 
-def _read(file: Path) -> np.ndarray:
-    """Decode one image file to uint8 of shape (C, H, W); its size is checked before it is decoded."""
-    image_module = _pillow()
-    if file.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{file}: expected an image file ({', '.join(SUFFIXES)}), got {file.suffix or 'no suffix'}")
-    try:
-        with image_module.open(file, formats=_FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise DataError(f"expected at most {MAX_PIXELS} pixels, got {image.width} x {image.height}")
-            if image.mode not in _CHANNELS:
-                raise DataError(f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}")
-            channels = _CHANNELS[image.mode]
-            pixels = np.array(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
-    except DataError as error:
-        raise DataError(f"{file}: {error}") from None
-    except Exception as error:  # the decoders of a corrupt image raise many kinds of error
-        raise DataError(f"{file}: expected a complete image, got {type(error).__name__}: {error}") from error
-    return np.ascontiguousarray(pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1))
-
-
-def _visible(folder: Path) -> list[Path]:
+def _visible(folder: Path, layout: str) -> list[str]:
     if not folder.is_dir():
-        raise DataError(f"expected a folder at {folder}, got none; the layout is train/CLASS/* and test/CLASS/*")
-    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError('expected Pillow to read images, got none; pip install "lipkit[data]"') from error
-    return Image
+        raise DataError(f"expected a folder at {folder}, got none; {layout}")
+    with reading(folder):
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))

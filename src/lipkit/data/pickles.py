@@ -20,7 +20,7 @@ import numpy as np
 from lipkit.data.reading import file_size, reading
 from lipkit.errors import DataError
 
-MAX_FILE_BYTES = 1 << 27
+MAX_FILE_BYTES = 1 << 28
 MAX_OPCODES = 1_000_000
 
 

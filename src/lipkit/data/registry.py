@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lipkit.data import cifar10, digits, mnist, square_wave
+from lipkit.data import cifar10, cifar100, digits, imagenet, mnist, square_wave, stl10, tiny_imagenet
 from lipkit.data.arrays import load_npz
 from lipkit.data.custom import load_custom
-from lipkit.data.folder import load_folder
+from lipkit.data.folder import load_folder, load_images
 from lipkit.data.split import Data
 from lipkit.errors import OptionError
+
+HELD_BYTES = 1 << 31
+"""Image files that take at most 2 GiB of memory for each split are decoded once, when they are loaded."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Entry:
         description: one line.
         loader: takes the data root, returns the Data.
         input_shape: the shape of one sample.
-        classes: the names of the classes, in label order; empty for regression.
+        classes: the names of the classes, in label order; empty for regression, and where the files name them.
         source: where to get it, and where to put it.
     """
 
@@ -57,6 +60,34 @@ DATASETS: dict[str, Entry] = {
         cifar10.CLASSES,
         cifar10.SOURCE,
     ),
+    "cifar100": Entry(
+        "32 x 32 RGB photographs of a hundred kinds, 50 000 training and 10 000 test images",
+        cifar100.load_cifar100,
+        cifar100.INPUT_SHAPE,
+        cifar100.CLASSES,
+        cifar100.SOURCE,
+    ),
+    "tiny_imagenet": Entry(
+        "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
+        tiny_imagenet.load_tiny_imagenet,
+        tiny_imagenet.INPUT_SHAPE,
+        (),
+        tiny_imagenet.SOURCE,
+    ),
+    "stl10": Entry(
+        "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
+        stl10.load_stl10,
+        stl10.INPUT_SHAPE,
+        stl10.CLASSES,
+        stl10.SOURCE,
+    ),
+    "imagenet": Entry(
+        "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch",
+        imagenet.load_imagenet,
+        imagenet.INPUT_SHAPE,
+        (),
+        imagenet.SOURCE,
+    ),
     "square_wave": Entry(
         "a function of one variable that jumps, for regression: 300 training and 200 test points",
         square_wave.load_square_wave,
@@ -81,9 +112,10 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
     """Load a data set by name.
 
     Args:
-        spec: a name of DATASETS (`digits`, `mnist`, `cifar10`, `square_wave`); `folder:PATH` (train/CLASS/*,
-            test/CLASS/*); `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is
-            run). PATH is relative to the working directory.
+        spec: a name of DATASETS (`digits`, `mnist`, `cifar10`, ...); `folder:PATH` (train/CLASS/*, test/CLASS/* or
+            val/CLASS/*, images of one size); `images:SIZE:PATH` (the same, images of any size made RGB of SIZE x
+            SIZE); `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is run).
+            PATH is relative to the working directory.
         root: where the data sets of the table lie; see `data_root`.
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.
 
@@ -101,12 +133,16 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
         data = DATASETS[spec].loader(data_root(root))
     elif kind == "folder" and rest:
         data = load_folder(Path(rest).expanduser())
+    elif kind == "images" and re.fullmatch(r"[0-9]{1,5}:.+", rest):
+        size, _, path = rest.partition(":")
+        data = load_images(Path(path).expanduser(), int(size))
     elif kind == "npz" and rest:
         data = load_npz(Path(rest).expanduser())
-    elif re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", spec) and kind not in ("folder", "npz"):
+    elif re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", spec) and kind not in ("folder", "images", "npz"):
         data = load_custom(spec)
     else:
         raise OptionError(
-            f"expected a data set ({', '.join(DATASETS)}, folder:PATH, npz:PATH or pkg.mod:factory), got {spec!r}"
+            f"expected a data set ({', '.join(DATASETS)}, folder:PATH, images:SIZE:PATH, npz:PATH or "
+            f"pkg.mod:factory), got {spec!r}"
         )
-    return data if limit is None else data.take(limit)
+    return (data if limit is None else data.take(limit)).held(HELD_BYTES)

@@ -1,4 +1,4 @@
-"""What a data set is: two splits of tensors, checked once when they are made."""
+"""What a data set is: two splits of samples, checked once when they are made."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipkit.data.images import ImageFiles
 from lipkit.errors import DataError, OptionError, ShapeError
 
 SUBSET_SEED = 20240
@@ -16,10 +17,10 @@ SUBSET_SEED = 20240
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Samples and their targets, whole, in memory.
+    """Samples and their targets: whole, in memory, or images that are decoded when a batch asks for them.
 
     Args:
-        x: inputs of shape (N, *shape): uint8 images 0..255, or floating point (images in [0, 1]).
+        x: inputs of shape (N, *shape): uint8 images 0..255, or floating point (images in [0, 1]); or `ImageFiles`.
         y: int64 labels of shape (N,), or floating-point targets of shape (N, d) for regression.
 
     Raises:
@@ -33,7 +34,7 @@ class Split:
                 [1.0000]]), tensor([1, 1]))
     """
 
-    x: Tensor
+    x: Tensor | ImageFiles
     y: Tensor
 
     def __post_init__(self) -> None:
@@ -53,7 +54,9 @@ class Split:
                 f"expected at least one sample, each with one target, got {len(x)} samples and {len(y)} targets"
             )
         for name, values in (("x", x), ("y", y)):
-            if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+            if not isinstance(values, Tensor) or not values.is_floating_point():
+                continue
+            if not bool(torch.isfinite(values).all()):
                 raise DataError(f"expected finite values in {name}, got NaN or infinity")
         if not y.is_floating_point() and int(y.min()) < 0:
             raise DataError(f"expected labels >= 0, got {int(y.min())}")
@@ -81,11 +84,22 @@ class Split:
         if limit >= len(self):
             return self
         index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))
-        return Split(self.x[index], self.y[index])
+        x = self.x.subset(index) if isinstance(self.x, ImageFiles) else self.x[index]
+        return Split(x, self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
-        """Return the split with both tensors on `device`."""
-        return Split(self.x.to(device), self.y.to(device))
+        """Return the split with both tensors on `device`; image files stay where they are, with their labels."""
+        return self if isinstance(self.x, ImageFiles) else Split(self.x.to(device), self.y.to(device))
+
+    def held(self, limit: int) -> Split:
+        """Return the split with image files decoded into memory if they take at most `limit` bytes there.
+
+        Raises:
+            DataError: one of them is not what it should be.
+        """
+        if not isinstance(self.x, ImageFiles) or self.x.nbytes > limit:
+            return self
+        return Split(self.x[:], self.y)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +148,7 @@ class Data:
                 f"{self.name}: expected {part} labels below the number of classes {len(self.classes)}, "
                 f"got {int(split.y.max())}"
             )
-        if split.x.is_floating_point() and split.x.ndim == 4:
+        if isinstance(split.x, Tensor) and split.x.is_floating_point() and split.x.ndim == 4:
             low, high = (float(v) for v in torch.aminmax(split.x))
             if low < 0 or high > 1:
                 raise DataError(
@@ -151,6 +165,10 @@ class Data:
     def task(self) -> str:
         """`"classification"` for integer labels, `"regression"` for floating-point targets."""
         return "regression" if self.train.y.is_floating_point() else "classification"
+
+    def held(self, limit: int) -> Data:
+        """Return the data set with image files decoded into memory if each split's fit in `limit` bytes."""
+        return replace(self, train=self.train.held(limit), test=self.test.held(limit))
 
     def take(self, limit: int) -> Data:
         """Return the data set with at most `limit` samples in each split: see `Split.take`."""
@@ -175,5 +193,5 @@ def numbered_classes(labels: Sequence[Tensor]) -> tuple[str, ...]:
     return tuple(str(i) for i in range(1 + max(int(y.max()) for y in labels)))
 
 
-def _describe(t: Tensor) -> str:
+def _describe(t: Tensor | ImageFiles) -> str:
     return f"shape {tuple(t.shape)} and dtype {str(t.dtype).removeprefix('torch.')}"

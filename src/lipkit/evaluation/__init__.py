@@ -6,10 +6,14 @@ from lipkit.evaluation.classification import EPS, ClassRow, Evaluation, evaluate
 from lipkit.evaluation.cross_check import (
     Attack,
     Attacked,
+    Attempt,
     CrossCheck,
+    Examples,
     attack_certificate,
+    attack_samples,
     check_accuracy,
     check_examples,
+    choose_samples,
 )
 from lipkit.evaluation.latency import Latency, latency
 from lipkit.evaluation.regression import RegressionEvaluation, evaluate_regression
@@ -18,14 +22,18 @@ __all__ = [
     "EPS",
     "Attack",
     "Attacked",
+    "Attempt",
     "ClassRow",
     "CrossCheck",
     "Evaluation",
+    "Examples",
     "Latency",
     "RegressionEvaluation",
     "attack_certificate",
+    "attack_samples",
     "check_accuracy",
     "check_examples",
+    "choose_samples",
     "evaluate",
     "evaluate_regression",
     "latency",

@@ -34,7 +34,10 @@ class ClassRow:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` measured. ``eps`` and ``certified`` run in parallel; ``times`` are seconds."""
+    """What `evaluate` measured. ``eps`` and ``certified`` run in parallel; ``times`` are seconds.
+
+    ``certified_ignored`` runs in parallel too: the same as if no logit were rounded, the field's convention.
+    """
 
     certificate: Certificate
     eps: tuple[float, ...]
@@ -46,6 +49,7 @@ class Evaluation:
     per_class: tuple[ClassRow, ...]
     confidence: float
     times: dict[str, float]
+    certified_ignored: tuple[Share, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers, for a line of metrics: ``clean``, ``certified(36/255)``, ``pgd(36/255)``, ``lipschitz``."""
@@ -53,7 +57,7 @@ class Evaluation:
         for eps, certified in zip(self.eps, self.certified, strict=True):
             result[f"certified({format_radius(eps)})"] = certified.value
         for row in self.attacked:
-            result[f"pgd({format_radius(row.eps)})"] = row.share.value
+            result[f"{self.attack.name}({format_radius(row.eps)})"] = row.share.value
         result["lipschitz"] = self.certificate.constant
         return result
 
@@ -64,6 +68,7 @@ def evaluate(
     *,
     eps: Sequence[float] = EPS,
     attack_eps: Sequence[float] | None = None,
+    attack_name: str = "pgd",
     attack_steps: int = 50,
     attack_restarts: int = 1,
     attack_samples: int | None = 1000,
@@ -76,19 +81,20 @@ def evaluate(
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
-    The attack (`lipkit.attacks.pgd_l2`, margin loss) runs at each ``attack_eps`` and once at each sample's own radius.
-    Each example it finds is confirmed by the float64 network that was certified, moved as close to its sample as
-    bisection brings it, and its float64 norm compared with the sample's certified radius.
+    The attack (`lipkit.attacks.pgd_l2`, margin loss, unless another is named) runs at each ``attack_eps`` and once at
+    each sample's own radius. Each example it finds is confirmed by the float64 network that was certified, moved as
+    close to its sample as bisection brings it, and its float64 norm compared with the sample's certified radius.
 
-    **Guarantee.** If this returns, no adversarial example it found lies inside a certified radius, and PGD accuracy is
-    at least the certified accuracy at every ``attack_eps``, on the same samples. That is a test of the certificates,
-    which do not rest on it.
+    **Guarantee.** If this returns, no adversarial example it found lies inside a certified radius, and accuracy
+    under attack is at least the certified accuracy at every ``attack_eps``, on the same samples. That is a test of
+    the certificates, which do not rest on it.
 
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and int64 labels; ``split.batch(index)`` gives inputs and labels.
         eps: l2 radii for certified accuracy, in units of the input.
         attack_eps: radii to attack; None takes ``eps``; an empty sequence attacks nothing.
+        attack_name: one of `lipkit.attacks.NAMES`, in l2.
         attack_steps: gradient steps per restart.
         attack_restarts: starts of the attack.
         attack_samples: how many samples are attacked, drawn by ``seed``; None for all.
@@ -113,7 +119,7 @@ def evaluate(
     x, y = split.batch(torch.arange(len(split)))
     if box == "auto":
         box = (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
-    attack = Attack(attack_eps, attack_steps, attack_restarts, attack_samples, box, seed)
+    attack = Attack(attack_eps, attack_steps, attack_restarts, attack_samples, box, seed, attack_name)
     certificate = certify(network, x, y, batch_size=batch_size, device=device)
     certified_at = time.perf_counter()
     attacked, cross_check = attack_certificate(
@@ -131,6 +137,7 @@ def evaluate(
         per_class=per_class(certificate, eps, classes, confidence=confidence),
         confidence=confidence,
         times={"certify": certified_at - start, "attack": end - certified_at},
+        certified_ignored=tuple(share(certificate.certified(r, rounding="ignore"), confidence) for r in eps),
     )
 
 

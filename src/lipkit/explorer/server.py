@@ -109,7 +109,7 @@ def serve(
     with listener:
         port = listener.getsockname()[1]
         app = make_app(runs, authorities(host, port))
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")  # type: ignore[arg-type]
+        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
         if ready is not None:
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
         uvicorn.Server(config).run(sockets=[listener])

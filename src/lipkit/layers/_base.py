@@ -184,8 +184,8 @@ class SymbolConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             symbol = self.symbol(*x.shape[-2:])
-            y = apply_symbol(symbol, x.to(symbol.real.dtype))
-        return self.add_bias(y)
+            dtype = symbol.real.dtype
+            return apply_symbol(symbol, x.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
 class KernelConv2d(ConstrainedConv2d):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, kernel_symbol
-from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, register_one_lipschitz
+from lipkit.conv import Symbol, cayley_conv2d, kernel_symbol
+from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, autocast_off, register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
 
 
@@ -87,7 +87,9 @@ class CayleyConv2d(SymbolConv2d):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if out_channels >= s^2 in_channels.
 
     Cost:
-        One inverse of size c = min(out_channels, s^2 in_channels) at each of about H W / (2 s^2) frequencies.
+        At each of about H W / (2 s^2) frequencies LU factors of size c = min(out_channels, s^2 in_channels), and a
+        solve for the features of the batch forward and backward (``lipkit.conv.cayley_conv``): the matrices of the
+        layer are never made. For a batch above 3 c / 2 an inverse, and products in place of the solves.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit.
@@ -110,6 +112,13 @@ class CayleyConv2d(SymbolConv2d):
         raw = kernel_symbol(rescaled(self.free, self.scale), height, width)
         pair = cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
         return Symbol(cayley(raw.real), torch.stack((pair.real, pair.imag), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.resample(x)
+        with autocast_off(x):
+            kernel = rescaled(self.free, self.scale)
+            bias = None if self.bias is None else self.bias.to(kernel.dtype)
+            return cayley_conv2d(kernel, x.to(kernel.dtype), bias)
 
 
 register_one_lipschitz(CayleyLinear, CayleyConv2d)

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol
-from lipkit.conv.phases import apply_phases, check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
+from lipkit.conv.phase_product import apply_phases
+from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
 from lipkit.errors import OptionError
 from lipkit.layers._base import ConstrainedConv2d, autocast_off, resampled_size
-from lipkit.linalg.exponential import check_terms, taylor_exponential, taylor_range
+from lipkit.linalg.exponential import check_terms, taylor_range
+from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.plain.phase import PhaseConv2d
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
@@ -166,9 +168,8 @@ class EcoConv2d(ConstrainedConv2d):
             symbol = self.symbol()
             x = x.to(symbol.real.dtype)
             if self.evaluation == "phase":
-                y = apply_phases(symbol, x, self.kernel_size)
-            else:
-                y = dilated_conv2d(x, kernel_of_symbol(symbol, self.kernel_size))
+                return apply_phases(symbol, x, self.kernel_size, bias=self.bias)
+            y = dilated_conv2d(x, kernel_of_symbol(symbol, self.kernel_size))
         return self.add_bias(y)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, apply_symbol, kernel_symbol, transform_matrices
+from lipkit.conv import Symbol, kernel_symbol, normal_matrices, prepare, solve_form
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers._base import (
     ConstrainedLinear,
@@ -280,7 +280,8 @@ class SandwichConv2d(SymbolConv2d):
         from its numbers with the multiplier :math:`\Psi^2`; the linear form as one Fourier convolution.
 
     Cost:
-        One inverse of size out_channels at each of about H W / (2 s^2) frequencies, and two Fourier convolutions.
+        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by the solves of two Cayley
+        convolutions in solve form (``lipkit.conv.cayley_conv``).
 
     Raises:
         OptionError: an argument that is not supported, an activation that does not qualify. ShapeError: an input that
@@ -310,10 +311,13 @@ class SandwichConv2d(SymbolConv2d):
         self.y_scale = nn.Parameter(torch.tensor(_BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
         _add_log_psi(self, q, device, dtype)
 
+    def free_kernel(self) -> Tensor:
+        """``[X Y]`` (out_channels, out_channels + s^2 in_channels, kh, kw), in float32 or better."""
+        return torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)), 1)
+
     def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
         """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
-        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)), 1)
-        raw = kernel_symbol(free, height, width)
+        raw = kernel_symbol(self.free_kernel(), height, width)
         return cayley(raw.real), cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
 
     def symbol(self, height: int, width: int) -> Symbol:
@@ -338,11 +342,14 @@ class SandwichConv2d(SymbolConv2d):
             return super().forward(x)
         x = self.resample(x)
         with autocast_off(x):
-            size = x.shape[-2:]
-            first, second = self.halves(*size)
-            transforms = transform_matrices(*size, dtype=first.real.dtype, device=x.device)
-            v = self.add_bias(apply_symbol(first, x.to(first.real.dtype), transforms))
-            return apply_symbol(second, self.activation(v), transforms)
+            kernel, psi = self.free_kernel(), self.psi()[:, None, None]
+            normal = normal_matrices(kernel, *x.shape[-2:])
+            # Both maps solve with the same matrices.
+            factors = prepare(normal, 2 * len(x))
+            v = solve_form("second", x.to(kernel.dtype), normal, factors)
+            scale = SQRT2 / psi
+            v = v * scale if self.bias is None else torch.addcmul(self.bias.to(v.dtype)[:, None, None], v, scale)
+            return solve_form("first adjoint", self.activation(v) * (SQRT2 * psi), normal, factors)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", activation=None" if self.activation is None else "")

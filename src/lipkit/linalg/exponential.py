@@ -158,37 +158,6 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     return torch.where(zero, torch.zeros_like(norm), bound * safe**share)
 
 
-def taylor_exponential(w: Tensor, terms: int = 10) -> Tensor:
-    r"""Nearly semi-orthogonal matrix of the same shape as ``w``, by the Taylor polynomial of a normalised skew matrix.
-
-    .. math:: A = W - W^*, \qquad \bar A = A / \beta(A), \qquad Q = p_T(\bar A) \text{ cropped to } m \times n
-
-    with :math:`\beta(A) \ge \|A\|_2` the bound of :func:`schatten_bound`: :math:`\|\bar A\| \le 1` is proved, which a
-    power iteration does not give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
-
-    Args:
-        w: ``(..., m, n)``, real or complex.
-        terms: T, the highest power.
-
-    Returns:
-        ``(..., m, n)`` with singular values inside :func:`taylor_range` of ``(1, terms)``, up to rounding. For
-        ``w = 0`` it is the identity (cropped).
-
-    Cost:
-        Three products for the norm and :math:`2 \sqrt T` for the polynomial, of size max(m, n).
-
-    >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
-    >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
-    True
-
-    References:
-        [ECO] algorithm 1, with an upper bound where the paper has a power iteration.
-    """
-    a = skew_part(w)
-    scale = schatten_bound(a).clamp_min(SMALLEST_NORM)
-    return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
-
-
 def _round_up(value: Fraction) -> float:
     return math.nextafter(float(value), math.inf)
 

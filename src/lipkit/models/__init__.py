@@ -12,6 +12,7 @@ from lipkit.errors import OptionError
 from lipkit.models.convnet import convnet
 from lipkit.models.kwlarge import kwlarge
 from lipkit.models.lbdn import LBDN, from_network, lbdn
+from lipkit.models.lbdn_conv import lbdn_conv
 from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
 from lipkit.models.resnet9 import resnet9
@@ -23,6 +24,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "convnet": convnet,
     "kwlarge": kwlarge,
     "lbdn": lbdn,
+    "lbdn_conv": lbdn_conv,
     "lipconvnet": lipconvnet,
     "mlp": mlp,
     "resnet9": resnet9,
@@ -58,6 +60,7 @@ __all__ = [
     "from_network",
     "kwlarge",
     "lbdn",
+    "lbdn_conv",
     "lipconvnet",
     "mlp",
     "resnet9",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,14 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Family, MaxMin, Normalize, Scale
+from lipkit.plain import GroupSort
 from lipkit.protocol import Shape
+from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "maxmin": MaxMin,
+    **{kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)},
+}
 
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
@@ -69,9 +77,26 @@ def flat_size(input_shape: Shape) -> int:
     return math.prod(shape)
 
 
-def activated(family: Family, layer: nn.Module) -> list[nn.Module]:
-    """The layer and MaxMin after it, or the layer alone if it contains its activation (MaxMin there is no gain)."""
-    return [layer] if family.own_activation else [layer, MaxMin()]
+def make_activation(activation: str | nn.Module | None) -> nn.Module:
+    """The activation of this name, or a copy of this module; ``None`` is MaxMin.
+
+    >>> make_activation(None), make_activation("relu")
+    (MaxMin(), ReLU())
+    """
+    if activation is None:
+        return MaxMin()
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation]()
+    if isinstance(activation, nn.Module) and (slope_restricted(activation) or type(activation) in (MaxMin, GroupSort)):
+        return copy.deepcopy(activation)
+    raise OptionError(
+        f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, or a module of these types, got {activation!r}"
+    )
+
+
+def activated(family: Family, layer: nn.Module, activation: str | nn.Module | None = None) -> list[nn.Module]:
+    """The layer and an activation after it (MaxMin by default), or the layer alone if it contains its own."""
+    return [layer] if family.own_activation else [layer, make_activation(activation)]
 
 
 def dense_options(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:

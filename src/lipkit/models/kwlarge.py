@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.layers import families
+from lipkit.errors import OptionError
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
+from lipkit.models._unconstrained import find, strided_kernel
 from lipkit.protocol import Shape
 
 
@@ -18,6 +19,9 @@ def kwlarge(
     width: int = 1,
     *,
     kernel_size: int = 3,
+    dense: Sequence[int] | None = None,
+    activation: str | nn.Module | None = None,
+    pool: bool = False,
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
     lipschitz: float = 1.0,
@@ -26,13 +30,17 @@ def kwlarge(
     **options: Any,
 ) -> nn.Sequential:
     """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between
-    (for families whose layers contain their activation, none).
+    (families whose layers contain their activation have theirs).
 
     Args:
-        layer: acronym of the family (``lipkit list layers``).
+        layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
         width: w, multiplies the channels.
         kernel_size: of the layers of stride 1; strided layers act on 4 times the channels with half of it, rounded
-            down (3 -> 1).
+            down (3 -> 1); unconstrained ones have a stride, and the whole kernel.
+        dense: units of the two hidden linear layers instead of (512w, 512).
+        activation: name such as 'relu', or a module, instead of MaxMin; where the layers contain theirs, it is theirs.
+        pool: no strides, but one average pooling of 4 x 4 (of norm 1/4) in front of the linear layers, for families
+            of which the papers know no strided layer.
         input_shape: (C, H, W) with H and W multiples of 4.
         classes: number of outputs.
         lipschitz: target constant of the network behind the normalisation.
@@ -44,24 +52,38 @@ def kwlarge(
     1.0
 
     References:
-        [Cayley] section 6.1; Wong & Kolter's "large" network as used by Li et al., NeurIPS 2019.
+        [Cayley] section 6.1; Wong & Kolter's "large" network as used by Li et al., NeurIPS 2019; [LBDN] table 5 (dense,
+        activation, pool).
     """
-    family = families.get(layer)
+    family = find(layer)
     channels, height, breadth = check_image(input_shape, 4, "kwlarge")
     check_classes(classes)
     check_options(options)
     check_positive(kernel_size=kernel_size)
-    half = max(1, kernel_size // 2)
-    pixels = (height // 4) * (breadth // 4)
-    dense = dense_options(family, options)
+    units = [512 * width, 512] if dense is None else list(dense)
+    if len(units) != 2:
+        raise OptionError(f"dense: expected the units of two layers, got {dense!r}")
+    check_positive(**{f"dense[{i}]": n for i, n in enumerate(units)})
+    if family.own_activation and activation is not None:
+        options["activation"] = activation
+
+    def conv(cin: int, cout: int, stride: int) -> list[nn.Module]:
+        if stride == 1 or pool:
+            return activated(family, family.conv(cin, cout, kernel_size, **options), activation)
+        kernel = strided_kernel(family, kernel_size, max(1, kernel_size // 2))
+        return activated(family, family.conv(cin, cout, kernel, stride=stride, **options), activation)
+
+    features = 64 * width * (height // 4) * (breadth // 4)
+    shared = dense_options(family, options)
     layers = [
-        *activated(family, family.conv(channels, 32 * width, kernel_size, **options)),
-        *activated(family, family.conv(32 * width, 32 * width, half, stride=2, **options)),
-        *activated(family, family.conv(32 * width, 64 * width, kernel_size, **options)),
-        *activated(family, family.conv(64 * width, 64 * width, half, stride=2, **options)),
+        *conv(channels, 32 * width, 1),
+        *conv(32 * width, 32 * width, 2),
+        *conv(32 * width, 64 * width, 1),
+        *conv(64 * width, 64 * width, 2),
+        *([nn.AvgPool2d(4)] if pool else []),
         nn.Flatten(),
-        *activated(family, family.linear(64 * width * pixels, 512 * width, **dense)),
-        *activated(family, family.linear(512 * width, 512, **dense)),
-        family.last(512, classes),
+        *activated(family, family.linear(features, units[0], **shared), activation),
+        *activated(family, family.linear(units[0], units[1], **shared), activation),
+        family.last(units[1], classes),
     ]
     return bounded(layers, lipschitz, mean, std, channels)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import families
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image
+from lipkit.models._unconstrained import find, strided_kernel
 from lipkit.protocol import Shape
 
 # (channels of group 1, channels of group 2, stride of group 2) of each block.
@@ -46,7 +46,8 @@ def lipconvnet(
         depth: number of convolutions, a multiple of 5.
         first_blocks, last_blocks: families of the first ``first`` blocks and of the others.
         first: l of the paper's ablation, 0 to 5.
-        layer: one family for all blocks, instead of the three arguments above.
+        layer: one family for all blocks, instead of the three arguments above; ``plain`` or ``plain_conv`` for
+            ordinary convolutions (and an ordinary or a Cayley last layer).
         width: factor on the channels.
         kernel_size: of the convolutions on more than one pixel.
         side: working size, a multiple of 24.
@@ -85,15 +86,15 @@ def lipconvnet(
         layers.append(nn.ZeroPad2d((left, side - breadth - left, top, side - height - top)))
     current, size = channels, side
     for block, (inner, last, stride) in enumerate(BLOCKS):
-        family = families.get(first_blocks if block < first else last_blocks)
+        family = find(first_blocks if block < first else last_blocks)
         options = (first_options if block < first else last_options) or {}
         steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]
         for target, step in steps:
-            size //= step
+            before, size = size, size // step
             cout = max(2, 2 * round(target * width / 2))
-            kernel = kernel_size if size > 1 else 1
+            kernel = 1 if before == 1 else strided_kernel(family, kernel_size, kernel_size if size > 1 else 1)
             layers += activated(family, family.conv(current, cout, kernel, stride=step, **options))
             current = cout
-    head = families.get(last_blocks)
+    head = find(last_blocks)
     layers += [nn.Flatten(), head.last(current * size**2, classes)]
     return bounded(layers, lipschitz, mean, std, channels)

@@ -11,17 +11,10 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import MaxMin, Scale, families
+from lipkit.layers import Scale, families
 from lipkit.layers._base import check_positive
-from lipkit.models._parts import bounded, check_options, flat_size
-from lipkit.plain import GroupSort
+from lipkit.models._parts import bounded, check_options, flat_size, make_activation
 from lipkit.protocol import Shape
-from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "maxmin": MaxMin,
-    **{kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)},
-}
 
 
 def mlp(
@@ -75,7 +68,7 @@ def mlp(
         raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
     between: nn.Module | None = None
     if not family.own_activation:
-        between = _activation("maxmin" if activation is None else activation)
+        between = make_activation(activation)
     elif activation is not None:
         options["activation"] = activation
     share = math.sqrt(gamma)
@@ -90,13 +83,3 @@ def mlp(
         if not last and between is not None:
             layers.append(copy.deepcopy(between))
     return bounded(layers, 1.0, mean, std, input_shape[0])
-
-
-def _activation(activation: str | nn.Module) -> nn.Module:
-    if isinstance(activation, str) and activation in ACTIVATIONS:
-        return ACTIVATIONS[activation]()
-    if isinstance(activation, nn.Module) and (slope_restricted(activation) or type(activation) in (MaxMin, GroupSort)):
-        return activation
-    raise OptionError(
-        f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, or a module of these types, got {activation!r}"
-    )

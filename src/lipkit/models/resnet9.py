@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.layers import Residual, ScaledAvgPool2d, families
+from lipkit.layers import Residual, ScaledAvgPool2d
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
+from lipkit.models._unconstrained import find
 from lipkit.protocol import Shape
 
 
@@ -29,7 +30,7 @@ def resnet9(
     The last pooling is 2 instead of 4, which leaves four times the features for the additional linear layer.
 
     Args:
-        layer: acronym of the family (``lipkit list layers``).
+        layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
         width: w, channels of the first layer.
         kernel_size: of every convolution.
         input_shape: (C, H, W) with H and W multiples of 16.
@@ -45,7 +46,7 @@ def resnet9(
     References:
         [Cayley] section 6.1 and Appendix B (1-Lipschitz ResNet9).
     """
-    family = families.get(layer)
+    family = find(layer)
     channels, height, breadth = check_image(input_shape, 16, "resnet9")
     check_classes(classes)
     check_options(options)

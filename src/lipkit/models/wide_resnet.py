@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d, families
+from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
+from lipkit.models._unconstrained import find, strided_kernel
 from lipkit.protocol import Shape
 
 
@@ -30,13 +31,14 @@ def wide_resnet(
     """WRN-depth-widen: 16 channels, then three groups of (depth - 4) / 6 blocks with 16, 32, 64 times ``widen``.
 
     Each block is MaxMin, conv, MaxMin, conv under a convex skip; where the shape changes, the skip is a 1 x 1 layer of
-    the same family. Strided layers act after invertible downsampling with half the kernel, rounded down. The last
-    pooling is half of the usual one (4 instead of 8 at 32 x 32), followed by one more linear layer.
+    the same family. Strided layers act after invertible downsampling with half the kernel, rounded down
+    (unconstrained ones have a stride, and the whole kernel). The last pooling is half of the usual one (4 instead of 8
+    at 32 x 32), followed by one more linear layer.
 
     Args:
         depth: 6 n + 4.
         widen: widening factor.
-        layer: acronym of the family (``lipkit list layers``).
+        layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
         kernel_size: of the layers of stride 1.
         input_shape: (C, H, W) with H and W multiples of 16.
         classes: number of outputs.
@@ -54,7 +56,7 @@ def wide_resnet(
     References:
         [Cayley] section 6.1 (WideResNet10-10); Zagoruyko & Komodakis, BMVC 2016.
     """
-    family = families.get(layer)
+    family = find(layer)
     channels, height, breadth = check_image(input_shape, 16, "wide_resnet")
     check_classes(classes)
     check_options(options)
@@ -63,7 +65,7 @@ def wide_resnet(
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, ...), got {depth}")
     if widen < 1:
         raise OptionError(f"widen: expected at least 1, got {widen}")
-    half = max(1, kernel_size // 2)
+    half = strided_kernel(family, kernel_size, max(1, kernel_size // 2))
     # Layers that contain their activation have none before them either.
     before = [] if family.own_activation else [MaxMin()]
 

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
+
+
+class _MaxMin(torch.autograd.Function):
+    """The sorted halves, with the derivative by one mask: a permutation, also where both values are equal."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _sorted_halves(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        a, b = inputs[0].chunk(2, dim=1)
+        ordered = a >= b
+        ctx.save_for_backward(ordered)
+        ctx.save_for_forward(ordered)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (ordered,) = ctx.saved_tensors
+        return _exchanged(ordered, g)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        (ordered,) = ctx.saved_tensors
+        return _exchanged(ordered, t)
+
+
+def _sorted_halves(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=1)
+    return torch.cat((torch.maximum(a, b), torch.minimum(a, b)), dim=1)
+
+
+def _exchanged(keep: Tensor, x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=1)
+    return torch.cat((torch.where(keep, a, b), torch.where(keep, b, a)), dim=1)
 
 
 def maxmin(x: Tensor) -> Tensor:
@@ -26,8 +65,10 @@ def maxmin(x: Tensor) -> Tensor:
     channels = x.shape[1]
     if channels % 2:
         raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
-    a, b = x.split(channels // 2, dim=1)
-    return torch.cat((torch.maximum(a, b), torch.minimum(a, b)), dim=1)
+    if torch.compiler.is_compiling() or not x.requires_grad:
+        return _sorted_halves(x)
+    y: Tensor = _MaxMin.apply(x)
+    return y
 
 
 def group_sort(x: Tensor, group_size: int) -> Tensor:

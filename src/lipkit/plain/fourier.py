@@ -71,7 +71,7 @@ class FourierConv2d(StoredSymbol):
         expected = (self.in_channels, self.height, self.width)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
             raise ShapeError(f"FourierConv2d: expected input of shape (B, *{expected}), got {tuple(x.shape)}")
-        return self.add_bias(apply_symbol(self.symbol(), x, self.matrices()))
+        return apply_symbol(self.symbol(), x, self.matrices(), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, {self.height}, {self.width}, bias={self.bias is not None}"

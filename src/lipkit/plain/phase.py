@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lipkit.conv import Symbol
-from lipkit.conv.phases import apply_phases, check_fits, distinct_frequencies
+from lipkit.conv.phase_product import apply_phases
+from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.errors import ShapeError
 from lipkit.plain.stored_symbol import MAX_SIDE, StoredSymbol
 
@@ -17,7 +18,7 @@ class PhaseConv2d(StoredSymbol):
     r"""Circular convolution ``(B, cin, H, W) -> (B, cout, H, W)`` with kh x kw taps, H / kh and W / kw apart.
 
     It is stored as its symbol, the matrices at the distinct ones of kh kw frequencies, and evaluated on the phase
-    images (``lipkit.conv.phases``): real products and reshapes only.
+    images (``lipkit.conv.phase_product``): real products and reshapes only.
 
     Args:
         in_channels, out_channels: channels.
@@ -89,7 +90,7 @@ class PhaseConv2d(StoredSymbol):
         c, h, w = self.in_channels, self.height, self.width
         if x.ndim != 4 or tuple(x.shape[1:]) != (c, h, w):
             raise ShapeError(f"PhaseConv2d: expected input of shape (B, {c}, {h}, {w}), got {tuple(x.shape)}")
-        return self.add_bias(apply_phases(self.symbol(), x, self.kernel_size, self.matrices()))
+        return apply_phases(self.symbol(), x, self.kernel_size, self.matrices(), self.bias)
 
     def extra_repr(self) -> str:
         return (

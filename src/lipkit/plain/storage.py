@@ -31,7 +31,8 @@ from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.plain.sum import Sum
 from lipkit.plain.taylor import TaylorConv2d
 
-SCHEMA_VERSION = 1
+# 2: the order of the frequencies of Fourier convolutions above 64 pixels changed.
+SCHEMA_VERSION = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 # The constructor arguments that each plain module is rebuilt from, read from attributes of the same names.

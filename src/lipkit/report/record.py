@@ -35,6 +35,7 @@ from lipkit.report.schema import (
     OutputRecord,
     Record,
     RegressionRecord,
+    RoundingRecord,
     SearchRecord,
     ShareRecord,
 )
@@ -62,19 +63,21 @@ def from_evaluation(
         facts: what else is known of the run, see `Facts`.
     """
     certificate, attack = evaluation.certificate, evaluation.attack
+    ignored = evaluation.certified_ignored or (None,) * len(evaluation.eps)
     return Record(
         **_common(name, data, certificate, facts, evaluation.times, classes),
         confidence=evaluation.confidence,
         clean=_share(evaluation.clean),
         certified=[
-            CertifiedRecord(eps=eps, share=_share(share))
-            for eps, share in zip(evaluation.eps, evaluation.certified, strict=True)
+            CertifiedRecord(eps=eps, share=_share(share), ignored=None if other is None else _share(other))
+            for eps, share, other in zip(evaluation.eps, evaluation.certified, ignored, strict=True)
         ],
         attacked=[
             AttackedRecord(eps=row.eps, share=_share(row.share), certified=_share(row.certified))
             for row in evaluation.attacked
         ],
         attack=AttackRecord(
+            name="PGD l2, margin loss" if attack.name == "pgd" else f"{attack.name} {attack.norm}",
             steps=attack.steps,
             restarts=attack.restarts,
             samples=attack.samples,
@@ -185,6 +188,7 @@ def _common(
             method=certificate.method,
             dtype=certificate.dtype,
         ),
+        "rounding": _rounding(certificate),
         "network_sha256": certificate.network_sha256,
         "latency": None if latency is None else LatencyRecord(**dataclasses.asdict(latency)),
         "times": {**(facts.get("times") or {}), **times},
@@ -221,6 +225,14 @@ def read_record(path: str | os.PathLike[str]) -> AnyRecord:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RunError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _rounding(certificate: Certificate | RegressionCertificate) -> RoundingRecord:
+    """The evaluator of a certificate; raises ``OptionError`` where torch is not set as it was when it was made."""
+    made = certificate.evaluator
+    made.check()
+    values = {key: value for key, value in dataclasses.asdict(made).items() if key != "name"}
+    return RoundingRecord(rounding=certificate.rounding, evaluator=made.name, **values)
 
 
 def _share(share: Share) -> ShareRecord:

@@ -30,10 +30,11 @@ class ShareRecord(_Model):
 
 
 class CertifiedRecord(_Model):
-    """Certified accuracy at one l2 radius (units of the input)."""
+    """Certified accuracy at one l2 radius (units of the input); ``ignored``: the same as if nothing were rounded."""
 
     eps: float
     share: ShareRecord
+    ignored: ShareRecord | None = None
 
 
 class AttackedRecord(_Model):
@@ -56,8 +57,8 @@ class AttackRecord(_Model):
     """The attack's settings, and its comparison with the certificates: smallest norm / radius of any example."""
 
     name: str = "PGD l2, margin loss"
-    steps: int
-    restarts: int
+    steps: int | None
+    restarts: int | None
     samples: int | None
     seed: int
     box: tuple[float, float] | None
@@ -73,6 +74,18 @@ class LipschitzRecord(_Model):
     body: float | None
     method: str
     dtype: str
+
+
+class RoundingRecord(_Model):
+    """What certificates say about rounding, and the evaluation they hold for (`lipkit.certificates.rounding`)."""
+
+    rounding: str
+    evaluator: str
+    dtype: str
+    block: int | None
+    device: str
+    torch: str
+    settings: dict[str, str]
 
 
 class DataRecord(_Model):
@@ -106,7 +119,7 @@ class LatencyRecord(_Model):
 
 
 class RunRecord(_Model):
-    """What a run of every task reports. Times are seconds."""
+    """What a run of every task reports. Times are seconds; ``further`` are figures measured after it, by name."""
 
     schema_version: str = SCHEMA_VERSION
     name: str
@@ -118,9 +131,11 @@ class RunRecord(_Model):
     data: DataRecord
     parameters: int | None
     lipschitz: LipschitzRecord
+    rounding: RoundingRecord | None = None
     network_sha256: str
     latency: LatencyRecord | None = None
     times: dict[str, float] = Field(default_factory=dict)
+    further: dict[str, float] = Field(default_factory=dict)
 
     @field_validator("schema_version")
     @classmethod

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from lipkit.certificates.units import format_radius
 from lipkit.errors import ShapeError
-from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord
+from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord
 
 
 class _Share(Protocol):
@@ -98,11 +98,18 @@ def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
     header = ["l2 radius", "certified", level, "PGD", level]
     attacked = {row.eps: row for row in record.attacked}
     rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
+    both = any(row.ignored is not None for row in record.certified)
+    if both:
+        header.append("rounding ignored")
+        rows[0].append(percent(record.clean.value))
     certified = {row.eps: row for row in record.certified}
     for eps in sorted(certified.keys() | attacked.keys()):
         cells = [format_radius(eps)]
         for found in (certified.get(eps), attacked.get(eps)):
             cells += [percent(found.share.value), interval(found.share)] if found else ["", ""]
+        if both:
+            ignored = certified[eps].ignored if eps in certified else None
+            cells.append(percent(ignored.value) if ignored else "")
         rows.append(cells)
     return header, rows
 
@@ -138,10 +145,24 @@ def summary(record: AnyRecord) -> str:
             f"test MSE {record.mse:.5g}; outputs move by at most {record.deviation:.5g} for an input that moves by "
             f"{record.delta:g}",
         ]
+    if record.rounding is not None:
+        lines.append(rounding(record.rounding))
     if record.latency is not None:
         lines.append(latency(record.latency))
     table = text_table(*(output_rows(record) if isinstance(record, RegressionRecord) else accuracy_rows(record)))
     return "\n".join([*lines, "", table])
+
+
+def rounding(found: RoundingRecord) -> str:
+    """What certificates say about rounding, in one sentence.
+
+    >>> made = {"evaluator": "float64", "dtype": "float64", "block": None, "device": "cpu", "torch": "2"}
+    >>> rounding(RoundingRecord(rounding="sound", settings={}, **made))
+    'certified for float64 evaluation, rounding errors included'
+    """
+    if found.rounding != "sound":
+        return "certified for real arithmetic, rounding errors ignored"
+    return f"certified for {found.evaluator.replace('_', ' ')} evaluation, rounding errors included"
 
 
 def latency(found: LatencyRecord) -> str:

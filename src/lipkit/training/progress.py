@@ -1,8 +1,10 @@
-"""What training reports while it runs: loss and accuracy summed over steps and devices."""
+"""What training reports while it runs: loss and accuracy summed over steps and devices, pace and memory."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ class Progress:
         loss: mean over the samples of this epoch so far.
         accuracy: share of them classified correctly at the time; None for regression.
         row: the epoch's line of metrics, at its end; None before.
+        samples_per_second: pace of this epoch so far, all devices together.
+        seconds_left: of training at that pace, evaluations not counted.
     """
 
     epoch: int
@@ -37,35 +41,67 @@ class Progress:
     loss: float
     accuracy: float | None
     row: Mapping[str, Any] | None = None
+    samples_per_second: float = math.nan
+    seconds_left: float = math.nan
+
+
+class Divergence(RunError):
+    """The loss or a weight became NaN or infinite."""
 
 
 class Totals:
-    """Loss and accuracy of one epoch, summed over steps and devices; stops at a loss that is not finite."""
+    """Loss and accuracy of one epoch, summed over steps and devices; stops at a loss that is not finite.
+
+    Args:
+        fabric: a launched Fabric.
+        epoch, epochs: the epoch in progress, counted from 0, of how many.
+        steps: of one epoch.
+        progress: told every few steps.
+        before: what `state` gave, of an epoch that is continued.
+    """
 
     def __init__(
-        self, fabric: Any, epoch: int, epochs: int, steps: int, progress: Callable[[Progress], None] | None
+        self,
+        fabric: Any,
+        epoch: int,
+        epochs: int,
+        steps: int,
+        *,
+        progress: Callable[[Progress], None] | None,
+        before: Mapping[str, float] | None = None,
     ) -> None:
-        self.fabric, self.epoch, self.epochs, self.steps, self.progress = (
-            fabric,
-            epoch,
-            epochs,
-            steps,
-            progress,
-        )
+        self.fabric, self.epoch, self.epochs, self.steps = fabric, epoch, epochs, steps
+        self.labelled, self.progress = False, progress
+        before = before or {}
+        self.loss, self.correct = float(before.get("loss", 0.0)), float(before.get("correct", 0.0))
+        self.samples, self.seconds_before = int(before.get("samples", 0)), float(before.get("seconds", 0.0))
         self.pending: list[Tensor] = []
-        self.loss = self.correct = 0.0
-        self.samples = self.classified = 0
+        self.samples_before, self.start = self.samples, time.perf_counter()
 
-    def add(self, step: int, loss: Tensor, outputs: Tensor, y: Tensor) -> None:
-        labelled = not y.is_floating_point()
-        correct = (outputs.argmax(dim=1) == y).sum() if labelled else torch.zeros((), device=loss.device)
-        self.pending.append(torch.stack([loss.float() * len(y), correct.float()]))
-        self.samples += len(y) * self.fabric.world_size
-        self.classified += len(y) * self.fabric.world_size * labelled
-        if len(self.pending) == READ_EVERY or step == self.steps:
-            self._read(step)
-            if step < self.steps:
-                self.report(step)
+    def add(self, step: int, sums: Tensor, size: int, *, labelled: bool) -> bool:
+        """Add one step.
+
+        Args:
+            step: counted from 1.
+            sums: (2,), sum of the losses and number of correct answers in this process.
+            size: of the batch over all processes.
+            labelled: whether targets are labels, so that there is an accuracy.
+
+        Returns:
+            whether the sums were read back from the device.
+
+        Raises:
+            Divergence: a loss read back is NaN or infinite; in all processes.
+        """
+        self.labelled = labelled
+        self.pending.append(sums)
+        self.samples += size
+        if len(self.pending) < READ_EVERY and step < self.steps:
+            return False
+        self._read(step)
+        if step < self.steps:
+            self.report(step)
+        return True
 
     def _read(self, step: int) -> None:
         pending = torch.stack(self.pending)
@@ -74,22 +110,54 @@ class Totals:
         first = step - len(self.pending) + 1
         for number, (loss, correct) in enumerate(pending.tolist(), first):
             if not math.isfinite(loss):
-                raise RunError(
-                    f"expected a finite loss, got {loss} at epoch {self.epoch + 1}, "
-                    f"step {number} of {self.steps}: "
-                    "training stopped, the last checkpoint is of the epoch before; a smaller lr may help"
+                raise Divergence(
+                    f"expected a finite loss, got {loss} at epoch {self.epoch + 1}, step {number} of {self.steps}"
                 )
             self.loss += loss
             self.correct += correct
         self.pending.clear()
 
+    def seconds(self) -> float:
+        """Seconds of this epoch so far, those before an interruption included."""
+        return self.seconds_before + time.perf_counter() - self.start
+
+    def pace(self) -> float:
+        """Samples per second since training started or continued in this epoch, all devices together."""
+        return (self.samples - self.samples_before) / max(time.perf_counter() - self.start, 1e-9)
+
     def row(self) -> dict[str, float]:
-        accuracy = {"accuracy": self.correct / self.classified} if self.classified else {}
+        """Mean loss and, with labels, accuracy of the samples read so far."""
+        accuracy = {"accuracy": self.correct / self.samples} if self.labelled else {}
         return {"loss": self.loss / self.samples, **accuracy}
 
+    def state(self) -> dict[str, float]:
+        """What continues the epoch later: after a reading, so that nothing is pending."""
+        return {"loss": self.loss, "correct": self.correct, "samples": self.samples, "seconds": self.seconds()}
+
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
-        if self.progress is not None and self.fabric.is_global_zero:
-            mean = self.row()
-            self.progress(
-                Progress(self.epoch + 1, self.epochs, step, self.steps, mean["loss"], mean.get("accuracy"), row)
-            )
+        """Tell ``progress`` where training stands."""
+        if self.progress is None or not self.fabric.is_global_zero:
+            return
+        mean, pace = self.row(), float(row["samples_per_second"]) if row else self.pace()
+        steps_left = (self.epochs - self.epoch) * self.steps - step
+        left = steps_left * self.samples / step / pace if pace > 0 else math.nan
+        self.progress(
+            Progress(self.epoch + 1, self.epochs, step, self.steps, mean["loss"], mean.get("accuracy"), row, pace, left)
+        )
+
+
+def peak_memory(device: torch.device) -> float | None:
+    """Most memory taken so far, in MiB: of the CUDA device, or resident of this process; None where unknown.
+
+    >>> memory = peak_memory(torch.device("cpu"))
+    >>> memory is None or memory > 10
+    True
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / (2**20 if sys.platform == "darwin" else 2**10)

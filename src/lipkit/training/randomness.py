@@ -48,14 +48,31 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
+def random_state(fabric: Any, generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
+    """The state of torch's global random numbers and of ``generators``, a row for each process.
+
+    All processes must call it, each with generators of the same names.
+    """
+    device = fabric.device
     state = {"rng_cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["rng_cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    state |= {name: generator.get_state() for name, generator in generators.items()}
+    return {name: _rows(fabric, value) for name, value in state.items()}
 
 
-def set_random_state(device: torch.device, state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["rng_cpu"])
+def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mapping[str, torch.Generator]) -> None:
+    """Give each process its own row of what `random_state` gathered."""
+    rank, device = fabric.global_rank, fabric.device
+    torch.set_rng_state(state["rng_cpu"][rank].clone())  # a copy: torch crashes on a view
     if device.type == "cuda" and "rng_cuda" in state:
-        torch.cuda.set_rng_state(state["rng_cuda"], device)
+        torch.cuda.set_rng_state(state["rng_cuda"][rank].clone(), device)
+    for name, generator in generators.items():
+        generator.set_state(state[name][rank].clone())
+
+
+def _rows(fabric: Any, own: Tensor) -> Tensor:
+    """A row for each process: a sum of tables with one row each."""
+    table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
+    table[fabric.global_rank] = own.to(fabric.device)
+    return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from lipkit.bounds import METHODS
 from lipkit.errors import LipkitError, OptionError
 from lipkit.training import losses, schedules
+from lipkit.training.devices import check_precision
 from lipkit.training.recipe_values import option_values, parse_number, parse_numbers
 
 Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
@@ -53,6 +54,10 @@ class AugmentSection(Section):
         default=0, description="shift by up to this many pixels, zeros come in"
     )
     flip: StrictBool = Field(default=False, description="mirror left to right with probability 1/2")
+    brightness: NotNegative = Field(default=0.0, description="factor uniform in 1 -+ this, each image its own")
+    contrast: NotNegative = Field(default=0.0, description="of the distance from the mean grey, likewise")
+    saturation: NotNegative = Field(default=0.0, description="of the distance from grey, likewise")
+    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="moved by up to this share of a turn")
 
 
 def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
@@ -124,17 +129,52 @@ class TrainSection(Section):
     weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
     schedule: ScheduleSection = Field(default=ScheduleSection(), description="of the learning rate")
     grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
+    accumulate: Count = Field(
+        default=1, description="pieces in which each device takes its share of a batch, to save memory"
+    )
+    ema: Annotated[Positive, Field(lt=1)] | None = Field(
+        default=None,
+        description="decay of a moving average of the parameters, such as 0.999, which is then evaluated "
+        "and exported in place of the last ones; null for none",
+    )
     seed: Annotated[StrictInt, Field(ge=0)] = Field(
         default=0, description="of initial weights, shuffling, augmentation"
     )
     evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
-    evaluate_samples: Count = Field(default=1000, description="test samples of the evaluation during training")
+    evaluate_samples: Count = Field(
+        default=1000, description="test samples of the evaluation during training, certified accuracy included"
+    )
+    checkpoint_every: Count = Field(
+        default=1, description="epochs between checkpoints, of which the last two are kept; the last epoch has one"
+    )
+    checkpoint_seconds: Positive | None = Field(
+        default=None, description="seconds between checkpoints within an epoch, besides those; null for none there"
+    )
+    max_minutes: Positive | None = Field(
+        default=None, description="after which training ends at a checkpoint, to be resumed; null for no limit"
+    )
+    tensorboard: StrictBool = Field(
+        default=False, description="TensorBoard events in the run's folder (needs the package tensorboard)"
+    )
     accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
     devices: StrictInt | StrictStr | list[StrictInt] = Field(
-        default=1, description="how many devices, auto, or a list of their numbers"
+        default=1, description="how many devices on each machine, auto, or a list of their numbers"
     )
-    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices, such as ddp")
-    precision: StrictStr = Field(default="32-true", description="of Lightning Fabric, such as 32-true or bf16-mixed")
+    nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
+    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp or fsdp")
+    precision: StrictStr = Field(
+        default="32-true", description="of Lightning Fabric: 32-true, 64-true, bf16-mixed or 16-mixed"
+    )
+    compile: StrictBool = Field(default=False, description="torch.compile makes the forward pass of the steps")
+    channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
+
+    @model_validator(mode="after")
+    def _precision_keeps_constraints(self) -> Self:
+        try:
+            check_precision(self.precision)
+        except OptionError as error:
+            raise ValueError(str(error)) from None
+        return self
 
 
 class CertifySection(Section):

@@ -2,10 +2,11 @@
 
 RUN/
   settings.json                      what fit was called with
-  metrics.jsonl                      one line per epoch
-  checkpoints/epoch-0007/            the last two
+  metrics.jsonl, metrics.csv         one line per epoch
+  checkpoints/epoch-0007/            the last two; of a finished run the last one, without the optimiser's state
     model.safetensors, state.pt      weights; optimiser and random state (torch.load with weights_only=True)
     checkpoint.json                  written last: epoch and hashes; without it the checkpoint does not exist
+  checkpoints/epoch-0007-step-000120/    the same, 120 steps into the eighth epoch
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lipkit.files import append_line, write_atomic
 
 SETTINGS, METRICS, CHECKPOINTS, MANIFEST = "settings.json", "metrics.jsonl", "checkpoints", "checkpoint.json"
 _KEEP = 2
+_NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 _FORMAT = 1
 
 
@@ -122,14 +124,21 @@ def truncate_metrics(folder: Path, epochs_done: int) -> list[dict[str, Any]]:
     return rows
 
 
-def save_checkpoint(folder: Path, epoch: int, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Write the checkpoint after ``epoch`` epochs, then delete all but the last two.
+def save_checkpoint(
+    folder: Path, epoch: int, model: nn.Module, state: Mapping[str, Any], *, step: int = 0, keep: int = _KEEP
+) -> Path:
+    """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 
     Args:
         folder: the run's folder.
         epoch: number of epochs done.
         model: its state_dict, tensors only, goes to safetensors.
         state: plain containers, numbers and tensors: what ``torch.load(weights_only=True)`` accepts.
+        step: steps done in the epoch after those.
+        keep: number of checkpoints left, at least 1.
+
+    Returns:
+        the checkpoint's folder.
 
     Raises:
         RunError: the model's state_dict holds something that is not a tensor.
@@ -143,16 +152,17 @@ def save_checkpoint(folder: Path, epoch: int, model: nn.Module, state: Mapping[s
     torch.save(dict(state), buffer)
     contents = {"model.safetensors": save(weights), "state.pt": buffer.getvalue()}
 
-    target = folder / CHECKPOINTS / f"epoch-{epoch:04d}"
+    target = folder / CHECKPOINTS / (f"epoch-{epoch:04d}" + (f"-step-{step:06d}" if step else ""))
     (target / MANIFEST).unlink(missing_ok=True)  # an older one there is invalid from here on
     target.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         write_atomic(target / name, content)
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     write_json(target / MANIFEST, {"format": _FORMAT, "epoch": epoch, "sha256": sha256})
-    for old in _checkpoints(folder)[_KEEP:]:
+    for old in _checkpoints(folder)[keep:]:
         (old / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(old)
+    return target
 
 
 def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
@@ -189,6 +199,11 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any
     if damaged is not None:
         raise RunError(f"expected an intact checkpoint in {folder / CHECKPOINTS}, got damaged ones only ({damaged})")
     return None
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The folder of the newest checkpoint that was written to the end; None if there is none."""
+    return next((path for path in _checkpoints(folder) if (path / MANIFEST).exists()), None)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], origin: Path) -> None:
@@ -230,5 +245,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, the newest first, whether complete or not."""
-    found = [p for p in (folder / CHECKPOINTS).glob("epoch-*") if re.fullmatch(r"epoch-\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("epoch-")), reverse=True)
+    found = [(p, _NAME.fullmatch(p.name)) for p in (folder / CHECKPOINTS).glob("epoch-*")]
+    places = {p: (int(match[1]), int(match[2] or 0)) for p, match in found if match}
+    return sorted(places, key=places.__getitem__, reverse=True)

@@ -51,7 +51,8 @@ class DatasetSource:
         return self._length
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        items = [self._dataset[i] for i in index.tolist()]
+        fetch = getattr(self._dataset, "__getitems__", None)  # torch's name for fetching many at once
+        items = fetch(index.tolist()) if fetch is not None else [self._dataset[i] for i in index.tolist()]
         for item in items:
             if not isinstance(item, Sequence) or len(item) != 2:
                 raise DataError(f"expected items (x, y) from {type(self._dataset).__name__}, got {_kind(item)}")
@@ -90,9 +91,8 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
     """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut in batches and among the ranks.
 
     Every rank draws the same permutation and takes every ``ranks``-th index of each batch, so the union
-    over the ranks is the batch that one device would see. A last batch that the ranks do not divide is
-    padded with its own first
-    indices: all ranks take the same number of steps and of samples.
+    over the ranks is the batch that one device would see, each index once; see `share`. A rank for which a
+    last batch has none takes its first one, for company: all ranks take the same number of steps.
 
     Args:
         length: number of samples.
@@ -109,9 +109,16 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
     """
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch, 0))
     for batch in torch.randperm(length, generator=generator).split(batch_size):
-        short = -len(batch) % ranks
-        padded = torch.cat([batch, batch.repeat(-(-short // len(batch)))[:short]]) if short else batch
-        yield padded[rank::ranks]
+        yield batch[rank::ranks] if rank < len(batch) else batch[:1]
+
+
+def share(size: int, *, rank: int, ranks: int) -> int:
+    """How many indices of a batch of ``size`` are ``rank``'s own.
+
+    >>> [share(5, rank=rank, ranks=3) for rank in range(3)], share(2, rank=2, ranks=3)
+    ([2, 2, 1], 0)
+    """
+    return len(range(rank, size, ranks))
 
 
 def _kind(value: object) -> str:

@@ -1,0 +1,192 @@
+r"""APGD: projected gradient ascent with momentum that halves its steps by itself; l2 and l_inf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lipkit.attacks.ascent import Ball, Best, Box, Model, check_inputs, like, margin_loss
+from lipkit.attacks.balls import ball
+from lipkit.attacks.losses import check_loss, first_logits, rivals, value_and_gradient
+
+_MOMENTUM, _RISES = 0.75, 0.75
+
+
+def apgd(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    eps: float | Tensor,
+    *,
+    norm: str = "l2",
+    loss: str = "margin",
+    targeted: bool = False,
+    steps: int = 100,
+    restarts: int | None = None,
+    box: Box = (0.0, 1.0),
+    generator: torch.Generator | None = None,
+    stop_early: bool = True,
+) -> Tensor:
+    r"""Adversarial examples in the ball of radius ``eps`` around each sample, without a step size to choose.
+
+        z       = P( x_k + s_k d(g_k) )
+        x_{k+1} = P( x_k + 3/4 (z - x_k) + 1/4 (x_k - x_{k-1}) )
+
+    with P the projection on ball and box and d the steepest direction of size 1 in the norm. The step s begins at
+    2 eps. At checkpoints that grow denser it is halved, and the search goes back to the best point, for the samples
+    whose loss rose in fewer than 3/4 of the steps, or whose best loss stood still although the step was not halved.
+
+    The first start is the sample itself, each further one a random point of the ball. With ``targeted`` each start
+    raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
+
+    **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
+    Not finding an adversarial example proves nothing.
+
+    **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that fall early.
+
+    Args:
+        model: any callable from (N, ...) to logits (N, K >= 2) that treats samples independently (modules: ``eval()``).
+        x: (N, ...) float32 or float64.
+        y: (N,) int64 labels.
+        eps: radius, one number or (N,), in the norm's units.
+        norm: ``"l2"`` or ``"linf"``.
+        loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
+        targeted: whether each start goes for one class.
+        steps: gradient steps of each start.
+        restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
+        box: smallest and largest value of an input entry, or None.
+        generator: randomness; None is a CPU generator with seed 0. The global random state is never used.
+        stop_early: leave a sample alone once it is misclassified.
+
+    Returns:
+        (N, ...), the best point found for each sample: a misclassified one if there was one, else the one of largest
+        margin loss. Same dtype and device as ``x``.
+
+    Raises:
+        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
+        ShapeError: ``y``, ``eps`` or the model does not fit ``x``.
+
+    >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
+    >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, 0.3, steps=10, stop_early=False)
+    >>> torch.dist(attacked, torch.tensor([[0.5 - 0.3 / 2**0.5] * 2])).item() < 1e-3
+    True
+
+    References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+    attacks", ICML 2020, algorithm 1, Sec. 3.2.
+    """
+    space = ball(norm)
+    radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    if not len(x):
+        return x.detach().clone()
+    logits = first_logits(model, x, y)
+    check_loss(loss, logits.shape[1], targeted=targeted)
+    best = Best(x, y)
+    best.update(torch.arange(len(x), device=x.device), x.detach(), logits, _margin(logits, y))
+    order = rivals(logits, y)
+    for start in range(restarts or (min(9, order.shape[1]) if targeted else 1)):
+        index = (~best.fooled).nonzero()[:, 0] if stop_early else torch.arange(len(x), device=x.device)
+        if not len(index):
+            break
+        centre = x[index].detach()
+        point = centre.clone()
+        if start:
+            point = space.project(
+                centre + space.random(centre, generator) * like(radius[index], centre), centre, radius[index], box
+            )
+        target = order[index, start % order.shape[1]] if targeted else None
+        _climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
+               generator, stop_early)  # fmt: skip
+    return best.points
+
+
+@dataclass
+class _State:
+    """What ascent carries from step to step, one row for each sample that is still attacked."""
+
+    index: Tensor
+    centre: Tensor
+    label: Tensor
+    radius: Tensor
+    target: Tensor | None
+    point: Tensor
+    previous: Tensor
+    value: Tensor
+    slope: Tensor
+    top_point: Tensor
+    top_value: Tensor
+    top_slope: Tensor
+    step: Tensor  # the step now, and at the last checkpoint
+    old_step: Tensor
+    old_top: Tensor  # the best loss at the last checkpoint
+    rises: Tensor  # how often the loss rose since
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the other rows."""
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if values is not None:
+                setattr(self, field.name, values[rows])
+
+
+def _climb(
+    space: Ball, model: Model, best: Best, index: Tensor, centre: Tensor, label: Tensor, radius: Tensor, point: Tensor,
+    target: Tensor | None, loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool,
+) -> None:  # fmt: skip
+    """One start; what it finds goes to ``best``."""
+    value, logits, slope = value_and_gradient(model, point, label, loss, target)
+    best.update(index, point, logits, _margin(logits, label))
+    step = 2 * radius
+    s = _State(
+        index, centre, label, radius, target, point, point, value, slope, point, value, slope, step,
+        step, value, torch.zeros_like(index),
+    )  # fmt: skip
+    last, marks = 0, checkpoints(steps)
+    for k in range(steps):
+        if stop_early and bool(best.fooled[s.index].any()):
+            s.keep(~best.fooled[s.index])
+            if not len(s.index):
+                return
+        move = space.direction(s.slope, generator) * like(s.step, s.point)
+        ahead = space.project(s.point + move, s.centre, s.radius, box)
+        share = _MOMENTUM if k else 1.0
+        ahead = s.point + share * (ahead - s.point) + (1 - share) * (s.point - s.previous)
+        s.previous, s.point = s.point, space.project(ahead, s.centre, s.radius, box)
+        value, logits, s.slope = value_and_gradient(model, s.point, s.label, loss, s.target)
+        best.update(s.index, s.point, logits, _margin(logits, s.label))
+        s.rises = s.rises + (value > s.value)
+        s.value = value
+        better = value > s.top_value
+        s.top_value = torch.where(better, value, s.top_value)
+        s.top_point = torch.where(like(better, s.point), s.point, s.top_point)
+        s.top_slope = torch.where(like(better, s.point), s.slope, s.top_slope)
+        if k + 1 in marks:
+            halve = (s.rises < _RISES * (k + 1 - last)) | ((s.step == s.old_step) & (s.top_value == s.old_top))
+            s.old_step, s.old_top, last = s.step, s.top_value, k + 1
+            s.step = torch.where(halve, s.step / 2, s.step)
+            s.rises = torch.zeros_like(s.rises)
+            wide = like(halve, s.point)
+            s.point = torch.where(wide, s.top_point, s.point)
+            s.slope = torch.where(wide, s.top_slope, s.slope)
+            s.value = torch.where(halve, s.top_value, s.value)
+
+
+def checkpoints(steps: int) -> frozenset[int]:
+    """Steps after which APGD looks back: shares 0, 0.22, then gaps shorter by 0.03, at least 0.06.
+
+    >>> sorted(checkpoints(100))
+    [22, 41, 57, 70, 80, 87, 93, 99]
+    """
+    gap = max(round(0.22 * steps), 1)
+    place, marks = gap, set()
+    while place <= steps:
+        marks.add(place)
+        gap = max(gap - max(round(0.03 * steps), 1), round(0.06 * steps), 1)
+        place += gap
+    return frozenset(marks)
+
+
+def _margin(logits: Tensor, labels: Tensor) -> Tensor:
+    return margin_loss(logits, labels).nan_to_num(nan=torch.inf)

@@ -1,0 +1,159 @@
+"""AutoAttack through pyautoattack, where it can run; what it needs, and an own ensemble where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified
+from lipkit.attacks.balls import ball
+from lipkit.attacks.ensemble import PARTS, ensemble
+from lipkit.attacks.losses import first_logits
+
+_SMALLEST, _FEWEST_CLASSES = 5, 4
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an attack found.
+
+    Attributes:
+        points: (N, ...) adversarial examples, or what came nearest to one.
+        ran: which attack it was, in words; why another than the one asked for, if so.
+    """
+
+    points: Tensor
+    ran: str
+
+
+def autoattack(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    eps: float | Tensor,
+    *,
+    norm: str = "l2",
+    steps: int = 100,
+    box: Box = (0.0, 1.0),
+    generator: torch.Generator | None = None,
+    batch_size: int = 250,
+) -> Found:
+    r"""AutoAttack, standard version: APGD on cross-entropy, targeted APGD on DLR, targeted FAB, Square.
+
+    `obstacle` says where it cannot run; there `lipkit.attacks.ensemble` does. It works in float32, so its points
+    overshoot ``eps`` by some 1e-7: they are projected on the ball and count only if they are still misclassified. The
+    classes it targets are 9, or as many as there are. The global random state is given back as it was, parameters get
+    no gradient, and a trace function (coverage, debugger) stays in place.
+
+    **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
+
+    Args:
+        model, x, y, eps, norm, box: see `lipkit.attacks.apgd`; AutoAttack takes one ``eps`` for all.
+        steps: of the ensemble; AutoAttack has its own.
+        generator: AutoAttack's seed is drawn from it.
+        batch_size: samples attacked at once.
+
+    Returns:
+        `Found`: the points, and which of the two ran.
+
+    Raises:
+        OptionError, ShapeError: see `lipkit.attacks.apgd`.
+
+    References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+    attacks", ICML 2020.
+    """
+    space = ball(norm)
+    radius = check_inputs(x, y, eps, steps, 1, box)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    if not len(x):
+        return Found(x.detach().clone(), "no sample")
+    logits = first_logits(model, x, y)
+    why = obstacle(x, radius, logits.shape[1], box)
+    if why:
+        points = ensemble(model, x, y, radius, norm=norm, steps=steps, box=box, generator=generator)
+        return Found(points, f"{' + '.join(PARTS)} instead of AutoAttack, which {why}")
+    import pyautoattack
+
+    found = x.detach().clone()
+    index = (~misclassified(logits, y)).nonzero()[:, 0]
+    if len(index):
+        seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
+        points = _standard(
+            model, x[index].detach(), y[index], float(radius[0]), norm, seed, logits.shape[1], batch_size
+        )
+        points = space.project(points, x[index].detach(), radius[index], box)
+        with torch.no_grad():
+            wrong = misclassified(model(points), y[index])
+        found[index] = torch.where(like(wrong, points), points, found[index])
+    return Found(found, f"AutoAttack standard (pyautoattack {pyautoattack.__version__})")
+
+
+def obstacle(x: Tensor, radius: Tensor, classes: int, box: Box) -> str:
+    """Why AutoAttack cannot run on these inputs, as the end of a sentence; empty if it can.
+
+    >>> obstacle(torch.zeros(1, 1, 4, 4), torch.ones(1), 10, (0.0, 1.0))
+    'needs images of at least 5 x 5 pixels'
+    """
+    if box is None or tuple(box) != (0.0, 1.0):
+        return "knows only the box [0, 1]"
+    if x.ndim != 4:
+        return "needs images (N, C, H, W)"
+    if min(x.shape[2:]) < _SMALLEST:
+        return f"needs images of at least {_SMALLEST} x {_SMALLEST} pixels"
+    if classes < _FEWEST_CLASSES:
+        return f"needs at least {_FEWEST_CLASSES} classes"
+    if not len(x) or not float(radius[0]) > 0 or bool((radius != radius[0]).any()):
+        return "needs one eps > 0 for all samples"
+    if importlib.util.find_spec("pyautoattack") is None:
+        return 'is not installed (pip install "lipkit[attack]")'
+    return ""
+
+
+class _Isolated(torch.autograd.Function):
+    """The model seen from outside: a backward pass reaches the input and leaves parameters alone."""
+
+    @staticmethod
+    def forward(ctx: Any, point: Tensor, model: Model, dtype: torch.dtype) -> Tensor:
+        with torch.enable_grad():
+            ctx.point = point.detach().requires_grad_()
+            ctx.logits = model(ctx.point.to(dtype)).to(point.dtype)
+        return ctx.logits.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, None, None]:
+        if not ctx.logits.requires_grad:
+            return torch.zeros_like(ctx.point), None, None
+        return torch.autograd.grad(ctx.logits, ctx.point, slopes[0], retain_graph=True)[0], None, None
+
+
+def _standard(
+    model: Model, x: Tensor, y: Tensor, eps: float, norm: str, seed: int, classes: int, batch_size: int
+) -> Tensor:
+    """pyautoattack's points: float32 inside, and with a global random state, so both are translated here."""
+    from pyautoattack import AutoAttack
+
+    def isolated(point: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and point.requires_grad:
+            return _Isolated.apply(point, model, x.dtype)
+        with torch.no_grad():
+            return model(point.to(x.dtype)).to(point.dtype)
+
+    # It calls the model, and asks nothing of it that only a module has.
+    attack: Any = AutoAttack(isolated, norm={"l2": "L2", "linf": "Linf"}[norm], eps=eps, seed=seed, device=x.device)  # type: ignore[arg-type]
+    attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(9, classes - 1)
+    silent = logging.Logger("lipkit.autoattack")
+    silent.addHandler(logging.NullHandler())
+    attack.logger = attack.apgd.logger = attack.apgd_targeted.logger = silent
+    trace = sys.gettrace()
+    try:
+        with torch.random.fork_rng():
+            points, _ = attack.run_standard_evaluation(x.float(), y, batch_size=batch_size)
+    finally:
+        sys.settrace(trace)
+    return points.detach().to(x)

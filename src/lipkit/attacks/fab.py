@@ -1,0 +1,142 @@
+r"""FAB: adversarial examples of small norm, by projections on the linearised boundary; l2 and l_inf."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified
+from lipkit.attacks.balls import ball
+from lipkit.attacks.hyperplane import towards_hyperplane
+from lipkit.attacks.losses import first_logits, rivals, value_and_gradient
+from lipkit.attacks.minimum_norm import shrink
+
+_OVERSHOOT, _BACK, _MOST_ORIGINAL = 1.05, 0.9, 0.1
+
+
+def fab(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: str = "l2",
+    steps: int = 50,
+    restarts: int = 1,
+    targets: int | None = 9,
+    box: Box = (0.0, 1.0),
+    generator: torch.Generator | None = None,
+    polish: int = 10,
+) -> Tensor:
+    r"""The closest adversarial example that FAB finds for each sample, whatever its distance.
+
+    For one target class i after the other, let ``f = y_i - y_t``, and ``P(z)`` the point of the hyperplane
+    ``f(x_k) + <grad f(x_k), . - x_k> = 0`` in the box that is nearest to z. With ``d_k = P(x_k) - x_k`` and
+    ``d_0 = P(x) - x``
+
+        x_{k+1} = (1 - a) (x_k + 1.05 d_k) + a (x + 1.05 d_0),    a = min( ||d_k|| / (||d_k|| + ||d_0||), 0.1 )
+
+    and from every adversarial point the search goes on at ``x + 0.9 (x_{k+1} - x)``. At the end the closest point is
+    brought to the boundary by bisection and ``polish`` projections ``P(x)`` are tried from there, each followed by a
+    bisection and kept where it is closer: on a piecewise linear network they end at the nearest point of a face.
+
+    **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
+    distance is an upper bound of the distance to the boundary.
+
+    **Cost.** ``restarts targets (steps + polish)`` gradients and some 20 evaluations for each bisection.
+
+    Args:
+        model: any callable from (N, ...) to logits (N, K >= 2) that treats samples independently (modules: ``eval()``).
+        x: (N, ...) float32 or float64.
+        y: (N,) int64 labels.
+        norm: ``"l2"`` or ``"linf"``.
+        steps: iterations for each class and start.
+        restarts: starts for each class: the sample, then random points at half the distance found so far.
+        targets: how many classes are tried, the largest wrong logits first; None for all.
+        box: smallest and largest value of an input entry, or None.
+        generator: randomness of the further starts; None is a CPU generator with seed 0.
+        polish: projections at the end; 0 for FAB as published.
+
+    Returns:
+        (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
+
+    Raises:
+        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
+        ShapeError: ``y`` or the model does not fit ``x``.
+
+    >>> model, x = lambda x: torch.stack([1 - x[:, 0], x[:, 1]], 1), torch.zeros(1, 2)
+    >>> near = fab(model, x, torch.tensor([0]), box=None)
+    >>> 0 <= torch.linalg.vector_norm(near).item() - 0.5**0.5 < 1e-5
+    True
+
+    References: Croce & Hein, "Minimally distorted adversarial examples with a fast adaptive boundary attack", ICML
+    2020, algorithm 1, equations 7 to 10.
+    """
+    space = ball(norm)
+    check_inputs(x, y, 0.0, steps, restarts, box)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    if not len(x):
+        return x.detach().clone()
+    logits = first_logits(model, x, y)
+    x = x.detach()
+    best = x.clone()
+    distance = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
+    index = (~misclassified(logits, y)).nonzero()[:, 0]
+    if not len(index):
+        return best
+    order = rivals(logits, y, targets)[index]
+    centre, label = x[index], y[index]
+
+    def keep(points: Tensor) -> Tensor:
+        """Remember what is misclassified and closer than before; which rows are misclassified."""
+        with torch.no_grad():
+            wrong = misclassified(model(points), label)
+        size = space.distance(points, centre).to(distance)
+        closer = wrong & (size < distance[index])
+        best[index[closer]] = points[closer]
+        distance[index[closer]] = size[closer]
+        return wrong
+
+    for rival in range(order.shape[1]):
+        target = order[:, rival]
+        for start in range(restarts):
+            point = centre.clone()
+            if start:
+                reach = distance[index] / 2
+                reach = torch.where(reach.isfinite(), reach, 0.0)
+                point = centre + space.random(centre, generator) * like(reach, centre)
+                point = point if box is None else point.clamp(*box)
+            for _ in range(steps):
+                value, _, slope = value_and_gradient(model, point, label, "margin", target)
+                here, origin = _project(point, centre, value, slope, norm, box)
+                near = space.distance(point + here, point)
+                share = (near / (near + space.distance(centre + origin, centre)).clamp_min(1e-30)).clamp_max(
+                    _MOST_ORIGINAL
+                )
+                share = like(share, point)
+                point = (1 - share) * (point + _OVERSHOOT * here) + share * (centre + _OVERSHOOT * origin)
+                point = torch.where(point.isfinite(), point, centre)
+                point = point if box is None else point.clamp(*box)
+                wrong = keep(point)
+                point = torch.where(like(wrong, point), centre + _BACK * (point - centre), point)
+    found = distance[index].isfinite()
+    index, centre, label = index[found], centre[found], label[found]
+    for turn in range(polish + 1 if len(index) else 0):
+        near = shrink(model, centre, best[index], label)
+        keep(near)
+        if turn < polish:
+            value, _, slope = value_and_gradient(model, best[index], label, "margin")
+            _, origin = _project(best[index], centre, value, slope, norm, box)
+            ahead = centre + origin * (1 + 1e-4)
+            ahead = torch.where(ahead.isfinite(), ahead, centre)
+            keep(ahead if box is None else ahead.clamp(*box))
+    return best
+
+
+def _project(point: Tensor, centre: Tensor, value: Tensor, slope: Tensor, norm: str, box: Box) -> tuple[Tensor, Tensor]:
+    """Steps from the point and from the sample to the hyperplane where the linearised loss at the point is 0."""
+    normal = slope.flatten(1)
+    value = value.nan_to_num(posinf=0.0, neginf=0.0).to(normal)
+    flat, origin = point.flatten(1), centre.flatten(1)
+    here = towards_hyperplane(flat, normal, -value, norm, box)
+    gap = -(value + (normal * (origin - flat)).sum(dim=1))
+    return here.view_as(point), towards_hyperplane(origin, normal, gap, norm, box).view_as(point)

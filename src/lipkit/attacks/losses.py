@@ -1,0 +1,133 @@
+r"""What attacks raise: differences of logits, per sample, positive where the sample is misclassified.
+
+With logits y, label t and target i
+
+    margin               max_{i != t} y_i - y_t
+    dlr                  (max_{i != t} y_i - y_t) / (y_(1) - y_(3))
+    targeted margin      y_i - y_t
+    targeted dlr         (y_i - y_t) / (y_(1) - (y_(3) + y_(4)) / 2)
+
+where ``y_(1) >= y_(2) >= ...`` are the sorted logits. DLR does not change with the scale or the offset of the logits;
+it needs 3 classes, its targeted form 4. Cross-entropy is offered for comparison: it overstates robustness.
+
+References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+attacks", ICML 2020, equations 6 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.attacks.ascent import Model, check_choice, check_labels, check_logits, margin_loss
+from lipkit.errors import LipkitError, OptionError, ShapeError
+
+LOSSES = ("margin", "dlr", "ce")
+# so that equal logits give 0 rather than NaN
+_TINY = 1e-12
+
+
+def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None) -> Tensor:
+    """(N,) the loss of this name; towards ``target`` (N,) where one is given.
+
+    >>> logits = torch.tensor([[4.0, 1.0, 0.0, 0.0]])
+    >>> [rise(logits, torch.tensor([0]), loss).item() for loss in ("margin", "dlr")]
+    [-3.0, -0.75]
+    >>> rise(logits, torch.tensor([0]), "margin", torch.tensor([2])).item()
+    -4.0
+    """
+    if loss == "ce":
+        if target is None:
+            return F.cross_entropy(logits, labels, reduction="none")
+        return -F.cross_entropy(logits, target, reduction="none")
+    own = logits.gather(1, labels[:, None])[:, 0]
+    gap = margin_loss(logits, labels) if target is None else logits.gather(1, target[:, None])[:, 0] - own
+    if loss == "margin":
+        return gap
+    first = logits.topk(3 if target is None else 4, dim=1).values
+    spread = first[:, 0] - (first[:, 2] if target is None else first[:, 2:].mean(dim=1))
+    return gap / (spread + _TINY)
+
+
+def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
+    """Raise unless the loss is known and defined for this many classes.
+
+    >>> check_loss("dlr", 3, targeted=True)
+    Traceback (most recent call last):
+        ...
+    lipkit.errors.OptionError: expected at least 4 classes for the targeted loss 'dlr', got 3
+    """
+    check_choice("loss", loss, LOSSES)
+    least = {"dlr": 4 if targeted else 3}.get(loss, 2)
+    if classes < least:
+        kind = "targeted loss" if targeted else "loss"
+        raise OptionError(f"expected at least {least} classes for the {kind} {loss!r}, got {classes}")
+
+
+def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    """(N, K) logits of the samples, without gradients; what does not fit together is said in one sentence.
+
+    Raises:
+        ShapeError: the model does not take inputs of this shape and dtype, or returns no logits.
+        OptionError: a label is outside [0, K).
+    """
+    with torch.no_grad():
+        try:
+            logits = model(x)
+        except LipkitError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ShapeError(f"expected inputs that the model accepts, got {what}: {first}") from error
+    check_logits(logits, len(x))
+    check_labels(y, logits.shape[1])
+    return logits.detach()
+
+
+def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
+    """(N, min(count, K - 1)) the wrong classes of each sample, the largest logit first; None for all.
+
+    >>> rivals(torch.tensor([[3.0, 0.0, 1.0, 2.0]]), torch.tensor([0]), 2).tolist()
+    [[3, 2]]
+    """
+    order = logits.scatter(1, labels[:, None], -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :-1]
+    return order if count is None else order[:, :count]
+
+
+def nearest_rivals(
+    model: Model, x: Tensor, y: Tensor, logits: Tensor, size: Callable[[Tensor, Tensor], Tensor], count: int = 9
+) -> Tensor:
+    """(N, min(count, K - 1)) wrong classes, the nearest boundary first, as the gradients at the samples see it.
+
+    Args:
+        model, x, y: as in the attacks.
+        logits: (N, K) of the samples.
+        size: dual norm of a gradient, as a distance (gradient, 0) -> (N,).
+        count: how many classes are compared, the largest wrong logits.
+    """
+    order = rivals(logits, y, count)
+    distance = []
+    for target in order.unbind(dim=1):
+        value, _, slope = value_and_gradient(model, x, y, "margin", target)
+        distance.append(-value / size(slope, torch.zeros_like(slope)).to(value).clamp_min(1e-30))
+    nearest = torch.stack(distance, dim=1).nan_to_num(nan=torch.inf).argsort(dim=1, stable=True)
+    return order.gather(1, nearest)
+
+
+def value_and_gradient(
+    model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each sample (NaN counts as infinity), the logits, and the gradient of the loss in the input.
+
+    Nothing but the input is differentiated: parameters get no gradient.
+    """
+    with torch.enable_grad():
+        point = point.detach().requires_grad_()
+        logits = model(point)
+        value = rise(logits, labels, loss, target)
+        slope = torch.autograd.grad(value.sum(), point)[0] if value.requires_grad else torch.zeros_like(point)
+    return value.detach().nan_to_num(nan=torch.inf), logits.detach(), slope

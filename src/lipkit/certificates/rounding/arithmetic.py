@@ -1,0 +1,147 @@
+r"""Machine arithmetic, and bounds that grow linearly with the distance from a sample.
+
+The model of arithmetic of the evaluator: for two numbers of its format and ``+ - * /``
+
+.. math:: \mathrm{fl}(a \circ b) = (a \circ b)(1 + \delta) + \epsilon, \qquad |\delta| \le u,\ |\epsilon| \le \eta
+
+with the unit roundoff u and :math:`\eta` the smallest *normal* number, so that results and operands below it may be
+flushed to zero; products may be fused with sums, and sums may be taken in any order. A sum of d chained operations is
+then within :math:`\gamma_d = d u / (1 - d u)` of the sum of the moduli of its terms (Higham, "Accuracy and Stability
+of Numerical Algorithms", 2nd edition, section 3.1 and lemma 3.1), plus d times :math:`\eta`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Float64 arithmetic on non-negative numbers carries at most eight roundings between two uses of one of these.
+_GROW = 1 + 2.0**-49
+_FLOOR = 2.0**-1000
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The arithmetic of an evaluator.
+
+    Attributes:
+        unit: u, the largest relative error of one operation.
+        tiny: the smallest normal number.
+        largest: the largest finite number.
+        block: inner products are summed in blocks of this many terms and the blocks pairwise; None for any order.
+        rounds_weights: whether the stored numbers are rounded once to the format before they are used.
+    """
+
+    unit: float
+    tiny: float
+    largest: float
+    block: int | None = None
+    rounds_weights: bool = False
+
+    def gamma(self, operations: float) -> float:
+        """Bound of the relative error of that many chained operations, ``inf`` where there is none.
+
+        >>> FLOAT64.gamma(10) >= 10 * 2.0**-53, FLOAT32.gamma(2.0**24)
+        (True, inf)
+        """
+        product = operations * self.unit
+        return 1.01 * product / (1 - product) if product < 0.5 else math.inf
+
+    def depth(self, terms: int) -> int:
+        """The most operations on the way of one term of an inner product: its product and its sums.
+
+        >>> import dataclasses
+        >>> FLOAT32.depth(1024), dataclasses.replace(FLOAT32, block=32).depth(1024)
+        (1024, 37)
+        """
+        if self.block is None or terms <= self.block:
+            return terms
+        return self.block + math.ceil(math.log2(math.ceil(terms / self.block)))
+
+    @property
+    def stored(self) -> int:
+        """Roundings of a stored number before it is used."""
+        return 1 if self.rounds_weights else 0
+
+
+def arithmetic_of(dtype: torch.dtype) -> Arithmetic:
+    """The arithmetic of a floating dtype.
+
+    >>> arithmetic_of(torch.float32).unit == 2.0**-24
+    True
+    """
+    info = torch.finfo(dtype)
+    return Arithmetic(unit=info.eps / 2, tiny=info.tiny, largest=info.max)
+
+
+FLOAT64, FLOAT32 = arithmetic_of(torch.float64), arithmetic_of(torch.float32)
+
+
+class Line(NamedTuple):
+    r"""An upper bound ``at + slope s`` for every s >= 0 (a distance from the sample), one for each of N samples.
+
+    All values are rounded up. ``at`` is (N,) float64; ``slope`` is the same for all samples.
+
+    >>> Line(torch.ones(1).double(), 2.0).below(Line(torch.ones(1).double(), 3.0)).slope >= 6.0
+    True
+    """
+
+    at: Tensor
+    slope: float
+
+    def plus(self, other: Line) -> Line:
+        """The sum of two bounds."""
+        return Line(grow(self.at + other.at), grow_number(self.slope + other.slope))
+
+    def times(self, factor: float) -> Line:
+        """The bound times a number >= 0; nothing is left where the number is 0."""
+        if factor == 0:
+            return Line(torch.zeros_like(self.at), 0.0)
+        return Line(grow(self.at * factor), multiply_numbers(self.slope, factor))
+
+    def below(self, inner: Line) -> Line:
+        """This bound where its distance is itself bounded by ``inner``."""
+        return inner.times(self.slope).plus(Line(self.at, 0.0))
+
+    def most(self, other: Line) -> Line:
+        """A line that is above both."""
+        return Line(torch.maximum(self.at, other.at), max(self.slope, other.slope))
+
+
+def grow(values: Tensor) -> Tensor:
+    """Non-negative float64 values, enlarged by more than eight roundings and by more than any underflow."""
+    return values * _GROW + _FLOOR
+
+
+def grow_number(value: float) -> float:
+    """The same for a number; 0 stays 0.
+
+    >>> grow_number(0.0), grow_number(1.0) > 1
+    (0.0, True)
+    """
+    return value * _GROW + _FLOOR if value > 0 else value
+
+
+def multiply_numbers(a: float, b: float) -> float:
+    """The product of two numbers >= 0, rounded up; 0 if one is 0.
+
+    >>> multiply_numbers(math.inf, 0.0), multiply_numbers(2.0, 3.0) > 6
+    (0.0, True)
+    """
+    return grow_number(max(a * b, _FLOOR)) if a > 0 and b > 0 else (math.nan if math.isnan(a + b) else 0.0)
+
+
+def size(values: Tensor) -> Tensor:
+    """The l2 norm of each sample, (N,) float64, rounded up; ``inf`` where it overflows.
+
+    >>> float(size(torch.tensor([[3.0, 4.0]]))) >= 5.0
+    True
+    """
+    flat = values.detach().double().flatten(1)
+    n = flat.shape[1]
+    # Squares below the range of float64 are lost: at most 2^-537 of each entry.
+    return torch.linalg.vector_norm(flat, dim=1) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500

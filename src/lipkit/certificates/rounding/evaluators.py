@@ -1,0 +1,222 @@
+r"""Evaluators: the arithmetic that a certificate speaks about, and the settings under which torch keeps to it.
+
+The statement of a certificate is about *every* evaluation in the model of `lipkit.certificates.rounding.arithmetic`:
+IEEE operations in the evaluator's format, inner products in any order, flushing to zero or not. What breaks the model
+(products in TF32 or bfloat16, autocast, algorithms that are not inner products such as Winograd's or a fast Fourier
+transform) is looked for in torch's settings and refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lipkit import plain
+from lipkit.certificates.rounding.arithmetic import Arithmetic, arithmetic_of
+from lipkit.errors import OptionError
+from lipkit.plain.blocked import BLOCK, blocked
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32}
+# What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
+_EXACT = ("none", "ieee")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, plain.TaylorConv2d)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Which evaluation a certificate holds for, and where it was made. Plain values only.
+
+    Attributes:
+        name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), or ``"real"``: no
+            machine, rounding was ignored.
+        dtype: format of numbers and operations.
+        block: inner products of dense layers and convolutions are summed in blocks of this many terms; None for any
+            order.
+        device: type of the device (cpu, cuda).
+        torch: version of torch.
+        settings: torch's settings that decide about float32 products, by name.
+    """
+
+    name: str
+    dtype: str
+    block: int | None
+    device: str
+    torch: str
+    settings: dict[str, str]
+
+    def check(self, network: nn.Module | None = None) -> None:
+        """Raise unless an evaluation under the present settings of torch is one that the certificate speaks about.
+
+        Args:
+            network: what is evaluated; None takes one with convolutions.
+
+        Raises:
+            OptionError: another version of torch, or settings that break the model; the message names them.
+        """
+        if self.name == "real":
+            return
+        if torch.__version__ != self.torch:
+            raise OptionError(
+                f"made for torch {self.torch}: expected that version, got {torch.__version__}; certify again"
+            )
+        _refuse(violations(self.name, self.device, network))
+
+
+def evaluator(name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
+    """The evaluator of this name under the present settings.
+
+    Raises:
+        OptionError: an unknown name, or settings that break its model of arithmetic.
+    """
+    if name not in _DTYPES:
+        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    kind = torch.device(device).type
+    _refuse(violations(name, kind, network))
+    dtype = str(_DTYPES[name]).removeprefix("torch.")
+    return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, settings(kind))
+
+
+def named(rounding: str, name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
+    """The evaluator of a certificate: the machine of this name, or none where rounding is ignored.
+
+    Raises:
+        OptionError: as `evaluator`, or an unknown ``rounding``.
+    """
+    if check_rounding(rounding) == "sound":
+        return evaluator(name, device, network)
+    if name != "float64":
+        raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
+    return Evaluator("real", "real", None, torch.device(device).type, torch.__version__, {})
+
+
+def arithmetic(name: str, network: nn.Module) -> Arithmetic:
+    """The arithmetic of an evaluator on a network as stored."""
+    dtype = _DTYPES[name]
+    found = arithmetic_of(dtype)
+    wider = any(
+        torch.finfo(t.dtype).eps < torch.finfo(dtype).eps
+        for t in (*network.parameters(), *network.buffers())
+        if t.is_floating_point()
+    )
+    return dataclasses.replace(found, block=BLOCK if name.endswith("blocked") else None, rounds_weights=wider)
+
+
+def machine(network: plain.Network, name: str) -> plain.Network:
+    """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype.
+
+    >>> type(machine(plain.Network([nn.Linear(2, 2)], (2,)), "float32_blocked")[0]).__name__
+    'BlockedLinear'
+    """
+    if name not in _DTYPES:
+        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])
+    made = blocked(twin) if name.endswith("blocked") else twin
+    assert isinstance(made, plain.Network)
+    return made
+
+
+def settings(kind: str) -> dict[str, str]:
+    """What torch is told about float32 products on a type of device."""
+    backends = torch.backends
+    found = {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "autocast": str(torch.is_autocast_enabled(kind)),
+        "fp32_precision": _precision(backends),
+    }
+    if kind == "cuda":
+        found |= {
+            "cuda.matmul.fp32_precision": _precision(backends.cuda.matmul),
+            "cuda.matmul.allow_tf32": str(backends.cuda.matmul.allow_tf32),
+        }
+    else:
+        mkldnn = backends.mkldnn
+        found |= {
+            "mkldnn.fp32_precision": _precision(mkldnn),
+            "mkldnn.matmul.fp32_precision": _precision(getattr(mkldnn, "matmul", None)),
+            "mkldnn.conv.fp32_precision": _precision(getattr(mkldnn, "conv", None)),
+            "nnpack": str(_nnpack_enabled()),
+        }
+    return found
+
+
+def _precision(holder: object) -> str:
+    return str(getattr(holder, "fp32_precision", "none"))
+
+
+def _nnpack_enabled() -> bool:
+    if not torch.backends.nnpack.is_available():
+        return False
+    # torch has no public getter; where the private one is missing it counts as enabled.
+    getter = getattr(torch._C, "_get_nnpack_enabled", None)
+    return True if getter is None else bool(getter())
+
+
+def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
+    """What breaks the model of arithmetic of this evaluator now, with the remedy; empty if nothing does."""
+    if name == "float64":
+        return []  # no setting of torch lowers the precision of float64; cuDNN is switched off while it is in use
+    found = settings(kind)
+    wrong = [
+        f"{key} is {value!r} (expected 'ieee' or 'none')"
+        for key, value in found.items()
+        if key.endswith("fp32_precision") and value not in _EXACT
+    ]
+    if found["float32_matmul_precision"] != "highest":
+        wrong.append("torch.get_float32_matmul_precision() is not 'highest'")
+    if found["autocast"] == "True":
+        wrong.append("autocast is on")
+    if found.get("cuda.matmul.allow_tf32") == "True":
+        wrong.append("torch.backends.cuda.matmul.allow_tf32 is True")
+    blocks = name.endswith("blocked")
+    convolves = network is None or any(_convolves(module, blocks) for module in network.modules())
+    if convolves and kind == "cuda":
+        wrong.append("cuDNN may evaluate convolutions by Winograd's algorithm or in TF32 (certify for the CPU)")
+    if convolves and kind == "cpu" and found["nnpack"] == "True":
+        wrong.append(
+            "NNPACK may evaluate convolutions by Winograd's algorithm (torch.backends.nnpack.set_flags(False), in the "
+            "certifying and in the evaluating process)"
+        )
+    if kind not in ("cpu", "cuda"):
+        wrong.append(f"nothing is known about the arithmetic of {kind}")
+    return wrong
+
+
+def _convolves(module: nn.Module, blocks: bool) -> bool:
+    """Whether the module calls a convolution of torch."""
+    if isinstance(module, plain.PhaseConv2d):
+        return module.kernel_size == (1, 1)
+    return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
+
+
+def check_rounding(rounding: str) -> str:
+    """``rounding`` if it is ``"sound"`` or ``"ignore"``.
+
+    >>> check_rounding("sound")
+    'sound'
+    """
+    if rounding not in ("sound", "ignore"):
+        raise OptionError(f"rounding: expected 'sound' or 'ignore', got {rounding!r}")
+    return rounding
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise OptionError(
+            f"rounding='sound': expected IEEE float32 arithmetic, got settings that break it: {'; '.join(wrong)}; "
+            "change them, or use evaluator='float64'"
+        )
+
+
+@contextlib.contextmanager
+def inner_products_only(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """Without cuDNN on CUDA, whose algorithms for convolutions are not all inner products."""
+    if wanted and device.type == "cuda":
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    else:
+        yield

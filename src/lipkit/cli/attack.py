@@ -1,0 +1,149 @@
+"""``lipkit attack``: accuracy of a run's network under an attack, beside what was certified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from lipkit.evaluation import Attack, Attempt
+
+# As in lipkit.attacks.named, which imports torch; a test holds them together.
+NAMES = ("pgd", "apgd", "fab", "cw", "autoattack")
+
+
+@click.command("attack")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--attack", "name", type=click.Choice(NAMES), default="apgd", show_default=True)
+@click.option("--norm", type=click.Choice(("l2", "linf")), default="l2", show_default=True)
+@click.option("--eps", metavar="R[,R...]", help="Radii, such as 36/255,1; default: of the recipe (l2), 8/255 (linf).")
+@click.option("--samples", type=click.IntRange(1), help="Test samples to attack, drawn by the seed; default: all.")
+@click.option("--steps", type=click.IntRange(1), help="Steps of the attack; default: its own.")
+@click.option("--restarts", type=click.IntRange(1), help="Starts of pgd, apgd and fab.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the samples and of the attack.")
+@click.option("--images", type=click.IntRange(0), default=16, show_default=True, help="Examples kept and shown.")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
+def command(
+    run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,
+    seed: int, images: int, batch_size: int, root: Path | None, device: str,
+) -> None:  # fmt: skip
+    """Attack the network of RUN and compare every example with the certified radii.
+
+    Prints the accuracy under attack beside the certified accuracy of the same samples, and writes them, the examples
+    and a page that shows them into RUN, under a name of their own for each setting. An adversarial example inside a
+    certified radius stops the command with an error.
+    """
+    if name == "cw" and norm == "linf":
+        raise click.UsageError("expected --norm l2 for --attack cw, got linf")
+    from lipkit.cli.console import display
+
+    with display() as show:
+        text = attack_run(
+            run, name, norm, eps=eps, samples=samples, steps=steps, restarts=restarts, seed=seed, images=images,
+            batch_size=batch_size, root=root, device=device, note=show.note,
+        )  # fmt: skip
+    click.echo(text)
+
+
+def attack_run(
+    folder: Path, name: str, norm: str, *, eps: str | None, samples: int | None, steps: int | None,
+    restarts: int | None, seed: int, images: int, batch_size: int, root: Path | None, device: str,
+    note: Callable[[str], None],
+) -> str:  # fmt: skip
+    """Attack, compare, write; what to print.
+
+    Raises:
+        RunError: there is no exported network in the folder, or it is one of a regression.
+        CertificateViolation: an adversarial example lies inside a certified radius.
+    """
+    import time
+
+    import torch
+
+    from lipkit import plain
+    from lipkit.certificates import certify
+    from lipkit.cli.build import load_data
+    from lipkit.cli.pipeline import NETWORK, read_recipe
+    from lipkit.cli.results import _box
+    from lipkit.cli.train import data_root
+    from lipkit.errors import OptionError, RunError
+    from lipkit.evaluation import Attack, attack_samples, choose_samples
+    from lipkit.report.attack_page import save_attack
+
+    recipe = read_recipe(folder, [] if root is None else [data_root(root)])
+    if recipe.task != "classification":
+        raise RunError(f"expected a run of a classification, got {folder}, which is a {recipe.task}")
+    if not (folder / NETWORK).is_dir():
+        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
+    radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
+    try:
+        torch.zeros(1, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
+    network = plain.load(folder / NETWORK)
+    data = load_data(recipe)
+    numbers = choose_samples(len(data.test), samples, seed)
+    x, y = data.test.batch(numbers)
+    box = _box(data)
+    if box is not None and not bool(((x >= box[0]) & (x <= box[1])).all()):
+        raise OptionError(f"expected images in {box}, got values from {float(x.min()):g} to {float(x.max()):g}")
+    attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)
+    note(f"certifying and attacking {len(x)} of {len(data.test)} test samples")
+    certificate = certify(network, x, y, batch_size=batch_size, device=device)
+    start = time.perf_counter()
+    attempt = attack_samples(
+        network, certificate, x, y, Attack(attack.eps, steps, restarts, None, box, seed, name, norm),
+        batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
+    )  # fmt: skip
+    path = save_attack(
+        folder, attempt, attack, certificate, numbers, x, data=data.name, classes=data.classes, images=images,
+        seconds=time.perf_counter() - start, device=device,
+    )  # fmt: skip
+    return f"{table(attempt, attack)}\n\nfigures  {path}\nimages   {path.with_suffix('.html')}"
+
+
+def read_radii(text: str) -> tuple[float, ...]:
+    """The radii of ``--eps``.
+
+    >>> read_radii("1/2, 1")
+    (0.5, 1.0)
+    """
+    import math
+
+    from lipkit.training.recipe_values import parse_numbers
+
+    try:
+        radii: tuple[float, ...] = tuple(float(value) for value in parse_numbers(text))
+    except ValueError as error:
+        raise click.UsageError(f"--eps: {error}") from None
+    if not radii or not all(math.isfinite(r) and r >= 0 for r in radii):
+        raise click.UsageError(f"--eps: expected radii that are finite and >= 0, got {text!r}")
+    return radii
+
+
+def table(attempt: Attempt, attack: Attack) -> str:
+    """The accuracies, and how near the closest example came."""
+    from lipkit.certificates import format_radius
+    from lipkit.report.tables import interval, percent, text_table
+
+    rows = [
+        [format_radius(row.eps), percent(row.share.value), interval(row.share), percent(row.certified.value)]
+        for row in attempt.rows
+    ]
+    check = attempt.cross_check
+    lines = [
+        f"{'; '.join(attempt.ran) or 'no sample is classified correctly: nothing to attack'}",
+        f"clean {percent(attempt.clean.value)} of {attempt.clean.total} samples",
+        "",
+        text_table([f"radius ({attack.norm})", "under attack", "interval", "certified"], rows),
+        "",
+        f"{check.compared} adversarial examples compared with the certified radii: none inside",
+    ]
+    if check.compared and check.closest < float("inf"):
+        lines[-1] += f", the closest at {check.closest:.4f} times the radius"
+    return "\n".join(lines)

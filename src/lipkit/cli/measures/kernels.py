@@ -1,0 +1,98 @@
+"""Bounds and estimates of a convolution's norm against its true norm, and their time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.sparse.linalg import LinearOperator, svds
+from torch import Tensor
+
+from lipkit.bounds import METHODS, circular, lipbound, lipbound_estimate
+from lipkit.bounds.power import farnia_lower_estimate
+from lipkit.errors import OptionError
+
+
+def methods(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Bounds by name, and the estimates that papers compare with, for images of n x n.
+
+    >>> sorted(set(methods(32)) - set(METHODS))
+    ['circular', 'farnia_lower_estimate', "lipbound, paper's factor", 'lipbound_estimate']
+    """
+    table: dict[str, Callable[[Tensor], Tensor]] = dict(METHODS)
+    table["lipbound, paper's factor"] = lambda k: lipbound(k, correction="paper")
+    table["circular"] = lambda k: circular(k, n, n)
+    table["lipbound_estimate"] = lipbound_estimate
+    table["farnia_lower_estimate"] = lambda k: farnia_lower_estimate(k, n, n)
+    return table
+
+
+def true_norm(kernel: Tensor, n: int) -> float:
+    """Norm of the convolution with zero padding (k - 1) // 2 on n x n, by Lanczos to convergence in float64.
+
+    >>> round(true_norm(torch.ones(1, 1, 1, 1), 4), 9)
+    1.0
+    """
+    k = kernel.double()
+    p = (k.shape[-1] - 1) // 2
+    shape_in = (1, k.shape[1], n, n)
+    shape_out = F.conv2d(torch.zeros(shape_in, dtype=k.dtype), k, padding=p).shape
+
+    def forward(v: np.ndarray) -> np.ndarray:
+        return F.conv2d(torch.from_numpy(v.reshape(shape_in).copy()), k, padding=p).numpy().ravel()
+
+    def adjoint(v: np.ndarray) -> np.ndarray:
+        return F.conv_transpose2d(torch.from_numpy(v.reshape(shape_out).copy()), k, padding=p).numpy().ravel()
+
+    size = (int(np.prod(shape_out)), int(np.prod(shape_in)))
+    operator: Any = LinearOperator(size, matvec=forward, rmatvec=adjoint, dtype=np.float64)  # type: ignore[call-arg, misc]
+    if min(size) <= 64:
+        dense = np.stack([forward(e) for e in np.eye(size[1])], 1)
+        return float(np.linalg.norm(dense, 2))
+    return float(svds(operator, k=1, tol=1e-6, return_singular_vectors=False, random_state=0)[0])
+
+
+def random_kernel(*shape: int, seed: int) -> Tensor:
+    """Independent normal taps."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kernel_bounds(
+    *, seed: int = 0, root: Path | None = None, method: str, shape: Sequence[int], kernels: int = 20, n: int = 32
+) -> dict[str, float]:
+    """Mean over random kernels of a method's value over the true norm, and of its process time in ms on one thread.
+
+    Args:
+        seed: of the first kernel; the others follow.
+        root: not used.
+        method: a name of `methods`.
+        shape: of the kernels, (cout, cin, k, k).
+        kernels: how many.
+        n: height and width of the image.
+
+    Returns:
+        ``ratio``, ``ratio_deviation`` and ``ms``.
+    """
+    table = methods(n)
+    if method not in table:
+        raise OptionError(f"expected method as one of {', '.join(table)}, got {method!r}")
+    ratios, times = [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(kernels):
+            kernel = random_kernel(*shape, seed=seed * kernels + number)
+            start = time.process_time()
+            value = float(table[method](kernel))
+            times.append(time.process_time() - start)
+            ratios.append(value / true_norm(kernel, n))
+    finally:
+        torch.set_num_threads(threads)
+    return {"ratio": statistics.fmean(ratios), "ratio_deviation": statistics.pstdev(ratios),
+            "ms": 1e3 * statistics.median(times)}  # fmt: skip

@@ -1,0 +1,215 @@
+"""``lipkit recipe``: what a recipe can say, and what a packaged one says."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+WIDTH = 110
+
+
+@click.group("recipe")
+def command() -> None:
+    """Recipes: their keys, and what the packaged ones say."""
+
+
+@command.command("show")
+@click.argument("name", required=False)
+@click.argument("changes", nargs=-1, metavar="[KEY=VALUE ...]")
+def show(name: str | None, changes: tuple[str, ...]) -> None:
+    """Describe every key of a recipe: its values, its default and what it means.
+
+    With NAME (lipkit list recipes, or the path of a YAML file): the whole recipe as YAML, every key described,
+    defaults filled in and KEY=VALUE applied. The text is itself a recipe.
+    """
+    from lipkit.training.recipe import load_recipe
+
+    if name is not None and "=" in name:
+        raise click.UsageError(f"expected a recipe in front of changes KEY=VALUE, got {name!r}")
+    click.echo(reference() if name is None else commented(load_recipe(name, changes).plain()))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe.
+
+    Attributes:
+        path: its name and those of the sections it is in.
+        values: what it takes, in words.
+        default: as YAML; None if it must be given.
+        description: what it means.
+        section: whether it holds keys.
+    """
+
+    path: tuple[str, ...]
+    values: str
+    default: str | None
+    description: str
+    section: bool
+
+
+def keys() -> list[Key]:
+    """Every key in the order of the schema, sections before their keys.
+
+    >>> [(k.values, k.default) for k in keys() if k.path == ("train", "lr")]
+    [('number > 0', '0.001')]
+    """
+    from lipkit.training.recipe_schema import Recipe
+
+    return list(_keys(Recipe, ()))
+
+
+def _keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[Key]:
+    schema = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        path, text = (*prefix, name), field.description or ""
+        inner = _section(field.annotation)
+        if inner is None:
+            default = None if field.is_required() else _yaml(_simple(field.get_default(call_default_factory=True)))
+            yield Key(path, _values(schema[name], _limits(field)), default, text, False)
+            continue
+        short = [line for line in (inspect.getdoc(inner) or "").split(". ") if line.startswith("A plain string")]
+        nullable = type(None) in typing.get_args(field.annotation)
+        values = "null, or keys" if nullable else "keys"
+        yield Key(path, values, "null" if nullable else None, ". ".join([text, *short]), True)
+        yield from _keys(inner, path)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key holds, if any."""
+    from pydantic import BaseModel
+
+    for kind in typing.get_args(annotation) or (annotation,):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _limits(field: FieldInfo) -> str:
+    """Limits of a number, in words: those of a field that may be null stand in the alternatives of its type."""
+    marks = list(field.metadata)
+    for kind in typing.get_args(field.annotation):
+        for mark in getattr(kind, "__metadata__", ()):
+            marks += getattr(mark, "metadata", [mark])
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = {f"{sign} {getattr(m, name):g}" for m in marks for name, sign in signs.items() if hasattr(m, name)}
+    return " and ".join(sorted(found, reverse=True))
+
+
+def _simple(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _values(content: Mapping[str, Any], limits: str = "") -> str:
+    """What a key takes, in words.
+
+    >>> _values({"anyOf": [{"type": "number"}, {"type": "null"}]}, "> 0")
+    'number > 0, or null'
+    """
+    if "anyOf" in content:
+        return ", or ".join(_values(choice, limits) for choice in content["anyOf"])
+    if "enum" in content or "const" in content:
+        return " | ".join(_yaml(value) for value in content.get("enum", [content.get("const")]))
+    name = content.get("type", "any value")
+    if name == "array":
+        return f"list of {_values(content.get('items', {}), limits)}"
+    kind = {"string": "text", "boolean": "true | false", "object": "keys and values"}.get(name, name)
+    more = [limits] if limits and name in ("number", "integer") else []
+    return " ".join([kind, *more, *([f"matching {content['pattern']}"] if "pattern" in content else [])])
+
+
+def _yaml(value: Any) -> str:
+    """A value on one line of YAML.
+
+    >>> _yaml(None), _yaml([0.5, 1]), _yaml({}), _yaml("adam")
+    ('null', '[0.5, 1]', '{}', 'adam')
+    """
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def reference() -> str:
+    """Every key with its values, default and meaning, and the options of what is chosen by name."""
+    lines = [
+        "A recipe is a YAML file. A section (data, model, loss, train.schedule) may be written as the one name in it.",
+        "`base: NAME` starts from a packaged recipe. Numbers may be quotients such as 36/255.",
+        "",
+    ]
+    for key in keys():
+        default = "required" if key.default is None and not key.section else f"default {key.default}"
+        facts = key.values if key.default is None and key.section else f"{key.values}; {default}"
+        lines.append(f"{'.'.join(key.path)}  ({facts})")
+        lines += textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    for title, table in _named().items():
+        lines += ["", f"{title}, by name:"]
+        for name, options in table.items():
+            entry = f"{name}: {', '.join(options) or 'none'}"
+            lines += textwrap.wrap(entry, WIDTH, initial_indent="    ", subsequent_indent="        ")
+    return "\n".join(lines)
+
+
+def _named() -> dict[str, dict[str, list[str]]]:
+    """Section -> name -> its options with their defaults."""
+    from lipkit.layers.families import FAMILIES
+    from lipkit.models import MODELS
+    from lipkit.training import losses, schedules
+
+    layers = {
+        name: [f"{option} (such as {' | '.join(map(_plain, values))})" for option, values in family.options.items()]
+        for name, family in FAMILIES.items()
+    }
+    return {
+        "model.options": {name: _options(build, ()) for name, build in MODELS.items()},
+        "model.options of the layers": layers,
+        "loss.options": {name: _options(f, ("outputs", "targets")) for name, f in losses.LOSSES.items()},
+        "train.schedule.options": {name: _options(f, ("fraction",)) for name, f in schedules.SCHEDULES.items()},
+    }
+
+
+def _options(function: Callable[..., Any], given: tuple[str, ...]) -> list[str]:
+    known = inspect.signature(function).parameters.values()
+    # The data decide these; device and dtype are the trainer's.
+    given = (*given, "input_shape", "classes", "device", "dtype")
+    named = [p for p in known if p.name not in given and p.kind is not p.VAR_KEYWORD]
+    texts = [p.name if p.default is p.empty else f"{p.name}={_plain(p.default)}" for p in named]
+    return texts + (["and those of the layer"] if any(p.kind is p.VAR_KEYWORD for p in known) else [])
+
+
+def _plain(value: Any) -> str:
+    return _yaml(_simple(value))
+
+
+def commented(content: Mapping[str, Any]) -> str:
+    """A whole recipe as YAML with a comment behind every key.
+
+    >>> from lipkit.training.recipe import check, load_recipe
+    >>> import yaml
+    >>> recipe = load_recipe("digits_cayley")
+    >>> check(yaml.safe_load(commented(recipe.plain())), "shown") == recipe
+    True
+    """
+    lines: list[tuple[str, str]] = []
+    for key in keys():
+        place: Any = content
+        for part in key.path[:-1]:
+            place = place.get(part) if isinstance(place, Mapping) else None
+        if not isinstance(place, Mapping):
+            continue  # its section is null
+        value = place[key.path[-1]]
+        text = "" if key.section and value is not None else f" {_yaml(value)}"
+        facts = key.description if key.section else f"{key.description} ({key.values})"
+        lines.append((f"{'  ' * (len(key.path) - 1)}{key.path[-1]}:{text}", facts))
+    width = min(46, max(len(line) for line, _ in lines))
+    return "\n".join(f"{line:<{width}}  # {facts}" for line, facts in lines)

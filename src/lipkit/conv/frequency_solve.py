@@ -1,0 +1,131 @@
+r"""The solve form of the Cayley transform on the rows of a Fourier transform: forward and backward, no derivatives.
+
+See :mod:`lipkit.conv.cayley_conv` for the equations. Solves with :math:`N` and with :math:`N^\top` are there, so
+:math:`N^* k = g` is solved for the conjugates of g and k.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipkit.linalg.cayley import Factors, solve_rows
+
+Form = Literal["wide", "tall", "second", "first adjoint"]
+
+
+def _complex(pair: Tensor, *, conjugate: bool = False) -> Tensor:
+    """Rows ``(n_p, 2, B, C)`` as complex numbers ``(n_p, B, C)``."""
+    return torch.complex(pair[:, 0], pair[:, 1].neg() if conjugate else pair[:, 1])
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``scale a b`` without a second pass."""
+    return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
+
+
+def _conjugated(g: Tensor) -> Tensor:
+    """The conjugate, in place; real numbers as they are."""
+    return g.conj_physical_() if g.is_complex() else g
+
+
+class Group(NamedTuple):
+    """The frequencies of one kind (real, or pairs) and how their rows become numbers of the matrices' kind."""
+
+    factors: Factors
+    rest: Tensor | None
+    rows: slice
+
+    def view(self, rows: Tensor, channels: slice | None = None) -> Tensor:
+        part = rows[self.rows]
+        part = part.view(-1, 2, *part.shape[1:]) if self.factors.matrix.is_complex() else part
+        return part if channels is None else part[..., channels]
+
+    def read(self, rows: Tensor, channels: slice, *, conjugate: bool = False) -> Tensor:
+        part = self.view(rows, channels)
+        return _complex(part, conjugate=conjugate) if self.factors.matrix.is_complex() else part.contiguous()
+
+    def write(self, out: Tensor, channels: slice, z: Tensor, scale: float, *, conjugate: bool = False) -> None:
+        """``out = scale z``, or its conjugate."""
+        part = self.view(out, channels)
+        if not z.is_complex():
+            torch.mul(z, scale, out=part)
+        else:
+            torch.mul(z.real, scale, out=part[:, 0])
+            torch.mul(z.imag, -scale if conjugate else scale, out=part[:, 1])
+
+    def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor, *, conjugate: bool = False) -> None:
+        """``out = 2 z - rows``, z conjugated first if asked."""
+        part, minus = self.view(out, channels), self.view(rows, channels)
+        if not z.is_complex():
+            torch.lerp(minus, z, 2.0, out=part)
+            return
+        torch.lerp(minus[:, 0], z.real, 2.0, out=part[:, 0])
+        if conjugate:
+            torch.add(minus[:, 1], z.imag, alpha=2, out=part[:, 1]).neg_()
+        else:
+            torch.lerp(minus[:, 1], z.imag, 2.0, out=part[:, 1])
+
+
+def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Fill the rows of the output; h (conjugated for 'first adjoint'), and x_2 where the derivative needs it."""
+    n, rest = group.factors.matrix.shape[-1], group.rest
+    own, other = slice(0, n), slice(n, None)
+    if form == "first adjoint":
+        h = solve_rows(group.factors, group.read(rows, own, conjugate=True), transposed=True)
+        group.reflect(out, rows, own, h, conjugate=True)
+        return h, None
+    if form == "second":
+        assert rest is not None
+        x2 = group.read(rows, slice(None))
+        h = solve_rows(group.factors, _product(x2, rest.mT, -1))
+        group.write(out, own, h, 2.0)
+        return h, x2
+    x = group.read(rows, own)
+    if form == "tall":
+        h = solve_rows(group.factors, x)
+        group.reflect(out, rows, own, h)
+        if rest is not None:
+            group.write(out, other, h @ rest.mT, -2.0)
+        return h, None
+    x_other: Tensor | None = None
+    if rest is not None:
+        x_other = group.read(rows, other)
+        x = torch.baddbmm(x, x_other, rest.mT, alpha=-1)
+    h = solve_rows(group.factors, x)
+    group.reflect(out, rows, own, h)
+    return h, x_other
+
+
+def backward_rows(
+    form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill the rows of the input's gradient; the gradients of N^T and of W_2, if ``symbol`` asks for them."""
+    n, rest = group.factors.matrix.shape[-1], group.rest
+    own, other = slice(0, n), slice(n, None)
+    if form == "first adjoint":
+        k = solve_rows(group.factors, group.read(g, own))
+        group.reflect(out, g, own, k)
+        return (_conjugated(_product(k.mT, h, -2)) if symbol else None), None
+    # The conjugate of the incoming gradient, because N^T is solved with.
+    top = group.read(g, own, conjugate=True)
+    bottom = group.read(g, other, conjugate=True) if form == "tall" and rest is not None else None
+    if bottom is not None and rest is not None:
+        top = torch.baddbmm(top, bottom, rest, alpha=-1)
+    k = solve_rows(group.factors, top, transposed=True)
+    if form == "second" and rest is not None:
+        group.write(out, slice(None), k @ rest, -2.0, conjugate=True)
+    else:
+        group.reflect(out, g, own, k, conjugate=True)
+        if form == "wide" and rest is not None:
+            group.write(out, other, k @ rest, -2.0, conjugate=True)
+    if not symbol:
+        return None, None
+    for_rest = None
+    if bottom is not None:
+        for_rest = _conjugated(_product(bottom.mT, h, -2))
+    elif x2 is not None:
+        for_rest = _conjugated(_product(k.mT, x2, -2))
+    return _conjugated(_product(h.mT, k, -2)), for_rest

@@ -1,0 +1,304 @@
+r"""The phase form of a convolution of full dilation: one product for each distinct frequency of its small images.
+
+In the real Fourier basis of the phase images (:mod:`lipkit.conv.spectrum`) the layer of :mod:`lipkit.conv.phases` is
+:math:`\Phi^\top \mathrm{diag}(M_f)\, \Phi` with a small orthogonal :math:`\Phi`: H W c^2 multiplications per image if
+the matrices are real, a kh kw-th of those of the kernel. What is left is memory traffic. On a CPU the batch is
+therefore taken in pieces that stay in the cache from the first copy to the last, forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.conv.phases import check_fits
+from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise, transform_matrices
+
+Size = tuple[int, int]
+# Numbers in one buffer of a piece (2 MiB in float32), and the fewest pixels that keep the products efficient.
+PIECE_NUMBERS, PIECE_PIXELS = 2**19, 256
+
+
+def split_phases(x: Tensor, kernel_size: Size) -> Tensor:
+    """The phase images ``(B H W / (kh kw), C, kh, kw)`` of ``x`` ``(B, C, H, W)``, each pixel's channels contiguous.
+
+    One copy; none of a tensor that is in the memory order (kh, kw, B, H / kh, W / kw, C) already.
+
+    >>> split_phases(torch.arange(6.0).reshape(1, 1, 1, 6), (1, 3)).flatten(1).tolist()
+    [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+    """
+    kh, kw = kernel_size
+    b, c, h, w = x.shape
+    pixels = b * (h // kh) * (w // kw)
+    return _phase_order(x, kernel_size).reshape(kh, kw, pixels, c).permute(2, 3, 0, 1)
+
+
+def _phase_order(x: Tensor, kernel_size: Size) -> Tensor:
+    """The view ``(kh, kw, B, H / kh, W / kw, C)`` of ``x`` ``(B, C, H, W)``."""
+    kh, kw = kernel_size
+    b, c, h, w = x.shape
+    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)
+
+
+def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:
+    """Inverse of :func:`split_phases`: images ``(B, C, height, width)`` in the ``channels_last`` memory format.
+
+    >>> merge_phases(torch.tensor([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]).reshape(2, 1, 1, 3), 1, 6).flatten().tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    n, c, kh, kw = phases.shape
+    dh, dw = height // kh, width // kw
+    grid = phases.permute(2, 3, 0, 1).reshape(kh, kw, n // (dh * dw), dh, dw, c)
+    return grid.permute(2, 0, 3, 1, 4, 5).reshape(-1, height, width, c).permute(0, 3, 1, 2)
+
+
+def apply_phases(
+    symbol: Symbol,
+    x: Tensor,
+    kernel_size: Size,
+    matrices: list[Tensor] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    r"""The convolution with this symbol on each phase image, by one product for each distinct frequency.
+
+    Equal to ``dilated_conv2d(x, kernel_of_symbol(symbol, kernel_size))`` plus the bias.
+
+    Args:
+        symbol: on kh x kw: ``real`` (n_r, cout, cin) and ``pair`` (n_p, 2, cout, cin), or (n_p, 1, cout, cin) for
+            real matrices.
+        x: ``(B, cin, H, W)``.
+        kernel_size: (kh, kw), which divide H and W.
+        matrices: ``transform_matrices(kh, kw)``, made here if not given.
+        bias: (cout,), or None.
+
+    Returns:
+        ``(B, cout, H, W)``, in the ``channels_last`` memory format unless the kernel is 1 x 1. An input and an
+        upstream gradient in that format are the fastest.
+
+    Cost:
+        :math:`H W c_{in} c_{out}` multiplications per image for real matrices and 2 to 4 times that for complex ones,
+        two small transforms, two copies. Backward twice the products; real matrices on a CPU keep nothing for it
+        besides ``x``.
+
+    Raises:
+        ShapeError: the kernel does not divide the image.
+
+    >>> eye = torch.eye(2)
+    >>> x = torch.arange(24.0).reshape(1, 2, 2, 6)
+    >>> torch.allclose(apply_phases(Symbol(eye.expand(2, 2, 2), eye.expand(2, 1, 2, 2)), x, (2, 3)), x, atol=1e-5)
+    True
+    """
+    check_fits(x.shape[-2], x.shape[-1], kernel_size)
+    if kernel_size == (1, 1):
+        return F.conv2d(x, symbol.real[0, :, :, None, None], bias)
+    if matrices is None:
+        matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
+    if _in_pieces(symbol, x, matrices, bias):
+        made: Tensor = _PhaseProduct.apply(symbol.real, symbol.pair, bias, x, matrices[0], kernel_size)
+        return made
+    y = _whole(symbol, x, kernel_size, matrices)
+    return y if bias is None else y + bias[:, None, None]
+
+
+def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor | None) -> bool:
+    """Whether the batch is taken in pieces: only where the operations run as they are written, on a CPU."""
+    numbers = [*symbol, *matrices] if bias is None else [*symbol, *matrices, bias]
+    return (
+        x.device.type == "cpu"
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"))
+        and x.dtype in (torch.float32, torch.float64)
+        and all(one.dtype == x.dtype and one.device == x.device for one in numbers)
+        and symbol.pair.shape[1] == 1
+        and len(matrices) == 1
+        and x.numel() > 0
+    )
+
+
+def _whole(symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor]) -> Tensor:
+    """The whole batch at once, by differentiable operations that can be compiled and exported."""
+    kh, kw = kernel_size
+    h, w = x.shape[-2:]
+    s = analyse(split_phases(x, kernel_size), matrices)
+    s = multiply(symbol, s) if symbol.pair.shape[1] == 2 else _multiply_real(symbol, s)
+    if len(matrices) > 1:
+        return merge_phases(synthesise(s, kh, kw, matrices), h, w)
+    rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
+    # As in `synthesise`, but the pixels of an image stay far apart in memory, as the merging wants them.
+    images = (matrices[0].mT @ rows).reshape(kh, kw, *s.real.shape[1:])
+    return merge_phases(images.permute(2, 3, 0, 1), h, w)
+
+
+def _multiply_real(symbol: Symbol, s: Spectrum) -> Spectrum:
+    """:func:`lipkit.conv.spectrum.multiply` for a symbol that is real at every frequency: half of the products."""
+    n, _, b, _ = s.pair.shape
+    cout = symbol.pair.shape[2]
+    # The two coefficients of a pair are rows of one product.
+    both = s.pair.flatten(1, 2) @ symbol.pair[:, 0].mT
+    return Spectrum(s.real @ symbol.real.mT, both.reshape(n, 2, b, cout))
+
+
+def _images_per_piece(x: Tensor, channels: int, kernel_size: Size) -> int:
+    b, _, h, w = x.shape
+    pixels = max(PIECE_NUMBERS // channels, PIECE_PIXELS * math.prod(kernel_size))
+    return min(b, max(1, pixels // (h * w)))
+
+
+def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Tensor:
+    """``matrix`` times the phase images of ``phases`` (kh, kw, b, dh, dw, c): ``(kh kw, pixels, c)``, in ``out``.
+
+    ``room`` and ``out`` are flat buffers; the first is overwritten with a copy.
+    """
+    n, size = len(matrix), phases.numel()
+    copy = room[:size]
+    copy.view(phases.shape).copy_(phases)
+    rows = out[:size].view(n, size // n)
+    torch.mm(matrix, copy.view(n, size // n), out=rows)
+    return rows.view(n, -1, phases.shape[-1])
+
+
+def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Every row times the transposed matrix of its frequency: ``(kh kw, pixels, cout)`` in the flat buffer ``out``."""
+    n, pixels, _ = rows.shape
+    n_real, n_pair = len(real), len(pair)
+    made = out[: n * pixels * real.shape[1]].view(n, pixels, real.shape[1])
+    torch.bmm(rows[:n_real], real.mT, out=made[:n_real])
+    if n_pair:
+        # The two coefficients of a pair are rows of one product.
+        torch.bmm(
+            rows[n_real:].view(n_pair, 2 * pixels, -1),
+            pair[:, 0].mT,
+            out=made[n_real:].view(n_pair, 2 * pixels, -1),
+        )
+    return made
+
+
+def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel_size: Size) -> None:
+    """Transform back, and write the images into ``out`` (b, c, h, w); both flat ``rooms`` are overwritten."""
+    n, size = len(matrix), rows.numel()
+    images = rooms[1][:size].view(n, size // n)
+    torch.mm(matrix.mT, rows.view(n, size // n), out=images)
+    b, c, h, w = out.shape
+    # Single planes are written from a copy in the order of the pixels: their rows of one phase are short.
+    pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
+    target = _phase_order(pixels, kernel_size)
+    target.copy_(images.view(target.shape))
+    if pixels is not out:
+        out.copy_(pixels)
+
+
+def _in_planes(x: Tensor) -> bool:
+    """Whether each channel lies in memory as one plane, and not the channels of each pixel together."""
+    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, kernel_size: Size) -> Tensor:
+    b, _, h, w = x.shape
+    cout, cin = real.shape[1:]
+    step = _images_per_piece(x, max(cin, cout), kernel_size)
+    rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
+    y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
+    constant = None if bias is None else bias * math.sqrt(len(matrix))
+    for first in range(0, b, step):
+        rows = _transform(_phase_order(x[first : first + step], kernel_size), matrix, *rooms)
+        rows = _products(real, pair, rows, rooms[0])
+        if constant is not None:
+            # A constant image has one coefficient only, the first.
+            rows[0].add_(constant)
+        _back(rows, matrix, rooms, y[first : first + step], kernel_size)
+    return y
+
+
+def _backward(
+    real: Tensor, pair: Tensor, x: Tensor, g: Tensor, matrix: Tensor, kernel_size: Size, needed: list[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``real``, ``pair``, ``bias`` and ``x`` from the upstream ``g``; None for those not ``needed``."""
+    b, cin, h, w = x.shape
+    cout = real.shape[1]
+    of_symbol, of_bias, of_x = needed[0] or needed[1], needed[2], needed[3]
+    step = _images_per_piece(x, max(cin, cout), kernel_size)
+    rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
+    # As the input lies in memory: nobody has to copy it.
+    gx = None
+    if of_x:
+        gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
+    g_real = torch.zeros_like(real) if of_symbol else None
+    g_pair = pair.new_zeros(len(pair), cout, cin) if of_symbol else None
+    g_bias = g.new_zeros(cout) if of_bias else None
+    n_real, n_pair = len(real), len(pair)
+    for first in range(0, b, step):
+        part = slice(first, first + step)
+        g_rows = _transform(_phase_order(g[part], kernel_size), matrix, *rooms[:2])
+        if g_bias is not None:
+            g_bias += g_rows[0].sum(0)
+        if g_real is not None and g_pair is not None:
+            x_rows = _transform(_phase_order(x[part], kernel_size), matrix, rooms[0], rooms[2])
+            g_real.baddbmm_(g_rows[:n_real].mT, x_rows[:n_real])
+            if n_pair:
+                both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]
+                g_pair.baddbmm_(both[0].mT, both[1])
+        if gx is not None:
+            rows = _products(real.mT, pair.mT, g_rows, rooms[0])
+            _back(rows, matrix, rooms, gx[part], kernel_size)
+    return (
+        g_real,
+        None if g_pair is None else g_pair[:, None],
+        None if g_bias is None else g_bias * math.sqrt(len(matrix)),
+        gx,
+    )
+
+
+class _PhaseProduct(torch.autograd.Function):
+    """``y = Phi^T diag(M_f) Phi x + b`` with real matrices; derivatives of any order and ``torch.func`` included."""
+
+    @staticmethod
+    def forward(
+        real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, kernel_size: Size
+    ) -> Tensor:
+        return _forward(real, pair, bias, x, matrix, kernel_size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        real, pair, _, x, matrix, ctx.kernel_size = inputs
+        ctx.save_for_backward(real, pair, x, matrix)
+        ctx.save_for_forward(real, pair, x, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        real, pair, x, matrix = ctx.saved_tensors
+        size = ctx.kernel_size
+        if not torch.is_grad_enabled():
+            return (*_backward(real, pair, x, g, matrix, size, list(ctx.needs_input_grad)), None, None)
+        # The gradient itself is to be differentiated.
+        s, t = (analyse(split_phases(one, size), [matrix]) for one in (g, x))
+        g_pair = (s.pair.flatten(1, 2).mT @ t.pair.flatten(1, 2))[:, None]
+        gx = _whole(Symbol(real.mT, pair.mT), g, size, [matrix])
+        return s.real.mT @ t.real, g_pair, g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, gx, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        real, pair, x, matrix = ctx.saved_tensors
+        d_real, d_pair, d_bias, d_x = tangents[:4]
+        change = x.new_zeros(())
+        if d_real is not None or d_pair is not None:
+            d_symbol = Symbol(
+                torch.zeros_like(real) if d_real is None else d_real,
+                torch.zeros_like(pair) if d_pair is None else d_pair,
+            )
+            change = change + _whole(d_symbol, x, ctx.kernel_size, [matrix])
+        if d_x is not None:
+            change = change + _whole(Symbol(real, pair), d_x, ctx.kernel_size, [matrix])
+        if d_bias is not None:
+            change = change + d_bias[:, None, None]
+        return change
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        def one(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, size: Size) -> Tensor:
+            y = _whole(Symbol(real, pair), x, size, [matrix])
+            return y if bias is None else y + bias[:, None, None]
+
+        return torch.vmap(one, in_dims, randomness="error")(*inputs), 0

@@ -1,0 +1,220 @@
+r"""The real orthonormal 2-D Fourier transform of a batch of images, as matrix products without permuted copies.
+
+An image of ``h x w`` has ``n_r`` self-conjugate frequencies (1, 2 or 4 of them) and ``n_p = (h w - n_r) / 2`` pairs
+``(f, -f)``. The transform of a batch is the array of *rows* ``(h w, B, C)``: one row of coefficients for each
+self-conjugate frequency, then two, a and b, for each pair. Up to ``DENSE_PIXELS`` pixels it is one product by a
+dense matrix. Above, the width is transformed by a real matrix; its cosine and sine rows p and q of one frequency are a
+complex signal along the height, whose transform :math:`(C - iS)(p + iq)` is one more product of real matrices,
+
+.. math:: \begin{pmatrix} a \\ b \end{pmatrix} = \begin{pmatrix} C & S \\ -S & C \end{pmatrix}
+          \begin{pmatrix} p \\ q \end{pmatrix},
+
+so that both the frequencies f1 and -f1 appear without a butterfly. Each product reads a transposed view and writes
+its result where the next one wants it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Below this many pixels the transform is one dense product (no passes over memory besides the product itself);
+# above it, two separable products.
+DENSE_PIXELS = 64
+
+
+class Frequencies(NamedTuple):
+    """Integer frequencies: ``real`` is ``(n_r, 2)``, ``pair`` is ``(n_p, 2)``; columns are (f1, f2)."""
+
+    real: Tensor
+    pair: Tensor
+
+
+def self_conjugate(n: int) -> list[int]:
+    """The self-conjugate frequencies of n samples: 0, and n / 2 where n is even."""
+    return [0, n // 2] if n % 2 == 0 else [0]
+
+
+def count_real(h: int, w: int) -> int:
+    """n_r, the number of self-conjugate frequencies of an ``h x w`` image."""
+    return (2 - h % 2) * (2 - w % 2)
+
+
+def is_dense(h: int, w: int) -> bool:
+    """Whether images of this size are transformed by one dense matrix."""
+    return h * w <= DENSE_PIXELS
+
+
+def frequencies(h: int, w: int) -> Frequencies:
+    """The frequencies of an ``h x w`` image, one of each conjugate pair, in the order of the transform.
+
+    >>> f = frequencies(2, 3)
+    >>> f.real.tolist(), f.pair.tolist()
+    ([[0, 0], [1, 0]], [[0, 1], [1, 1]])
+    """
+    rows, cols = self_conjugate(h), self_conjugate(w)
+    up, right = range(1, (h + 1) // 2), range(1, (w + 1) // 2)
+    if is_dense(h, w):
+        real = [(i, j) for i in rows for j in cols]
+        pair = [(i, j) for i in rows for j in right]
+        pair += [(i, j) for i in up for j in cols]
+        pair += [(i, j) for i in up for j in right]
+        pair += [(i, -j) for i in up for j in right]
+    else:
+        real = [(i, j) for j in cols for i in rows]
+        pair = [(i, j) for j in cols for i in up]
+        pair += [(i, j) for j in right for i in (*rows, *up, *(-i for i in up))]
+    return Frequencies(
+        torch.tensor(real, dtype=torch.int64).reshape(-1, 2),
+        torch.tensor(pair, dtype=torch.int64).reshape(-1, 2),
+    )
+
+
+def _waves(n: int) -> Tensor:
+    """Orthonormal real DFT of length n (float64): constant, Nyquist (even n), cosines, negated sines."""
+    own, rest = self_conjugate(n), range(1, (n + 1) // 2)
+    f = torch.tensor([*own, *rest, *rest], dtype=torch.int64)[:, None]
+    angle = torch.remainder(f * torch.arange(n), n).to(torch.float64) * (2 * math.pi / n)
+    wave = angle.cos()
+    wave[len(own) :] *= math.sqrt(2)
+    first_sine = len(own) + len(rest)
+    wave[first_sine:] = -math.sqrt(2) * angle[first_sine:].sin()
+    return wave / math.sqrt(n)
+
+
+def _dense(h: int, w: int) -> Tensor:
+    """The matrix ``(h w, h w)`` of the transform, in float64."""
+    f = frequencies(h, w)
+
+    def angles(grid: Tensor) -> Tensor:
+        turns = (grid[:, 0, None] * torch.arange(h) * w)[:, :, None] + (grid[:, 1, None] * torch.arange(w) * h)[:, None]
+        return torch.remainder(turns, h * w).flatten(1).to(torch.float64) * (2 * math.pi / (h * w))
+
+    pair = angles(f.pair)
+    waves = torch.stack((pair.cos(), -pair.sin()), 1).flatten(0, 1) * math.sqrt(2)
+    return torch.cat((angles(f.real).cos(), waves)) / math.sqrt(h * w)
+
+
+def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.device | None = None) -> list[Tensor]:
+    """The constants of the transform: one ``(h w, h w)`` matrix for small images, else ``[(h, h), (w, w)]``.
+
+    The dense matrix has its rows in the order of :func:`frequencies` (pairs interleaved); its transpose is the
+    inverse. Made in float64, then rounded once to ``dtype``.
+    """
+    made = [_dense(h, w)] if is_dense(h, w) else [_waves(h), _waves(w)]
+    return [t.to(dtype=dtype, device=device) for t in made]
+
+
+class _Stages(NamedTuple):
+    """The products of the separable transform: along the width, and along the height of its three kinds of rows."""
+
+    width: Tensor
+    own_real: Tensor
+    own_pair: Tensor
+    cosine: Tensor
+    sine: Tensor
+
+
+def _stages(matrices: list[Tensor]) -> _Stages:
+    th, tw = matrices
+    h = len(th)
+    own, m = len(self_conjugate(h)), (h - 1) // 2
+    c, s = th[own : own + m], th[own + m :]
+    # cos / sqrt(h) and -sin / sqrt(h), from rows of norm 1.
+    half = math.sqrt(0.5)
+    c_half, s_half = c * half, s * half
+    none = torch.zeros_like(th[:own])
+    even = torch.cat((th[:own], c_half, c_half))
+    odd = torch.cat((none, s_half, -s_half))
+    return _Stages(
+        tw,
+        th[:own],
+        torch.stack((c, s), 1).flatten(0, 1),
+        torch.stack((even, odd), 1).flatten(0, 1),
+        torch.stack((-odd, even), 1).flatten(0, 1),
+    )
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """``out = a @ b`` or ``out += a @ b`` for batches; a matrix ``a`` or ``b`` serves the whole batch."""
+    n = len(out)
+    a, b = (t if t.ndim == 3 else t.expand(n, *t.shape) for t in (a, b))
+    if n:
+        out.baddbmm_(a, b, beta=1 if add else 0)
+
+
+def to_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
+    """Images ``(B, C, h, w)`` to rows ``(h w, B, C)``. No derivative: see :func:`pure_rows`."""
+    b, c, h, w = x.shape
+    n = b * c
+    rows = x.new_empty(h * w, b, c)
+    if len(matrices) == 1:
+        rows.view(h * w, n).addmm_(matrices[0], x.reshape(n, h * w).mT, beta=0)
+        return rows
+    p = _stages(matrices)
+    own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
+    along = x.new_empty(w, n * h).addmm_(p.width, x.reshape(n * h, w).mT, beta=0).view(w, n, h).mT
+    first, second, third = rows.view(h * w, n).split((own * rh, own * mh, 2 * m * h))
+    _product(first.view(own, rh, n), p.own_real, along[:own])
+    _product(second.view(own, mh, n), p.own_pair, along[:own])
+    _product(third.view(m, 2 * h, n), p.cosine, along[own : own + m])
+    _product(third.view(m, 2 * h, n), p.sine, along[own + m :], add=True)
+    return rows
+
+
+def to_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
+    """Inverse and adjoint of :func:`to_rows`: rows ``(h w, B, C)`` to images ``(B, C, h, w)``. No derivative."""
+    _, b, c = rows.shape
+    n = b * c
+    rows = rows.reshape(h * w, n)
+    x = rows.new_empty(b, c, h, w)
+    if len(matrices) == 1:
+        x.view(n, h * w).addmm_(rows.mT, matrices[0], beta=0)
+        return x
+    p = _stages(matrices)
+    own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
+    first, second, third = rows.split((own * rh, own * mh, 2 * m * h))
+    along = rows.new_empty(w, n, h)
+    _product(along[:own], first.view(own, rh, n).mT, p.own_real)
+    _product(along[:own], second.view(own, mh, n).mT, p.own_pair, add=True)
+    third = third.view(m, 2 * h, n).mT
+    _product(along[own : own + m], third, p.cosine)
+    _product(along[own + m :], third, p.sine)
+    x.view(n * h, w).addmm_(along.view(w, n * h).mT, p.width, beta=0)
+    return x
+
+
+def pure_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
+    """:func:`to_rows` by operations that every tracer and every derivative of torch knows, with one more copy."""
+    b, c, h, w = x.shape
+    n = b * c
+    if len(matrices) == 1:
+        return (matrices[0] @ x.reshape(n, h * w).mT).reshape(h * w, b, c)
+    p = _stages(matrices)
+    own, m = len(self_conjugate(w)), (w - 1) // 2
+    along = (p.width @ x.reshape(n * h, w).mT).reshape(w, n, h).mT
+    parts = (
+        p.own_real @ along[:own],
+        p.own_pair @ along[:own],
+        p.cosine @ along[own : own + m] + p.sine @ along[own + m :],
+    )
+    return torch.cat([part.reshape(-1, b, c) for part in parts])
+
+
+def pure_images(rows: Tensor, h: int, w: int, matrices: list[Tensor]) -> Tensor:
+    """:func:`to_images` by operations that every tracer and every derivative of torch knows."""
+    _, b, c = rows.shape
+    n = b * c
+    rows = rows.reshape(h * w, n)
+    if len(matrices) == 1:
+        return (rows.mT @ matrices[0]).reshape(b, c, h, w)
+    p = _stages(matrices)
+    own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
+    first, second, third = rows.split((own * rh, own * mh, 2 * m * h))
+    own_rows = first.reshape(own, rh, n).mT @ p.own_real + second.reshape(own, mh, n).mT @ p.own_pair
+    third = third.reshape(m, 2 * h, n).mT
+    along = torch.cat((own_rows, third @ p.cosine, third @ p.sine))
+    return (along.reshape(w, n * h).mT @ p.width).reshape(b, c, h, w)

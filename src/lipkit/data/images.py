@@ -1,0 +1,171 @@
+"""Image files: decoded one batch at a time, so that a data set need not fit in memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipkit.errors import DataError
+
+MAX_PIXELS = 1 << 26
+"""The most pixels an image may claim before it is decoded."""
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp")
+WORKERS = 8
+RESIZE = 256 / 224
+"""Short side before the centre crop, as a multiple of the crop: the usual evaluation of ImageNet."""
+# Only decoders of plain raster formats: others of Pillow's start programs of their own (EPS).
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
+_CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3}
+# 8 bits per channel: what `convert("RGB")` maps without changing the scale.
+_CONVERTIBLE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Images on disk that index like a uint8 tensor (N, C, H, W): each access decodes its files.
+
+    Args:
+        files: paths of the images.
+        sample_shape: (C, H, W) of every image.
+        fit: whether images of other sizes are resized (short side to RESIZE times the side, bilinear) and cropped
+            around the centre; without it they are refused.
+        convert: whether grey, CMYK and transparent images become RGB (transparency is dropped); without it only grey
+            and RGB images are taken, as `sample_shape` says.
+    """
+
+    files: Sequence[str]
+    sample_shape: tuple[int, int, int]
+    fit: bool = False
+    convert: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, C, H, W)."""
+        return torch.Size((len(self.files), *self.sample_shape))
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def nbytes(self) -> int:
+        """What all images take when decoded."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: Tensor | slice) -> Tensor:
+        """Decode the images at ``index``.
+
+        Raises:
+            DataError: a file is missing, damaged, too large, or not of the shape.
+        """
+        files = self.files[index] if isinstance(index, slice) else [self.files[i] for i in index.tolist()]
+        images = torch.empty(len(files), *self.sample_shape, dtype=torch.uint8)
+
+        def put(i: int) -> None:
+            images[i] = torch.from_numpy(self._read(files[i]))
+
+        with _quiet():
+            if len(files) < 4:
+                for i in range(len(files)):
+                    put(i)
+            else:  # the decoders release the interpreter's lock
+                with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+                    for _ in pool.map(put, range(len(files)), chunksize=8):
+                        pass
+        return images
+
+    def subset(self, index: Tensor) -> ImageFiles:
+        """The files at ``index``, not decoded."""
+        return replace(self, files=[self.files[i] for i in index.tolist()])
+
+    def _read(self, file: str) -> np.ndarray:
+        pixels = decode(Path(file), self.sample_shape[1:] if self.fit else None, self.convert)
+        if pixels.shape != self.sample_shape:
+            raise DataError(
+                f"{file}: expected an image of shape {tuple(self.sample_shape)} (C, H, W), got {pixels.shape}"
+            )
+        return pixels
+
+
+def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False) -> np.ndarray:
+    """Decode one image file to uint8 of shape (C, H, W); its size is checked before it is decoded.
+
+    Args:
+        file: of one of SUFFIXES.
+        fit: (H, W) to resize and crop to; see `ImageFiles`.
+        convert: to RGB; see `ImageFiles`.
+
+    Raises:
+        DataError: it is not a readable image, or claims more than MAX_PIXELS; or Pillow is not installed.
+    """
+    image_module = _pillow()
+    if file.suffix.lower() not in SUFFIXES:
+        raise DataError(f"{file}: expected an image file ({', '.join(SUFFIXES)}), got {file.suffix or 'no suffix'}")
+    try:
+        with image_module.open(file, formats=_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise DataError(f"expected at most {MAX_PIXELS} pixels, got {image.width} x {image.height}")
+            if convert and image.mode not in _CONVERTIBLE:
+                raise DataError(f"expected an image of 8 bits per channel, got mode {image.mode}")
+            if not convert and image.mode not in _CHANNELS:
+                raise DataError(f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}")
+            channels = 3 if convert else _CHANNELS[image.mode]
+            made = image.convert("L" if channels == 1 else "RGB")
+            pixels = np.array(made if fit is None else _fitted(made, *fit), dtype=np.uint8)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None
+    except image_module.DecompressionBombError as error:
+        raise DataError(f"{file}: expected at most {MAX_PIXELS} pixels, got more: {error}") from None
+    except FileNotFoundError:
+        raise DataError(f"expected an image at {file}, got none") from None
+    except Exception as error:  # the decoders of a corrupt image raise many kinds of error
+        raise DataError(f"{file}: expected a complete image, got {type(error).__name__}: {error}") from error
+    return np.ascontiguousarray(pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1))
+
+
+def _fitted(image: Any, height: int, width: int) -> Any:
+    """Resized so that it covers RESIZE times the size, then cropped around the centre."""
+    scale = max(RESIZE * height / image.height, RESIZE * width / image.width)
+    size = (max(width, round(scale * image.width)), max(height, round(scale * image.height)))
+    if max(size) > MAX_PIXELS // min(size):  # a strip one pixel wide would grow without bound
+        raise DataError(f"expected at most {MAX_PIXELS} pixels after resizing, got {size[0]} x {size[1]}")
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    resized = image.resize(size, _pillow().Resampling.BILINEAR)
+    return resized.crop((left, top, left + width, top + height))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Pillow warns of images above its own limit, which is above ours: the error says it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
+        yield
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError('expected Pillow to read images, got none; pip install "lipkit[data]"') from error
+    return Image

@@ -1,0 +1,78 @@
+"""STL-10 from its binary files, which stay on disk and are read where a batch asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipkit.data.reading import file_size, read_exactly, reading
+from lipkit.data.split import Data, Split
+from lipkit.errors import DataError
+
+CLASSES = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
+INPUT_SHAPE = (3, 96, 96)
+SOURCE = (
+    "unpack stl10_binary.tar.gz in the data root ($LIPKIT_DATA or ./data), which gives stl10_binary/train_X.bin and "
+    "the others; it is at https://cs.stanford.edu/~acoates/stl10/"
+)
+_PIXELS = 3 * 96 * 96
+
+
+def load_stl10(root: Path) -> Data:
+    """Load STL-10: 5000 training and 8000 test RGB images of 96 x 96, uint8.
+
+    Args:
+        root: the data root; the files are `root/stl10_binary/{train,test}_{X,y}.bin`. They are mapped into memory,
+            so only what is used is read.
+
+    Raises:
+        DataError: a file is missing or has another size, or a label is not 1 to 10.
+
+    References:
+        Coates, Lee, Ng, "An analysis of single-layer networks in unsupervised feature learning", AISTATS 2011.
+    """
+    folder = root / "stl10_binary"
+    return Data("stl10", _split(folder, "train"), _split(folder, "test"), CLASSES)
+
+
+def unlabelled(root: Path) -> Tensor:
+    """The 100 000 images without labels, uint8 (N, 3, 96, 96), mapped from `root/stl10_binary/unlabeled_X.bin`.
+
+    Raises:
+        DataError: the file is missing or has another size.
+    """
+    return read_images(root / "stl10_binary" / "unlabeled_X.bin")
+
+
+def _split(folder: Path, part: str) -> Split:
+    images = read_images(folder / f"{part}_X.bin")
+    path = folder / f"{part}_y.bin"
+    if (size := file_size(path, SOURCE)) != len(images):
+        raise DataError(f"{path}: expected {len(images)} labels, one for each image, got {size}")
+    with reading(path), path.open("rb") as stream:
+        labels = np.frombuffer(read_exactly(stream, size, path), np.uint8)
+    if labels.min() < 1 or labels.max() > 10:
+        wrong = labels[(labels < 1) | (labels > 10)][0]
+        raise DataError(f"{path}: expected labels 1 to 10, got {wrong}")
+    return Split(images, torch.from_numpy(labels.astype(np.int64) - 1))
+
+
+def read_images(path: Path) -> Tensor:
+    """Map a file of images: red, green and blue planes of 96 x 96 bytes, each stored column by column.
+
+    Returns:
+        uint8 (N, 3, 96, 96), a view of the file; writing to it does not change the file.
+
+    Raises:
+        DataError: the size is not a positive multiple of 27648.
+    """
+    size = file_size(path, SOURCE)
+    if size == 0 or size % _PIXELS:
+        raise DataError(f"{path}: expected a positive multiple of {_PIXELS} bytes, got {size}")
+    with reading(path):
+        # "c": a private copy on write; torch refuses to share memory that it may not write to.
+        mapped = np.memmap(path, np.uint8, "c", shape=(size // _PIXELS, 3, 96, 96))
+    return torch.from_numpy(mapped).transpose(2, 3)

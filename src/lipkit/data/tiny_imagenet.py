@@ -1,0 +1,88 @@
+"""Tiny-ImageNet-200: 64 x 64 photographs of 200 kinds."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from lipkit.data.images import ImageFiles
+from lipkit.data.reading import file_size, reading
+from lipkit.data.split import Data, Split
+from lipkit.errors import DataError
+
+INPUT_SHAPE = (3, 64, 64)
+SOURCE = (
+    "unpack tiny-imagenet-200.zip in the data root ($LIPKIT_DATA or ./data), which gives tiny-imagenet-200/wnids.txt, "
+    "train and val; it is at http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+)
+MAX_TEXT = 1 << 24
+
+
+def load_tiny_imagenet(root: Path) -> Data:
+    """Load Tiny-ImageNet: 100 000 training and 10 000 validation images, RGB (grey ones become RGB), uint8.
+
+    The classes are the WordNet numbers of `wnids.txt`, sorted; the validation images are the test split (the test
+    images have no labels).
+
+    Args:
+        root: the data root; reads `root/tiny-imagenet-200/wnids.txt`, `train/WNID/images/*`,
+            `val/val_annotations.txt` and `val/images/*`.
+
+    Raises:
+        DataError: a file or folder is missing, a line is not as it should be, or a class is unknown.
+    """
+    folder = root / "tiny-imagenet-200"
+    names = sorted(_lines(folder / "wnids.txt"))
+    for name in names:
+        if not re.fullmatch(r"n\d{1,10}", name):
+            raise DataError(f"{folder / 'wnids.txt'}: expected WordNet numbers such as n01443537, got {name!r}")
+    if len(set(names)) != len(names) or not names:
+        raise DataError(f"{folder / 'wnids.txt'}: expected different classes, got {len(names)} lines")
+    return Data("tiny_imagenet", _train(folder, names), _val(folder, names), tuple(names))
+
+
+def _train(folder: Path, classes: list[str]) -> Split:
+    files: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        images = folder / "train" / name / "images"
+        if not images.is_dir():
+            raise DataError(f"expected a folder at {images}, got none; {SOURCE}")
+        with reading(images):
+            found = sorted(file for file in os.listdir(images) if not file.startswith("."))
+        if not found:
+            raise DataError(f"expected images in {images}, got none")
+        files += [os.path.join(images, file) for file in found]
+        labels += [label] * len(found)
+    return _split(files, labels)
+
+
+def _val(folder: Path, classes: list[str]) -> Split:
+    path = folder / "val" / "val_annotations.txt"
+    number = {name: label for label, name in enumerate(classes)}
+    files: list[str] = []
+    labels: list[int] = []
+    for line in _lines(path):
+        file, _, rest = line.partition("\t")
+        name = rest.partition("\t")[0]
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file) or name not in number:
+            raise DataError(f"{path}: expected lines of a file name, a tab and a class of wnids.txt, got {line[:80]!r}")
+        files.append(os.path.join(folder, "val", "images", file))
+        labels.append(number[name])
+    if not files:
+        raise DataError(f"{path}: expected at least one line, got none")
+    return _split(files, labels)
+
+
+def _split(files: list[str], labels: list[int]) -> Split:
+    return Split(ImageFiles(files, INPUT_SHAPE, convert=True), torch.tensor(labels))
+
+
+def _lines(path: Path) -> list[str]:
+    if (size := file_size(path, SOURCE)) > MAX_TEXT:
+        raise DataError(f"{path}: expected a text of at most {MAX_TEXT} bytes, got {size}")
+    with reading(path):
+        return [line for line in path.read_text("utf-8").splitlines() if line.strip()]

@@ -1,0 +1,206 @@
+"""What an attack leaves in a run folder: a JSON file of figures, the examples, and a page that shows them."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from safetensors.torch import save
+from torch import Tensor
+
+from lipkit.certificates import Certificate
+from lipkit.certificates.intervals import Share
+from lipkit.evaluation import Attack, Attempt
+from lipkit.files import write_atomic
+from lipkit.report.machine import versions
+from lipkit.report.png import data_uri, is_image
+from lipkit.report.tables import interval, percent
+
+SCHEMA_VERSION = "1.0"
+
+
+def save_attack(
+    folder: Path,
+    attempt: Attempt,
+    attack: Attack,
+    certificate: Certificate,
+    numbers: Tensor,
+    x: Tensor,
+    *,
+    data: str,
+    classes: Sequence[str] = (),
+    images: int = 16,
+    seconds: float = math.nan,
+    device: str = "cpu",
+) -> Path:
+    """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
+
+    The hash is of the attack's settings, the data and the network: another setting never overwrites a file, and the
+    same one writes the same figures again.
+
+    Args:
+        folder: the run folder.
+        attempt, attack: what was found, and by what.
+        certificate: of the samples ``x``.
+        numbers: (N,) their numbers in the test set.
+        x: (N, *input_shape), the samples that were attacked.
+        data: name of the data set.
+        classes: class names.
+        images: how many examples are shown and kept, those nearest to their certified radius first.
+        seconds: how long the attack took.
+        device: where it ran.
+
+    Returns:
+        The path of the JSON file.
+    """
+    settings: dict[str, Any] = {
+        "attack": attack.name,
+        "norm": attack.norm,
+        "eps": list(attack.eps),
+        "steps": attack.steps,
+        "restarts": attack.restarts,
+        "samples": attack.samples,
+        "seed": attack.seed,
+        "box": None if attack.box is None else list(attack.box),
+        "data": data,
+        "network_sha256": certificate.network_sha256,
+    }
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    stem = folder / f"attack_{attack.name}_{attack.norm}_{key}"
+    place = {int(number): row for row, number in enumerate(numbers)}
+    examples = attempt.examples
+    rows = [
+        {
+            "sample": int(number),
+            "label": int(certificate.label[place[int(number)]]),
+            "prediction": int(examples.prediction[i]),
+            "l2": float(examples.l2[i]),
+            "linf": float(examples.linf[i]),
+            "radius": float(certificate.radius[place[int(number)]]),
+        }
+        for i, number in enumerate(examples.index)
+    ]
+    order = sorted(range(len(rows)), key=lambda i: _ratio(rows[i]))[:images]
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "run": folder.name,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **settings,
+        "ran": list(attempt.ran),
+        "clean": _share(attempt.clean),
+        "attacked": [
+            {"eps": row.eps, "robust": _share(row.share), "certified": _share(row.certified)} for row in attempt.rows
+        ],
+        "compared": attempt.cross_check.compared,
+        "closest": _number(attempt.cross_check.closest),
+        "examples": [{name: _number(value) for name, value in row.items()} for row in rows],
+        "seconds": _number(seconds),
+        "device": device,
+        "versions": versions(),
+    }
+    tensors = {
+        "image": x[[place[int(examples.index[i])] for i in order]].cpu().float(),
+        "adversarial": examples.point[order],
+        "index": examples.index[order],
+        "label": certificate.label[[place[int(examples.index[i])] for i in order]],
+        "prediction": examples.prediction[order],
+        "l2": examples.l2[order],
+        "linf": examples.linf[order],
+    }
+    shown = [rows[i] for i in order]
+    write_atomic(stem.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))
+    page = render(record, shown, tensors["image"], tensors["adversarial"], classes)
+    write_atomic(stem.with_suffix(".html"), page.encode())
+    write_atomic(stem.with_suffix(".json"), json.dumps(record, indent=2, allow_nan=False).encode() + b"\n")
+    return stem.with_suffix(".json")
+
+
+def render(
+    record: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], image: Tensor, adversarial: Tensor,
+    classes: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The page, as text: accuracies, and each example beside its sample and the difference."""
+    from lipkit.certificates import format_radius
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {"percent": percent, "interval": interval, "radius": format_radius}
+
+    def name(label: int) -> str:
+        return classes[label] if 0 <= label < len(classes) else str(label)
+
+    figures = []
+    if is_image(tuple(image.shape[1:])):
+        for row, before, after in zip(shown, image, adversarial, strict=True):
+            change = after.float() - before
+            grey = 0.5 + change / (2 * change.abs().amax().clamp_min(1e-12))
+            uris = [data_uri(picture) for picture in (before, after, grey)]
+            figures.append({**row, "uris": uris, "label": name(row["label"]), "prediction": name(row["prediction"])})
+    rows = [
+        {"eps": row["eps"], "robust": Share(**row["robust"]), "certified": Share(**row["certified"])}
+        for row in record["attacked"]
+    ]
+    return environment.from_string(_PAGE).render(record=record, rows=rows, figures=figures)
+
+
+def _ratio(row: Mapping[str, float]) -> float:
+    return row["l2"] / row["radius"] if row["radius"] > 0 else math.inf
+
+
+def _share(share: Share) -> dict[str, float]:
+    return {"count": share.count, "total": share.total, "low": share.low, "high": share.high}
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: written as texts, as in the record of a run."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{{ record.run }} · attack</title>
+<style>
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1.25rem; }
+table { border-collapse: collapse; } th, td { text-align: right; padding: .4rem .9rem; border-bottom: 1px solid #8885; }
+.images { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: 1rem; }
+figure { margin: 0; } img { width: 31%; image-rendering: pixelated; }
+figcaption, .soft { font-size: .88rem; opacity: .8; }
+</style></head><body>
+<h1>{{ record.run }}</h1>
+<p>{{ record.ran | join("; ") }}. {{ record.norm }}, {{ record.clean.total }} samples,
+{{ record.clean.count }} of them classified correctly.</p>
+<table>
+<tr><th>radius ({{ record.norm }})</th><th>under attack</th><th>interval</th><th>certified</th></tr>
+{% for row in rows %}
+<tr><td>{{ row.eps | radius }}</td><td>{{ row.robust.value | percent }}</td><td>{{ row.robust | interval }}</td>
+<td>{{ row.certified.value | percent }}</td></tr>
+{% endfor %}
+</table>
+<p>{{ record.compared }} adversarial examples were compared with the certified radii in float64; none lies inside.
+{% if record.closest is number %}
+The closest one is at {{ "%.4f" | format(record.closest) }} times the radius.{% endif %}
+Accuracy under attack is what this attack could not break: an upper bound of the true one.</p>
+{% if figures %}
+<h2>Examples</h2>
+<p class="soft">The sample, the adversarial example, and their difference, scaled to the full range.</p>
+<div class="images">
+{% for figure in figures %}
+<figure>{% for uri in figure.uris %}<img src="{{ uri }}" alt="">{% endfor %}
+<figcaption>{{ figure.label }} → {{ figure.prediction }} <span class="soft">#{{ figure.sample }}</span><br>
+l2 {{ "%.4f" | format(figure.l2) }}, linf {{ "%.4f" | format(figure.linf) }},
+certified {{ "%.4f" | format(figure.radius) }}</figcaption></figure>
+{% endfor %}
+</div>
+{% endif %}
+</body></html>
+"""

@@ -1,0 +1,103 @@
+"""Devices, processes and precision: what Lightning Fabric is asked for, and what it must not be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lipkit.errors import LipkitError, OptionError, RunError
+
+T = TypeVar("T")
+# Parameters in these have too few digits for a constraint; autocast ("mixed") leaves them in float32.
+_LOW = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16", "nf4", "fp4", "int8")
+
+
+def make_fabric(
+    *, accelerator: str, devices: int | str | list[int], strategy: str, precision: str, nodes: int = 1
+) -> Any:
+    """A launched Fabric; what it refuses becomes an OptionError.
+
+    Under torchrun the number of processes is torchrun's: ``devices`` and ``nodes`` may then be left at 1.
+
+    Args:
+        accelerator, devices, strategy, precision: Fabric's. Strategy "fsdp" is FSDP2, see `sharding`.
+        nodes: number of machines.
+
+    Raises:
+        OptionError: what Fabric refuses, or a precision in which constraints do not hold.
+    """
+    from lightning_fabric import Fabric  # two seconds to import: paid by those who train
+
+    check_precision(precision)
+    devices, nodes, strategy = under_torchrun(devices, nodes, strategy)
+    chosen: dict[str, Any] = {
+        "accelerator": accelerator, "devices": devices, "num_nodes": nodes, "strategy": strategy,
+        "precision": precision,
+    }  # fmt: skip
+    try:
+        if strategy == "fsdp":
+            from lipkit.training.sharding import strategy as sharded
+
+            fabric = Fabric(**{**chosen, "strategy": sharded()})
+        else:
+            fabric = Fabric(**chosen)
+    except (ValueError, TypeError, RuntimeError) as error:
+        got = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+        raise OptionError(f"expected devices that Lightning Fabric can use, got {got}: {error}") from error
+    fabric.launch()
+    return fabric
+
+
+def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) -> tuple[int | str | list[int], int, str]:
+    """(devices, nodes, strategy) with what torchrun decided in place of the defaults 1, 1, "auto"."""
+    if not (os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("LOCAL_WORLD_SIZE")):
+        return devices, nodes, strategy
+    local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    if devices in (1, "1", "auto"):
+        devices = local
+    if nodes == 1:
+        nodes = world // local
+    return devices, nodes, "ddp" if strategy == "auto" and world > 1 else strategy
+
+
+def check_precision(precision: object) -> None:
+    """Raise OptionError for a precision whose parameters are not float32 or float64.
+
+    >>> check_precision("bf16-mixed")
+    >>> check_precision("bf16-true")
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: expected parameters in float32 or float64, such as precision 32-true, 64-true or \
+bf16-mixed, got 'bf16-true': constraints do not hold in less
+    """
+    if str(precision).startswith(_LOW):
+        raise OptionError(
+            "expected parameters in float32 or float64, such as precision 32-true, 64-true or bf16-mixed, "
+            f"got {precision!r}: constraints do not hold in less"
+        )
+
+
+def on_first(fabric: Any, act: Callable[[], T]) -> T:
+    """The result of ``act()`` in the first process, handed to all; its error is raised in all, so that none waits.
+
+    Args:
+        fabric: a launched Fabric.
+        act: run in the first process alone.
+
+    Raises:
+        what ``act`` raises in the first process; RunError with its message in the others.
+    """
+    if fabric.world_size == 1:
+        return act()
+    result, failure = None, None
+    if fabric.is_global_zero:
+        try:
+            result = act()
+        except LipkitError as error:
+            failure = error
+    result, message = fabric.broadcast((result, None if failure is None else str(failure)), src=0)
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise RunError(message)
+    return result

@@ -1,0 +1,107 @@
+"""Checkpoints of a run in training: what is in one, and how a run continues from it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipkit.training import run_folder, trainee
+from lipkit.training.devices import on_first
+from lipkit.training.progress import Divergence
+from lipkit.training.randomness import random_state, set_random_state
+from lipkit.training.trainee import Trainee
+
+Generators = Mapping[str, torch.Generator]
+
+
+def save(
+    network: Trainee,
+    folder: Path | None,
+    *,
+    epoch: int,
+    step: int = 0,
+    final: bool = False,
+    totals: Mapping[str, float] | None = None,
+    generators: Generators | None = None,
+) -> Path | None:
+    """Write a checkpoint; all processes must call it.
+
+    Args:
+        network: in training.
+        folder: the run's; None writes nothing.
+        epoch: epochs done.
+        step: steps done in the epoch after those; then ``totals`` and ``generators`` are its own.
+        final: training is over: optimiser and random numbers are left out, older checkpoints deleted.
+        totals: sums of the epoch in progress.
+        generators: the streams of random numbers of the epoch in progress.
+
+    Returns:
+        the checkpoint's folder, in the first process.
+
+    Raises:
+        Divergence: a weight is NaN or infinite; nothing is then written.
+    """
+    if folder is None:
+        return None
+    spoilt = trainee.spoilt_parameter(network)
+    if spoilt is not None:
+        raise Divergence(
+            f"expected finite weights, got NaN or infinity in {spoilt} before the checkpoint after "
+            f"epoch {epoch} and {step} steps"
+        )
+    fabric = network.fabric
+    model, average = trainee.whole(network), trainee.whole_average(network)
+    state: dict[str, Any] = {"step": step, "totals": dict(totals or {})}
+    if average is not None:
+        state["average"] = {name: value.cpu() for name, value in average.items()}
+    if not final:
+        state["optimizer"] = trainee.optimizer_state(network)
+        state["precision"] = fabric.strategy.precision.state_dict()
+        state["random"] = random_state(fabric, generators or {})
+    keep = {"keep": 1} if final else {}
+    return on_first(fabric, lambda: run_folder.save_checkpoint(folder, epoch, model, state, step=step, **keep))
+
+
+def open_run(
+    fabric: Any, model: nn.Module, folder: Path | None, resume: bool, settings: Mapping[str, Any]
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """Open the run's folder: (epochs done, the checkpoint's state, history), the weights loaded into ``model``.
+
+    Raises:
+        RunError: in all processes, whichever one finds what is wrong; see `run_folder`.
+    """
+    if folder is None:
+        return 0, {}, []
+    if not resume:
+        on_first(fabric, lambda: run_folder.write_settings(folder, settings))
+        return 0, {}, []
+    on_first(fabric, lambda: run_folder.check_settings(folder, settings))
+    done, weights, state = on_first(fabric, lambda: run_folder.load_checkpoint(folder)) or (0, None, {})
+    if weights is not None:
+        run_folder.load_weights(model, weights, origin=folder)
+    history = on_first(fabric, lambda: run_folder.truncate_metrics(folder, done))
+    return done, state, history
+
+
+def restore(network: Trainee, state: dict[str, Any]) -> None:
+    """Continue optimiser, averages and precision from a checkpoint's state. All processes must call it."""
+    if "optimizer" in state:
+        trainee.load_optimizer_state(network, state["optimizer"])
+    if state.get("precision"):
+        network.fabric.strategy.precision.load_state_dict(state["precision"])
+    if "average" in state:
+        trainee.load_average(network, state["average"])
+
+
+def restore_random(network: Trainee, state: Mapping[str, Any], generators: Generators) -> None:
+    """Continue the random numbers from a checkpoint's state.
+
+    Written by another number of processes, they have no continuation: those of this epoch then start anew.
+    """
+    random = state.get("random")
+    if random is not None and len(random["rng_cpu"]) == network.fabric.world_size:
+        set_random_state(network.fabric, random, generators if state.get("step") else {})

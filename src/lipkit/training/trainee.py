@@ -1,0 +1,177 @@
+"""The network as it is stepped: on its device, wrapped for its processes, with its optimiser and its average."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lipkit.errors import OptionError, RunError
+from lipkit.training import average as averages
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """One network in training.
+
+    Attributes:
+        fabric: the launched Fabric.
+        model: the network given, whole. Sharded training steps a copy, and `whole` brings its weights here.
+        stepped: the module whose parameters the optimiser changes: ``model`` itself unless sharded.
+        wrapped: what is called in the forward pass: ``stepped`` with the processes' wrapper, perhaps compiled.
+        optimizer: Fabric's.
+        sharded: whether ``stepped`` is sharded.
+        names: names of the trained parameters.
+        parameters: the trained parameters, those that the optimiser holds, in the order of ``names``.
+        average: their moving averages, in the order of ``names``; None without.
+    """
+
+    fabric: Any
+    model: nn.Module
+    stepped: nn.Module
+    wrapped: Any
+    optimizer: Any
+    sharded: bool
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    average: list[Tensor] | None
+
+
+def prepare(
+    fabric: Any,
+    model: nn.Module,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    compiled: bool,
+    channels_last: bool,
+    averaged: bool,
+) -> Trainee:
+    """Place, wrap and compile ``model``, and make its optimiser.
+
+    Args:
+        fabric: a launched Fabric.
+        model: on any device; moved in place.
+        make_optimizer: from parameters, or groups of them, to the optimiser.
+        compiled: whether ``torch.compile`` makes the forward pass.
+        channels_last: whether 4-dimensional parameters are stored channels last.
+        averaged: whether a moving average is kept.
+    """
+    sharded = is_sharded(fabric)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stepped = copy.deepcopy(model) if sharded else model
+    wrapped = fabric.setup_module(torch.compile(stepped) if compiled else stepped)
+    if sharded:
+        from lipkit.training.sharding import groups
+
+        fabric.strategy.precision.convert_module(model)
+        fabric.to_device(model)
+        chosen: Any = groups(stepped)
+    else:
+        chosen = [p for p in stepped.parameters() if p.requires_grad]
+    optimizer = fabric.setup_optimizers(make_optimizer(chosen))
+    found = {name: p for name, p in stepped.named_parameters() if p.requires_grad}
+    average = [p.detach().clone() for p in found.values()] if averaged else None
+    return Trainee(fabric, model, stepped, wrapped, optimizer, sharded, tuple(found), tuple(found.values()), average)
+
+
+def is_sharded(fabric: Any) -> bool:
+    """Whether Fabric shards the parameters.
+
+    Raises:
+        OptionError: by a strategy that flattens them, so that layers do not find their own.
+    """
+    name = type(fabric.strategy).__name__
+    if name in ("FSDPStrategy", "DeepSpeedStrategy"):
+        raise OptionError(f"expected strategy fsdp, ddp or another that leaves parameters whole, got Fabric's {name}")
+    return name == "ModelParallelStrategy"
+
+
+def whole(trainee: Trainee) -> nn.Module:
+    """``trainee.model`` with the weights of now. All processes must call it."""
+    if trainee.sharded:
+        from lipkit.training.sharding import gather
+
+        gather(trainee.stepped, trainee.model)
+    return trainee.model
+
+
+def whole_average(trainee: Trainee) -> dict[str, Tensor] | None:
+    """The averages by name, whole; None without. All processes must call it."""
+    if trainee.average is None:
+        return None
+    if not trainee.sharded:
+        return dict(zip(trainee.names, trainee.average, strict=True))
+    from lipkit.training.sharding import whole as gathered
+
+    return {name: gathered(value) for name, value in zip(trainee.names, trainee.average, strict=True)}
+
+
+def load_average(trainee: Trainee, values: Mapping[str, Tensor]) -> None:
+    """Continue the averages of a checkpoint."""
+    assert trainee.average is not None
+    if trainee.sharded:
+        from lipkit.training.sharding import placed_like
+
+        values = {n: placed_like(values[n], a) for n, a in zip(trainee.names, trainee.average, strict=True)}
+    for name, value in zip(trainee.names, trainee.average, strict=True):
+        value.copy_(values[name])
+
+
+def optimizer_state(trainee: Trainee) -> dict[str, Any]:
+    """The optimiser's state as plain containers. All processes must call it."""
+    if not trainee.sharded:
+        return dict(trainee.optimizer.state_dict())
+    from lipkit.training import sharding
+
+    return sharding.optimizer_state(trainee.stepped, trainee.optimizer.optimizer)
+
+
+def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
+    """Continue the optimiser of a checkpoint; one written with sharding continues only with it.
+
+    Raises:
+        RunError: the checkpoint was written with sharding and this run is not sharded, or the reverse.
+    """
+    by_name = any(isinstance(key, str) for key in state["state"])
+    if state["state"] and by_name != trainee.sharded:
+        before, now = ("fsdp", "another") if by_name else ("another strategy", "fsdp")
+        raise RunError(f"expected the strategy that the run was started with, got {now} after {before}")
+    if not trainee.sharded:
+        trainee.optimizer.load_state_dict(state)
+        return
+    from lipkit.training import sharding
+
+    sharding.load_optimizer_state(trainee.stepped, trainee.optimizer.optimizer, state)
+
+
+def measured_model(trainee: Trainee, project: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    """What is evaluated: the network, or a copy with its averages. All processes must call it.
+
+    Args:
+        trainee: in training.
+        project: applied to the copy, whose averages no projection has seen.
+    """
+    model, average = whole(trainee), whole_average(trainee)
+    if average is None:
+        return model
+    twin = averages.averaged(model, average)
+    if project is not None:
+        with torch.no_grad():
+            project(twin)
+    return twin
+
+
+def spoilt_parameter(trainee: Trainee) -> str | None:
+    """The name of a parameter with NaN or infinity; None if all are finite. All processes must call it."""
+    local = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in trainee.parameters]
+    spoilt = torch.stack([~torch.isfinite(p).all() for p in local]).float()
+    if trainee.fabric.world_size > 1:
+        spoilt = trainee.fabric.all_reduce(spoilt, reduce_op="sum")
+    found = spoilt.nonzero().flatten().tolist()
+    return trainee.names[found[0]] if found else None

@@ -1,0 +1,62 @@
+"""Critics: networks with one output and a bound of 1, for vectors and for images."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from torch import nn
+
+from lipkit.layers import MaxMin, families
+from lipkit.models import mlp
+from lipkit.protocol import Shape
+
+HIDDEN = (64, 64)
+CHANNELS = (16, 32)
+UNITS = 128
+
+
+def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Sequential:
+    """A critic of one family's layers: dense for vectors, convolutional for images.
+
+    Vectors, and images whose sides are not even: dense layers of 64, 64 and 1 units. Images (C, H, W) of even sides:
+    a 3 x 3 convolution to 16 channels, one of stride 2 to 32 (smaller kernels where the family takes no others),
+    dense layers of 128 and 1 units. MaxMin between, or the family's own activation.
+
+    Args:
+        input_shape: shape of one sample.
+        family: acronym (``lipkit list layers``).
+        options: of the family's convolution, or dense layer.
+
+    Raises:
+        OptionError: unknown family. ShapeError: sizes that are not positive.
+
+    >>> [type(m).__name__ for m in critic((3,))]
+    ['CayleyLinear', 'MaxMin', 'CayleyLinear', 'MaxMin', 'CayleyLinear']
+    >>> [type(m).__name__ for m in critic((1, 8, 8), "rko")]
+    ['RkoConv2d', 'MaxMin', 'RkoConv2d', 'MaxMin', 'Flatten', 'BjorckLinear', 'MaxMin', 'BjorckLinear']
+    """
+    made = families.get(family)
+    if len(input_shape) != 3 or input_shape[1] % 2 or input_shape[2] % 2 or not math.prod(input_shape):
+        return mlp(HIDDEN, family, input_shape=input_shape, classes=1, **options)
+    channels, height, breadth = input_shape
+    between: list[type[nn.Module]] = [] if made.own_activation else [MaxMin]
+    wide, deep = CHANNELS
+    # The largest kernel up to 3 x 3 that the family takes at each size.
+    first, second = (next(k for k in (3, 2, 1) if made.accepts(k, height // s, breadth // s) or k == 1) for s in (1, 2))
+    return nn.Sequential(
+        made.conv(channels, wide, first, **options),
+        *(kind() for kind in between),
+        made.conv(wide, deep, second, stride=2, **options),
+        *(kind() for kind in between),
+        nn.Flatten(),
+        made.linear(deep * height * breadth // 4, UNITS),
+        *(kind() for kind in between),
+        made.last(UNITS, 1),
+    )
+
+
+def instance(given: str | nn.Module | None, input_shape: Shape) -> nn.Module:
+    """A critic to train: a copy of a module, or a new one of the family named, "cayley" for None."""
+    return copy.deepcopy(given) if isinstance(given, nn.Module) else critic(input_shape, given or "cayley")

@@ -1,0 +1,117 @@
+r"""Confidence intervals of a difference of means, :math:`E\,g(x) - E\,g(y)`, from two independent samples of g."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scipy.special import stdtrit
+from torch import Tensor
+
+from lipkit.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and unbiased variance of a sample."""
+
+    count: int
+    mean: float
+    variance: float
+
+
+def moments(values: Tensor) -> Moments:
+    """Those of a (n,) tensor, in float64.
+
+    Raises:
+        OptionError: fewer than two values.
+
+    >>> import torch
+    >>> moments(torch.tensor([1.0, 3.0]))
+    Moments(count=2, mean=2.0, variance=2.0)
+    """
+    if len(values) < 2:
+        raise OptionError(f"expected at least 2 values for a variance, got {len(values)}")
+    values = values.double()
+    return Moments(len(values), float(values.mean()), float(values.var()))
+
+
+def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
+    r"""Half the width of Welch's interval for the average of the differences of means of all pairs.
+
+    .. math:: \frac1K \sum_k t_{\nu_k,(1 + c)/2} \sqrt{\frac{v_k}{n_k} + \frac{w_k}{m_k}}
+
+    with Welch and Satterthwaite's degrees of freedom :math:`\nu_k`. The standard deviations of the folds are added, not
+    their squares: the errors of two folds are not independent, for each critic was trained on the other's samples. If
+    P = Q they even agree (both are the product of the two folds' random differences), and the root of the summed
+    squares would be too short by :math:`\sqrt2`.
+
+    Guarantee:
+        None for a finite sample: the coverage is at least c in the limit of large samples (central limit theorem), if
+        g has a finite variance.
+
+    Args:
+        pairs: for each of K folds, the moments of g on held-out samples of P and of Q.
+        confidence: c, in (0, 1).
+
+    >>> round(student([(Moments(100, 1.0, 1.0), Moments(100, 0.0, 1.0))], 0.95), 4)
+    0.2789
+
+    References:
+        Welch, "The generalization of 'Student's' problem when several different population variances are involved",
+        Biometrika 34 (1947).
+    """
+    _check(confidence)
+    return sum(_welch(first, second, confidence) for first, second in pairs) / len(pairs)
+
+
+def _welch(first: Moments, second: Moments, confidence: float) -> float:
+    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]
+    total = sum(t for t, _ in terms)
+    if total == 0:
+        return 0.0
+    # Relative to the total, so that no square under- or overflows.
+    freedom = 1 / sum((t / total) ** 2 / df for t, df in terms)
+    return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(total)
+
+
+def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: float) -> float:
+    r"""Half the width of an interval that is proved for every sample size, where g has a bounded range.
+
+    .. math:: \frac1K \sum_k \sum_{v \in \{v_k, w_k\}}
+              \sqrt{\frac{2 v \ln(2/\delta)}{n}} + \frac{7 D \ln(2/\delta)}{3 (n - 1)},
+              \qquad \delta = \frac{1 - c}{4 K}
+
+    Each of the 2 K means leaves its one-sided bound with probability at most delta on either side (Maurer and Pontil);
+    the union bound adds them up, so the folds need not be independent.
+
+    Guarantee:
+        Covers :math:`E\,g(x) - E\,g(y)`, averaged over the folds, with probability at least c, whatever the
+        distributions, if the held-out samples are independent draws and g takes values in an interval of length D.
+
+    Args:
+        pairs: for each of K folds, the moments of g on held-out samples of P and of Q.
+        confidence: c, in (0, 1).
+        width: D.
+
+    >>> round(bernstein([(Moments(100, 1.0, 0.0), Moments(100, 0.0, 0.0))], 0.95, 1.0), 4)
+    0.2392
+
+    References:
+        Maurer & Pontil, "Empirical Bernstein bounds and sample-variance penalization", COLT 2009, theorem 4.
+    """
+    _check(confidence)
+    if not (math.isfinite(width) and width > 0):
+        raise OptionError(f"expected a finite width > 0, got {width}")
+    log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))
+    each = (
+        math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1))
+        for pair in pairs
+        for m in pair
+    )
+    return sum(each) / len(pairs)
+
+
+def _check(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")

@@ -1,0 +1,72 @@
+r"""What a critic f minimises, from its values on samples of the two distributions.
+
+Notation: ``fx`` and ``fy`` are f on samples of P and of Q; the critic is high on P and low on Q.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.errors import OptionError
+
+
+def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
+    r"""The dual objective of Kantorovich and Rubinstein, with the sign of a loss.
+
+    .. math:: \mathrm{mean}_j\, f(y_j) - \mathrm{mean}_i\, f(x_i)
+
+    Over all L-Lipschitz f the infimum of its expectation is :math:`-L\, W_1(P, Q)`.
+
+    Args:
+        fx: f on samples of P, any shape.
+        fy: f on samples of Q, any shape.
+
+    Returns:
+        0-d tensor.
+
+    >>> import torch
+    >>> kr_loss(torch.tensor([2.0, 4.0]), torch.tensor([1.0])).item()
+    -2.0
+
+    References:
+        Arjovsky, Chintala, Bottou, "Wasserstein Generative Adversarial Networks", ICML 2017, equation 2.
+    """
+    return fy.mean() - fx.mean()
+
+
+def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float = 1.0) -> Tensor:
+    r"""The dual objective plus a hinge: the critic also tells P and Q apart by its sign, with a margin.
+
+    .. math:: \mathrm{mean}\, f(y) - \mathrm{mean}\, f(x)
+              + \tfrac\alpha2 \big(\mathrm{mean}\, (m - f(x))_+ + \mathrm{mean}\, (m + f(y))_+\big)
+
+    With ``alpha = 0`` it is `kr_loss`. P and Q have the weight 1/2 each in the hinge, however many samples there are.
+
+    Args:
+        fx: f on samples of P, any shape.
+        fy: f on samples of Q, any shape.
+        alpha: weight of the hinge; not negative.
+        margin: m, in units of f; positive.
+
+    Returns:
+        0-d tensor.
+
+    Raises:
+        OptionError: ``alpha`` or ``margin`` outside these ranges.
+
+    >>> import torch
+    >>> hinge_kr_loss(torch.tensor([2.0]), torch.tensor([-0.5]), alpha=10.0).item()
+    0.0
+
+    References:
+        Serrurier et al., "Achieving robustness in classification using optimal transport with hinge regularization",
+        CVPR 2021, section 3.
+    """
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise OptionError(f"expected alpha as a finite number >= 0, got {alpha}")
+    if not (math.isfinite(margin) and margin > 0):
+        raise OptionError(f"expected margin as a finite number > 0, got {margin}")
+    return kr_loss(fx, fy) + alpha / 2 * (F.relu(margin - fx).mean() + F.relu(margin + fy).mean())

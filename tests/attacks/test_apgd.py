@@ -1,0 +1,213 @@
+"""APGD, the ensemble and random search against closed forms on linear models; their promises about ball and box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lipkit.attacks import NAMES, apgd, carlini_wagner, ensemble, fab, random_search, run_attack
+from lipkit.attacks.apgd import checkpoints
+from lipkit.attacks.ascent import misclassified
+from lipkit.attacks.balls import ball
+from lipkit.attacks.named import MINIMUM_NORM
+from lipkit.cli.attack import NAMES as CLI_NAMES
+from lipkit.errors import OptionError, ShapeError
+
+
+def linear(scale: float = 1.0, classes: int = 4) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, classes)
+    layer.weight.data *= scale
+    layer.bias.data *= scale
+    return layer
+
+
+def points(count: int, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.rand(count, *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") -> Tensor:
+    """The gap over the dual norm."""
+    logits, rows = layer(x).double().detach(), layer.weight.double().detach()
+    apart = rows[y][:, None] - rows[None]
+    size = apart.norm(dim=2) if norm == "l2" else apart.abs().sum(dim=2)
+    return ((logits.gather(1, y[:, None]) - logits) / size).nan_to_num(math.inf).amin(dim=1)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("attack", ["margin", "dlr", "ensemble"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_linear_models_fall_exactly_beyond_the_distance_to_their_boundary(attack: str, norm: str, scale: float) -> None:
+    layer = linear(scale)
+    x = points(40, 5)
+    y = layer(x).argmax(dim=1)
+    distance = boundary_distance(layer, x, y, norm)
+
+    def run(eps: Tensor) -> Tensor:
+        if attack == "ensemble":
+            found = ensemble(layer, x, y, eps, norm=norm, steps=20, box=None)
+        else:
+            found = apgd(layer, x, y, eps, norm=norm, loss=attack, targeted=True, steps=30, box=None)
+        assert (ball(norm).distance(found, x) <= eps).all()
+        return misclassified(layer(found), y)
+
+    assert not run(0.999 * distance).any()
+    assert run(1.01 * distance + 1e-6).all()
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_cross_entropy_alone_overstates_robustness_even_of_a_linear_model() -> None:
+    layer = linear(1e4)
+    x = points(40, 5)
+    y = layer(x).argmax(dim=1)
+    eps = 1.02 * boundary_distance(layer, x, y)
+    lost = {loss: int(misclassified(layer(apgd(layer, x, y, eps, loss=loss, box=None)), y).sum())
+            for loss in ("ce", "margin")}  # fmt: skip
+    assert lost["ce"] < lost["margin"] / 2
+
+
+def test_apgd_finds_no_less_than_plain_steps_on_a_network() -> None:
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+    x = points(80, 12)
+    y = network(x).argmax(dim=1)
+    lost = {
+        name: int(misclassified(network(run_attack(name, network, x, y, 0.25, steps=40).points), y).sum())
+        for name in ("pgd", "apgd")
+    }
+    assert lost["apgd"] >= lost["pgd"] > 5
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    st.floats(-8, 2),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([(0.0, 1.0), (-1.0, 2.0), None]),
+    st.sampled_from(["l2", "linf"]),
+    st.sampled_from(["apgd", "targeted", "random", "ensemble"]),
+    st.integers(0, 10**6),
+)
+def test_never_outside_ball_or_box(
+    exponent: float, dtype: torch.dtype, box: tuple[float, float] | None, norm: str, attack: str, seed: int
+) -> None:
+    eps = 10.0**exponent
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).to(dtype)
+    x = points(4, 3, 2, 2, seed=seed, dtype=dtype).round(decimals=1)  # some samples on the faces of the box
+    y = torch.zeros(4, dtype=torch.int64)
+    common = {"norm": norm, "box": box, "generator": torch.Generator().manual_seed(seed), "steps": 4}
+    if attack == "random":
+        found = random_search(model, x, y, eps, **common)
+    elif attack == "ensemble":
+        found = ensemble(model, x, y, eps, **common)
+    else:
+        found = apgd(model, x, y, eps, targeted=attack == "targeted", loss="dlr", stop_early=False, **common)
+    assert (ball(norm).distance(found, x) <= eps).all()
+    assert found.dtype == dtype
+    if box is not None:
+        assert found.min() >= box[0]
+        assert found.max() <= box[1]
+
+
+def test_random_search_needs_no_gradient() -> None:
+    layer = linear()
+
+    def steps(x: Tensor) -> Tensor:
+        return (layer(x) * 20).round()
+
+    x = points(30, 5)
+    y = steps(x).argmax(dim=1)
+    lost = misclassified(steps(random_search(steps, x, y, 0.5, box=None)), y)
+    beyond = boundary_distance(layer, x, layer(x).argmax(dim=1)) < 0.3
+    assert lost[beyond].float().mean() > 0.9
+
+
+def test_same_generator_same_points_and_global_randomness_untouched() -> None:
+    layer, x = linear(), points(8, 5)
+    y = layer(x).argmax(dim=1)
+    before = torch.get_rng_state()
+    for attack in (apgd, random_search, ensemble):
+        runs = [attack(layer, x, y, 0.01, steps=5, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+        assert torch.equal(*runs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_attack_runs_by_name_under_no_grad_on_one_sample(name: str) -> None:
+    layer, x = linear(), points(1, 5)
+    y = layer(x).argmax(dim=1)
+    eps = float(1.05 * boundary_distance(layer, x, y))
+    with torch.no_grad():
+        found = run_attack(name, layer, x, y, eps, box=None, steps=60)
+    assert misclassified(layer(found.points), y).all()
+    assert ball("l2").distance(found.points, x).item() <= eps * (1 if name not in MINIMUM_NORM else 1.05)
+    assert found.ran
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_the_command_line_knows_the_same_names() -> None:
+    assert CLI_NAMES == NAMES
+
+
+def test_empty_batches_stay_empty_and_are_refused_by_name() -> None:
+    layer, x, y = linear(), torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
+    for attack in (apgd, random_search, ensemble):
+        assert attack(layer, x, y, 0.1).shape == (0, 5)
+    for minimum in (fab, carlini_wagner):
+        assert minimum(layer, x, y).shape == (0, 5)
+    with pytest.raises(OptionError, match="at least one sample to attack, got 0"):
+        run_attack("apgd", layer, x, y, 0.1)
+
+
+def test_checkpoints_grow_denser_and_end_within_the_steps() -> None:
+    for steps in (1, 2, 5, 17, 100, 1000):
+        marks = sorted(checkpoints(steps))
+        assert marks[-1] <= steps
+        gaps = [b - a for a, b in zip([0, *marks], marks, strict=False)]
+        assert gaps == sorted(gaps, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"steps": 0}, OptionError, "steps=0"),
+        ({"restarts": 0}, OptionError, "restarts=0"),
+        ({"loss": "mse"}, OptionError, "got 'mse'"),
+        ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
+        ({"eps": -1.0}, OptionError, "finite and >= 0"),
+        ({"eps": math.inf}, OptionError, "finite and >= 0"),
+        ({"y": torch.zeros(2, dtype=torch.int64)}, ShapeError, "expected 3 labels"),
+        ({"y": torch.tensor([0, 4, 1])}, OptionError, "labels from 0 to 3 for 4 logits, got labels from 0 to 4"),
+        ({"y": torch.zeros(3)}, OptionError, "int64.*got float32"),
+        ({"x": torch.full((3, 5), 1.5)}, OptionError, "got values from 1.5 to 1.5"),
+        ({"x": torch.full((3, 5), math.nan), "box": None}, OptionError, "finite inputs"),
+        ({"x": torch.zeros(3, 7)}, ShapeError, r"model accepts, got float32 \(3, 7\)"),
+        ({"x": torch.zeros(3, 5, dtype=torch.float64)}, ShapeError, r"model accepts, got float64"),
+        ({"x": torch.zeros(3, 5, dtype=torch.uint8)}, OptionError, "float32 or float64"),
+        ({"model": lambda x: x[:, 0]}, ShapeError, r"got \(3,\)"),
+        ({"model": linear(classes=3), "loss": "dlr", "targeted": True}, OptionError, "at least 4 classes"),
+        ({"model": linear(classes=2), "loss": "dlr"}, OptionError, "at least 3 classes"),
+    ],
+)
+def test_refusals(change: dict, error: type[Exception], message: str) -> None:
+    arguments: dict = {"model": linear(), "x": points(3, 5), "y": torch.zeros(3, dtype=torch.int64), "eps": 0.1}
+    attack: Callable = apgd
+    with pytest.raises(error, match=message):
+        attack(**(arguments | change))
+
+
+def test_refusals_by_name() -> None:
+    x, y = points(3, 5), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(OptionError, match=r"expected attack 'pgd' or .*got 'fgsm'"):
+        run_attack("fgsm", linear(), x, y, 0.1)
+    with pytest.raises(OptionError, match="expected norm 'l2' for the attack 'cw'"):
+        run_attack("cw", linear(), x, y, 0.1, norm="linf")
+    with pytest.raises(OptionError, match="labels from 0 to 3"):
+        run_attack("pgd", linear(), x, y + 9, 0.1)
+    with pytest.raises(OptionError, match="rate > 0"):
+        carlini_wagner(linear(), x, y, rate=0.0)

@@ -1,0 +1,59 @@
+"""Random small networks of every family: no attack lands inside a certified radius, and none of the radii is empty."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from lipkit.layers import families
+
+
+def _benchmark():
+    path = Path(__file__).parents[2] / "benchmarks" / "attacks.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_attacks", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+benchmark = _benchmark()
+
+
+def check(count: int, **options: int) -> list[float]:
+    """The largest ratio of radius and distance of each network."""
+    names = families.names()
+    largest = []
+    for seed in range(count):
+        found = benchmark.tightness(benchmark.random_network(names[seed % len(names)], seed), seed, **options)
+        largest += [max(values) for values in found.values() if values]
+    return largest
+
+
+def test_two_networks_of_every_family() -> None:
+    largest = check(2 * len(families.names()), samples=2)
+    assert len(largest) > 45  # both attacks find something on nearly every network
+    assert max(largest) <= 1
+    assert max(largest) > 0.5
+
+
+@pytest.mark.slow
+def test_a_thousand_networks() -> None:
+    assert max(check(1000)) <= 1
+
+
+def test_a_radius_that_is_too_large_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    right = benchmark.certify
+
+    def wrong(*arguments, **options):
+        certificate = right(*arguments, **options)
+        return dataclasses.replace(certificate, radius=certificate.radius * 8)
+
+    monkeypatch.setattr(benchmark, "certify", wrong)
+    with pytest.raises(AssertionError, match=r"inside \["):
+        check(3)

@@ -1,0 +1,245 @@
+"""The published tables as data: every figure against the papers, every row against its recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lipkit.cli import measures
+from lipkit.cli.table_runs import plan, slug
+from lipkit.cli.tables import SCALES, TABLES, Row, Table, is_share
+from lipkit.models import MODELS
+from lipkit.training.recipe import load_recipe, names
+
+# Figures that a record has without further measurements, by task.
+OWN = {"classification": ("clean", "certified", "pgd", "lipschitz"), "regression": ("tightness", "test_mse", "lower")}
+MADE_AFTER = {
+    "attack": ("autoattack", "pgd_linf", "cw"),
+    "local_lipschitz": ("lower",),
+    "layer_norms": ("norm_product", "largest_norm"),
+}
+MEASURED = {
+    "kernel_bounds": {"ratio", "ratio_deviation", "ms"},
+    "network_bounds": {"bound_ms", "power_ms", "speed", "ratio"},
+    "truncation": {"error", "worst", "deviation"},
+    "wasserstein": {"distance", "low", "high", "rate", "constant"},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_names_recipes_figures_and_measurements_that_exist(name: str) -> None:
+    table = TABLES[name]
+    assert len({slug(row.label) for row in table.rows}) == len(table.rows)
+    after = {f for a in table.after.values() for f in MADE_AFTER[a.measure]}
+    for made in table.after.values():
+        assert measures.find(made.measure, measures.AFTER)
+    for row in table.rows:
+        if row.measure:
+            assert measures.find(row.measure)
+            assert set(table.columns.values()) <= MEASURED[row.measure]
+        recipe_name = table.recipe_of(row)
+        if recipe_name is None:
+            continue
+        assert recipe_name in names()
+        recipe = load_recipe(recipe_name, list(row.set))
+        known = {*OWN[recipe.task], *after}
+        assert {figure.partition("(")[0] for figure in table.columns.values()} <= known
+        assert recipe.model.name in MODELS
+        radii = {f"{e:.9f}" for e in (36 / 255, 72 / 255, 108 / 255, 1.0)}
+        assert recipe.task == "regression" or {f"{e:.9f}" for e in recipe.certify.eps} == radii
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_row_has_a_valid_recipe_at_every_scale(name: str, scale: str) -> None:
+    table = TABLES[name]
+    runs = plan(table, Path("runs") / name, scale=scale)  # type: ignore[arg-type]
+    expected = [r for r in table.rows if not r.absent and not (scale == "smoke" and r.thin)]
+    assert list(dict.fromkeys(run.row.label for run in runs)) == [row.label for row in expected]
+    assert len(runs) == len(expected) * (table.seeds if scale == "full" else 1)
+    assert len({run.folder for run in runs}) == len(runs)
+    for run in runs:
+        if run.recipe is not None and scale == "smoke":
+            assert run.recipe.train.epochs == 1 or run.recipe.task == "regression"
+            assert run.recipe.task == "regression" or (run.recipe.data.limit or 10**6) <= 512
+
+
+def test_scales_change_what_they_say_and_the_full_one_nothing() -> None:
+    table = TABLES["cayley_1"]
+    full, hour, smoke = (plan(table, Path("runs") / "cayley_1", scale=s)[0].recipe for s in SCALES)
+    assert full is not None
+    assert hour is not None
+    assert smoke is not None
+    assert full == load_recipe("cifar10_cayley")
+    assert (hour.data.limit, hour.train.epochs, hour.train.batch_size) == (None, 14, 128)
+    assert smoke.data.limit == 128
+    assert (full.train.epochs, full.train.batch_size, full.train.lr) == (100, 128, 0.001)
+    assert (full.loss.name, full.loss.options, full.augment.crop, full.augment.flip) == (
+        "hinge",
+        {"eps0": 0.5},
+        4,
+        True,
+    )
+
+
+def published(name: str) -> dict[str, tuple[float | None, ...]]:
+    return {row.label: row.published for row in TABLES[name].rows}
+
+
+def test_cayley_table_1_is_the_papers() -> None:
+    found = published("cayley_1")
+    # METHODS of the paper, table 1: clean, AutoAttack, certified.
+    paper = {
+        "Cayley": (75.33, 65.13, 59.16),
+        "BCOP": (75.11, 64.62, 58.29),
+        "RKO": (74.47, 66.10, 57.50),
+        "CRKO": (73.92, 65.95, 57.48),
+        "OSSN": (71.69, 62.92, 55.71),
+        "SVCM": (72.43, 64.27, 52.11),
+        "Cayley, L = 0.85": (74.35, 65.00, 59.99),
+    }
+    for label, values in paper.items():
+        assert (found[label][0], *found[label][2:]) == values
+    assert found["Cayley, width 3, kernel 5"][-1] == 61.13
+    layers = {
+        run.row.label: (run.recipe.model.options if run.recipe else {}).get("layer")
+        for run in plan(TABLES["cayley_1"], Path("runs") / "x", seeds=1)
+    }
+    assert [layers[k] for k in ("BCOP", "CayleyBCOP", "RKO", "CRKO", "OSSN", "SVCM")] == [
+        "bcop", "cayley_bcop", "rko", "crko", "ossn", "svcm",
+    ]  # fmt: skip
+
+
+def test_eco_table_2_is_the_papers() -> None:
+    table = TABLES["eco_2"]
+    found = published("eco_2")
+    assert len(found) == 48
+    paper = {
+        ("LipConvnet-5, ECO", "CIFAR-10"): (71.69, 52.36), ("LipConvnet-40, ECO", "CIFAR-10"): (72.43, 56.08),
+        ("LipConvnet-20, ECO", "CIFAR-100"): (40.03, 25.36), ("LipConvnet-5, ECO", "CIFAR-100"): (38.68, 23.86),
+        ("LipConvnet-40, SOC", "CIFAR-10"): (72.10, 55.33), ("LipConvnet-40, BCOP", "CIFAR-10"): (67.64, 48.49),
+        ("LipConvnet-10, BCOP", "CIFAR-100"): (39.29, 24.99), ("LipConvnet-25, SOC", "CIFAR-10"): (72.30, 55.34),
+        ("LipConvnet-30, ECO", "CIFAR-10"): (72.48, 55.46), ("LipConvnet-35, BCOP", "CIFAR-100"): (27.75, 13.73),
+    }  # fmt: skip
+    for (model, data), values in paper.items():
+        assert found[f"{model}, {data}"] == values
+    for run in plan(table, Path("runs") / "x"):
+        recipe, label = run.recipe, run.row.label
+        assert recipe is not None
+        depth = int(label.split(",")[0].removeprefix("LipConvnet-"))
+        assert recipe.model.options["depth"] == depth
+        assert recipe.train.lr == (0.1 if depth > 25 else 0.05)
+        assert recipe.data.spec == ("cifar100" if label.endswith("100") else "cifar10")
+        family = label.split(", ")[1].lower()
+        assert recipe.model.options.get("layer", "eco") == family
+        train = recipe.train
+        assert (train.optimizer, train.weight_decay, train.epochs) == ("sgd", 5e-4, 200)
+        assert train.schedule.options == {"milestones": [0.25, 0.75], "gamma": 0.1}
+
+
+def test_eco_ablation_and_complex_are_the_papers() -> None:
+    ablation = published("eco_3")
+    assert [ablation[f"l = {k}, CIFAR-10"] for k in range(6)] == [
+        (67.88, 48.83), (70.97, 51.66), (71.69, 52.36), (71.64, 52.55), (71.54, 52.08), (71.31, 52.11)
+    ]  # fmt: skip
+    firsts = [run.recipe.model.options["first"] for run in plan(TABLES["eco_3"], Path("x/y")) if run.recipe]
+    assert firsts == [0, 1, 2, 3, 4, 5] * 2
+    assert published("eco_5")["LipConvnet-10, complex"] == (72.40, 54.60)
+    assert published("eco_6")["ordinary, CIFAR-10"] == (75.21, 9.63, None)
+
+
+def test_lbdn_tables_are_the_papers() -> None:
+    found = published("lbdn_2")
+    assert found["sandwich large, CIFAR-100"] == (57.5, 48.5, 40.2, 32.9)
+    assert found["orthogonal small, CIFAR-100"] == (48.7, 38.6, 30.6, 24.0)
+    assert found["sandwich small, Tiny-ImageNet"] == (34.7, 29.3, 24.6, 20.5)
+    assert published("lbdn_3")["sandwich, CIFAR-100"] == (46.3, 35.3, 26.3, 20.3)
+    recipes = {run.row.label: run.recipe for run in plan(TABLES["lbdn_2"], Path("x/y"), seeds=1) if run.recipe}
+    for label, recipe in recipes.items():
+        tiny = label.endswith("Tiny-ImageNet")
+        assert recipe.data.spec == ("tiny_imagenet" if tiny else "cifar100")
+        assert recipe.model.options["lipschitz"] == (1 if tiny else 2)
+        width = {"small": 1, "medium": 2, "large": 4}[label.split(",")[0].split()[-1]]
+        first = (512 if label.startswith("sandwich") else 640) * width
+        assert recipe.model.options["dense"] == [first, 512 * width]
+        assert recipe.model.options["width"] == width
+        assert recipe.model.options["activation"] == "relu"
+        assert bool(recipe.model.options.get("pool")) == label.startswith("AOL")
+        train = recipe.train
+        assert (train.epochs, train.batch_size, train.lr, train.optimizer) == (100, 256, 0.01, "adam")
+        assert recipe.loss.options == {"temperature": 0.25}
+    lln = [run.recipe for run in plan(TABLES["lbdn_3"], Path("x/y"), seeds=1) if run.recipe]
+    assert [r.train.epochs for r in lln] == [400, 400]
+    assert all("mean" not in r.model.options for r in lln)
+
+
+def test_lipbound_tables_are_the_papers() -> None:
+    found = published("lipbound_2")
+    assert found["AT+LipReg, CIFAR-10"] == (0.808, 0.457, 0.547, 0.438)
+    assert found["AT, CIFAR-100"] == (0.591, 0.199, 0.263, 0.183)
+    assert TABLES["lipbound_2"].published(TABLES["lipbound_2"].rows[0])["accuracy"] == 0.953
+    for run in plan(TABLES["lipbound_2"], Path("x/y")):
+        assert run.recipe is not None
+        assert (run.recipe.adversary is None) == run.row.label.startswith("Baseline")
+        assert (run.recipe.penalty is not None) == ("LipReg" in run.row.label)
+    times = published("lipbound_4")
+    assert len(times) == 17
+    assert times["DenseNet-201"] == (281.13, 1930.19, 6.86)
+    for label, (bound, power, ratio) in times.items():  # the paper's own quotient, to its rounding
+        assert bound
+        assert power
+        assert ratio == pytest.approx(power / bound, abs=0.06), label
+    assert published("lipbound_1")["LipBound, 32x3x3x3"] == (0.984, 0.63)
+
+
+def test_the_square_wave_table_is_the_papers() -> None:
+    table = TABLES["square_wave"]
+    runs = plan(table, Path("runs") / "square_wave")
+    assert len(runs) == 36
+    recipes = [run.recipe for run in runs if run.recipe]
+    # One fixed recipe: nothing but the model and the seed differs.
+    trains = {r.train.model_copy(update={"seed": 0}).model_dump_json() for r in recipes}
+    assert len(trains) == len({r.certify.model_dump_json() for r in recipes}) == 1
+    assert all(
+        (r.train.epochs, r.train.batch_size, r.loss.name, r.task) == (200, 50, "mse", "regression") for r in recipes
+    )
+    assert {r.model.options["gamma"] for r in recipes} == {1, 5, 10}
+    widths = {run.row.label.split(",")[0]: run.recipe.model.options["hidden"] for run in runs if run.recipe}
+    assert widths == {"AOL": [128] * 8, "orthogonal": [128] * 8, "SLL": [128] * 8, "sandwich": [86] * 8}
+    paper = {
+        "AOL": (77.2, 45.2, 47.9),
+        "orthogonal": (74.1, 72.8, 64.5),
+        "SLL": (99.9, 90.5, 67.9),
+        "sandwich": (99.9, 99.3, 94.0),
+    }
+    found = {row.label: table.published(row)["tightness"] for row in table.rows}
+    for family, values in paper.items():
+        for gamma, value in zip((1, 5, 10), values, strict=True):
+            assert found[f"{family}, gamma {gamma}"] == pytest.approx(value / 100)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"label": "a"}, "expected one of recipe, measure and absent"),
+        ({"label": "a", "measure": "m", "absent": "why"}, "expected one of recipe, measure and absent"),
+        ({"label": "a", "recipe": "digits_aol", "published": [1, 2]}, "expected 1 published figures"),
+        ({"label": "a", "recipe": "digits_aol", "publshed": [1]}, "publshed"),
+    ],
+)
+def test_a_table_that_is_wrong_is_refused(row: dict[str, object], message: str) -> None:
+    content = {"source": "P", "description": "d", "columns": {"clean": "clean"}, "rows": [row]}
+    with pytest.raises(ValidationError, match=message):
+        Table.model_validate(content)
+
+
+def test_labels_are_unique() -> None:
+    row = Row(label="a", recipe="digits_aol")
+    with pytest.raises(ValidationError, match="expected different labels"):
+        Table(source="P", description="d", rows=(row, row))
+
+
+def test_what_is_a_share() -> None:
+    assert [is_share(n) for n in ("clean", "autoattack(36/255)", "cw(0.6)", "ms", "lower")] == [True] * 3 + [False] * 2

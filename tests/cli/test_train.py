@@ -1,0 +1,117 @@
+"""``lipkit train``: where and how long it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lipkit import plain
+from lipkit.cli import build, pipeline
+from lipkit.cli.main import main
+from lipkit.layers import SvcmConv2d
+from lipkit.protocol import export
+from lipkit.report import read_record
+from lipkit.training import run_folder
+from lipkit.training.recipe import load_recipe
+from lipkit.training.recipe_schema import Recipe
+
+QUICK = [
+    "data.limit=60", "train.epochs=1", "train.batch_size=2", "train.accelerator=cpu", "certify.eps=36/255",
+    "certify.attack_steps=2", "certify.attack_samples=5", "model.options.width=1", "train.evaluate_samples=20",
+]  # fmt: skip
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The recipes and keywords that the command line hands to the pipeline."""
+    calls = []
+    monkeypatch.setattr(pipeline, "open_fabric", lambda recipe: None)
+    monkeypatch.setattr(pipeline, "train", lambda recipe, **options: calls.append((recipe, options)))
+    return calls
+
+
+def test_options_of_place_and_time_reach_the_recipe(asked):
+    words = "train --accelerator cpu --devices 2 --nodes 3 --strategy fsdp --max-minutes 90"
+    assert main([*words.split(), "digits_cayley", "train.lr=0.1"]) == 0
+    section = asked[0][0].train
+    assert (section.accelerator, section.devices, section.nodes, section.strategy, section.max_minutes, section.lr) == (
+        "cpu", 2, 3, "fsdp", 90, 0.1,
+    )  # fmt: skip
+    assert main(["train", "--devices", "auto"]) == 0
+    assert asked[1][0].train.devices == "auto"
+
+
+def test_a_resume_may_change_place_and_time_alone(asked, tmp_path):
+    recipe = load_recipe("digits_cayley", ["train.max_minutes=1"])
+    (tmp_path / pipeline.RECIPE).write_text(pipeline.to_yaml(recipe))
+    assert main(["train", "--resume", str(tmp_path), "--devices", "2", "--max-minutes", "7"]) == 0
+    changed, options = asked[0]
+    assert (changed.train.devices, changed.train.max_minutes, options["resume"]) == (2, 7, tmp_path)
+    assert pipeline.unplaced(changed) == pipeline.unplaced(recipe)
+    other = load_recipe("digits_cayley", ["train.precision=bf16-mixed"])
+    assert pipeline.unplaced(other) != pipeline.unplaced(recipe)
+    assert main(["train", "--resume", str(tmp_path), "--seeds", "2"]) == 2
+
+
+@pytest.mark.parametrize("value", ["bf16-true", "16-true", "transformer-engine"])
+def test_a_precision_that_breaks_constraints_is_refused_with_the_recipe(value, capsys):
+    assert main(["train", f"train.precision={value}"]) == 2
+    assert "expected parameters in float32 or float64" in capsys.readouterr().err
+
+
+def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
+    options = [*QUICK, "train.ema=0.9", "train.accumulate=2"]
+    assert main(["train", "--out", str(tmp_path), "--max-minutes", "1e-9", *options]) == 0
+    captured = capsys.readouterr()
+    folder = tmp_path / "digits_cayley-001"
+    assert captured.out == ""
+    assert f"minutes with 0 of 1 epochs done: lipkit train --resume {folder} continues" in captured.err
+    assert not (folder / "network").exists()
+    assert run_folder.newest_checkpoint(folder).name == "epoch-0000-step-000020"
+
+    assert main(["train", "--resume", str(folder), "--max-minutes", "60"]) == 0
+    assert "samples per second" in capsys.readouterr().err
+    recipe = pipeline.read_recipe(folder)
+    data = build.load_data(recipe)
+    model = build.build_model(recipe, data)
+    epochs, weights, state = run_folder.load_checkpoint(folder)
+    assert epochs == 1
+    hashes = []
+    for values in (weights, weights | state["average"]):
+        model.load_state_dict(values)
+        hashes.append(plain.sha256(export(model, data.input_shape)))
+    assert hashes[0] != hashes[1] == read_record(folder).network_sha256
+
+
+def test_projections_run_only_where_a_layer_needs_them():
+    recipe = load_recipe("digits_cayley", ["data.limit=20"])
+    data = build.load_data(recipe)
+    assert build.post_step(build.build_model(recipe, data), data) is None
+    assert build.post_step(torch.nn.Sequential(SvcmConv2d(1, 1, 3)), data) is not None
+
+
+def test_every_key_of_a_recipe_is_described():
+    def keys(model, prefix=""):
+        for name, found in model.model_fields.items():
+            yield f"{prefix}{name}", found.description
+            for kind in (found.annotation, *getattr(found.annotation, "__args__", ())):
+                if isinstance(kind, type) and hasattr(kind, "model_fields"):
+                    yield from keys(kind, f"{prefix}{name}.")
+
+    described = dict(keys(Recipe))
+    assert "train.ema" in described
+    assert [key for key, text in described.items() if not text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_from_the_command_line(tmp_path, strategy):
+    command = [sys.executable, "-m", "lipkit.cli.main", "train", *QUICK, "--devices", "2", "--strategy", strategy]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "MEMBER: 2/2" in done.stderr
+    assert done.stdout.count("Lipschitz constant") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["digits_cayley-001"]

@@ -1,0 +1,138 @@
+"""The solve form against the matrices of the Cayley transform, and its two halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, normal_matrices, prepare, solve_form
+from lipkit.linalg import cayley
+from lipkit.linalg.cayley import factorize, solve_rows
+
+# cout, cin, kernel, h, w, batch: dense and separable transforms, one pixel, a line, both kinds of factors.
+LAYERS = [
+    (3, 3, (3, 3), 4, 5, 2),
+    (5, 3, (2, 2), 4, 4, 9),
+    (3, 5, (3, 3), 9, 10, 2),
+    (3, 4, (4, 4), 3, 3, 9),
+    (4, 3, (2, 3), 12, 7, 9),
+    (2, 2, (1, 1), 1, 1, 2),
+    (2, 3, (3, 3), 1, 70, 1),
+    (2, 3, (3, 3), 2, 2, 1),
+    (3, 2, (5, 5), 11, 11, 1),
+]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def matrices(kernel: Tensor, h: int, w: int) -> list[Tensor]:
+    """The Cayley transform at each frequency: real ones, then complex ones."""
+    raw = kernel_symbol(kernel, h, w)
+    return [cayley(raw.real), cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))]
+
+
+def convolved(parts: list[Tensor], x: Tensor) -> Tensor:
+    """The convolution with these matrices."""
+    real, pair = parts
+    return apply_symbol(Symbol(real, torch.stack((pair.real, pair.imag), 1)), x)
+
+
+def close(one: Tensor, two: Tensor) -> bool:
+    return torch.allclose(one, two, rtol=1e-10, atol=1e-12 * (1 + float(two.detach().abs().max())))
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("create_graph", [False, True], ids=["solve form", "plain form"])
+def test_equals_the_matrices_with_its_gradients(
+    layer: tuple[int, int, tuple[int, int], int, int, int], create_graph: bool
+) -> None:
+    cout, cin, kernel, h, w, batch = layer
+    free = (random(cout, cin, *kernel) / 3).requires_grad_()
+    x, bias = random(batch, cin, h, w, seed=1).requires_grad_(), random(cout, seed=2).requires_grad_()
+    y = cayley_conv2d(free, x, bias)
+    expected = convolved(matrices(free, h, w), x) + bias[:, None, None]
+    assert close(y, expected)
+    g = random(*y.shape, seed=3)
+    got = torch.autograd.grad(y, (free, x, bias), g, create_graph=create_graph)
+    for one, two in zip(got, torch.autograd.grad(expected, (free, x, bias), g), strict=True):
+        assert close(one, two)
+
+
+@pytest.mark.parametrize("size", [(4, 5, 2), (9, 10, 9), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("form", ["second", "first adjoint"])
+def test_halves_of_the_wide_transform(form: str, size: tuple[int, int, int]) -> None:
+    h, w, batch = size
+    free = (random(3, 7, 3, 3) / 3).requires_grad_()
+    x = random(batch, 4 if form == "second" else 3, h, w, seed=1).requires_grad_()
+    both = matrices(free, h, w)
+    expected = convolved([m[..., 3:] if form == "second" else m[..., :3].mH for m in both], x)
+    normal = normal_matrices(free, h, w)
+    y = solve_form(form, x, normal, prepare(normal, batch))
+    assert close(y, expected)
+    g = random(*y.shape, seed=2)
+    for one, two in zip(torch.autograd.grad(y, (free, x), g), torch.autograd.grad(expected, (free, x), g), strict=True):
+        assert close(one, two)
+
+
+@pytest.mark.parametrize("channels", [(2, 2), (3, 2), (2, 3)], ids=str)
+def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
+    free, x = (random(*channels, 1, 2) / 2).requires_grad_(), random(1, channels[1], 2, 3, seed=1).requires_grad_()
+    bias = random(channels[0], seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(cayley_conv2d, (free, x, bias))
+    assert torch.autograd.gradgradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("size", [(4, 4), (10, 10)], ids=str)
+def test_only_the_gradients_that_are_asked_for(size: tuple[int, int]) -> None:
+    free, x = random(3, 5, 3, 3) / 3, random(2, 5, *size, seed=1)
+    for asked in (free, x):
+        asked.requires_grad_()
+        y = cayley_conv2d(free, x)
+        (got,) = torch.autograd.grad(y.square().sum() + y.sum(), asked)
+        reference = convolved(matrices(free, *size), x)
+        (expected,) = torch.autograd.grad(reference.square().sum() + reference.sum(), asked)
+        assert close(got, expected)
+        asked.requires_grad_(False)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_both_kinds_of_factors_solve(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n = torch.randn(2, 3, 3, dtype=dtype, generator=generator) + 3 * torch.eye(3)
+    b = torch.randn(2, rows, 3, dtype=dtype, generator=generator)
+    factors = factorize(n.mT.contiguous(), rows)
+    assert (factors.pivots is None) == (rows > 4)
+    assert torch.allclose(solve_rows(factors, b) @ n.mT, b, atol=1e-12)
+    assert torch.allclose(solve_rows(factors, b, transposed=True) @ n, b, atol=1e-12)
+
+
+@pytest.mark.parametrize(("channels", "size", "batch"), [(64, (4, 4), 8), (64, (4, 4), 128), (48, (9, 9), 4)])
+def test_norms_are_kept_in_float32(channels: int, size: tuple[int, int], batch: int) -> None:
+    free = random(channels, channels, 3, 3).float() / channels**0.5 / 2
+    x = random(batch, channels, *size, seed=1).float()
+    ratio = cayley_conv2d(free, x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+    assert float((ratio - 1).abs().max()) < 1e-5
+
+
+# Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("size", [(2, 3), (1, 66)], ids=str)
+def test_products_by_a_symbol_have_every_derivative(size: tuple[int, int]) -> None:
+    kernel, x, bias = random(1, 2, 1, 2).requires_grad_(), random(1, 2, *size, seed=1).requires_grad_(), random(1)
+    bias.requires_grad_()
+
+    def f(kernel: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+        return apply_symbol(kernel_symbol(kernel, *size), x, bias=bias)
+
+    assert torch.autograd.gradcheck(f, (kernel, x, bias), check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, (kernel, x, bias), fast_mode=True)
+    g = random(1, 1, *size, seed=3)
+    once, twice = (torch.autograd.grad(f(kernel, x, bias), (kernel, x, bias), g, create_graph=c) for c in (False, True))
+    assert all(close(one, two) for one, two in zip(once, twice, strict=True))
+    batch = random(3, 1, 2, *size, seed=4)
+    each = torch.func.vmap(lambda one: f(kernel, one, bias))(batch)
+    assert close(each, torch.stack([f(kernel, one, bias) for one in batch]))

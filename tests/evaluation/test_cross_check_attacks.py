@@ -1,0 +1,98 @@
+"""The cross-check with each attack and in each norm: what falls, what is compared, and what stops it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lipkit import plain
+from lipkit.attacks.ascent import misclassified
+from lipkit.attacks.named import NAMES
+from lipkit.certificates import certify
+from lipkit.certificates.exported import float64_copy
+from lipkit.data import Split
+from lipkit.errors import CertificateViolation, OptionError
+from lipkit.evaluation import Attack, attack_samples, evaluate
+
+
+def network() -> plain.Network:
+    torch.manual_seed(0)
+    return plain.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
+
+
+def split(count: int = 24) -> Split:
+    x = torch.rand(count, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    y = network()(x).argmax(dim=1)
+    y[:3] = (y[:3] + 1) % 3
+    return Split(x, y)
+
+
+def attack(name: str, norm: str = "l2", eps: tuple[float, ...] = (0.05, 0.3)) -> Attack:
+    steps = {"cw": 60}.get(name, 15)
+    return Attack(eps, steps, None, None, None, 0, name, norm)
+
+
+@pytest.mark.parametrize(("name", "norm"), [(n, m) for n in NAMES for m in ("l2", "linf") if (n, m) != ("cw", "linf")])
+def test_every_attack_finds_what_lies_within_reach_of_a_linear_network(name: str, norm: str) -> None:
+    net, data = network(), split()
+    certificate = certify(net, data.x, data.y)
+    found = attack_samples(net, certificate, data.x, data.y, attack(name, norm))
+    weight = net[1].weight.double()
+    logits = net.double()(data.x.double())
+    apart = weight[data.y][:, None] - weight[None]
+    size = apart.norm(dim=2) if norm == "l2" else apart.abs().sum(dim=2)
+    distance = ((logits.gather(1, data.y[:, None]) - logits) / size).nan_to_num(math.inf).amin(dim=1)
+    for row in found.rows:
+        # nothing out of reach falls, and all that is clearly within reach does
+        slack = 1.1 if name == "cw" else 1.01
+        beyond, near = (int((certificate.correct & (slack_ * distance > row.eps)).sum()) for slack_ in (1, slack))
+        assert beyond <= row.share.count <= near
+        assert row.certified.count <= row.share.count
+        assert row.share.total == len(data)
+    examples = found.examples
+    assert len(examples) >= len(data) - found.rows[-1].share.count - 3 > 0
+    exact, wide = float64_copy(network()), data.x.double()
+    assert misclassified(exact(examples.point), data.y[examples.index]).all()
+    assert torch.equal(examples.prediction, exact(examples.point).argmax(dim=1))
+    change = (examples.point - wide[examples.index]).flatten(1)
+    torch.testing.assert_close(examples.l2, change.norm(dim=1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(examples.linf, change.abs().amax(dim=1), rtol=1e-12, atol=0)
+    assert (examples.l2 >= certificate.radius[examples.index]).all()
+    assert found.cross_check.closest >= 1
+    assert found.clean.count == 21
+    assert found.ran
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "fab"])
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_a_radius_too_large_stops_every_attack(name: str, norm: str) -> None:
+    net, data = network(), split()
+    certificate = certify(net, data.x, data.y)
+    wrong = dataclasses.replace(certificate, radius=certificate.radius * (1.05 if norm == "l2" else 3.0))
+    with pytest.raises(CertificateViolation, match=r"sample 1\d\d: .* got one at l2 norm"):
+        attack_samples(net, wrong, data.x, data.y, attack(name, norm), numbers=torch.arange(100, 124))
+
+
+def test_in_linf_the_certificate_counts_where_its_ball_holds_the_cube() -> None:
+    net, data = network(), split()
+    certificate = certify(net, data.x, data.y)
+    eps = 0.05
+    row = attack_samples(net, certificate, data.x, data.y, attack("pgd", "linf", (eps,))).rows[0]
+    assert row.certified.count == int((certificate.correct & (certificate.radius > 4 * eps * (1 + 1e-12))).sum())
+    assert 0 < row.certified.count < 21
+
+
+def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
+    data = split()
+    default, chosen = (
+        evaluate(network(), data, eps=(0.1,), attack_steps=10, **options) for options in ({}, {"attack_name": "apgd"})
+    )
+    assert set(default.metrics()) == {"clean", "certified(0.1)", "pgd(0.1)", "lipschitz"}
+    assert set(chosen.metrics()) == {"clean", "certified(0.1)", "apgd(0.1)", "lipschitz"}
+    assert chosen.attacked[0].share.count <= default.attacked[0].share.count
+    with pytest.raises(OptionError, match="expected attack"):
+        evaluate(network(), data, eps=(0.1,), attack_name="fgsm")

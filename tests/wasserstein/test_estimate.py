@@ -1,0 +1,254 @@
+"""Estimates against closed forms and exact assignment; honest about training samples, constants and diameters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lipkit
+from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
+from lipkit.models import mlp
+from lipkit.plain import Network
+from lipkit.wasserstein import Estimate, assignment, distance, hinge_kr_loss
+from lipkit.wasserstein.critics import critic
+
+
+def normal(seed: int, n: int, d: int, shift: float = 0.0) -> Tensor:
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+    x[:, 0] += shift
+    return x
+
+
+def sphere(seed: int, n: int, d: int, radius: float) -> Tensor:
+    x = normal(seed, n, d)
+    return radius * x / x.norm(dim=1, keepdim=True)
+
+
+def quick(x, y, **options) -> Estimate:
+    options = {"steps": 40, "batch_size": 64, "lr": 0.02} | options
+    if "critic" not in options and isinstance(x, Tensor) and x.ndim == 2:
+        torch.manual_seed(0)
+        options["critic"] = mlp([16], input_shape=tuple(x.shape[1:]), classes=1)
+    return distance(x, y, **options)
+
+
+@pytest.mark.parametrize(("d", "family"), [(2, "cayley"), (2, "sandwich"), (16, "cayley")])
+def test_shifted_gaussians(d, family):
+    x, y = normal(1, 4000, d), normal(2, 4000, d, 1.0)
+    found = quick(x, y, critic=family, steps=80, batch_size=128)
+    assert found.low <= 1
+    assert found.high >= 0.95
+    assert found.method == "student"
+    assert not found.proved
+    # The noise of the samples apart, the critics reach nearly all of it, and never more.
+    fresh = normal(3, 20_000, d)
+    shifted = fresh.clone()
+    shifted[:, 0] += 1
+    with torch.no_grad():
+        reached = [float((f(fresh) - f(shifted)).mean()) / found.constant for f in found.critics]
+    assert min(reached) > 0.95
+    assert max(reached) <= 1 + 1e-6
+
+
+def test_spheres():
+    found = quick(sphere(1, 2000, 2, 1.0), sphere(2, 2000, 2, 2.0), critic="cayley", steps=150, lr=0.01)
+    assert 0.8 < found.value <= found.high <= 1.01
+
+
+def test_the_order_does_not_matter():
+    x, y = normal(1, 500, 2), normal(2, 500, 2, 2.0)
+    first, second = quick(x, y, steps=60), quick(y, x, steps=60)
+    assert first.value == pytest.approx(second.value, abs=0.05)
+    assert min(first.value, second.value) > 1.8
+
+
+def test_equal_distributions_have_no_distance():
+    found = quick(normal(1, 2000, 8), normal(2, 2000, 8))
+    assert found.low <= 0 <= found.high
+    assert found.train_value > found.value  # the critics learnt noise, and the held-out samples do not reward it
+
+
+def test_below_the_exact_distance_of_the_samples():
+    x, y = normal(1, 400, 2), 0.5 * normal(2, 400, 2, 4.0)
+    exact = assignment(x, y)
+    found = quick(x, y, steps=80)
+    assert 0.85 * exact < found.value < found.high
+    assert found.low <= exact
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), d=st.integers(1, 3), n=st.integers(4, 12), scale=st.floats(0.1, 10))
+def test_a_fixed_critic_never_passes_the_exact_distance(seed, d, n, scale):
+    """Of the empirical distributions, for which the mean is the expectation: sound for every critic and sample."""
+    x, y = scale * normal(seed, n, d), scale * normal(seed + 1, n, d, 0.5)
+    torch.manual_seed(seed)
+    net = mlp([8], gamma=3.0, input_shape=(d,), classes=1)
+    found = distance(x, y, critic=net, steps=0)
+    assert abs(found.value) <= assignment(x, y) * (1 + 1e-6)
+
+
+def test_a_fixed_critic_by_hand():
+    net = nn.Linear(2, 1)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[3.0, 4.0]]))
+    x, y = normal(1, 50, 2), normal(2, 70, 2, 1.0)
+    found = distance(x, y, critic=net, steps=0, confidence=0.9)
+    assert found.constant == pytest.approx(5, rel=1e-9)
+    assert found.constant >= 5
+    direction = np.array([0.6, 0.8])
+    means = [float((t.double().numpy() @ direction).mean()) for t in (x, y)]
+    assert found.value == pytest.approx(means[0] - means[1])
+    assert found.held_out == (50, 70)
+    assert math.isnan(found.train_value)
+    assert len(found.critics) == 1
+
+
+def test_held_out_samples_are_not_trained_on():
+    """A sample that is moved changes the critics of all folds but the one that holds it out."""
+    x, y = normal(1, 12, 2), normal(2, 12, 2, 1.0)
+    before = quick(x, y, steps=3).critics
+    for i in range(6):
+        moved = x.clone()
+        moved[i] = 1e3
+        after = quick(moved, y, steps=3).critics
+        same = [
+            all(torch.equal(value, old.state_dict()[name]) for name, value in new.state_dict().items())
+            for new, old in zip(after, before, strict=True)
+        ]
+        assert sorted(same) == [False, True]
+
+
+@pytest.mark.parametrize("folds", [1, 2, 3])
+def test_every_sample_is_held_out_once(folds):
+    found = quick(normal(1, 31, 2), normal(2, 50, 2), steps=2, folds=folds)
+    assert found.held_out == ((31, 50) if folds > 1 else (16, 25))
+    assert len(found.critics) == folds
+
+
+def test_the_proved_interval():
+    x, y = normal(1, 400, 2).clamp(-1, 1), normal(2, 400, 2).clamp(-1, 1) + torch.tensor([0.5, 0.0])
+    asymptotic, proved = quick(x, y), quick(x, y, diameter=3.3)
+    assert proved.value == asymptotic.value
+    assert proved.proved
+    assert proved.method == "bernstein"
+    assert proved.low < asymptotic.low < asymptotic.high < proved.high
+    assert quick(x, y, diameter=33).high > proved.high
+    with pytest.raises(DataError, match=r"within the diameter 0\.5, got one of [xy] at distance"):
+        quick(x, y, diameter=0.5)
+
+
+def test_reproducible_and_without_side_effects():
+    x, y = normal(1, 60, 3), normal(2, 60, 3)
+    before, state = x.clone(), torch.get_rng_state()
+    first = distance(x, y, steps=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, before)
+    torch.manual_seed(99)
+    assert distance(x, y, steps=5).value == first.value
+    assert distance(x, y, steps=5, seed=1).value != first.value
+
+
+def test_a_module_is_copied():
+    net = mlp([8], input_shape=(3,), classes=1)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    found = quick(normal(1, 60, 3), normal(2, 60, 3, 1.0), critic=net, steps=5)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert isinstance(found.critic, Network)
+    assert float(lipkit.lipschitz(found.critic)) <= found.constant
+
+
+# One of each kind: symbol, kernel, power method, projection, rescaling, nonlinear block.
+@pytest.mark.parametrize("family", ["cayley", "bcop", "ossn", "svcm", "aol", "sandwich"])
+def test_families_on_images(family):
+    x = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    y = (x * 0.5).flip(0)
+    found = quick(x, y, critic=family, steps=2, batch_size=8)
+    assert math.isfinite(found.value)
+    assert found.low < found.value < found.high
+    # The export's bound is recomputed from its numbers.
+    assert all(float(lipkit.lipschitz(f, (1, 8, 8))) <= found.constant for f in found.critics)
+
+
+def test_hinge_and_other_losses():
+    x, y = normal(1, 600, 2), normal(2, 600, 2, 3.0)
+    found = quick(x, y, loss=hinge_kr_loss, steps=60)
+    assert found.value > 2.7
+    f = found.critic
+    with torch.no_grad():
+        share = float(((f(x) > 0).float().mean() + (f(y) < 0).float().mean()) / 2)
+    assert share > 0.85  # the hinge puts the decision between the two, where the best classifier has 0.93
+
+
+def test_inputs():
+    x = np.random.default_rng(0).normal(size=50)
+    found = quick(x, x + 2, steps=40)
+    assert found.value == pytest.approx(2, abs=0.5)
+    images = torch.randint(0, 256, (20, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert quick(images, images.flip(0), steps=2).value == quick(images / 255, images.flip(0) / 255, steps=2).value
+
+
+X = normal(1, 20, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "error", "message"),
+    [
+        (X, normal(1, 20, 3), {}, ShapeError, r"x and y of one shape, got \(2,\) and \(3,\)"),
+        (X, X[:3], {}, DataError, "y: expected at least 4 samples"),
+        (X * math.nan, X, {}, DataError, "x: expected finite samples"),
+        (X.int(), X, {}, DataError, "x: expected floating-point samples or uint8 images, got dtype"),
+        (np.zeros(5, np.int64), X, {}, DataError, "got dtype int64"),
+        ([1.0], X, {}, DataError, "x: expected a tensor or an array, got list"),
+        (torch.tensor(1.0), X, {}, ShapeError, "got a single number"),
+        (X, X, {"folds": 11}, DataError, "at least 22 samples of each for 11 folds"),
+        (X, X, {"folds": 0}, OptionError, "folds as an integer >= 1, got 0"),
+        (X, X, {"steps": 0, "critic": None}, OptionError, "steps >= 1 for a new critic, got 0"),
+        (X, X, {"batch_size": 0}, OptionError, "batch_size as an integer >= 1"),
+        (X, X, {"lr": -1.0}, OptionError, "lr as a finite number > 0"),
+        (X, X, {"confidence": 1.0}, OptionError, "confidence between 0 and 1, got 1"),
+        (X, X, {"diameter": 0.0}, OptionError, "finite diameter > 0, got 0"),
+        (X, X, {"critic": "cauchy"}, OptionError, "cauchy"),
+        (X, X, {"critic": nn.Linear(2, 3)}, OptionError, r"critic of one output, 128 values, got the shape \(128, 3\)"),
+        (X, X, {"critic": nn.ReLU()}, OptionError, "a critic with parameters to train, got ReLU"),
+        (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.LayerNorm(1))}, NoRuleError, "LayerNorm"),
+        (X, X, {"loss": lambda a, b: (a - b).mean() * math.nan}, OptionError, "finite loss, got nan at step 1"),
+    ],
+)
+def test_refusals(x, y, options, error, message):
+    with pytest.raises(error, match=message):
+        quick(x, y, **options)
+
+
+def test_assignment_by_trying_all():
+    x, y = normal(1, 5, 2).double(), normal(2, 5, 2).double()
+    cost = np.linalg.norm(x.numpy()[:, None] - y.numpy()[None], axis=2)
+    best = min(cost[range(5), p].mean() for p in map(list, itertools.permutations(range(5))))
+    assert assignment(x, y) == pytest.approx(best, rel=1e-12)
+    with pytest.raises(ShapeError, match="two samples of one shape"):
+        assignment(x, y[:4])
+    with pytest.raises(OptionError, match="1 to 4096 samples, got 0"):
+        assignment(x[:0], y[:0])
+
+
+def test_assignment_in_one_dimension_is_sorting():
+    x, y = normal(1, 300, 1), normal(2, 300, 1, 0.7)
+    expected = np.abs(np.sort(x.numpy().ravel()) - np.sort(y.numpy().ravel())).mean(dtype=np.float64)
+    assert assignment(x, y) == pytest.approx(expected, rel=1e-6)
+
+
+def test_critics_for_odd_images_are_dense():
+    assert next(type(m).__name__ for m in critic((1, 5, 6))) == "Flatten"
+    assert critic((3, 6, 4))(torch.zeros(2, 3, 6, 4)).shape == (2, 1)
+
+
+def test_kernels_that_a_family_takes():
+    net = critic((1, 8, 8), "eco")
+    lipkit.export(net, (1, 8, 8))
+    assert [m.kernel_size for m in net if hasattr(m, "kernel_size")] == [(2, 2), (2, 2)]
