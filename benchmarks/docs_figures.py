@@ -1,0 +1,219 @@
+"""The figures of the documents, drawn from the package's own computations.
+
+python benchmarks/docs_figures.py                  # all, into docs/images
+python benchmarks/docs_figures.py NAME [NAME ...]  # some
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import nn
+
+import lipkit
+from lipkit.bounds.lmi import lmi_matrix
+from lipkit.conv import transform_matrices, two_taps
+from lipkit.conv.phases import frequency_map
+from lipkit.conv.transform import to_rows
+from lipkit.layers.families import FAMILIES, Family
+from lipkit.layers.svcm import project, project_all
+from lipkit.linalg import bjorck
+from lipkit.linalg.exponential import skew_part, taylor, truncation_bound
+
+FOLDER = Path(__file__).parents[1] / "docs" / "images"
+# Text stays text and identifiers do not change from run to run: small files, small differences.
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "lipkit", "font.size": 9, "font.family": "sans-serif",
+    "axes.spines.top": False, "axes.spines.right": False, "path.simplify_threshold": 0.5,
+}  # fmt: skip
+SHAPE, KERNEL = (4, 9, 9), 3
+
+
+def trained(family: Family) -> nn.Module:
+    """A 4 -> 4 convolution of the family on 9 x 9 images after twenty optimiser steps, as in docs/families.md."""
+    torch.manual_seed(0)
+    layer = family.conv(SHAPE[0], SHAPE[0], KERNEL, dtype=torch.float64)
+    x, y = torch.randn(16, *SHAPE, dtype=torch.float64), torch.randn(16, *SHAPE, dtype=torch.float64)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (layer(x) - y).square().mean().backward()
+        optimizer.step()
+    project_all(layer, SHAPE)
+    return layer.eval()
+
+
+def jacobian(function: nn.Module, shape: tuple[int, ...]) -> np.ndarray:
+    """The dense matrix of the derivative at a random point, outputs by inputs."""
+    x = torch.randn(1, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.functional.jacobian(lambda v: function(v).flatten(), x)
+    return found.flatten(1).numpy()
+
+
+def singular_values() -> plt.Figure:
+    found = {
+        name: np.linalg.svd(jacobian(lipkit.export(trained(family), SHAPE), SHAPE), compute_uv=False)
+        for name, family in FAMILIES.items()
+    }
+    panels = {
+        "orthogonal": [n for n, f in FAMILIES.items() if f.claim == "orthogonal"],
+        "rescaled or projected": [n for n, f in FAMILIES.items() if f.claim != "orthogonal" and not f.own_activation],
+        "with an activation, at one point": [n for n, f in FAMILIES.items() if f.own_activation],
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(9.5, 3.2), sharey=True, layout="constrained")
+    for axis, (title, names) in zip(axes, panels.items(), strict=True):
+        for name in names:
+            axis.plot(np.arange(1, len(found[name]) + 1)[::9], found[name][::9], lw=1.4, label=name)
+        axis.set(title=title, ylim=(0, 1.08), xlabel="singular values, in order")
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def real_transform() -> plt.Figure:
+    torch.manual_seed(0)
+    channels, side = 2, 4
+    conv = nn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64)
+    pixels = torch.from_numpy(jacobian(conv, (channels, side, side)))
+    matrices = transform_matrices(side, side, dtype=torch.float64)
+    # Rows of the transform: coefficients by channel, for each unit image.
+    basis = to_rows(torch.eye(channels * side**2, dtype=torch.float64).reshape(-1, channels, side, side), matrices)
+    t = basis.permute(0, 2, 1).reshape(channels * side**2, -1)
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
+    for axis, matrix, title in ((axes[0], pixels, "pixels"), (axes[1], t @ pixels @ t.T, "real Fourier basis")):
+        axis.imshow(matrix.abs().numpy(), cmap="Blues", vmin=0, interpolation="nearest")
+        axis.set(title=f"|A| in the basis of {title}" if title == "pixels" else f"|A| in the {title}")
+        axis.set_xticks([]), axis.set_yticks([])
+    return figure
+
+
+def eco_frequencies() -> plt.Figure:
+    figure, axes = plt.subplots(1, 3, figsize=(7, 2.6), layout="constrained", width_ratios=(3, 4, 5))
+    for axis, k in zip(axes, (3, 4, 5), strict=True):
+        table = frequency_map((k, k)).numpy()
+        axis.imshow(table, cmap="tab20", interpolation="nearest")
+        for (p, q), value in np.ndenumerate(table):
+            axis.text(q, p, str(value), ha="center", va="center", fontsize=8)
+        axis.set(title=f"k = {k}: {table.max() + 1} matrices", xticks=[], yticks=[], xlabel="q", ylabel="p")
+    return figure
+
+
+def exponential() -> plt.Figure:
+    torch.manual_seed(0)
+    a = skew_part(torch.randn(64, 16, 16, dtype=torch.float64))
+    a = a / torch.linalg.matrix_norm(a, 2)[:, None, None]
+    exact, terms = torch.linalg.matrix_exp(a), range(1, 13)
+    worst = [float(torch.linalg.matrix_norm(taylor(a, n) - exact, 2).max()) for n in terms]
+    figure, axis = plt.subplots(figsize=(5, 2.8), layout="constrained")
+    axis.semilogy(terms, [truncation_bound(1.0, n) for n in terms], label="proved bound", color="0.5")
+    axis.semilogy(terms, worst, "o", label="largest of 64 random matrices", markersize=4)
+    axis.set(xlabel="T, terms up to $A^T/T!$", ylabel="error of the sum, ||A|| = 1", xticks=terms)
+    axis.legend(frameon=False)
+    return figure
+
+
+def bcop() -> plt.Figure:
+    torch.manual_seed(0)
+    channels = 8
+    kernel = bjorck(nn.init.orthogonal_(torch.empty(channels, channels, dtype=torch.float64)))[:, :, None, None]
+    stages = [kernel]
+    for dim, swap in ((3, False), (2, False), (3, True), (2, True)):
+        v = torch.linalg.qr(torch.randn(channels, channels // 2, dtype=torch.float64))[0]
+        stages.append(two_taps(stages[-1], v, dim, swap))
+    figure, axes = plt.subplots(1, 5, figsize=(8, 2), layout="constrained")
+    for axis, stage in zip(axes, stages, strict=True):
+        size = torch.linalg.matrix_norm(stage.permute(2, 3, 0, 1)).square().numpy() / channels
+        axis.imshow(size, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        for (p, q), value in np.ndenumerate(size):
+            axis.text(q, p, f"{value:.2f}", ha="center", va="center", fontsize=7)
+        axis.set(title=f"{size.shape[0]} x {size.shape[1]}, sum {size.sum():.2f}", xticks=[], yticks=[])
+    return figure
+
+
+def svcm() -> plt.Figure:
+    torch.manual_seed(0)
+    kernel = torch.randn(8, 8, 3, 3, dtype=torch.float64) / 8
+    rounds = [0, 1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120]
+    shown = [kernel if n == 0 else project(kernel, 12, 12, n) for n in rounds]
+    largest = [float(lipkit.bounds.circular(k, 12, 12)) for k in shown]
+    figure, axis = plt.subplots(figsize=(5, 2.8), layout="constrained")
+    axis.plot(rounds, largest, "o-", markersize=3)
+    axis.axhline(1, color="0.6", lw=0.6)
+    axis.set(xlabel="rounds of clipping and cutting back to 3 x 3", ylabel="largest singular value", ylim=(0.9, None))
+    return figure
+
+
+def residual() -> plt.Figure:
+    x = torch.linspace(-3, 3, 121, dtype=torch.float64)
+    figure, axes = plt.subplots(1, 2, figsize=(7, 2.8), sharey=True, layout="constrained")
+    for axis, (name, act) in zip(axes, (("ReLU", torch.relu), ("tanh", torch.tanh)), strict=True):
+        for bias in (-1.0, 0.0, 1.0):
+            # One channel and one hidden unit of weight 1: T = w^2, so f(x) = x - 2 sigma(x + b).
+            axis.plot(x, x - 2 * act(x + bias), lw=1.3, label=f"b = {bias:g}")
+        axis.set(title=f"x - 2 {name}(x + b)", xlabel="x")
+        axis.set_aspect("equal")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def lmi() -> plt.Figure:
+    torch.manual_seed(0)
+    network = lipkit.export(lipkit.models.lbdn([4, 8, 8, 3], gamma=2.0).double(), (4,))
+    weights = [m.weight for m in network if isinstance(m, nn.Linear)]
+    h = lmi_matrix(weights, list(network.multipliers().values()), 2.0)
+    figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), layout="constrained")
+    axes[0].imshow(h.abs().sqrt().numpy(), cmap="Blues", vmin=0, interpolation="nearest")
+    axes[0].set(title="sqrt |H|, 4 -> 8 -> 8 -> 3", xticks=[], yticks=[])
+    gains = np.linspace(1.0, 3.0, 81)
+    smallest = [
+        float(torch.linalg.eigvalsh(lmi_matrix(weights, list(network.multipliers().values()), g))[0]) for g in gains
+    ]
+    axes[1].plot(gains, smallest)
+    axes[1].axhline(0, color="0.6", lw=0.6)
+    axes[1].set(xlabel="gamma", title="smallest eigenvalue of H")
+    return figure
+
+
+def certified_accuracy() -> plt.Figure:
+    data = lipkit.data.load("digits")
+    torch.manual_seed(0)
+    network = lipkit.models.small(layer="cayley", input_shape=(1, 8, 8), classes=10)
+    lipkit.fit(network, data.train, epochs=10, batch_size=64, lr=0.01, loss="hinge", accelerator="cpu")
+    plain = lipkit.export(network, (1, 8, 8))
+    x, y = data.test.batch(slice(None))
+    certificate = lipkit.certify(plain, x, y)
+    found = lipkit.attacks.fab(plain, x, y, targets=3, steps=20)
+    wrong = ~certificate.correct
+    distance = (found - x).flatten(1).double().norm(dim=1)
+    distance = torch.where(wrong, 0.0, torch.where(distance > 0, distance, torch.inf))
+    radii = torch.linspace(0, 1.5, 151, dtype=torch.float64)
+    figure, axis = plt.subplots(figsize=(5.5, 3), layout="constrained")
+    axis.plot(radii, [certificate.accuracy(float(r)) for r in radii], label="certified: proved from below")
+    axis.plot(radii, [float((distance > r).double().mean()) for r in radii], label="attacked: found from above")
+    axis.set(xlabel="l2 radius", ylabel="share of test images", ylim=(0, 1.02), xlim=(0, 1.5))
+    axis.legend(frameon=False)
+    return figure
+
+
+DRAWN = (singular_values, real_transform, eco_frequencies, exponential, bcop, svcm, residual, lmi, certified_accuracy)
+FIGURES: dict[str, Callable[[], plt.Figure]] = {f.__name__: f for f in DRAWN}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    plt.switch_backend("svg")
+    FOLDER.mkdir(exist_ok=True)
+    for name in names or FIGURES:
+        with plt.rc_context(STYLE):
+            figure = FIGURES[name]()
+            figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+            plt.close(figure)
+        print(f"{FOLDER / name}.svg  {(FOLDER / f'{name}.svg').stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""What mkdocs does beside its own work: pages from the root of the repository, and formulas as MathML."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent
+# Page of the site -> file of the repository; other files that the pages link to are copied as they are.
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+COPIES = ("examples/controller.py", "examples/verify_onnx.py")
+# Code, which is left alone, or a formula: $$ ... $$ or $ ... $, which may go over a line's end.
+_CODE = r"^ *```.*?^ *```$|^ {4}[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|<!--.*?-->"
+_INLINE = r"(?<![\\$\w])\$(?P<inline>[^\s$](?:(?:(?!\n\n)[^$])*[^\s$])?)\$(?!\w)"
+_FORMULA = re.compile(rf"(?P<code>{_CODE})|\$\$(?P<block>.+?)\$\$|{_INLINE}", re.S | re.M)
+_PLACE = re.compile(r"formula(\d+)place")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages and files that do not lie in docs/."""
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for path in COPIES:
+        files.append(File.generated(config, path, content=(ROOT / path).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links that leave docs/, as the repository has them, lead to the copies in the site; formulas are set aside."""
+    return _set_aside(_within_the_site(markdown, page), page)
+
+
+def _within_the_site(markdown: str, page: Any) -> str:
+    if page.file.src_uri in PAGES:
+        return markdown.replace("](docs/", "](")
+    up = "../" * page.file.src_uri.count("/")
+    for path in COPIES:
+        markdown = markdown.replace(f"](../{up}{path})", f"]({up}{path})")
+    for target, source in PAGES.items():
+        markdown = markdown.replace(f"](../{up}{source})", f"]({up}{target})")
+    return markdown
+
+
+def _set_aside(markdown: str, page: Any) -> str:
+    """A placeholder for each formula: Markdown would read its bars, stars and underscores."""
+    drawn: list[str] = []
+
+    def put(found: re.Match[str]) -> str:
+        if found["code"] is not None:
+            return found[0]
+        display = "inline" if found["block"] is None else "block"
+        drawn.append(convert((found["block"] or found["inline"]).strip(), display=display))
+        return f"formula{len(drawn) - 1}place"
+
+    text = _FORMULA.sub(put, markdown)
+    page.meta["formulas"] = drawn
+    return text
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Formulas as MathML, which browsers draw without a script."""
+    return _PLACE.sub(lambda found: page.meta["formulas"][int(found[1])], content)
