@@ -138,14 +138,15 @@ def test_contenders_of_a_shape():
     families = [get(name) for name in ("cayley", "eco", "rko", "sandwich")]
     found = contenders(families, Shape(4, 4, 6), 2, "train", makers=("lipkit", "textbook"))
     assert list(found) == [
-        "conv", "zero", "cayley:lipkit", "cayley:textbook", "eco:lipkit", "eco:textbook", "rko:lipkit",
-        "sandwich:lipkit", "sandwich:textbook",
+        "conv", "zero", "conv channels last", "cayley:lipkit", "cayley:textbook", "eco:lipkit", "eco:channels last",
+        "eco:textbook", "rko:lipkit", "sandwich:lipkit", "sandwich:textbook",
     ]  # fmt: skip
     for run in found.values():
         run()
     assert not accepts(get("eco"), Shape(4, 4, 8))
     assert list(contenders(families, Shape(4, 6, 4, 2), 2, "forward", makers=("lipkit",))) == [
-        "conv", "zero", "cayley:lipkit", "eco:lipkit", "rko:lipkit", "sandwich:lipkit",
+        "conv", "zero", "conv channels last", "cayley:lipkit", "eco:lipkit", "eco:channels last", "rko:lipkit",
+        "sandwich:lipkit",
     ]  # fmt: skip
 
 
