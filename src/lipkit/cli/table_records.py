@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,9 +48,22 @@ def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
         if run.done:
             path = folder / slug(run.row.label) / f"{run.scale}-seed{run.seed}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, (run.folder / RECORD).read_bytes())
+            write_atomic(path, without_places((run.folder / RECORD).read_bytes()))
             made.append(path)
     return made
+
+
+def without_places(record: bytes) -> bytes:
+    """A record without the folder that the data lay in: it names a place on somebody's machine.
+
+    >>> without_places(b'{"recipe": {"data": {"spec": "mnist", "root": "/home/a"}}}').decode().split()
+    ['{', '"recipe":', '{', '"data":', '{', '"spec":', '"mnist",', '"root":', 'null', '}', '}', '}']
+    """
+    content = json.loads(record)
+    section = (content.get("recipe") or {}).get("data")
+    if isinstance(section, dict) and "root" in section:
+        section["root"] = None
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def made(runs: Sequence[TableRun], row: Row) -> list[Found]:
