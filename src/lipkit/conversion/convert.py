@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipkit.conversion.geometry import kernel_size, obstacle, unstrided_kernel
 from lipkit.conversion.nearest import start_near
-from lipkit.errors import LipkitError, NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import families
 from lipkit.protocol.registry import guard, rules
 
@@ -88,7 +88,7 @@ def convert(
 
     Raises:
         OptionError: an unknown family or option, a name in ``skip`` that the model does not have.
-        ShapeError: with ``input_shape``, a result that does not accept it (the message is the layer's own).
+        ShapeError: with ``input_shape``, a result that does not accept it, or ends in another shape.
 
     >>> conv = nn.Conv2d(3, 8, 3, padding=1)
     >>> net = nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
@@ -253,4 +253,4 @@ def _compare(old: nn.Module, new: nn.Module, input_shape: Shape) -> None:
     """Raise unless both models end in the same shape."""
     shapes = [tuple(_evaluated(model, input_shape).shape) for model in (old, new)]
     if shapes[0] != shapes[1]:
-        raise LipkitError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
+        raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
