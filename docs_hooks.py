@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own work: pages from the root of the repository, and formulas as MathML."""
+"""What mkdocs does beside its own work: pages from the root of the repository and of the code, formulas as MathML."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import docs_reference
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
@@ -17,7 +18,15 @@ COPIES = ("examples/controller.py", "examples/verify_onnx.py")
 _CODE = r"^ *```.*?^ *```$|^ {4}[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|<!--.*?-->"
 _INLINE = r"(?<![\\$\w])\$(?P<inline>[^\s$](?:(?:(?!\n\n)[^$])*[^\s$])?)\$(?!\w)"
 _FORMULA = re.compile(rf"(?P<code>{_CODE})|\$\$(?P<block>.+?)\$\$|{_INLINE}", re.S | re.M)
-_PLACE = re.compile(r"formula(\d+)place")
+# \big\|, which the converter would show as it stands.
+_LARGE_NORM = re.compile(r"(\\[bB]igg?)\\\|")
+_PLACE = re.compile(r"formula(inline|block)([0-9a-f]+)place")
+
+
+def on_config(config: Any) -> Any:
+    """The section Reference of the navigation."""
+    next(section for section in config.nav if "Reference" in section)["Reference"] = docs_reference.nav()
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -26,12 +35,14 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for path in COPIES:
         files.append(File.generated(config, path, content=(ROOT / path).read_text()))
+    for page, content in docs_reference.pages().items():
+        files.append(File.generated(config, page, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links that leave docs/, as the repository has them, lead to the copies in the site; formulas are set aside."""
-    return _set_aside(_within_the_site(markdown, page), page)
+    return _set_aside(_within_the_site(markdown, page))
 
 
 def _within_the_site(markdown: str, page: Any) -> str:
@@ -45,22 +56,24 @@ def _within_the_site(markdown: str, page: Any) -> str:
     return markdown
 
 
-def _set_aside(markdown: str, page: Any) -> str:
+def _set_aside(markdown: str) -> str:
     """A placeholder for each formula: Markdown would read its bars, stars and underscores."""
-    drawn: list[str] = []
 
     def put(found: re.Match[str]) -> str:
         if found["code"] is not None:
             return found[0]
-        display = "inline" if found["block"] is None else "block"
-        drawn.append(convert((found["block"] or found["inline"]).strip(), display=display))
-        return f"formula{len(drawn) - 1}place"
+        if found["block"] is not None:
+            return docs_reference.placeholder(found["block"], "block")
+        return docs_reference.placeholder(found["inline"], "inline")
 
-    text = _FORMULA.sub(put, markdown)
-    page.meta["formulas"] = drawn
-    return text
+    return _FORMULA.sub(put, markdown)
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Formulas as MathML, which browsers draw without a script."""
-    return _PLACE.sub(lambda found: page.meta["formulas"][int(found[1])], content)
+
+    def draw(found: re.Match[str]) -> str:
+        latex = bytes.fromhex(found[2]).decode()
+        return convert(_LARGE_NORM.sub(r"\1‖", latex), display=found[1])
+
+    return _PLACE.sub(draw, content)

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 import lipkit
+from families import SHAPE, trained
 from lipkit.bounds.lmi import lmi_matrix
 from lipkit.conv import transform_matrices, two_taps
 from lipkit.conv.phases import frequency_map
 from lipkit.conv.transform import to_rows
-from lipkit.layers.families import FAMILIES, Family
-from lipkit.layers.svcm import project, project_all
+from lipkit.layers.families import FAMILIES
+from lipkit.layers.svcm import project
 from lipkit.linalg import bjorck
 from lipkit.linalg.exponential import skew_part, taylor, truncation_bound
 
@@ -31,21 +32,6 @@ STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "lipkit", "font.size": 9, "font.family": "sans-serif",
     "axes.spines.top": False, "axes.spines.right": False, "path.simplify_threshold": 0.5,
 }  # fmt: skip
-SHAPE, KERNEL = (4, 9, 9), 3
-
-
-def trained(family: Family) -> nn.Module:
-    """A 4 -> 4 convolution of the family on 9 x 9 images after twenty optimiser steps, as in docs/families.md."""
-    torch.manual_seed(0)
-    layer = family.conv(SHAPE[0], SHAPE[0], KERNEL, dtype=torch.float64)
-    x, y = torch.randn(16, *SHAPE, dtype=torch.float64), torch.randn(16, *SHAPE, dtype=torch.float64)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
-    for _ in range(20):
-        optimizer.zero_grad()
-        (layer(x) - y).square().mean().backward()
-        optimizer.step()
-    project_all(layer, SHAPE)
-    return layer.eval()
 
 
 def jacobian(function: nn.Module, shape: tuple[int, ...]) -> np.ndarray:

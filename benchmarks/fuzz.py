@@ -30,7 +30,8 @@ import torch
 
 import lipkit
 from lipkit import models, plain
-from lipkit.certificates.certificate_file import describe, read_certificate, write_certificate
+from lipkit.certificates.certificate_file import describe, write_certificate
+from lipkit.certificates.certificate_reader import read_certificate
 from lipkit.data.cifar10 import read_binary, read_python
 from lipkit.data.idx import read_idx
 from lipkit.data.stl10 import read_images

@@ -19,10 +19,10 @@ from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import (
     Attack,
+    attack,
     attack_certificate,
     check_accuracy,
     check_examples,
-    cross_check,
     evaluate,
     per_class,
 )
@@ -94,7 +94,7 @@ def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: p
     def only_small(model: Model, x: torch.Tensor, y: torch.Tensor, eps: object, **options: Any) -> torch.Tensor:
         return pgd_l2(model, x, y, 0.5, **options) if isinstance(eps, float) and eps == 0.5 else x
 
-    monkeypatch.setattr(cross_check, "pgd_l2", only_small)
+    monkeypatch.setattr(attack, "pgd_l2", only_small)
     large, small = evaluate(network(), split(), eps=(0.9, 0.5)).attacked
     assert (large.eps, small.eps) == (0.9, 0.5)
     assert large.share == small.share

@@ -14,7 +14,8 @@ import lipkit
 
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
-    *("errors", "files", "linalg", "conv", "bounds", "plain", "protocol", "layers", "conversion", "models", "data"),
+    *("errors", "files", "memory", "linalg", "conv", "bounds", "plain", "protocol"),
+    *("layers", "conversion", "models", "data"),
     "attacks",
     "analysis",
     *(

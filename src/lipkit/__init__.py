@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+"""The version of the package."""
 
 # Public name -> the module it lives in.
 _HOME = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lipkit import plain
 from lipkit.attacks import pgd_l2
 from lipkit.certificates import certify
-from lipkit.certificates.certificate import float64_device
+from lipkit.certificates.exported import float64_device
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 
 

@@ -16,14 +16,9 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit import plain
-from lipkit.certificates.certificate_file import (
-    CertificateFile,
-    data_sha256,
-    describe,
-    read_certificate,
-    verify,
-    write_certificate,
-)
+from lipkit.certificates.certificate_file import CertificateFile, data_sha256, describe, write_certificate
+from lipkit.certificates.certificate_reader import read_certificate
+from lipkit.certificates.verification import verify
 from lipkit.errors import CertificateViolation, DataError, LipkitError, OptionError
 
 

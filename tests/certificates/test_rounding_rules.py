@@ -276,9 +276,9 @@ def test_every_family_has_rules(name: str) -> None:
 
 
 def test_every_type_that_can_be_exported_and_stored_has_a_rule() -> None:
-    from lipkit.plain import storage
+    from lipkit.plain import configuration
 
-    stored = {*storage.ARGUMENTS, plain.Affine, plain.ConvexResidual, plain.Sum, *storage._BLOCKS.values()}
+    stored = {*configuration.ARGUMENTS, plain.Affine, plain.ConvexResidual, plain.Sum, *configuration._BLOCKS.values()}
     assert stored <= set(rounding_rules())
     torch_modules = {kind for kind, (_, exports) in rules().items() if exports and kind.__module__.startswith("torch.")}
     assert torch_modules - {nn.Conv3d, nn.ConvTranspose3d} <= set(rounding_rules())

@@ -2,16 +2,24 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from lipkit import plain
+from lipkit.certificates.certificate_file import data_sha256
+from lipkit.certificates.certificate_reader import read_certificate
 from lipkit.cli import build, pipeline
+from lipkit.cli.console import Silent
 from lipkit.cli.main import main
+from lipkit.cli.results import finish
+from lipkit.data import Data, ImageFiles, Split
 from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
+from lipkit.report.examples import load_examples
 from lipkit.training import run_folder
 from lipkit.training.recipe import load_recipe
 
@@ -76,6 +84,27 @@ def test_certify_again_keeps_what_training_knew(finished, capsys):
     assert "0.25 " in capsys.readouterr().out
     with pytest.raises(OptionError, match="expected a device of this machine, got 'abacus'"):
         pipeline.certify(finished.folder, quick(), device="abacus")
+
+
+def test_image_files_are_decoded_once_for_evaluation_examples_and_certificate(tmp_path, monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 5, 5, 3), np.uint8)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / f"{number}.png")
+    files = ImageFiles([str(tmp_path / f"{number}.png") for number in range(7)], (3, 5, 5))
+    split = Split(files, torch.arange(7) % 2)
+    decoded = []
+    read = ImageFiles._read
+    monkeypatch.setattr(ImageFiles, "_read", lambda self, file: decoded.append(file) or read(self, file))
+    torch.manual_seed(0)
+    network = plain.Network([nn.Flatten(), nn.Linear(75, 2)], (3, 5, 5))
+    facts = {"claimed": 1.0, "parameters": 152, "seed": 0, "train_samples": 7, "times": {}, "device": "cpu"}
+    finish(tmp_path, quick(), network, Data("files", split, split, ("a", "b")), facts, Silent(), torch.device("cpu"))
+    assert sorted(decoded) == sorted(files.files)
+    file = read_certificate(tmp_path / "certificate.jsonl")
+    assert file.data["sha256"] == data_sha256(*split.batch(torch.arange(7)))
+    monkeypatch.undo()
+    for example in load_examples(tmp_path):
+        assert torch.equal(example.image, split.batch(torch.tensor([example.index]))[0][0])
 
 
 def test_report_again(finished, capsys):

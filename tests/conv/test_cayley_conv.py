@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, normal_matrices, prepare, solve_form
+from lipkit.conv import (
+    Symbol,
+    apply_symbol,
+    cayley_conv2d,
+    kernel_symbol,
+    normal_matrices,
+    prepare,
+    solve_form,
+    spectrum,
+)
+from lipkit.errors import OptionError
 from lipkit.linalg import cayley
 from lipkit.linalg.cayley import factorize, solve_rows
 
@@ -77,6 +87,42 @@ def test_halves_of_the_wide_transform(form: str, size: tuple[int, int, int]) -> 
         assert close(one, two)
 
 
+@pytest.mark.parametrize("size", [(4, 5), (9, 10), (1, 1)], ids=str)
+@pytest.mark.parametrize(("batch", "biased"), [(2, False), (2, True), (5, True)])
+def test_halves_with_scaled_channels(size: tuple[int, int], batch: int, biased: bool) -> None:
+    # More images than the four channels: the second half is made explicitly.
+    free = (random(3, 7, 3, 3) / 3).requires_grad_()
+    normal = normal_matrices(free, *size)
+    bias = random(3, seed=3).requires_grad_() if biased else None
+    scale = random(3, seed=4).abs().add(0.5).requires_grad_()
+    channels = scale[:, None, None]
+    for form, count in (("second", 4), ("first adjoint", 3)):
+        x = random(batch, count, *size, seed=1).requires_grad_()
+        y = solve_form(form, x, normal, bias=bias, scale=scale)
+        if form == "second":
+            expected = solve_form(form, x, normal) * channels
+        else:
+            expected = solve_form(form, x * channels, normal)
+        expected = expected if bias is None else expected + bias[:, None, None]
+        assert close(y, expected)
+        g, inputs = random(*y.shape, seed=2), [free, x, scale, *([] if bias is None else [bias])]
+        found, wanted = (torch.autograd.grad(one, inputs, g, retain_graph=True) for one in (y, expected))
+        assert all(close(one, two) for one, two in zip(found, wanted, strict=True))
+        (alone,) = torch.autograd.grad(y, scale, g, retain_graph=True)
+        assert close(alone, found[2])
+
+        def function(free: Tensor, x: Tensor, scale: Tensor, form: str = form) -> Tensor:
+            return solve_form(form, x, normal_matrices(free, *size), bias=bias, scale=scale)
+
+        assert torch.autograd.gradcheck(function, (free, x, scale), fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, (free, x, scale), fast_mode=True)
+
+
+def test_only_halves_are_scaled() -> None:
+    with pytest.raises(OptionError, match=r"scale: expected None with form='wide', got shape \(3,\)"):
+        solve_form("wide", random(1, 3, 2, 2), normal_matrices(random(3, 3, 1, 1), 2, 2), scale=random(3))
+
+
 @pytest.mark.parametrize("channels", [(2, 2), (3, 2), (2, 3)], ids=str)
 def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
     free, x = (random(*channels, 1, 2) / 2).requires_grad_(), random(1, channels[1], 2, 3, seed=1).requires_grad_()
@@ -120,8 +166,12 @@ def test_norms_are_kept_in_float32(channels: int, size: tuple[int, int], batch: 
 
 # Torch warns of its own code when it first takes a forward derivative.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("batched", [0, 2**19])
 @pytest.mark.parametrize("size", [(2, 3), (1, 66)], ids=str)
-def test_products_by_a_symbol_have_every_derivative(size: tuple[int, int]) -> None:
+def test_products_by_a_symbol_have_every_derivative(
+    size: tuple[int, int], batched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spectrum, "BATCHED", batched)
     kernel, x, bias = random(1, 2, 1, 2).requires_grad_(), random(1, 2, *size, seed=1).requires_grad_(), random(1)
     bias.requires_grad_()
 
@@ -136,3 +186,16 @@ def test_products_by_a_symbol_have_every_derivative(size: tuple[int, int]) -> No
     batch = random(3, 1, 2, *size, seed=4)
     each = torch.func.vmap(lambda one: f(kernel, one, bias))(batch)
     assert close(each, torch.stack([f(kernel, one, bias) for one in batch]))
+
+
+@pytest.mark.parametrize("channels", [(2, 5), (5, 2)], ids=str)
+def test_products_in_one_batch_are_those_of_each_matrix(
+    channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, x = random(*channels, 3, 3).requires_grad_(), random(3, channels[1], 5, 9, seed=1).requires_grad_()
+    found = []
+    for batched in (0, 2**19):
+        monkeypatch.setattr(spectrum, "BATCHED", batched)
+        y = apply_symbol(kernel_symbol(kernel, 5, 9), x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (kernel, x))))
+    assert all(close(one, two) for one, two in zip(*found, strict=True))

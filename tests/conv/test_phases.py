@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lipkit.conv import Symbol, kernel_symbol, phase_product
-from lipkit.conv.phase_product import apply_phases, merge_phases, split_phases
+from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import (
     check_fits,
     dilated_conv2d,
@@ -15,6 +15,8 @@ from lipkit.conv.phases import (
     fitting_sizes,
     frequency_map,
     kernel_of_symbol,
+    merge_phases,
+    split_phases,
 )
 from lipkit.errors import ShapeError
 from lipkit.testing import dense_matrix

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lipkit
+from lipkit.conv import circular_conv2d
 from lipkit.conversion import convert
 from lipkit.conversion.geometry import kernel_size, obstacle, unstrided_kernel
 from lipkit.conversion.nearest import inverse_cayley, start_near
 from lipkit.errors import OptionError
 from lipkit.layers import families
-from lipkit.layers._base import circular_conv2d
 from lipkit.linalg import cayley, polar
 
 CONVERTIBLE = [name for name in families.names() if name not in ("sll", "cpl")]

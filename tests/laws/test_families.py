@@ -31,6 +31,8 @@ EXTRA: dict[str, tuple[int, int, int, int, tuple[tuple[int, int], ...]]] = {
     "stride 2 that narrows": (3, 5, 3, 2, ((6, 6),)),
     "stride 3": (1, 8, 3, 3, ((9, 9),)),
     "stride 3 to one pixel": (2, 6, 1, 3, ((3, 3),)),
+    "1 x 1": (3, 5, 1, 1, ((4, 6), (1, 1))),
+    "1 x 1 with stride 2": (2, 9, 1, 2, ((6, 4),)),
 }
 # The proved norm inside CPL takes as many steps as the values ask for: it compiles in pieces, and slowly.
 GRAPH_BREAKS = {"cpl"}

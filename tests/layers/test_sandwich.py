@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import fold
+from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin, SandwichConv2d, SandwichLinear
-from lipkit.layers._base import circular_conv2d
 from lipkit.layers.activations import ACTIVATIONS, slope_activation
-from lipkit.layers.sandwich import ContractionLinear, free_pair
+from lipkit.layers.cayley_pair import ContractionLinear, free_pair
 from lipkit.linalg import cayley
 from lipkit.plain import FourierConv2d, SandwichBlock, load, save
 from lipkit.protocol import export, lipschitz

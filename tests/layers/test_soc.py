@@ -14,7 +14,7 @@ from lipkit import export, lipschitz
 from lipkit.bounds import symbol_sup
 from lipkit.conv import adjoint
 from lipkit.errors import OptionError
-from lipkit.layers.soc import SocConv2d, gram_norm, reshaped_norm
+from lipkit.layers.soc import SocConv2d, reshaped_norm
 from lipkit.plain import FourierConv2d, TaylorConv2d, load, save
 from lipkit.protocol.plain_rules import _taylor
 from lipkit.testing import check_layer, dense_matrix
@@ -102,11 +102,7 @@ def test_terms_of_the_two_modes_differ_by_the_truncation() -> None:
     assert torch.equal(wide.train()(x), wide.eval()(x))
 
 
-def test_gram_norm_and_reshaped_norm_are_upper_bounds() -> None:
-    for shape in ((3, 50), (50, 3), (40, 40), (1, 1)):
-        a = torch.randn(*shape, dtype=torch.float64)
-        truth = np.linalg.norm(a.numpy(), 2)
-        assert truth <= float(gram_norm(a)) <= 1.02 * truth
+def test_reshaped_norm_is_an_upper_bound() -> None:
     for shape in ((4, 3, 3, 3), (3, 4, 1, 5), (2, 2, 4, 2)):
         kernel = torch.randn(*shape, dtype=torch.float64)
         # A search over the torus, independent of the reshapings.

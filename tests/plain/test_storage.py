@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipkit.errors import DataError, OptionError
 from lipkit.plain import Affine, ConvexResidual, FourierConv2d, GroupSort, MaxMin, Network, load, save, sha256
-from lipkit.plain.storage import ARGUMENTS, build, describe
+from lipkit.plain.configuration import ARGUMENTS, build, describe
 
 IMAGE = (2, 8, 8)
 EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

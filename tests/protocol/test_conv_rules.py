@@ -156,3 +156,69 @@ def test_export_copies(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(2, *shape)
     assert torch.equal(plain(x), layer(x))
     assert not any(p.requires_grad for p in plain.parameters())
+
+
+# Windows that overlap or not, sizes that the stride divides or not, one axis strided, borders, groups.
+STRIDED = [
+    {"kernel_size": 2, "stride": 2},
+    {"kernel_size": 2, "stride": 3},
+    {"kernel_size": (1, 3), "stride": (1, 2)},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 5, "stride": 2, "padding": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "padding_mode": "circular"},
+    {"kernel_size": 4, "stride": 2, "padding": 1, "padding_mode": "circular"},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "padding_mode": "replicate"},
+    {"kernel_size": 2, "stride": 2, "dilation": 2},
+    {"kernel_size": 2, "stride": 2, "dilation": 3},
+    {"kernel_size": 1, "stride": 2, "dilation": 3},
+]
+
+
+@pytest.mark.parametrize("options", STRIDED, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_strides(kind: type[nn.Module], options: dict[str, object], groups: int) -> None:
+    if kind is nn.ConvTranspose2d and options.get("padding_mode", "zeros") != "zeros":
+        pytest.skip("transposed convolutions have zero padding only")
+    for seed, size in itertools.product(range(3), (6, 7, 8)):
+        torch.manual_seed(seed)
+        layer = kind(4, 2, groups=groups, bias=False, **options)
+        if seed == 2:
+            with torch.no_grad():
+                layer.weight.abs_()
+        exact = truth(layer, (4, size, size))
+        for shape in ((4, size, size), None):
+            assert exact * EXACT <= lipkit.lipschitz(layer, shape).item()
+
+
+@pytest.mark.parametrize(("padding_mode", "slack"), [("zeros", 0.03), ("circular", 1e-10)])
+def test_a_strided_bound_is_tight(padding_mode: str, slack: float) -> None:
+    """Where the stride is not used it is up to twice as large: more than 1.2 times for these kernels."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 8, 3, stride=2, padding=1, padding_mode=padding_mode, bias=False)
+    exact = truth(layer, (2, 16, 16))
+    assert exact * EXACT <= lipkit.lipschitz(layer, (2, 16, 16)).item() <= (1 + slack) * exact
+    same = nn.Conv2d(2, 8, 3, padding=1, padding_mode=padding_mode, bias=False)
+    same.weight.data = layer.weight.data
+    assert lipkit.lipschitz(same, (2, 16, 16)).item() > 1.2 * exact
+
+
+def test_windows_that_do_not_overlap_are_one_matrix() -> None:
+    """The patch embedding of a vision transformer: no longer than its matrix."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 16, 4, stride=4)
+    exact = np.linalg.norm(layer.weight.detach().double().flatten(1).numpy(), 2)
+    assert lipkit.lipschitz(layer, (3, 16, 16)).item() == pytest.approx(exact, rel=1e-12)
+
+
+def test_the_image_may_be_no_multiple_of_the_stride() -> None:
+    """On three pixels of a circle the second window of stride 2 meets the first one again."""
+    layer = nn.Conv1d(1, 1, 2, stride=2, padding=1, padding_mode="circular", bias=False)
+    layer.weight.data.fill_(1.0)
+    with pytest.raises(NoRuleError, match="at most"):
+        lipkit.lipschitz(layer, (1, 3))
+    layer = nn.Conv1d(1, 1, 3, stride=2, padding=1, padding_mode="circular", bias=False)
+    layer.weight.data.fill_(1.0)
+    exact = truth(layer, (1, 3))
+    assert exact == pytest.approx(math.sqrt(6))  # two windows, both all three pixels
+    assert exact * EXACT <= lipkit.lipschitz(layer, (1, 3)).item()

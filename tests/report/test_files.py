@@ -86,6 +86,8 @@ def test_radii_give_the_certified_accuracy(certified: tuple[Certificate, Split],
     certificate.save_csv(tmp_path / RADII)
     radii = read_radii(tmp_path)
     assert radii is not None
+    for name in ("correct", "prediction", "radius", "margin"):
+        assert getattr(radii, name).tolist() == getattr(certificate, name).tolist()
     grid = np.concatenate([np.linspace(0, 2, 50), certificate.radius.numpy()])
     np.testing.assert_allclose(radii.certified(grid), [certificate.accuracy(eps) for eps in grid], rtol=1e-12)
 
@@ -94,14 +96,19 @@ def test_radii_give_the_certified_accuracy(certified: tuple[Certificate, Split],
     "content",
     [
         "index,label\n0,1\n",
-        "correct,radius\n1,far\n",
-        "correct,radius\n2,0.1\n",
-        "correct,radius\n1,nan\n",
-        "correct,radius\n1\n",
+        "correct,radius\n1,0.1\n",
+        "correct,prediction,radius,margin\n1,3,far,1\n",
+        "correct,prediction,radius,margin\n1,3.5,0.1,1\n",
+        "correct,prediction,radius,margin\n2,3,0.1,1\n",
+        f"correct,prediction,radius,margin\n1,{10**30},0.1,1\n",
+        "correct,prediction,radius,margin\n1,3,nan,1\n",
+        "correct,prediction,radius,margin\n1,3,-0.1,1\n",
+        "correct,prediction,radius,margin\n1\n",
+        "correct,prediction,radius,margin\n1,3,\xe9,1\n",
     ],
 )
 def test_corrupt_radii(tmp_path: Path, content: str) -> None:
-    (tmp_path / RADII).write_text(content)
+    (tmp_path / RADII).write_text(content, encoding="latin-1")
     with pytest.raises(RunError, match=r"radii\.csv: expected"):
         read_radii(tmp_path)
 

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from lipkit.errors import RecipeError
@@ -197,6 +198,38 @@ def test_base_is_merged_and_every_family_has_a_digits_recipe() -> None:
         assert recipe.model.options["layer"] == family
         assert recipe.train == load_recipe("digits_cayley").train
     assert load_recipe("digits_eco").model.options == {"layer": "eco", "width": 1, "kernel_size": 4}
+
+
+def test_another_name_drops_the_options_of_the_base(tmp_path: Path) -> None:
+    def load(text: str) -> Recipe:
+        return load_recipe(write(tmp_path, f"base: digits_cayley\nname: mine\n{text}"))
+
+    base = load_recipe("digits_cayley")
+    assert base.model.options == {"layer": "cayley", "width": 1}
+    changed = load("model: {name: kwlarge, options: {width: 2}}\nloss: {name: cross_entropy}\n")
+    assert (changed.model.name, changed.model.options) == ("kwlarge", {"width": 2})
+    assert (changed.loss.name, changed.loss.options) == ("cross_entropy", {})
+    assert load("model: kwlarge\n").model.options == {}
+    for same in ("model: {options: {width: 2}}\n", "model: {name: small, options: {width: 2}}\n"):
+        assert load(same).model.options == {"layer": "cayley", "width": 2}
+    assert load("model: small\nloss: hinge\n").loss == base.loss
+    assert load("train: {schedule: {name: multistep}}\n").train.schedule.options == {}
+
+
+def test_names_are_compared_along_the_whole_chain_of_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "root": SMALL.replace("model: small", "model: {name: small, options: {width: 1}}")
+        + "loss: {options: {eps0: 0.5}}\n",
+        "middle": "base: root\nmodel: {options: {layer: soc}}\nloss: {options: {lipschitz: 2}}\n",
+        "other": "base: middle\nmodel: {name: kwlarge, options: {dense: [8]}}\nloss: hinge\n",
+    }
+    monkeypatch.setattr(recipes, "names", lambda: sorted(files))
+    monkeypatch.setattr(recipes, "_read", lambda name: (name, yaml.safe_load(files[name])))
+    assert load_recipe("middle").model.options == {"width": 1, "layer": "soc"}
+    other = load_recipe("other")
+    assert other.model.options == {"dense": [8]}
+    # hinge is what a loss without a name is: no other name
+    assert other.loss.options == load_recipe("middle").loss.options == {"eps0": 0.5, "lipschitz": 2}
 
 
 @pytest.mark.parametrize("base", ["digits_nothing", "mine.yaml", 3])

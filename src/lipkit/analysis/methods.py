@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lipkit.bounds import METHODS
 from lipkit.errors import OptionError
 from lipkit.protocol import lipschitz
+from lipkit.protocol.conv_rules import kernel_with_stride
 
 
 def check_method(method: str) -> str:
@@ -34,7 +35,8 @@ def layer_bound(module: nn.Module, input_shape: tuple[int, ...], method: str = "
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or method == "auto":
             return lipschitz(module, input_shape).detach(), _default(module)
         names = list(METHODS) if method == "best" else [method]
-        found = {name: METHODS[name](module.weight, groups=module.groups).detach() for name in names}
+        kernel = kernel_with_stride(module)
+        found = {name: METHODS[name](kernel, groups=module.groups).detach() for name in names}
         best = min(found, key=lambda name: float(found[name]))
         return found[best].to(torch.float64), best
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Ball, Best, Box, Model, check_inputs, like, margin_loss
+from lipkit.attacks.ascent import Ball, Best, Box, Model, check_inputs, like, margin_loss, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.losses import check_loss, first_logits, rivals, value_and_gradient
 
@@ -78,7 +78,7 @@ def apgd(
     """
     space = ball(norm)
     radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = seeded(generator)
     if not len(x):
         return x.detach().clone()
     logits = first_logits(model, x, y)

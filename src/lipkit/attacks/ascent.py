@@ -86,7 +86,7 @@ def ascend(
     if step_size is not None and not (step_size > 0 and math.isfinite(step_size)):
         raise OptionError(f"expected step_size > 0 (a share of eps) or None, got {step_size}")
     radius = check_inputs(x, y, eps, steps, restarts, box)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = seeded(generator)
     best = Best(x, y)
     fooled = best.fooled
     rivals: Tensor | None = None
@@ -165,6 +165,24 @@ def like(values: Tensor, tensor: Tensor) -> Tensor:
     """(N,) values shaped to broadcast over (N, ...), in the tensor's dtype unless they are bool."""
     shaped = values.view(-1, *[1] * (tensor.ndim - 1))
     return shaped if values.dtype == torch.bool else shaped.to(tensor.dtype)
+
+
+def clip(points: Tensor, box: Box) -> Tensor:
+    """The points with every entry moved into the box, or as they are without one.
+
+    >>> clip(torch.tensor([-1.0, 0.5, 2.0]), (0, 1)).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    return points if box is None else points.clamp(*box)
+
+
+def seeded(generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or for None the one that stands for it in every attack: on the CPU, with seed 0.
+
+    >>> seeded(None).initial_seed()
+    0
+    """
+    return torch.Generator().manual_seed(0) if generator is None else generator
 
 
 def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts: int, box: Box) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified
+from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.ensemble import PARTS, ensemble
-from lipkit.attacks.losses import first_logits
+from lipkit.attacks.losses import correct_samples
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
 
@@ -70,10 +70,10 @@ def autoattack(
     """
     space = ball(norm)
     radius = check_inputs(x, y, eps, steps, 1, box)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = seeded(generator)
     if not len(x):
         return Found(x.detach().clone(), "no sample")
-    logits = first_logits(model, x, y)
+    index, logits = correct_samples(model, x, y)
     why = obstacle(x, radius, logits.shape[1], box)
     if why:
         points = ensemble(model, x, y, radius, norm=norm, steps=steps, box=box, generator=generator)
@@ -81,7 +81,6 @@ def autoattack(
     import pyautoattack
 
     found = x.detach().clone()
-    index = (~misclassified(logits, y)).nonzero()[:, 0]
     if len(index):
         seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
         points = _standard(

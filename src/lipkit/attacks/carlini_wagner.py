@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified
-from lipkit.attacks.losses import first_logits, nearest_rivals, rise
+from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified
+from lipkit.attacks.losses import correct_samples, nearest_rivals, rise
 from lipkit.attacks.minimum_norm import shrink
 from lipkit.attacks.pgd import norms
 from lipkit.errors import OptionError
@@ -78,25 +78,22 @@ def carlini_wagner(
         raise OptionError(
             f"expected searches >= 1, targets >= 1 and confidence >= 0, got {searches}, {targets} and {confidence}"
         )
-    if not len(x):
-        return x.detach().clone()
-    logits = first_logits(model, x, y)
     x = x.detach()
     best = x.clone()
-    index = (~misclassified(logits, y)).nonzero()[:, 0]
+    index, logits = correct_samples(model, x, y)
     if not len(index):
         return best
-    order = nearest_rivals(model, x[index], y[index], logits[index], norms)
-    near = x[index]
+    centre, label = x[index], y[index]
+    order = nearest_rivals(model, centre, label, logits, norms)
+    near = centre
     distance = torch.full((len(index),), torch.inf, dtype=torch.float64, device=x.device)
     for target in order[:, :targets].unbind(dim=1):
         near, distance = _search(
-            model, x[index], y[index], target, near, distance, steps, searches, rate, weight, confidence, box
+            model, centre, label, target, near, distance, steps, searches, rate, weight, confidence, box
         )
     found = distance.isfinite()
-    rows = index[found]
-    if len(rows):
-        best[rows] = shrink(model, x[rows], near[found], y[rows])
+    if bool(found.any()):
+        best[index[found]] = shrink(model, centre[found], near[found], label[found])
     return best
 
 
@@ -118,8 +115,7 @@ def _search(
             with torch.enable_grad():
                 free = free.detach().requires_grad_()
                 scaled = free if box is None else torch.tanh(free)
-                point = middle + half * scaled
-                point = point if box is None else point.clamp(*box)  # the rounding of the sum
+                point = clip(middle + half * scaled, box)  # the rounding of the sum
                 logits = model(point)
                 gap = (-rise(logits, label, "margin", target)).clamp_min(-confidence)
                 # in units of the half width, squared: the search for c makes up for the scale

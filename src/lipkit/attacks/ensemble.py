@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.apgd import apgd
-from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified
+from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
@@ -50,7 +50,7 @@ def ensemble(
     """
     space = ball(norm)
     radius = check_inputs(x, y, eps, steps, 1, box)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = seeded(generator)
     found = x.detach().clone()
     if not len(x):
         return found

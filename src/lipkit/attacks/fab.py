@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified
+from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.hyperplane import towards_hyperplane
-from lipkit.attacks.losses import first_logits, rivals, value_and_gradient
+from lipkit.attacks.losses import correct_samples, rivals, value_and_gradient
 from lipkit.attacks.minimum_norm import shrink
 
 _OVERSHOOT, _BACK, _MOST_ORIGINAL = 1.05, 0.9, 0.1
@@ -73,18 +73,15 @@ def fab(
     """
     space = ball(norm)
     check_inputs(x, y, 0.0, steps, restarts, box)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    if not len(x):
-        return x.detach().clone()
-    logits = first_logits(model, x, y)
+    generator = seeded(generator)
     x = x.detach()
     best = x.clone()
-    distance = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
-    index = (~misclassified(logits, y)).nonzero()[:, 0]
+    index, logits = correct_samples(model, x, y)
     if not len(index):
         return best
-    order = rivals(logits, y, targets)[index]
     centre, label = x[index], y[index]
+    order = rivals(logits, label, targets)
+    distance = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
 
     def keep(points: Tensor) -> Tensor:
         """Remember what is misclassified and closer than before; which rows are misclassified."""
@@ -103,8 +100,7 @@ def fab(
             if start:
                 reach = distance[index] / 2
                 reach = torch.where(reach.isfinite(), reach, 0.0)
-                point = centre + space.random(centre, generator) * like(reach, centre)
-                point = point if box is None else point.clamp(*box)
+                point = clip(centre + space.random(centre, generator) * like(reach, centre), box)
             for _ in range(steps):
                 value, _, slope = value_and_gradient(model, point, label, "margin", target)
                 here, origin = _project(point, centre, value, slope, norm, box)
@@ -114,8 +110,7 @@ def fab(
                 )
                 share = like(share, point)
                 point = (1 - share) * (point + _OVERSHOOT * here) + share * (centre + _OVERSHOOT * origin)
-                point = torch.where(point.isfinite(), point, centre)
-                point = point if box is None else point.clamp(*box)
+                point = clip(torch.where(point.isfinite(), point, centre), box)
                 wrong = keep(point)
                 point = torch.where(like(wrong, point), centre + _BACK * (point - centre), point)
     found = distance[index].isfinite()
@@ -127,8 +122,7 @@ def fab(
             value, _, slope = value_and_gradient(model, best[index], label, "margin")
             _, origin = _project(best[index], centre, value, slope, norm, box)
             ahead = centre + origin * (1 + 1e-4)
-            ahead = torch.where(ahead.isfinite(), ahead, centre)
-            keep(ahead if box is None else ahead.clamp(*box))
+            keep(clip(torch.where(ahead.isfinite(), ahead, centre), box))
     return best
 
 

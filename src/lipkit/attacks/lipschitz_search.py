@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lipkit.attacks.ascent import clip
 from lipkit.errors import OptionError, ShapeError
 
 Box = tuple[float, float]
@@ -119,10 +120,6 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *(1,) * (like.ndim - 1))
 
 
-def _clamped(x: Tensor, box: Box | None) -> Tensor:
-    return x if box is None else x.clamp(*box)
-
-
 def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """Slopes of the secants; zero for points so close that rounding could raise the quotient."""
     with torch.no_grad():
@@ -133,7 +130,7 @@ def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Box | None, steps: int) -> tuple[Tensor, Tensor]:
     """Adam on both ends of the secants; the best pair of each start."""
-    x, y = _clamped(x, box).requires_grad_(), _clamped(y, box).requires_grad_()
+    x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
     best_x, best_y, best = x.detach().clone(), y.detach().clone(), _slopes(f, x, y)
     optimizer = torch.optim.Adam([x, y], lr=0.02)
     for step in range(steps):
@@ -171,4 +168,4 @@ def _polish(f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Box | None
         # A corner of the box may block the direction: step back into it where that helps.
         inward = (x + step < box[0]) | (x + step > box[1])
         step = torch.where(_per_sample(inward.flatten(1).any(1), step), -step, step)
-    return x, _clamped(x + step, box)
+    return x, clip(x + step, box)

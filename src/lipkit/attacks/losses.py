@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.attacks.ascent import Model, check_choice, check_labels, check_logits, margin_loss
+from lipkit.attacks.ascent import Model, check_choice, check_labels, check_logits, margin_loss, misclassified
 from lipkit.errors import LipkitError, OptionError, ShapeError
 
 LOSSES = ("margin", "dlr", "ce")
@@ -86,6 +86,23 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
     check_logits(logits, len(x))
     check_labels(y, logits.shape[1])
     return logits.detach()
+
+
+def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(M,) the samples that the model gets right, and their logits (M, K): what is left to attack.
+
+    Raises:
+        ShapeError, OptionError: see `first_logits`.
+
+    >>> index, logits = correct_samples(torch.neg, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+    >>> index.tolist(), logits.tolist()
+    ([1], [[-0.0, -1.0]])
+    """
+    if not len(x):
+        return torch.arange(0, device=x.device), x.new_zeros(0, 2)
+    logits = first_logits(model, x, y)
+    index = (~misclassified(logits, y)).nonzero()[:, 0]
+    return index, logits[index]
 
 
 def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:

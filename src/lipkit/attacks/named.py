@@ -19,6 +19,7 @@ from lipkit.errors import OptionError
 
 STEPS = {"pgd": 50, "apgd": 100, "fab": 50, "cw": 200, "autoattack": 100}
 NAMES = tuple(STEPS)
+"""The attacks that :func:`run_attack` knows by name."""
 MINIMUM_NORM = ("fab", "cw")
 
 

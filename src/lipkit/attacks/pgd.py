@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import LOSSES, Ball, Box, Model, ascend, like, margin_loss, misclassified
+from lipkit.attacks.ascent import LOSSES, Ball, Box, Model, ascend, clip, like, margin_loss, misclassified
 
 
 def pgd_l2(
@@ -113,8 +113,7 @@ def project(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
             slope = torch.where(free, step.square(), 0).sum(dim=1).clamp_min(1e-30)
             square = (square + (size - length).clamp_min(0) / slope).clamp_max(1.0)
         share = square.sqrt()
-    result = centre + (step * share[:, None]).view_as(centre)
-    result = result if box is None else result.clamp(*box)
+    result = clip(centre + (step * share[:, None]).view_as(centre), box)
     # shrinking towards a centre inside the box never leaves it; the extra part covers the rounding of the sum
     for attempt in range(8):
         length = norms(result, centre)
@@ -122,8 +121,7 @@ def project(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
         if not bool(outside.any()):
             return result
         smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))
-        shrunk = centre + (result - centre) * like(smaller, result)
-        shrunk = shrunk if box is None else shrunk.clamp(*box)
+        shrunk = clip(centre + (result - centre) * like(smaller, result), box)
         result = torch.where(like(outside, result), shrunk, result)
     return torch.where(like(norms(result, centre) > radius, result), centre, result)
 

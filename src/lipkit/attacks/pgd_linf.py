@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Ball, Box, Model, ascend, like
+from lipkit.attacks.ascent import Ball, Box, Model, ascend, clip, like
 
 
 def pgd_linf(
@@ -88,7 +88,7 @@ def project(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
     # The faces were rounded to this dtype: one number towards the centre is inside.
     outside = (result.to(radius.dtype) - wide).abs() > size
     result = torch.where(outside, torch.nextafter(result, centre), result)
-    return result if box is None else result.clamp(*box)
+    return clip(result, box)
 
 
 def largest(point: Tensor, centre: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, margin_loss
+from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, margin_loss, seeded
 from lipkit.attacks.balls import ball
 from lipkit.attacks.losses import first_logits
 
@@ -54,7 +54,7 @@ def random_search(
     """
     space = ball(norm)
     radius = check_inputs(x, y, eps, steps, 1, box)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = seeded(generator)
     x = x.detach()
     best = Best(x, y)
     if not len(x):

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, margin_loss, misclassified
+from lipkit.attacks.ascent import Box, Model, check_inputs, clip, margin_loss, misclassified, seeded
 from lipkit.attacks.losses import first_logits, nearest_rivals, value_and_gradient
 from lipkit.attacks.pgd import norms
 from lipkit.errors import OptionError
@@ -98,7 +98,7 @@ def rounding_attack(
         raise OptionError(f"expected a sample that the model classifies as {label}, got {int(logits.argmax())}")
     if radius == 0:
         return None
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = seeded(generator)
     for target in nearest_rivals(model, sample, y, logits, norms)[0, :targets]:
         slope = value_and_gradient(model, sample, y, "margin", target[None])[2]
         length = norms(slope, torch.zeros_like(slope))
@@ -109,7 +109,7 @@ def rounding_attack(
         reach = radius * (1 - 2.0 ** -shares.double())
         points = (sample.double() + reach.view(-1, *[1] * x.ndim) * direction).to(x.dtype)
         for turn in range(rounds + 1):
-            points = points if box is None else points.clamp(*box)
+            points = clip(points, box)
             points = points[_surely_inside(points, sample, radius)]
             if not len(points):
                 break

@@ -22,7 +22,7 @@ def show(claim: str | None, plan: Plan, arguments: list[str] | None = None) -> N
     parser.add_argument("--device", default=plan.device)
     parser.add_argument("--seconds", type=float, default=plan.seconds, help="of each contender at each shape")
     given = parser.parse_args(arguments)
-    chosen = dataclasses.replace(plan, device=given.device, seconds=given.seconds)
+    chosen = dataclasses.replace(plan, device=given.device, seconds=given.seconds, keep_memory=arguments is None)
     result = measure(chosen, lambda line: print(line, file=sys.stderr, flush=True))
     for table in sections({"command": " ".join(["python", *sys.argv]), **result}).values():
         print(f"{table}\n")

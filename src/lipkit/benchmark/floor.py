@@ -40,7 +40,8 @@ def operations(family: str, shape: Shape, batch: int, phase: str) -> float:
     ECO: a product of cin x cout per pixel and image (training: three), and in training nine products of c x c for each
     of the (k^2 + 1) / 2 distinct matrices (Taylor polynomial of degree 5 by three products, twice that backward).
     Cayley: complex products, 8 cin cout each, at half of the pixels; per transform the two separable real products; in
-    training an LU factorisation of c x c, solves and the outer product.
+    training an LU factorisation of c x c, solves and the outer product. With a 1 x 1 kernel one real matrix: a product
+    of cin x cout for each patch and image (training: three), and in training a factorisation and two solves of c x c.
 
     >>> operations("eco", Shape(8, 8, 6), 2, "forward") == 2 * 2 * 36 * 64
     True
@@ -54,6 +55,9 @@ def operations(family: str, shape: Shape, batch: int, phase: str) -> float:
             if phase == "forward"
             else 3 * once + (shape.kernel**2 + 1) // 2 * 9 * 2 * max(shape.inner, shape.cout) ** 3
         )
+    if shape.kernel == 1:
+        once = float(pixels * product)
+        return once if phase == "forward" else 3 * once + (2 / 3 + 4) * c**3
     transforms = 4.0 * shape.out * pixels * batch * (shape.inner + shape.cout)
     once = transforms + 2.0 * pixels * product
     return once if phase == "forward" else 3 * once - transforms + pixels / 2 * (16 / 3) * c**3
@@ -67,7 +71,8 @@ def traffic(family: str, shape: Shape, batch: int, phase: str) -> float:
     """
     pixels = shape.out**2
     entering, leaving = (4.0 * batch * pixels * c for c in (shape.inner, shape.cout))
-    symbol = 4.0 * pixels * shape.inner * shape.cout if family == "cayley" else 0.0
+    matrices = pixels if shape.kernel > 1 else 1
+    symbol = 4.0 * matrices * shape.inner * shape.cout if family == "cayley" else 0.0
     return entering + leaving + symbol if phase == "forward" else 3 * entering + 2 * leaving + 3 * symbol
 
 

@@ -16,6 +16,7 @@ from lipkit.benchmark.shapes import BATCHES, Shape, parse, shapes_of
 from lipkit.benchmark.work import COMPILED, MAKERS, PHASES, REFERENCE, accepts, contenders
 from lipkit.errors import OptionError
 from lipkit.layers.families import get
+from lipkit.memory import keep_freed_memory
 from lipkit.report.machine import hardware, versions
 
 FAMILIES = ("eco", "cayley", "sandwich", "bcop", "cayley_bcop", "rko", "soc")
@@ -36,6 +37,8 @@ class Plan:
         seconds, repeats, least: budget of each contender at each shape; see `interleaved`.
         compiled: whether ``torch.compile`` of each layer is timed too.
         parts: 'layers', 'memory', 'networks'.
+        keep_memory: whether this process keeps freed memory from then on, as ``lipkit train`` does; what fresh
+            memory costs depends on all that was allocated before, and is the largest part of the noise.
     """
 
     families: tuple[str, ...] = FAMILIES
@@ -49,6 +52,7 @@ class Plan:
     least: int = 3
     compiled: bool = False
     parts: tuple[str, ...] = PARTS
+    keep_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in self.families:
@@ -96,6 +100,7 @@ def measure(
     """
     start = time.perf_counter()
     result = facts(plan)
+    result["keeps_memory"] = plan.keep_memory and keep_freed_memory()
     clock = clock_of(plan.device)
     result["gate"] = {name: check_small(get(name)) for name in plan.families}
     result["gate"] |= {f"{name} textbook": check_textbook(name) for name in plan.families if name in textbook.LAYERS}

@@ -138,6 +138,7 @@ def provenance(result: Result) -> str:
     machine, rates = result["hardware"], rates_of(result)
     parts = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     load = "" if result["load"] is None else f"; load average at the start {result['load']:.2f}"
+    load += ", freed memory kept" if result.get("keeps_memory") else ""
     return (
         f"`{result['command']}`, {result['created']}, {result['seconds'] / 60:.1f} minutes: {machine['cpu']}, "
         f"{machine['device']}, one thread of {machine['cores']} cores{load}. {parts}. Measured rates: products of "

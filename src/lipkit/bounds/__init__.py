@@ -9,11 +9,11 @@ from lipkit.bounds.circular import circular
 from lipkit.bounds.fantastic_four import fantastic_four
 from lipkit.bounds.gram import gram
 from lipkit.bounds.lipbound import lipbound, lipbound_estimate
+from lipkit.bounds.polyphase import polyphase
 from lipkit.bounds.reshaped import reshaped
 from lipkit.bounds.symbol_sup import grid_correction, symbol_sup
 from lipkit.bounds.verified import spectral_norm, spectral_norms
 
-# Methods with one signature, ``method(kernel, *, groups=1) -> 0-d float64``: proved bounds for every image size.
 METHODS: dict[str, Callable[..., Tensor]] = {
     "symbol_sup": symbol_sup,
     "lipbound": lipbound,
@@ -22,6 +22,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {
     "aol": aol,
     "reshaped": reshaped,
 }
+"""Methods with one signature, ``method(kernel, *, groups=1) -> 0-d float64``: proved bounds for every image size."""
 
 __all__ = [
     "METHODS",
@@ -32,6 +33,7 @@ __all__ = [
     "grid_correction",
     "lipbound",
     "lipbound_estimate",
+    "polyphase",
     "reshaped",
     "spectral_norm",
     "spectral_norms",

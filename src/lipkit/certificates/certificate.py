@@ -14,17 +14,11 @@ from torch import Tensor
 
 from lipkit import plain
 from lipkit.certificates import margins
-from lipkit.certificates.exported import (
-    check_inputs,
-    dtype_name,
-    float64_copy,
-    float64_device,
-    proved_parts,
-    split_last_layer,
-)
+from lipkit.certificates.exported import check_inputs, dtype_name
+from lipkit.certificates.measurement import measure
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
-from lipkit.certificates.rounding import evaluators, sound
-from lipkit.certificates.rounding.evaluators import Evaluator, check_rounding, inner_products_only
+from lipkit.certificates.rounding import sound
+from lipkit.certificates.rounding.evaluators import Evaluator, check_rounding
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 
@@ -152,10 +146,10 @@ def certify(
 
     With ``K_ti = min(sqrt(2) L, L_b ||w_t - w_i||)`` (the second only for a network that ends in ``nn.Linear``)
 
-        r(x) = min_{i != t} (y_t(x) - y_i(x) - a_ti(x)) / (K_ti + b_ti)     if the prediction is the label t, else 0
+        r(x) = min_{i != t} (y_t(x) - y_i(x) - a_ti(x)) / (K_ti + b_ti)
 
-    where ``a_ti + b_ti s`` bounds all rounding errors of ``y_t - y_i`` within a distance s of x (`docs/rounding.md`);
-    with ``rounding="ignore"`` both are 0.
+    if the prediction is the label t, else 0. There ``a_ti + b_ti s`` bounds all rounding errors of ``y_t - y_i`` within
+    a distance s of x (`docs/rounding.md`); with ``rounding="ignore"`` both are 0.
 
     **Guarantee.** For every input x' of the evaluator's number format closer than r(x), the machine computes a logit
     of the label that is larger than all others, whatever training produced the numbers. L and L_b are computed here
@@ -197,55 +191,40 @@ def certify(
         )
     check_inputs(network, x, batch_size)
     _check_labels(x, y)
-    where = float64_device(device)
-    made_for = evaluators.named(rounding, evaluator, where, network)
-    network64 = float64_copy(network, where)
-    constant, body_constant, gains = proved_parts(network64)
-    split = split_last_layer(network64)
-
-    arithmetic = evaluators.arithmetic(evaluator, network)
-    measured = None
-    if rounding == "sound":
-        measured = sound.Evaluation(list(network64), network64.input_shape, arithmetic, gains, split is not None)
-    values, found = [], []
-    with torch.no_grad(), inner_products_only(where, rounding == "sound"):
-        for xs in x.split(batch_size):
-            xs = xs.to(device=where, dtype=torch.float64)
-            if measured is None:
-                values.append(network64(xs).cpu())
-            else:
-                found.append(measured(xs))
-                values.append(found[-1].values)
-            margins.check_logits(values[-1], torch.zeros(len(xs), dtype=torch.int64))
-    outputs, labels = torch.cat(values), y.cpu()
+    measured = measure(
+        network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, check=_check_outputs
+    )
+    outputs, labels = measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
-
-    slack = sound.transform_slack(network64) if rounding == "sound" else 1.0
-    constants = margins.global_constants(constant * slack, outputs.shape[1])
+    constants = margins.global_constants(measured.constant * measured.slack, outputs.shape[1])
     rows = None
-    if split is not None and body_constant is not None:
-        weight = split[1].weight.cpu()
-        rows = margins.last_layer_constants(weight, 1.0)
-        constants = torch.minimum(constants, margins.last_layer_constants(weight, body_constant * slack))
+    if measured.weight is not None and measured.body_constant is not None:
+        rows = margins.last_layer_constants(measured.weight, 1.0)
+        body = measured.body_constant * measured.slack
+        constants = torch.minimum(constants, margins.last_layer_constants(measured.weight, body))
     ignored = margins.radii(outputs, labels, constants)
     radius = ignored
-    if rounding == "sound":
-        radius = sound.radii(sound.Logits.join(found), labels, constants, rows, arithmetic)
+    if measured.logits is not None:
+        radius = sound.radii(measured.logits, labels, constants, rows, measured.arithmetic)
     return Certificate(
         radius=radius,
         radius_ignored=ignored,
         prediction=margins.predictions(outputs),
         label=labels.clone(),
         margin=margins.margins(outputs, labels),
-        constant=constant,
-        body_constant=body_constant,
-        method="global" if split is None else "last layer",
+        constant=measured.constant,
+        body_constant=measured.body_constant,
+        method="global" if measured.weight is None else "last layer",
         dtype="float64",
         input_shape=tuple(network.input_shape),
         network_sha256=plain.sha256(network),
         rounding=rounding,
-        evaluator=made_for,
+        evaluator=measured.evaluator,
     )
+
+
+def _check_outputs(outputs: Tensor) -> None:
+    margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64))
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

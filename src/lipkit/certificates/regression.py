@@ -21,19 +21,12 @@ from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_balance import balance
 from lipkit.bounds.rounding import gamma
-from lipkit.certificates.exported import (
-    check_inputs,
-    dtype_name,
-    float64_copy,
-    float64_device,
-    proved_bound,
-    proved_parts,
-    split_last_layer,
-)
+from lipkit.certificates.exported import check_inputs, dtype_name, float64_copy, proved_bound
 from lipkit.certificates.margins import round_up
-from lipkit.certificates.rounding import evaluators, sound
+from lipkit.certificates.measurement import measure
+from lipkit.certificates.rounding import sound
 from lipkit.certificates.rounding.arithmetic import size
-from lipkit.certificates.rounding.evaluators import Evaluator, inner_products_only
+from lipkit.certificates.rounding.evaluators import Evaluator
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.plain import Affine, Network
@@ -167,37 +160,17 @@ def certify_regression(
     """
     check_inputs(network, x, batch_size)
     _check_targets(x, y, delta)
-    where = float64_device(device)
-    made_for = evaluators.named(rounding, evaluator, where, network)
-    network64 = float64_copy(network, where)
-    constant, _, gains = proved_parts(network64)
-    arithmetic = evaluators.arithmetic(evaluator, network)
-    split = split_last_layer(network64)
-    measured = None
-    if rounding == "sound":
-        measured = sound.Evaluation(list(network64), network64.input_shape, arithmetic, gains, split is not None)
-    parts, found = [], []
-    with torch.no_grad(), inner_products_only(where, rounding == "sound"):
-        for part in x.split(batch_size):
-            xs = part.to(device=where, dtype=torch.float64)
-            if measured is None:
-                parts.append(network64(xs).cpu())
-            else:
-                found.append(measured(xs))
-                parts.append(found[-1].values)
-    prediction, target = torch.cat(parts), y.detach().cpu().double()
+    measured = measure(network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device)
+    prediction, target = measured.outputs, y.detach().cpu().double()
     if prediction.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
-    exact = float64_copy(network)
-    constants, method = output_constants(exact, target.shape[1], constant)
+    constants, method = output_constants(float64_copy(network), target.shape[1], measured.constant)
+    constant, constants = measured.constant * measured.slack, constants * measured.slack
     centre = machine = torch.zeros_like(prediction)
-    if rounding == "sound":
-        slack = sound.transform_slack(exact)
-        constant, constants = constant * slack, constants * slack
-        weight = None if split is None else split[1].weight.detach().cpu()
-        centre, machine = sound.output_errors(sound.Logits.join(found), float(delta), weight, arithmetic)
+    if measured.logits is not None:
+        centre, machine = sound.output_errors(measured.logits, float(delta), measured.weight, measured.arithmetic)
     # The root of the sum of squares bounds the whole network too.
     size = float(torch.linalg.vector_norm(constants)) * (1 + gamma(len(constants) + 4))
     return RegressionCertificate(
@@ -211,7 +184,7 @@ def certify_regression(
         input_shape=tuple(network.input_shape),
         network_sha256=plain.sha256(network),
         rounding=rounding,
-        evaluator=made_for,
+        evaluator=measured.evaluator,
         prediction_error=centre,
         rounding_error=machine,
     )

@@ -71,7 +71,7 @@ def plan_of(given: dict[str, Any]) -> Any:
         asked |= {"shapes": tuple(map(parse, given["shapes"])), "own_only": False}
     if (given["shapes"] or given["families"]) and not given["parts"]:
         asked["parts"] = ("layers",)
-    return dataclasses.replace(base, device=given["device"], compiled=given["compiled"], **asked)
+    return dataclasses.replace(base, device=given["device"], compiled=given["compiled"], keep_memory=True, **asked)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def command(
     from lipkit import data as datasets
     from lipkit import plain
     from lipkit.certificates import format_radius
-    from lipkit.certificates.certificate_file import read_certificate, verify
+    from lipkit.certificates.certificate_reader import read_certificate
+    from lipkit.certificates.verification import verify
     from lipkit.errors import OptionError
     from lipkit.evaluation import EPS
     from lipkit.training.recipe_values import parse_number

@@ -12,12 +12,15 @@ import click
 
 import lipkit
 from lipkit.errors import LipkitError
+from lipkit.memory import keep_freed_memory
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
 VERBS = (
     *("train", "certify", "check", "attack", "report", "bound", "wasserstein"),
     *("list", "recipe", "reproduce", "export", "explore", "bench"),
 )
+# Verbs that take the same large tensors again and again.
+TRAINING = ("train", "reproduce")
 
 
 class _Lazy(click.Group):
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes them from ``sys.argv``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and given and given[0] in TRAINING:
+        keep_freed_memory()  # this process is the program's own
     end = given.index("--") if "--" in given else len(given)
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]

@@ -144,7 +144,8 @@ def reference() -> str:
     """Every key with its values, default and meaning, and the options of what is chosen by name."""
     lines = [
         "A recipe is a YAML file. A section (data, model, loss, train.schedule) may be written as the one name in it.",
-        "`base: NAME` starts from a packaged recipe. Numbers may be quotients such as 36/255.",
+        "`base: NAME` starts from a packaged recipe: keys are merged, but another name of a section (model, loss,",
+        "train.schedule) drops the options of the base there. Numbers may be quotients such as 36/255.",
         "",
     ]
     for key in keys():

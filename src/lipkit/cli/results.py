@@ -11,8 +11,8 @@ import torch
 from lipkit import plain
 from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.cli.console import Display
-from lipkit.data import Data
-from lipkit.evaluation import Evaluation, evaluate, evaluate_regression, latency
+from lipkit.data import Data, Split
+from lipkit.evaluation import evaluate, evaluate_regression, latency
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
 from lipkit.report.record import Facts, from_evaluation, from_regression
 from lipkit.training.recipe import Recipe
@@ -68,9 +68,12 @@ def _classification(
     section = recipe.certify
     attacked = min(len(data.test), section.attack_samples or len(data.test))
     display.note(f"certifying {len(data.test)} test samples, attacking {attacked}")
+    # Read once for evaluation, examples and certificate file: image files are decoded at every access.
+    x, y = data.test.batch(slice(None))
+    test = Split(x, y)
     evaluation = evaluate(
         network,
-        data.test,
+        test,
         eps=section.eps,
         attack_eps=section.attack_eps,
         attack_steps=section.attack_steps,
@@ -84,14 +87,9 @@ def _classification(
         device=device,
     )
     record = from_evaluation(evaluation, name=folder.name, data=data.name, classes=data.classes, **facts)
-    save_evaluation(folder, evaluation, data.test, record)
-    _save_certificate(folder, evaluation, network, data)
-    return Outcome(folder, record.metrics(), record)
-
-
-def _save_certificate(folder: Path, evaluation: Evaluation, network: plain.Network, data: Data) -> None:
-    x, y = data.test.batch(torch.arange(len(data.test)))
+    save_evaluation(folder, evaluation, test, record)
     write_certificate(describe(evaluation.certificate, network, x, y, data.name), folder / CERTIFICATE)
+    return Outcome(folder, record.metrics(), record)
 
 
 def _regression(

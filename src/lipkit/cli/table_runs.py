@@ -26,6 +26,7 @@ from lipkit.cli.console import Display
 from lipkit.cli.stand_in import NAMES, Available
 from lipkit.cli.tables import Row, Scale, Table
 from lipkit.files import write_atomic
+from lipkit.memory import keep_freed_memory
 from lipkit.report.measurement import MeasurementRecord, measurement_record, read_any_record
 from lipkit.report.record import RECORD, AnyRecord, write_record
 from lipkit.training.recipe import Recipe, load_recipe, to_yaml
@@ -187,7 +188,7 @@ def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, ke
                 failed.append(_failure(run, error, display))
         return failed
     # A fresh interpreter for each worker: a forked one would inherit torch's thread pool, in an unknown state.
-    with ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"), _start_worker) as pool:
         waiting = {pool.submit(make_run, run): run for run in missing}
         try:
             for number, future in enumerate(as_completed(waiting), 1):
@@ -203,6 +204,11 @@ def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, ke
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return failed
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
 
 
 def make_run(run: TableRun, display: Display | None = None) -> None:

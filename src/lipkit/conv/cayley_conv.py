@@ -10,103 +10,31 @@ the product of the Cayley transform with a vector x takes one solve, as does its
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x; \qquad \nabla_N = -2 k h^*,\; N^* k = \nabla_y .
 
 The two halves of the wide transform [A B] are also there on their own, :math:`Bx` and :math:`A^* x`, for sandwich
-layers. N comes straight from a small product: the skew part of the kernel is taken before its transform.
+layers. The first is made explicitly where x has fewer channels than the batch has images. N is the matter of
+:mod:`lipkit.conv.normal_matrices`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.frequency_solve import Form, Group, backward_rows, forward_rows
-from lipkit.conv.kernel_exponential import adjoint
-from lipkit.conv.symbol import check_kernel, symbol_parts
+from lipkit.conv.normal_matrices import NormalMatrices, normal_matrices, prepare, second_half
+from lipkit.conv.spectrum import Symbol, apply_symbol
 from lipkit.conv.transform import (
     count_real,
-    frequencies,
     pure_images,
     pure_rows,
     to_images,
     to_rows,
     transform_matrices,
 )
-from lipkit.linalg.cayley import Factors, factorize
-
-
-class NormalMatrices(NamedTuple):
-    """:math:`N^\\top` and :math:`W_2` (None for a square kernel) at the real frequencies and, complex, at the pairs."""
-
-    real: Tensor
-    pair: Tensor
-    rest_real: Tensor | None
-    rest_pair: Tensor | None
-
-
-def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
-    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable.
-
-    >>> n = normal_matrices(torch.ones(2, 3, 3, 3), 4, 4)
-    >>> n.pair.shape, n.rest_pair.shape
-    (torch.Size([6, 2, 2]), torch.Size([6, 2, 1]))
-    """
-    check_kernel(kernel)
-    cout, cin, kh, kw = kernel.shape
-    n = min(cout, cin)
-    # Even sizes get a zero tap in front, which makes the centre the middle.
-    kernel = F.pad(kernel, (1 - kw % 2, 0, 1 - kh % 2, 0))
-    own = kernel[:n, :n]
-    eye = torch.zeros_like(own)
-    eye[:, :, eye.shape[2] // 2, eye.shape[3] // 2] = torch.eye(n, dtype=own.dtype, device=own.device)
-    real, pair = _symbol((eye + own - adjoint(own)).transpose(0, 1), h, w)
-    if cout == cin:
-        return NormalMatrices(real, pair, None, None)
-    rest_real, rest_pair = _symbol(kernel[:, n:] if cout < cin else kernel[n:], h, w)
-
-    wide = cout < cin
-    return NormalMatrices(
-        _AddGram.apply(real, rest_real, wide), _AddGram.apply(pair, rest_pair, wide), rest_real, rest_pair
-    )
-
-
-class _AddGram(torch.autograd.Function):
-    """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
-        ctx.save_for_backward(w)
-        ctx.wide = wide
-        other = w.conj().resolve_conj()
-        return torch.baddbmm(a, other, w.mT) if wide else torch.baddbmm(a, w.mT, other)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
-        (w,) = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            both = g.mT + g.conj()
-            return g, (both @ w if ctx.wide else w @ both), None
-
-
-def _symbol(kernel: Tensor, h: int, w: int) -> tuple[Tensor, Tensor]:
-    """The symbol at the real frequencies and, complex, at the pairs."""
-    cout, cin, kh, kw = kernel.shape
-    f = frequencies(h, w)
-    taps = kernel.permute(2, 3, 0, 1).reshape(kh * kw, cout * cin)
-    each_tap = torch.eye(kh * kw, dtype=kernel.dtype, device=kernel.device).reshape(-1, 1, kh, kw)
-    own, pairs = (symbol_parts(each_tap, grid[:, 0], grid[:, 1], h, w) for grid in f)
-    # A complex product of real taps: its result is complex without another pass over it.
-    pair = torch.complex(*pairs).flatten(1) @ taps.to(torch.complex(*pairs).dtype)
-    return (own[0].flatten(1) @ taps).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
-
-
-def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
-    """Factors of the real and of the complex N for ``batch`` images, as constants."""
-    with torch.no_grad():
-        return factorize(matrices.real, batch), factorize(matrices.pair, batch)
+from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.cayley import Factors
 
 
 class _Solved(torch.autograd.Function):
@@ -118,6 +46,7 @@ class _Solved(torch.autograd.Function):
         form: Form,
         x: Tensor,
         bias: Tensor | None,
+        scale: Tensor | None,
         real: Tensor,
         pair: Tensor,
         rest_real: Tensor | None,
@@ -125,42 +54,61 @@ class _Solved(torch.autograd.Function):
         *constants: Tensor | None,
     ) -> Tensor:
         h, w = x.shape[-2:]
-        inputs = (x, bias, real, pair, rest_real, rest_pair)
+        inputs = (x, bias, scale, real, pair, rest_real, rest_pair)
         groups = _groups(h, w, rest_real, rest_pair, constants)
         matrices = _transform(constants)
         rows = to_rows(x, matrices)
+        # Channels are scaled between the transforms, in memory that is there: a pass of its own costs several.
+        if scale is not None and form == "first adjoint":
+            rows.mul_(scale)
         n = real.shape[-1]
         out = x.new_empty(h * w, len(x), n + rest_real.shape[1] if form == "tall" and rest_real is not None else n)
         kept = [t for group in groups for t in forward_rows(form, group, rows, out)]
+        if scale is not None and form == "second":
+            out.mul_(scale)
         if bias is not None:
             # A constant image is the coefficient of frequency 0, the first row.
             out[0].add_(bias, alpha=math.sqrt(h * w))
+        y = to_images(out, h, w, matrices)
         ctx.form = form
-        ctx.save_for_backward(*inputs, *constants, *kept)
-        return to_images(out, h, w, matrices)
+        ctx.save_for_backward(*inputs, *constants, y if scale is not None and form == "second" else None, *kept)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        inputs, constants, kept = ctx.saved_tensors[:6], ctx.saved_tensors[6:12], ctx.saved_tensors[12:]
-        x, rest_real, rest_pair = inputs[0], inputs[4], inputs[5]
+        saved = ctx.saved_tensors
+        inputs, constants, y, kept = saved[:7], saved[7:13], saved[13], saved[14:]
+        x, bias, scale, rest_real, rest_pair = (inputs[i] for i in (0, 1, 2, 5, 6))
         none = (None,) * len(constants)
         matrices = _transform(constants)
         if torch.is_grad_enabled():
-            return None, *_differentiable_gradients(ctx.form, inputs, ctx.needs_input_grad[1:7], g, matrices), *none
+            return None, *_differentiable_gradients(ctx.form, inputs, ctx.needs_input_grad[1:8], g, matrices), *none
         h, w = x.shape[-2:]
+        for_bias, for_scale, for_x = None, None, None
         with torch.autocast(g.device.type, enabled=False):
             g_rows = to_rows(g, matrices)
+            if bias is not None:
+                for_bias = g_rows[0].sum(0).mul_(math.sqrt(h * w))
+            if y is not None:
+                # y = scale z + bias, and z is not kept.
+                along = (g * y).sum((0, 2, 3))
+                for_scale = (along if for_bias is None else along - bias * for_bias) / scale
+                g_rows.mul_(scale)
             out = torch.empty(h * w, *x.shape[:2], dtype=x.dtype, device=x.device)
-            symbol = any(ctx.needs_input_grad[3:7])
+            symbol = any(ctx.needs_input_grad[4:8])
             for_symbol: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 2
             for i, group in enumerate(_groups(h, w, rest_real, rest_pair, constants)):
                 one, two = kept[2 * i], kept[2 * i + 1]
                 for_symbol[i] = backward_rows(ctx.form, group, one, two, g_rows, out, symbol=symbol)
-            for_bias = g_rows[0].sum(0).mul_(math.sqrt(h * w)) if ctx.needs_input_grad[2] else None
-            for_x = to_images(out, h, w, matrices) if ctx.needs_input_grad[1] else None
+            scaled = scale is not None and y is None
+            if ctx.needs_input_grad[1] or scaled:
+                for_x = to_images(out, h, w, matrices)
+            if scaled and for_x is not None:
+                for_scale = torch.mul(for_x, x, out=out.view(x.shape)).sum((0, 2, 3))
+                for_x.mul_(scale[:, None, None])
         (for_real, for_rest_real), (for_pair, for_rest_pair) = for_symbol
-        return None, for_x, for_bias, for_real, for_pair, for_rest_real, for_rest_pair, *none
+        return None, for_x, for_bias, for_scale, for_real, for_pair, for_rest_real, for_rest_pair, *none
 
 
 def _differentiable_gradients(
@@ -169,7 +117,8 @@ def _differentiable_gradients(
     """The gradients of the inputs of :class:`_Solved` as functions that can be differentiated."""
     # Views of them: N depends on W_2, and must count as independent of it here.
     views: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
-    y = _plain(form, views[0], views[1], NormalMatrices(*views[2:]), matrices)
+    x, bias, scale, *normal = views
+    y = _plain(form, x, bias, scale, NormalMatrices(*normal), matrices)
     wanted = [view for view, ask in zip(views, asked, strict=True) if ask]
     found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
     return [next(found) if ask else None for ask in asked]
@@ -190,9 +139,19 @@ def _groups(
     return [*groups, Group(Factors(pair, pair_pivots), rest_pair, slice(n, None))] if h * w > n else groups
 
 
-def _plain(form: Form, x: Tensor, bias: Tensor | None, normal: NormalMatrices, matrices: list[Tensor]) -> Tensor:
+def _plain(
+    form: Form,
+    x: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    normal: NormalMatrices,
+    matrices: list[Tensor],
+) -> Tensor:
     """What :class:`_Solved` computes, by operations that every tracer and every derivative of torch knows."""
     h, w = x.shape[-2:]
+    channels = None if scale is None else scale[:, None, None]
+    if form == "first adjoint" and channels is not None:
+        x = x * channels
     n_real = count_real(h, w)
     rows = pure_rows(x, matrices)
 
@@ -214,6 +173,8 @@ def _plain(form: Form, x: Tensor, bias: Tensor | None, normal: NormalMatrices, m
         z = one(normal.pair, normal.rest_pair, torch.complex(pair[:, 0], pair[:, 1]))
         out.append(torch.stack((z.real, z.imag), 1).flatten(0, 1))
     y = pure_images(torch.cat(out), h, w, matrices)
+    if form == "second" and channels is not None:
+        y = y * channels
     return y if bias is None else y + bias[:, None, None]
 
 
@@ -223,6 +184,7 @@ def solve_form(
     normal: NormalMatrices,
     factors: tuple[Factors, Factors] | None = None,
     bias: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     r"""Apply the Cayley transform with these matrices, or a half of it, at every frequency of ``x``.
 
@@ -233,17 +195,29 @@ def solve_form(
         normal: :func:`normal_matrices` on h x w.
         factors: :func:`prepare` of them, made here if not given.
         bias: added to every pixel.
+        scale: of each channel, nonzero: s B x + bias of 'second', A* (s x) of 'first adjoint'.
 
     Returns:
         ``(B, C', h, w)``.
+
+    Raises:
+        OptionError: a scale with another form.
     """
+    if scale is not None and form not in ("second", "first adjoint"):
+        raise OptionError(f"scale: expected None with form={form!r}, got shape {tuple(scale.shape)}")
     h, w = x.shape[-2:]
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling():
-        return _plain(form, x, bias, normal, matrices)
-    real, pair = prepare(normal, len(x)) if factors is None else factors
+        return _plain(form, x, bias, scale, normal, matrices)
+    factors = prepare(normal, len(x)) if factors is None else factors
+    if form == "second" and x.shape[1] < len(x):
+        half = second_half(normal, factors)
+        if scale is not None:
+            half = Symbol(*(part * scale[:, None] for part in half))
+        return apply_symbol(half, x, matrices, bias)
+    real, pair = factors
     constants = (*real, *pair, *matrices, *(None,) * (2 - len(matrices)))
-    y: Tensor = _Solved.apply(form, x, bias, *normal, *constants)
+    y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *constants)
     return y
 
 
@@ -272,3 +246,46 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     """
     cout, cin = kernel.shape[:2]
     return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, *x.shape[-2:]), bias=bias)
+
+
+def solves_pay(x: Tensor, side: int) -> bool:
+    """Whether a dense layer on ``x`` (..., n) had better solve with matrices of this size than make its own matrix.
+
+    Small matrices, and batches larger than them, are faster made: the solves have more calls and run at a lower rate
+    (measured on a CPU: the two meet at sizes of 256 to 384).
+
+    >>> solves_pay(torch.ones(128, 4096), 512), solves_pay(torch.ones(128, 20), 20)
+    (True, False)
+    """
+    return side >= 384 and math.prod(x.shape[:-1]) <= side
+
+
+def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Product of ``x`` with the Cayley transform of ``weight``, which is never made: the layer on images of one pixel.
+
+    Args:
+        weight: ``(m, n)``, real, of the dtype of x.
+        x: ``(..., n)``.
+        bias: ``(m,)``.
+
+    Returns:
+        ``(..., m)``.
+
+    Cost:
+        Of products of the larger by the smaller side squared, with a batch smaller than that: one for a wide or tall
+        matrix forward and one backward, where making the transform takes two and three.
+
+    Raises:
+        ShapeError: ``weight`` is not a matrix, or x does not have its columns.
+
+    >>> from lipkit.linalg import cayley
+    >>> w, x = torch.arange(6.0).reshape(2, 3), torch.ones(4, 3)
+    >>> torch.allclose(cayley_linear(w, x), x @ cayley(w).mT, atol=1e-6)
+    True
+    """
+    if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise ShapeError(
+            f"expected a matrix (m, n) and inputs (..., n), got {tuple(weight.shape)} and {tuple(x.shape)}"
+        )
+    rows = x.reshape(math.prod(x.shape[:-1]), weight.shape[1], 1, 1)
+    return cayley_conv2d(weight[:, :, None, None], rows, bias).reshape(*x.shape[:-1], len(weight))

@@ -26,7 +26,7 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
 
-def _conjugated(g: Tensor) -> Tensor:
+def conjugated(g: Tensor) -> Tensor:
     """The conjugate, in place; real numbers as they are."""
     return g.conj_physical_() if g.is_complex() else g
 
@@ -108,7 +108,7 @@ def backward_rows(
     if form == "first adjoint":
         k = solve_rows(group.factors, group.read(g, own))
         group.reflect(out, g, own, k)
-        return (_conjugated(_product(k.mT, h, -2)) if symbol else None), None
+        return (conjugated(_product(k.mT, h, -2)) if symbol else None), None
     # The conjugate of the incoming gradient, because N^T is solved with.
     top = group.read(g, own, conjugate=True)
     bottom = group.read(g, other, conjugate=True) if form == "tall" and rest is not None else None
@@ -125,7 +125,7 @@ def backward_rows(
         return None, None
     for_rest = None
     if bottom is not None:
-        for_rest = _conjugated(_product(bottom.mT, h, -2))
+        for_rest = conjugated(_product(bottom.mT, h, -2))
     elif x2 is not None:
-        for_rest = _conjugated(_product(k.mT, x2, -2))
-    return _conjugated(_product(h.mT, k, -2)), for_rest
+        for_rest = conjugated(_product(k.mT, x2, -2))
+    return conjugated(_product(h.mT, k, -2)), for_rest

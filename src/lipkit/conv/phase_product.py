@@ -15,45 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.phases import check_fits
+from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, split_phases
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise, transform_matrices
 
-Size = tuple[int, int]
 # Numbers in one buffer of a piece (2 MiB in float32), and the fewest pixels that keep the products efficient.
 PIECE_NUMBERS, PIECE_PIXELS = 2**19, 256
-
-
-def split_phases(x: Tensor, kernel_size: Size) -> Tensor:
-    """The phase images ``(B H W / (kh kw), C, kh, kw)`` of ``x`` ``(B, C, H, W)``, each pixel's channels contiguous.
-
-    One copy; none of a tensor that is in the memory order (kh, kw, B, H / kh, W / kw, C) already.
-
-    >>> split_phases(torch.arange(6.0).reshape(1, 1, 1, 6), (1, 3)).flatten(1).tolist()
-    [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
-    """
-    kh, kw = kernel_size
-    b, c, h, w = x.shape
-    pixels = b * (h // kh) * (w // kw)
-    return _phase_order(x, kernel_size).reshape(kh, kw, pixels, c).permute(2, 3, 0, 1)
-
-
-def _phase_order(x: Tensor, kernel_size: Size) -> Tensor:
-    """The view ``(kh, kw, B, H / kh, W / kw, C)`` of ``x`` ``(B, C, H, W)``."""
-    kh, kw = kernel_size
-    b, c, h, w = x.shape
-    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)
-
-
-def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of :func:`split_phases`: images ``(B, C, height, width)`` in the ``channels_last`` memory format.
-
-    >>> merge_phases(torch.tensor([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]).reshape(2, 1, 1, 3), 1, 6).flatten().tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    """
-    n, c, kh, kw = phases.shape
-    dh, dw = height // kh, width // kw
-    grid = phases.permute(2, 3, 0, 1).reshape(kh, kw, n // (dh * dw), dh, dw, c)
-    return grid.permute(2, 0, 3, 1, 4, 5).reshape(-1, height, width, c).permute(0, 3, 1, 2)
 
 
 def apply_phases(
@@ -184,7 +150,7 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
     b, c, h, w = out.shape
     # Single planes are written from a copy in the order of the pixels: their rows of one phase are short.
     pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
-    target = _phase_order(pixels, kernel_size)
+    target = phase_order(pixels, kernel_size)
     target.copy_(images.view(target.shape))
     if pixels is not out:
         out.copy_(pixels)
@@ -203,7 +169,7 @@ def _forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix:
     y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
     constant = None if bias is None else bias * math.sqrt(len(matrix))
     for first in range(0, b, step):
-        rows = _transform(_phase_order(x[first : first + step], kernel_size), matrix, *rooms)
+        rows = _transform(phase_order(x[first : first + step], kernel_size), matrix, *rooms)
         rows = _products(real, pair, rows, rooms[0])
         if constant is not None:
             # A constant image has one coefficient only, the first.
@@ -231,11 +197,11 @@ def _backward(
     n_real, n_pair = len(real), len(pair)
     for first in range(0, b, step):
         part = slice(first, first + step)
-        g_rows = _transform(_phase_order(g[part], kernel_size), matrix, *rooms[:2])
+        g_rows = _transform(phase_order(g[part], kernel_size), matrix, *rooms[:2])
         if g_bias is not None:
             g_bias += g_rows[0].sum(0)
         if g_real is not None and g_pair is not None:
-            x_rows = _transform(_phase_order(x[part], kernel_size), matrix, rooms[0], rooms[2])
+            x_rows = _transform(phase_order(x[part], kernel_size), matrix, rooms[0], rooms[2])
             g_real.baddbmm_(g_rows[:n_real].mT, x_rows[:n_real])
             if n_pair:
                 both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]

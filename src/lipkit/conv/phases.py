@@ -142,3 +142,36 @@ def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     dh, dw = x.shape[-2] // kh, x.shape[-1] // kw
     pads = [dw * ((kw - 1) // 2), dw * (kw // 2), dh * ((kh - 1) // 2), dh * (kh // 2)]
     return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, dilation=(dh, dw))
+
+
+def split_phases(x: Tensor, kernel_size: Size) -> Tensor:
+    """The phase images ``(B H W / (kh kw), C, kh, kw)`` of ``x`` ``(B, C, H, W)``, each pixel's channels contiguous.
+
+    One copy; none of a tensor that is in the memory order (kh, kw, B, H / kh, W / kw, C) already.
+
+    >>> split_phases(torch.arange(6.0).reshape(1, 1, 1, 6), (1, 3)).flatten(1).tolist()
+    [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+    """
+    kh, kw = kernel_size
+    b, c, h, w = x.shape
+    pixels = b * (h // kh) * (w // kw)
+    return phase_order(x, kernel_size).reshape(kh, kw, pixels, c).permute(2, 3, 0, 1)
+
+
+def phase_order(x: Tensor, kernel_size: Size) -> Tensor:
+    """The view ``(kh, kw, B, H / kh, W / kw, C)`` of ``x`` ``(B, C, H, W)``."""
+    kh, kw = kernel_size
+    b, c, h, w = x.shape
+    return x.reshape(b, c, kh, h // kh, kw, w // kw).permute(2, 4, 0, 3, 5, 1)
+
+
+def merge_phases(phases: Tensor, height: int, width: int) -> Tensor:
+    """Inverse of :func:`split_phases`: images ``(B, C, height, width)`` in the ``channels_last`` memory format.
+
+    >>> merge_phases(torch.tensor([[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]).reshape(2, 1, 1, 3), 1, 6).flatten().tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    n, c, kh, kw = phases.shape
+    dh, dw = height // kh, width // kw
+    grid = phases.permute(2, 3, 0, 1).reshape(kh, kw, n // (dh * dw), dh, dw, c)
+    return grid.permute(2, 0, 3, 1, 4, 5).reshape(-1, height, width, c).permute(0, 3, 1, 2)

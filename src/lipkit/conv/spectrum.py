@@ -34,6 +34,8 @@ __all__ = [
     "Symbol",
     "analyse",
     "apply_symbol",
+    "as_complex",
+    "as_pair",
     "frequencies",
     "kernel_symbol",
     "multiply",
@@ -48,6 +50,21 @@ class Symbol(NamedTuple):
 
     real: Tensor
     pair: Tensor
+
+
+def as_complex(pair: Tensor) -> Tensor:
+    """Pairs ``(n, 2, ...)`` as complex numbers ``(n, ...)``."""
+    return torch.complex(pair[:, 0], pair[:, 1])
+
+
+def as_pair(z: Tensor) -> Tensor:
+    """Complex numbers ``(n, ...)`` as pairs ``(n, 2, ...)``: the inverse of :func:`as_complex`.
+
+    >>> z = torch.tensor([1 + 2j])
+    >>> as_pair(z), torch.equal(as_complex(as_pair(z)), z)
+    (tensor([[1., 2.]]), True)
+    """
+    return torch.stack((z.real, z.imag), 1)
 
 
 class Spectrum(NamedTuple):
@@ -95,15 +112,47 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
+# Below this many multiplications for each matrix of a batch one batched product is faster than a call for each matrix,
+# which is what torch makes of a product whose result is a part of a tensor.
+BATCHED = 2**19
+
+
+def _add_turned(out: Tensor, s: Tensor, i: Tensor, sign: int) -> None:
+    """Add ``sign (-b i, a i)`` to pairs ``out`` (n, 2, B, cout), for the rows (a, b) of ``s`` (n, 2, B, cin)."""
+    rows, (cin, cout) = s.shape[2], i.shape[1:]
+    if rows * cin * cout >= BATCHED:
+        out[:, 0].baddbmm_(s[:, 1], i, alpha=-sign)
+        out[:, 1].baddbmm_(s[:, 0], i, alpha=sign)
+    elif cin <= cout:
+        turned = torch.empty_like(s)
+        torch.mul(s[:, 1], -sign, out=turned[:, 0])
+        torch.mul(s[:, 0], sign, out=turned[:, 1])
+        out.flatten(1, 2).baddbmm_(turned.flatten(1, 2), i)
+    else:
+        made = torch.bmm(s.flatten(1, 2), i).view_as(out)
+        out[:, 0].sub_(made[:, 1], alpha=sign)
+        out[:, 1].add_(made[:, 0], alpha=sign)
+
+
+def _gradient_of_pair(g: Tensor, s: Tensor) -> Tensor:
+    """The gradient (n, 2, cout, cin) of R and S from the rows (n, 2, B, cout) and (n, 2, B, cin)."""
+    n, _, rows, cout = g.shape
+    made = g.new_empty(n, 2, cout, s.shape[3])
+    small = rows * cout * s.shape[3] < BATCHED
+    first, second = (torch.empty_like(made[:, 0]) for _ in range(2)) if small else made.unbind(1)
+    first.baddbmm_(g.flatten(1, 2).mT, s.flatten(1, 2), beta=0)
+    second.baddbmm_(g[:, 1].mT, s[:, 0], beta=0)
+    second.baddbmm_(g[:, 0].mT, s[:, 1], alpha=-1)
+    return torch.stack((first, second), 1) if small else made
+
+
 def _multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
     """Fill ``out`` with the product by the symbol, or by its adjoint; no temporary, no butterfly."""
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
     out.real.baddbmm_(s.real, real, beta=0)
     if len(pair):
-        sign = -1 if adjoint else 1
         out.pair.flatten(1, 2).baddbmm_(s.pair.flatten(1, 2), r, beta=0)
-        out.pair[:, 0].baddbmm_(s.pair[:, 1], i, alpha=-sign)
-        out.pair[:, 1].baddbmm_(s.pair[:, 0], i, alpha=sign)
+        _add_turned(out.pair, s.pair, i, -1 if adjoint else 1)
 
 
 def _applied(
@@ -165,12 +214,8 @@ class _Apply(torch.autograd.Function):
         g_rows = split_rows(to_rows(g, matrices), h, w)
         if for_real or for_pair:
             s = split_rows(to_rows(x, matrices), h, w)
-            g_real, g_pair = torch.empty_like(real), torch.empty_like(pair)
-            g_real.baddbmm_(g_rows.real.mT, s.real, beta=0)
-            if len(pair):
-                g_pair[:, 0].baddbmm_(g_rows.pair.flatten(1, 2).mT, s.pair.flatten(1, 2), beta=0)
-                g_pair[:, 1].baddbmm_(g_rows.pair[:, 1].mT, s.pair[:, 0], beta=0)
-                g_pair[:, 1].baddbmm_(g_rows.pair[:, 0].mT, s.pair[:, 1], alpha=-1)
+            g_real = torch.bmm(g_rows.real.mT, s.real)
+            g_pair = _gradient_of_pair(g_rows.pair, s.pair) if len(pair) else torch.empty_like(pair)
         gx = None
         if for_x:
             out = torch.empty(h * w, len(x), real.shape[2], dtype=x.dtype, device=x.device)

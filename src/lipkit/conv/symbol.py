@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import ShapeError
@@ -113,3 +114,14 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
         shape[dim] = n
         kernel = torch.zeros(shape, dtype=kernel.dtype, device=kernel.device).index_add(dim, target, kernel)
     return kernel
+
+
+def circular_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
+    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``.
+
+    >>> circular_conv2d(torch.arange(3.0).reshape(1, 1, 1, 3), torch.tensor([[[[1.0, 0.0, 0.0]]]])).flatten().tolist()
+    [2.0, 0.0, 1.0]
+    """
+    kh, kw = kernel.shape[-2:]
+    pads = [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
+    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)

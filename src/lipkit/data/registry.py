@@ -96,6 +96,7 @@ DATASETS: dict[str, Entry] = {
         square_wave.SOURCE,
     ),
 }
+"""The data sets that :func:`load` knows by name."""
 
 
 def data_root(root: str | Path | None = None) -> Path:

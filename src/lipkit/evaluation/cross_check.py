@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
-from lipkit import plain
-from lipkit.attacks.autoattack import Found
-from lipkit.attacks.balls import ball
-from lipkit.attacks.minimum_norm import shrink
-from lipkit.attacks.named import MINIMUM_NORM, run_attack
-from lipkit.attacks.pgd import Box, misclassified, norms, pgd_l2
 from lipkit.certificates.certificate import Certificate
-from lipkit.certificates.exported import float64_copy
-from lipkit.certificates.intervals import Share, share
 from lipkit.errors import CertificateViolation
-
-
-@dataclasses.dataclass(frozen=True)
-class Attack:
-    """An attack at the radii ``eps``, on ``samples`` samples (None: all) drawn by ``seed``.
-
-    Attributes:
-        eps: radii in units of ``norm``.
-        steps, restarts: of the attack; None for its defaults.
-        samples: how many samples are attacked.
-        box: range of valid input entries, or None.
-        seed: of the choice of samples and of the attack.
-        name: one of `lipkit.attacks.NAMES`.
-        norm: ``"l2"`` or ``"linf"``.
-    """
-
-    eps: tuple[float, ...]
-    steps: int | None
-    restarts: int | None
-    samples: int | None
-    box: Box
-    seed: int
-    name: str = "pgd"
-    norm: str = "l2"
-
-
-@dataclasses.dataclass(frozen=True)
-class Attacked:
-    """Accuracy under attack at one radius; ``certified`` is the certified accuracy of the same samples."""
-
-    eps: float
-    share: Share
-    certified: Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,207 +18,6 @@ class CrossCheck:
 
     compared: int
     closest: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Examples:
-    """The closest adversarial example found of each sample that has one, by sample.
-
-    Attributes:
-        index: (M,) the sample.
-        point: (M, *input_shape) float64, misclassified by the float64 network.
-        l2, linf: (M,) float64 distances of the points as they are.
-        prediction: (M,) the class of the point.
-    """
-
-    index: Tensor
-    point: Tensor
-    l2: Tensor
-    linf: Tensor
-    prediction: Tensor
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """All that `attack_samples` found; ``ran`` says which attacks did run, ``clean`` is the share that was correct."""
-
-    rows: tuple[Attacked, ...]
-    cross_check: CrossCheck
-    examples: Examples
-    clean: Share
-    ran: tuple[str, ...]
-
-
-def attack_certificate(
-    network: plain.Network,
-    certificate: Certificate,
-    x: Tensor,
-    y: Tensor,
-    attack: Attack,
-    *,
-    batch_size: int = 256,
-    confidence: float = 0.95,
-    device: str | torch.device = "cpu",
-) -> tuple[tuple[Attacked, ...], CrossCheck]:
-    """`attack_samples` without the examples."""
-    if not attack.eps:
-        return (), CrossCheck(0, math.inf)
-    attempt = attack_samples(
-        network, certificate, x, y, attack, batch_size=batch_size, confidence=confidence, device=device
-    )
-    return attempt.rows, attempt.cross_check
-
-
-def attack_samples(
-    network: plain.Network,
-    certificate: Certificate,
-    x: Tensor,
-    y: Tensor,
-    attack: Attack,
-    *,
-    batch_size: int = 256,
-    confidence: float = 0.95,
-    device: str | torch.device = "cpu",
-    numbers: Tensor | None = None,
-) -> Attempt:
-    r"""Attack the samples of a certificate at ``attack.eps``, in l2 also at their own radii; see `evaluate`.
-
-    Every example is confirmed in float64, moved close by bisection, and its l2 norm compared with the certified radius,
-    whatever norm it was searched in. At ``eps`` in l_inf, the l2 ball of radius ``eps sqrt(d)`` holds the cube, so a
-    sample counts as certified there if its radius is larger than that.
-
-    Args:
-        network: the network that was certified.
-        certificate: of the samples ``x``, ``y``, in this order.
-        x: (N, *input_shape), within ``attack.box``.
-        y: (N,) int64.
-        attack: what to run; an attack that minimises the norm runs once, and succeeds at each radius it is within.
-        numbers: (N,) how messages and `Examples` number the samples; None counts from 0.
-
-    Raises:
-        CertificateViolation: an adversarial example lies inside a certified radius.
-        OptionError, ShapeError: see `lipkit.attacks.run_attack`.
-    """
-    numbers = torch.arange(len(x)) if numbers is None else numbers
-    space = ball(attack.norm)
-    exact = float64_copy(network)
-    # The attack runs in float32, whatever the network was trained in; the float64 copy confirms what it finds.
-    fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(attack.seed)
-    chosen = choose_samples(len(x), attack.samples, attack.seed)
-    order = sorted(range(len(attack.eps)), key=attack.eps.__getitem__)
-    survived = torch.zeros(len(attack.eps), len(x), dtype=torch.bool)
-    compared, closest = 0, math.inf
-    parts: list[Examples] = []
-    ran: dict[str, None] = {}
-    for index in chosen.split(batch_size):
-        index = index[certificate.correct[index]]  # a wrong prediction is lost already, at any radius
-        if not len(index):
-            continue
-        clean, labels = x[index].cpu(), y[index].cpu()
-        radii: list[float | Tensor] = [attack.eps[row] for row in order]
-        if attack.norm == "l2" and attack.name not in MINIMUM_NORM:
-            own = certificate.radius[index]
-            radii.append(torch.where(own.isfinite(), own, max(attack.eps)))
-        alive = torch.ones(len(index), dtype=torch.bool)
-        near = clean.double().clone()
-        size = torch.full((len(index),), math.inf, dtype=torch.float64)
-        nearest: Tensor | None = None
-        for row, eps in enumerate(radii):
-            # what fell at a smaller radius has fallen at a larger one; last, every sample at its own radius
-            active = alive.nonzero()[:, 0] if row < len(order) else torch.arange(len(index))
-            if not len(active):  # nothing is left to attack; torch's PixelUnshuffle fails on empty batches
-                continue
-            fresh = nearest is None
-            if nearest is None:
-                found = _run(fast, clean[active].to(device), labels[active].to(device), eps, attack, generator)
-                points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], attack.box)
-                ran[found.ran] = None
-                nearest = points if attack.name in MINIMUM_NORM else None
-            else:
-                points = nearest[active]
-            with torch.no_grad():  # the float64 network decides: it is the one that was certified
-                wrong = misclassified(exact(points), labels[active])
-            if row < len(order):
-                lost = wrong & (space.distance(points, clean[active].double()) <= eps)
-                alive[active[lost]] = False
-                survived[order[row], index] = alive
-            if fresh and bool(wrong.any()):
-                fallen = active[wrong]
-                start, end = clean[fallen].double(), points[wrong]
-                example = shrink(exact, start, end, labels[fallen])
-                distance = norms(example, start)
-                closest = min(closest, check_examples(certificate, index[fallen], distance, numbers))
-                compared += len(fallen)
-                closer = distance < size[fallen]
-                near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
-        parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
-    rows = []
-    for eps, alive in zip(attack.eps, survived, strict=True):
-        reach = eps if attack.norm == "l2" else _diagonal(eps, x[0].numel())
-        certified = certificate.certified(reach)
-        check_accuracy(certificate, chosen, alive, reach, numbers)
-        rows.append(Attacked(eps, share(alive[chosen], confidence), share(certified[chosen], confidence)))
-    return Attempt(
-        rows=tuple(rows),
-        cross_check=CrossCheck(compared, closest),
-        examples=_join(parts, x),
-        clean=share(certificate.correct[chosen], confidence),
-        ran=tuple(ran),
-    )
-
-
-def _run(
-    model: plain.Network, x: Tensor, y: Tensor, eps: float | Tensor, attack: Attack, generator: torch.Generator
-) -> Found:
-    if attack.name == "pgd" and attack.norm == "l2":
-        steps, restarts = attack.steps or 50, attack.restarts or 1
-        points = pgd_l2(model, x, y, eps, steps=steps, restarts=restarts, box=attack.box, generator=generator)
-        return Found(points, "PGD l2, margin loss")
-    # AutoAttack knows one radius for all samples.
-    name = "apgd" if attack.name == "autoattack" and isinstance(eps, Tensor) else attack.name
-    return run_attack(
-        name, model, x, y, eps, norm=attack.norm, steps=attack.steps, restarts=attack.restarts, box=attack.box,
-        generator=generator,
-    )  # fmt: skip
-
-
-def _confirmed(exact: plain.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
-    """The points in float64; those the float64 network gets right, moved outward by what float32 may have hidden."""
-    clean, points = clean.double(), points.double()
-    result = points
-    for further in (0.0, 1e-6, 1e-5, 1e-4):
-        ahead = clean + (points - clean) * (1 + further) if further else points
-        ahead = ahead if box is None else ahead.clamp(*box)
-        with torch.no_grad():
-            right = ~misclassified(exact(result), labels)
-        if not bool(right.any()):
-            break
-        result = torch.where(right.view(-1, *[1] * (clean.ndim - 1)), ahead, result)
-    return result
-
-
-def _diagonal(eps: float, entries: int) -> float:
-    """The l2 radius of the ball around a cube of half side ``eps``, rounded up."""
-    return math.nextafter(math.nextafter(math.sqrt(entries), math.inf) * eps, math.inf) if eps else 0.0
-
-
-def _examples(exact: plain.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:
-    clean, near = clean[found], near[found]
-    with torch.no_grad():
-        prediction = exact(near).argmax(dim=1) if len(near) else index[found]
-    distance = (near - clean).flatten(1)
-    return Examples(index[found], near, norms(near, clean), distance.abs().amax(dim=1), prediction)
-
-
-def _join(parts: list[Examples], x: Tensor) -> Examples:
-    if not parts:
-        return Examples(torch.arange(0), x[:0].double(), torch.zeros(0), torch.zeros(0), torch.arange(0))
-    names = [field.name for field in dataclasses.fields(Examples)]
-    return Examples(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, numbers: Tensor | None = None) -> float:
@@ -283,12 +40,9 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
     inside = distance < radius
     if bool(inside.any()):
         worst = int(ratio.argmin())
-        name = int((index if numbers is None else numbers[index])[worst])
-        raise CertificateViolation(
-            f"sample {name}: expected no adversarial example within its certified radius "
-            f"{float(radius[worst]):.9g}, got one at l2 norm {float(distance[worst]):.9g} "
-            f"({int(inside.sum())} such examples; Lipschitz bound used: {certificate.constant:.9g})"
-        )
+        found = f"{float(distance[worst]):.9g}"
+        remark = f"{int(inside.sum())} such examples; Lipschitz bound used: {certificate.constant:.9g}"
+        raise _violation(certificate, int(index[worst]), numbers, found, remark)
     return float(ratio.min()) if len(ratio) else math.inf
 
 
@@ -306,16 +60,14 @@ def check_accuracy(
     """
     broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
     if len(broken):
-        sample = int(broken[0])
-        raise CertificateViolation(
-            f"sample {sample if numbers is None else int(numbers[sample])}: expected no adversarial example within its "
-            f"certified radius {float(certificate.radius[sample]):.9g}, got one at l2 norm at most {eps:.9g} "
-            f"({len(broken)} such samples)"
-        )
+        raise _violation(certificate, int(broken[0]), numbers, f"at most {eps:.9g}", f"{len(broken)} such samples")
 
 
-def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
-    """The samples that are attacked: all of them, or ``samples`` drawn by ``seed``, in order."""
-    if samples is None or samples >= total:
-        return torch.arange(total)
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
+def _violation(
+    certificate: Certificate, sample: int, numbers: Tensor | None, distance: str, remark: str
+) -> CertificateViolation:
+    name = sample if numbers is None else int(numbers[sample])
+    return CertificateViolation(
+        f"sample {name}: expected no adversarial example within its certified radius "
+        f"{float(certificate.radius[sample]):.9g}, got one at l2 norm {distance} ({remark})"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
 from lipkit.report.png import data_uri, is_image
-from lipkit.report.run_files import RADII
+from lipkit.report.run_files import RADII, read_radii
 
 # Points of the certified-accuracy curve, and gradient steps of one attack: a fraction of a second on a small network.
 CURVE_POINTS, ATTACK_STEPS = 121, 40
@@ -155,9 +154,11 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
     network = plain.load(folder / NETWORK)
     if plain.sha256(network) != record.network_sha256:
         raise RunError(f"{folder}: expected the network of its record, got another: run lipkit certify {folder}")
-    columns = _read_radii(folder / RADII)
-    if len(columns["radius"]) != len(split):
-        raise RunError(f"{folder}: expected radii of {len(split)} test samples, got {len(columns['radius'])}")
+    radii = read_radii(folder)
+    if radii is None:
+        raise RunError(f"{folder}: expected a certified run with {RADII}: run lipkit certify {folder}")
+    if len(radii) != len(split):
+        raise RunError(f"{folder}: expected radii of {len(split)} test samples, got {len(radii)}")
     return ExploredRun(
         name=record.name,
         record=record,
@@ -165,10 +166,10 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
         exact=float64_copy(network),
         split=split,
         classes=tuple(classes),
-        correct=columns["correct"] == 1,
-        prediction=columns["prediction"].long(),
-        radius=columns["radius"],
-        margin=columns["margin"],
+        correct=torch.from_numpy(radii.correct),
+        prediction=torch.from_numpy(radii.prediction),
+        radius=torch.from_numpy(radii.radius),
+        margin=torch.from_numpy(radii.margin),
     )
 
 
@@ -186,20 +187,6 @@ def open_runs(opened: Sequence[tuple[Path, Split, Sequence[str]]]) -> list[Explo
         if data[0] != data[1]:
             raise OptionError(f"expected two runs on the same test samples, got {data[0]} and {data[1]}")
     return runs
-
-
-def _read_radii(path: Path) -> dict[str, Tensor]:
-    names = ("correct", "prediction", "radius", "margin")
-    if not path.is_file():
-        raise RunError(f"{path.parent}: expected a certified run with {path.name}: run lipkit certify {path.parent}")
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
-        try:
-            cells = [[float(row[name]) for name in names] for row in rows]
-        except (KeyError, ValueError, TypeError) as error:
-            raise RunError(f"{path}: expected columns {', '.join(names)} of numbers, got {error!r}") from None
-    table = torch.tensor(cells, dtype=torch.float64).reshape(-1, len(names))
-    return dict(zip(names, table.unbind(1), strict=True))
 
 
 def _finite(value: float) -> float | None:

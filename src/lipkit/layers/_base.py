@@ -1,22 +1,18 @@
-"""What every constrained layer shares: arguments checked once, bias, stride, and the two rules."""
+"""What every constrained layer shares: arguments checked once, bias, stride. Exports are in ``_export``."""
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, apply_symbol, downsample, fold
+from lipkit.conv import Symbol, apply_symbol, check_divides, circular_conv2d, downsample, fold, patch_kernel
 from lipkit.errors import OptionError, ShapeError
-from lipkit.linalg import at_least_float32
-from lipkit.plain import FourierConv2d
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
 
 Pair = int | tuple[int, int]
 
@@ -161,13 +157,28 @@ class ConstrainedConv2d(nn.Module, ABC):
             f"bias={self.bias is not None}"
         )
 
-    def resample(self, x: Tensor) -> Tensor:
-        """The input after invertible downsampling, its shape checked."""
+    @property
+    def pointwise(self) -> bool:
+        """Whether the kernel is 1 x 1: one matrix then serves every frequency, and every s x s patch of the image."""
+        return self.kernel_size == (1, 1)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise ``ShapeError`` unless the layer accepts ``x``."""
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ShapeError(
                 f"{type(self).__name__}: expected input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
             )
+        check_divides(x.shape[-2], x.shape[-1], self.stride)
+
+    def resample(self, x: Tensor) -> Tensor:
+        """The input after invertible downsampling, its shape checked."""
+        self.check_input(x)
         return downsample(x, self.stride)
+
+    def on_patches(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """``matrix`` (out_channels, s^2 in_channels) on each patch, plus bias: a layer with a 1 x 1 kernel."""
+        bias = None if self.bias is None else self.bias.to(matrix.dtype)
+        return F.conv2d(x, patch_kernel(matrix, self.stride), bias, stride=self.stride)
 
     def add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
@@ -180,7 +191,16 @@ class SymbolConv2d(ConstrainedConv2d):
     def symbol(self, height: int, width: int) -> Symbol:
         """The constrained symbol on ``height x width`` (after downsampling), in float32 or better."""
 
+    def matrix(self) -> Tensor:
+        """Of a 1 x 1 kernel: the matrix (out_channels, s^2 in_channels) that all frequencies share."""
+        return self.symbol(1, 1).real[0]
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.pointwise:
+            self.check_input(x)
+            with autocast_off(x):
+                matrix = self.matrix()
+                return self.on_patches(x.to(matrix.dtype), matrix)
         x = self.resample(x)
         with autocast_off(x):
             symbol = self.symbol(*x.shape[-2:])
@@ -196,107 +216,12 @@ class KernelConv2d(ConstrainedConv2d):
         """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.pointwise:
+            self.check_input(x)
+            with autocast_off(x):
+                kernel = self.kernel()
+            return self.on_patches(x, kernel.flatten(1))
         x = self.resample(x)
         with autocast_off(x):
             kernel = fold(self.kernel(), *x.shape[-2:])
         return self.add_bias(circular_conv2d(x, kernel))
-
-
-def circular_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
-    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``.
-
-    >>> circular_conv2d(torch.arange(3.0).reshape(1, 1, 1, 3), torch.tensor([[[[1.0, 0.0, 0.0]]]])).flatten().tolist()
-    [2.0, 0.0, 1.0]
-    """
-    kh, kw = kernel.shape[-2:]
-    pads = [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
-    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)
-
-
-def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
-    """The plain module of the emulated stride, if there is one."""
-    return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
-
-
-Layer = TypeVar("Layer", bound=nn.Module)
-
-
-def in_float64(layer: Layer) -> Layer:
-    """A float64 copy of a layer, on the CPU where its device has no float64.
-
-    Exports make the constrained object from it and round once: a transform that is badly conditioned in float32 (a
-    Cayley transform of huge weights) then still ends within rounding of its claim.
-    """
-    twin = copy.deepcopy(layer)
-    return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
-
-
-def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
-    """A constrained object, rounded to the dtype (float32 at least) and moved to the device of the layer's own."""
-    own = at_least_float32(next(layer.parameters()).detach())
-    return exact.to(device=own.device, dtype=own.dtype)
-
-
-def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
-    """``nn.Linear`` with the constrained matrix as it is now."""
-    if input_shape[-1] != layer.in_features:
-        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    q = placed_like(layer, in_float64(layer).weight())
-    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device=q.device, dtype=q.dtype)
-    plain.weight.copy_(q)
-    if layer.bias is not None:
-        plain.bias.copy_(layer.bias)
-    return plain
-
-
-def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, int]:
-    """Image size after downsampling; ``ShapeError`` if the layer does not accept ``input_shape``."""
-    layer.resample(torch.empty(1, *input_shape, device="meta"))
-    return input_shape[1] // layer.stride, input_shape[2] // layer.stride
-
-
-def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now."""
-    size = resampled_size(layer, input_shape)
-    exact = in_float64(layer).symbol(*size)
-    symbol = Symbol(*(placed_like(layer, part) for part in exact))
-    return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(symbol, *size, layer.bias))
-
-
-def circular_module(kernel: Tensor, bias: Tensor | None) -> nn.Conv2d:
-    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias."""
-    cout, cin, kh, kw = kernel.shape
-    plain = nn.Conv2d(
-        cin,
-        cout,
-        (kh, kw),
-        padding="same",
-        padding_mode="circular",
-        bias=bias is not None,
-        device=kernel.device,
-        dtype=kernel.dtype,
-    )
-    with torch.no_grad():
-        plain.weight.copy_(kernel)
-        if plain.bias is not None and bias is not None:
-            plain.bias.copy_(bias)
-    return plain
-
-
-def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now."""
-    size = resampled_size(layer, input_shape)
-    kernel = placed_like(layer, fold(in_float64(layer).kernel(), *size))
-    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
-
-
-def register_one_lipschitz(*types: type[nn.Module]) -> None:
-    """Both rules for final layers that are 1-Lipschitz by construction; the export follows from their base."""
-    exports: list[tuple[type[nn.Module], Any]] = [
-        (ConstrainedLinear, export_linear),
-        (SymbolConv2d, export_symbol_conv),
-        (KernelConv2d, export_kernel_conv),
-    ]
-    for kind in types:
-        lipschitz_rule(kind)(lambda module, input_shape: 1.0)
-        export_rule(kind)(next(rule for base, rule in exports if issubclass(kind, base)))

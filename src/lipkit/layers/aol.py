@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv.autocorrelation import autocorrelation
-from lipkit.layers._base import ConstrainedLinear, KernelConv2d, register_one_lipschitz
+from lipkit.layers._base import ConstrainedLinear, KernelConv2d
+from lipkit.layers._export import register_one_lipschitz
 from lipkit.linalg import at_least_float32
 
 

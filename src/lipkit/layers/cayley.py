@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, cayley_conv2d, kernel_symbol
-from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, autocast_off, register_one_lipschitz
+from lipkit.conv import Symbol, as_complex, as_pair, cayley_conv2d, cayley_linear, kernel_symbol, solves_pay
+from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, autocast_off
+from lipkit.layers._export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
 
 
@@ -52,7 +53,8 @@ class CayleyLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
 
     Cost:
-        One inverse of size min(in_features, out_features) per forward pass.
+        One inverse of size min(in_features, out_features) per forward pass; for large layers and a smaller batch LU
+        factors, and a solve for the batch forward and backward, without making the matrix.
 
     Raises:
         OptionError: sizes below 1, another dtype.
@@ -71,6 +73,14 @@ class CayleyLinear(ConstrainedLinear):
 
     def weight(self) -> Tensor:
         return cayley(rescaled(self.free, self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not solves_pay(x, min(self.in_features, self.out_features)):
+            return super().forward(x)
+        with autocast_off(x):
+            free = rescaled(self.free, self.scale)
+            bias = None if self.bias is None else self.bias.to(free.dtype)
+            return cayley_linear(free, x.to(free.dtype), bias)
 
 
 class CayleyConv2d(SymbolConv2d):
@@ -98,7 +108,8 @@ class CayleyConv2d(SymbolConv2d):
     Cost:
         At each of about H W / (2 s^2) frequencies LU factors of size c = min(out_channels, s^2 in_channels), and a
         solve for the features of the batch forward and backward (``lipkit.conv.cayley_conv``): the matrices of the
-        layer are never made. For a batch above 3 c / 2 an inverse, and products in place of the solves.
+        layer are never made. For a batch above 3 c / 2 an inverse, and products in place of the solves. A 1 x 1 kernel
+        has one matrix for all frequencies: one transform, then one product for each s x s patch.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit.
@@ -119,10 +130,12 @@ class CayleyConv2d(SymbolConv2d):
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(rescaled(self.free, self.scale), height, width)
-        pair = cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
-        return Symbol(cayley(raw.real), torch.stack((pair.real, pair.imag), 1))
+        pair = cayley(as_complex(raw.pair))
+        return Symbol(cayley(raw.real), as_pair(pair))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.pointwise:
+            return super().forward(x)
         x = self.resample(x)
         with autocast_off(x):
             kernel = rescaled(self.free, self.scale)

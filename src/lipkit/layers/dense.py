@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.layers._base import ConstrainedLinear, check_positive, export_linear, register_one_lipschitz
+from lipkit.layers._base import ConstrainedLinear, check_positive
+from lipkit.layers._export import export_linear, register_one_lipschitz
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.protocol import Shape, export_rule, lipschitz_rule

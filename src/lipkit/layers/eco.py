@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.conv import Symbol
+from lipkit.conv import Symbol, as_pair, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
 from lipkit.errors import OptionError
-from lipkit.layers._base import ConstrainedConv2d, autocast_off, resampled_size
+from lipkit.layers._base import ConstrainedConv2d, autocast_off
+from lipkit.layers._export import patch_module, resampled_size
 from lipkit.linalg.exponential import check_terms, taylor_range
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
@@ -146,7 +147,7 @@ class EcoConv2d(ConstrainedConv2d):
             made = self._make(self.free, terms)
             return Symbol(made[:n_real], made[n_real:, None])
         pair = self._make(torch.complex(self.free[n_real:], self.imaginary), terms)
-        return Symbol(self._make(self.free[:n_real], terms), torch.stack((pair.real, pair.imag), 1))
+        return Symbol(self._make(self.free[:n_real], terms), as_pair(pair))
 
     def _make(self, free: Tensor, terms: int) -> Tensor:
         if self.orthogonalize is None:
@@ -157,16 +158,19 @@ class EcoConv2d(ConstrainedConv2d):
         """W0 ``(out_channels, s^2 in_channels, kh, kw)``, to be applied with the dilations H / (s kh), W / (s kw)."""
         return kernel_of_symbol(self.symbol(), self.kernel_size)
 
-    def resample(self, x: Tensor) -> Tensor:
-        x = super().resample(x)
-        check_fits(x.shape[-2], x.shape[-1], self.kernel_size, f"{type(self).__name__}: kernel_size")
-        return x
+    def check_input(self, x: Tensor) -> None:
+        super().check_input(x)
+        height, width = (side // self.stride for side in x.shape[-2:])
+        check_fits(height, width, self.kernel_size, f"{type(self).__name__}: kernel_size")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.resample(x)
+        self.check_input(x)
         with autocast_off(x):
             symbol = self.symbol()
             x = x.to(symbol.real.dtype)
+            if self.pointwise:
+                return self.on_patches(x, symbol.real[0])
+            x = downsample(x, self.stride)
             if self.evaluation == "phase":
                 return apply_phases(symbol, x, self.kernel_size, bias=self.bias)
             y = dilated_conv2d(x, kernel_of_symbol(symbol, self.kernel_size))
@@ -206,13 +210,15 @@ def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
 
 @export_rule(EcoConv2d)
 def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact.
+    """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact; pointwise, one product per patch.
 
     ``nn.Conv2d`` cannot hold the layer in general: its circular 'same' padding of ``d (k - 1)`` is split in equal
     halves, which shifts an even kernel by half a dilation, and a bound of a dilated kernel for every image size is
     not 1. For odd kernels ``layer.kernel()`` fits ``nn.Conv2d(..., dilation=(H / kh, W / kw), padding='same')``.
     """
     height, width = resampled_size(layer, input_shape)
+    if layer.pointwise:
+        return patch_module(layer.symbol(layer.eval_terms).real[0], layer.stride, layer.bias)
     unshuffle = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
     symbol = layer.symbol(layer.eval_terms)
     return nn.Sequential(*unshuffle, PhaseConv2d.from_symbol(symbol, layer.kernel_size, height, width, layer.bias))

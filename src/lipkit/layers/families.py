@@ -18,7 +18,8 @@ from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.rko import RkoConv2d, crko_conv2d
-from lipkit.layers.sandwich import SandwichConv2d, SandwichLinear
+from lipkit.layers.sandwich import SandwichLinear
+from lipkit.layers.sandwich_conv import SandwichConv2d
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
 from lipkit.layers.svcm import SvcmConv2d
@@ -232,6 +233,7 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
+"""Every family by its acronym, which the models take as ``layer``."""
 
 
 def get(name: str) -> Family:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.layers._base import ConstrainedLinear, export_linear
+from lipkit.layers._base import ConstrainedLinear
+from lipkit.layers._export import export_linear
 from lipkit.linalg import at_least_float32
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
 

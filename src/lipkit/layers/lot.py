@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.conv import Symbol, kernel_symbol
+from lipkit.conv import Symbol, as_complex, as_pair, kernel_symbol
 from lipkit.errors import ShapeError
-from lipkit.layers._base import SymbolConv2d, export_symbol_conv, resampled_size
+from lipkit.layers._base import SymbolConv2d
+from lipkit.layers._export import export_symbol_conv, resampled_size
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
@@ -50,7 +51,7 @@ class LotConv2d(SymbolConv2d):
 
     Cost:
         One singular value decomposition of size c = min(out_channels, s^2 in_channels) at each of about
-        H W / (2 s^2) frequencies.
+        H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit.
@@ -82,8 +83,8 @@ class LotConv2d(SymbolConv2d):
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(at_least_float32(self.free), height, width)
-        pair = orthogonalized(self.orthogonalize, torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
-        return Symbol(orthogonalized(self.orthogonalize, raw.real), torch.stack((pair.real, pair.imag), 1))
+        pair = orthogonalized(self.orthogonalize, as_complex(raw.pair))
+        return Symbol(orthogonalized(self.orthogonalize, raw.real), as_pair(pair))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"

@@ -9,17 +9,10 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular
 from lipkit.bounds.power import farnia_lower_estimate
-from lipkit.conv import fold
+from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import ShapeError
-from lipkit.layers._base import (
-    ConstrainedConv2d,
-    autocast_off,
-    check_positive,
-    circular_conv2d,
-    circular_module,
-    resampled_size,
-    stride_modules,
-)
+from lipkit.layers._base import ConstrainedConv2d, autocast_off, check_positive
+from lipkit.layers._export import circular_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
 

@@ -10,124 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, kernel_symbol, normal_matrices, prepare, solve_form
+from lipkit.conv import normal_matrices_of, prepare, solve_form, solves_pay
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers._base import (
-    ConstrainedLinear,
-    SymbolConv2d,
-    autocast_off,
-    export_linear,
-    export_symbol_conv,
-    register_one_lipschitz,
-    resampled_size,
-)
+from lipkit.layers._base import autocast_off
+from lipkit.layers._export import export_linear, in_float64, placed_like
 from lipkit.layers.activations import slope_activation
-from lipkit.layers.cayley import free_and_scale, rescaled
-from lipkit.linalg import at_least_float32, cayley
-from lipkit.plain import FourierConv2d, SandwichBlock
+from lipkit.layers.cayley import rescaled
+from lipkit.layers.cayley_pair import CayleyPairLinear
+from lipkit.linalg import at_least_float32
+from lipkit.plain import SandwichBlock
 from lipkit.protocol import Shape, export_rule, guard, lipschitz_rule
 from lipkit.protocol.slopes import slope_restricted
 
 SQRT2 = math.sqrt(2.0)
-# Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
-_BALANCED = math.tan(math.pi / 8)
-# Share of the usual size that X has at birth: A starts as a moderate rotation.
-_BIRTH_TURN = 0.5
-
-
-def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The (X, Y) whose Cayley transform is :math:`[A^\top; B^\top]`, for :math:`A A^\top + B B^\top = I`.
-
-    .. math:: Z = (I - A^\top)(I + A^\top)^{-1},\quad Y = -\tfrac12 B^\top (I + Z),\quad
-              X = \tfrac12\, \mathrm{strictly\ lower}(Z - Z^\top)
-
-    Args:
-        a: ``(q, q)`` without the eigenvalue -1; a symmetric positive semidefinite one is safest.
-        b: ``(q, p)``.
-
-    >>> a, b = torch.tensor([[0.6]]), torch.tensor([[0.8, 0.0]])
-    >>> x, y = free_pair(a, b)
-    >>> cayley(torch.cat((x, y))).allclose(torch.tensor([[0.6], [0.8], [0.0]]))
-    True
-
-    References:
-        [LBDN] Appendix D.5, equation 37.
-    """
-    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
-    half = torch.linalg.inv(eye + a.mT)
-    z = 2 * half - eye
-    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half
-
-
-def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
-    """Set ``scale * free / ||free||`` to ``value``; a zero keeps its random direction, so that it can be trained."""
-    norm = torch.linalg.vector_norm(value)
-    with torch.no_grad():
-        if bool(norm <= 1e-14 * value.numel()):
-            scale.zero_()
-            return
-        free.copy_(value)
-        scale.copy_(norm)
-
-
-class CayleyPairLinear(ConstrainedLinear):
-    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
-
-    Parameters ``x_free`` (q, q), ``y_free`` (p, q) and their norms ``x_scale``, ``y_scale``: the free matrices are
-    :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`.
-    """
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
-        p, q = self.in_features, self.out_features
-        self.x_free, size = free_and_scale((q, q), device, dtype)
-        self.x_scale = nn.Parameter(_BIRTH_TURN * size.detach())
-        self.y_free = nn.Parameter(nn.init.orthogonal_(torch.empty(p, q, device=device, dtype=dtype)))
-        norm = self.birth_value() * math.sqrt(min(p, q))
-        self.y_scale = nn.Parameter(torch.tensor(norm, device=device, dtype=dtype))
-
-    def birth_value(self) -> float:
-        """Singular values of Y in a new layer."""
-        return _BALANCED
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """:math:`A^\\top` (q, q) and :math:`B` (q, p), in float32 or better."""
-        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)))
-        q = cayley(free)
-        return q[: self.out_features], q[self.out_features :].mT
-
-    def set_factors(self, a: Tensor, b: Tensor) -> None:
-        """Set the free parameters so that :meth:`factors` gives A (q, q) and B (q, p); ``A A^T + B B^T = I``."""
-        x, y = free_pair(a, b)
-        _store(self.x_free, self.x_scale, x)
-        _store(self.y_free, self.y_scale, y)
-
-
-class ContractionLinear(CayleyPairLinear):
-    r"""Dense layer ``y = B x + b`` that reaches every :math:`\|B\|_2 \le 1`: the last layer of an LBDN.
-
-    Args:
-        in_features, out_features, bias: as ``nn.Linear``.
-        device, dtype: of the parameters (float32 or float64).
-
-    Guarantee:
-        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
-
-    Cost:
-        One inverse of size out_features per forward pass.
-
-    >>> layer = ContractionLinear(5, 3)
-    >>> bool(torch.linalg.matrix_norm(layer.weight(), 2) <= 1 + 1e-6)
-    True
-
-    References:
-        [LBDN] equations 6, 7 and 9.
-    """
-
-    def birth_value(self) -> float:
-        return math.tan(math.pi / 6)
-
-    def weight(self) -> Tensor:
-        return self.factors()[1]
 
 
 class SandwichLinear(CayleyPairLinear):
@@ -152,7 +47,8 @@ class SandwichLinear(CayleyPairLinear):
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
 
     Cost:
-        One inverse of size out_features per forward pass.
+        One inverse of size out_features per forward pass; for large layers and a smaller batch LU factors, and solves
+        for the batch (``lipkit.conv.cayley_conv``).
 
     Raises:
         OptionError: sizes below 1, another dtype, an activation that does not qualify (MaxMin inside a sandwich
@@ -178,7 +74,7 @@ class SandwichLinear(CayleyPairLinear):
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         super().make_parameters(device, dtype)
-        _add_log_psi(self, self.out_features, device, dtype)
+        add_log_psi(self, self.linear_form, self.out_features, device, dtype)
 
     def weight(self) -> Tensor:
         """:math:`2 A^\\top B` (out_features, in_features): the layer itself in its linear form."""
@@ -200,8 +96,27 @@ class SandwichLinear(CayleyPairLinear):
         if self.activation is None:
             return super().forward(x)
         with autocast_off(x):
+            if solves_pay(x, self.out_features):
+                return self._solved(x, self.activation)
             first, second = self.halves()
         return F.linear(self.activation(F.linear(x, first, self.bias)), second)
+
+    def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
+        """The layer on images of one pixel (:class:`SandwichConv2d`): neither of its matrices is made."""
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
+        batch, q = x.shape[:-1], self.out_features
+        free = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
+        own, rest = (one.mT[:, :, None, None] for one in free)
+        psi = self.psi()
+        rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(psi.dtype)
+        normal = normal_matrices_of(own, rest, 1, 1, wide=True)
+        factors = prepare(normal, 2 * len(rows))
+        bias = None if self.bias is None else self.bias.to(psi.dtype)
+        v = solve_form("second", rows, normal, factors, bias, SQRT2 / psi)
+        # The activation sees the features where it always does, last.
+        inside = activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1)
+        return solve_form("first adjoint", inside, normal, factors, scale=SQRT2 * psi).reshape(*batch, q)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", activation=None" if self.activation is None else "")
@@ -245,129 +160,29 @@ class SandwichLinear(CayleyPairLinear):
         return layer
 
 
-def _add_log_psi(layer: SandwichLinear | SandwichConv2d, channels: int, device: Any, dtype: Any) -> None:
-    zeros = None if layer.linear_form else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
+def add_log_psi(layer: nn.Module, linear_form: bool, channels: int, device: Any, dtype: Any) -> None:
+    """Give a new layer the parameter ``log_psi`` (channels,), zero; None in its linear form."""
+    zeros = None if linear_form else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
     layer.register_parameter("log_psi", zeros)
 
 
-class SandwichConv2d(SymbolConv2d):
-    r"""Circular convolution with its activation inside: the sandwich layer at each frequency.
-
-    .. math:: \hat v = \sqrt2\, \Psi^{-1} \hat B\, \hat x, \qquad
-              \hat y = \sqrt2\, \hat A^* \Psi\, \widehat{\sigma(v + b)}, \qquad
-              [\hat A\ \hat B] = \mathrm{cayley}([\hat X^*; \hat Y^*])^*,\quad \hat A \hat A^* + \hat B \hat B^* = I
-
-    Without activation it is the linear form :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
-
-    Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be as large as the image or larger.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
-        activation: as :class:`SandwichLinear`.
-
-    Parameters ``x_free`` (out_channels, out_channels, kh, kw), ``y_free`` (out_channels, s^2 in_channels, kh, kw),
-    their norms ``x_scale`` and ``y_scale`` (0-d), ``log_psi`` (out_channels; not in the linear form) and ``bias``.
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
-
-    Guarantee:
-        1-Lipschitz. Exports as a :class:`lipkit.plain.SandwichBlock` of two Fourier convolutions, whose bound is proved
-        from its numbers with the multiplier :math:`\Psi^2`; the linear form as one Fourier convolution.
-
-    Cost:
-        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by the solves of two Cayley
-        convolutions in solve form (``lipkit.conv.cayley_conv``).
+def bound_with_activation(layer: nn.Module, input_shape: Shape | None) -> float:
+    """1 for a sandwich layer: its rule.
 
     Raises:
-        OptionError: an argument that is not supported, an activation that does not qualify. ShapeError: an input that
-            does not fit.
-
-    >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
-    torch.Size([1, 8, 7, 5])
-
-    References:
-        [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
+        NoRuleError: its activation was replaced by one whose slope leaves [0, 1].
     """
-
-    log_psi: nn.Parameter | None
-
-    def __init__(self, *conv: Any, activation: str | nn.Module | None = "relu", **named: Any) -> None:
-        module = None if activation is None else slope_activation(activation)
-        self.linear_form = module is None
-        super().__init__(*conv, **named)
-        self.activation = module
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
-        q, p = self.out_channels, self.inner_channels
-        self.x_free, size = free_and_scale((q, q, *self.kernel_size), device, dtype)
-        self.x_scale = nn.Parameter(_BIRTH_TURN * size.detach())
-        self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
-        # The mean square of Y's singular values, over all frequencies, is then that of the dense layer.
-        self.y_scale = nn.Parameter(torch.tensor(_BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
-        _add_log_psi(self, q, device, dtype)
-
-    def free_kernel(self) -> Tensor:
-        """``[X Y]`` (out_channels, out_channels + s^2 in_channels, kh, kw), in float32 or better."""
-        return torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)), 1)
-
-    def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
-        raw = kernel_symbol(self.free_kernel(), height, width)
-        return cayley(raw.real), cayley(torch.complex(raw.pair[:, 0], raw.pair[:, 1]))
-
-    def symbol(self, height: int, width: int) -> Symbol:
-        """:math:`2 A^* B`: the layer itself in its linear form."""
-        q = self.out_channels
-        return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
-
-    def psi(self) -> Tensor:
-        """The diagonal of Psi (out_channels,), in float32 or better."""
-        assert self.log_psi is not None
-        return at_least_float32(self.log_psi).exp()
-
-    def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
-        """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
-        q, psi = self.out_channels, self.psi()
-        both = self.factors(height, width)
-        first = _symbol(*(SQRT2 * m[..., q:] / psi[:, None] for m in both))
-        return first, _symbol(*(SQRT2 * m[..., :q].mH * psi for m in both))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.activation is None:
-            return super().forward(x)
-        x = self.resample(x)
-        with autocast_off(x):
-            kernel, psi = self.free_kernel(), self.psi()[:, None, None]
-            normal = normal_matrices(kernel, *x.shape[-2:])
-            # Both maps solve with the same matrices.
-            factors = prepare(normal, 2 * len(x))
-            v = solve_form("second", x.to(kernel.dtype), normal, factors)
-            scale = SQRT2 / psi
-            v = v * scale if self.bias is None else torch.addcmul(self.bias.to(v.dtype)[:, None, None], v, scale)
-            return solve_form("first adjoint", self.activation(v) * (SQRT2 * psi), normal, factors)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (", activation=None" if self.activation is None else "")
-
-
-def _symbol(real: Tensor, pair: Tensor) -> Symbol:
-    return Symbol(real, torch.stack((pair.real, pair.imag), 1))
-
-
-@lipschitz_rule(SandwichLinear, SandwichConv2d)
-def _sandwich(layer: SandwichLinear | SandwichConv2d, input_shape: Shape | None) -> float:
-    if layer.activation is not None:
-        guard(layer.activation)
-        if not slope_restricted(layer.activation):
-            raise NoRuleError(
-                f"{type(layer).__name__}: expected an activation with slope in [0, 1], got {layer.activation!r}"
-            )
+    activation = layer.activation
+    if activation is not None:
+        assert isinstance(activation, nn.Module)
+        guard(activation)
+        name = type(layer).__name__
+        if not slope_restricted(activation):
+            raise NoRuleError(f"{name}: expected an activation with slope in [0, 1], got {activation!r}")
     return 1.0
+
+
+lipschitz_rule(SandwichLinear)(bound_with_activation)
 
 
 @export_rule(SandwichLinear)
@@ -376,7 +191,8 @@ def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
         return export_linear(layer, input_shape)
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    one, two = layer.halves()
+    exact = in_float64(layer)
+    one, two = (placed_like(layer, half) for half in exact.halves())
     first, second = (
         nn.Linear(w.shape[1], w.shape[0], bias, device=w.device, dtype=w.dtype)
         for w, bias in ((one, layer.bias is not None), (two, False))
@@ -385,30 +201,13 @@ def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
     second.weight.copy_(two)
     if layer.bias is not None:
         first.bias.copy_(layer.bias)
-    return SandwichBlock(first, _plain_activation(layer.activation), second, layer.psi().square())
+    return SandwichBlock(first, plain_activation(layer.activation), second, placed_like(layer, exact.psi().square()))
 
 
-@export_rule(SandwichConv2d)
-def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
-    if layer.activation is None:
-        return export_symbol_conv(layer, input_shape)
-    size = resampled_size(layer, input_shape)
-    one, two = layer.halves(*size)
-    block = SandwichBlock(
-        FourierConv2d.from_symbol(one, *size, layer.bias),
-        _plain_activation(layer.activation),
-        FourierConv2d.from_symbol(two, *size, None),
-        layer.psi().square(),
-    )
-    return nn.Sequential(*([nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []), block)
-
-
-def _plain_activation(activation: nn.Module) -> nn.Module:
+def plain_activation(activation: nn.Module) -> nn.Module:
+    """A copy of the activation for an export, not in place."""
     guard(activation)
     plain = copy.deepcopy(activation)
     if hasattr(plain, "inplace"):
         setattr(plain, "inplace", False)  # noqa: B010
     return plain
-
-
-register_one_lipschitz(ContractionLinear)

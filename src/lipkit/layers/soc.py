@@ -9,42 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, fold, kernel_symbol
+from lipkit.conv import Symbol, as_complex, as_pair, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.kernel_exponential import skew, taylor_features, taylor_norm
 from lipkit.errors import OptionError
-from lipkit.layers._base import ConstrainedConv2d, autocast_off, circular_conv2d, resampled_size, stride_modules
+from lipkit.layers._base import ConstrainedConv2d, autocast_off
+from lipkit.layers._export import patch_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.exponential import check_terms, schatten_bound, taylor
+from lipkit.linalg.exponential import check_terms, taylor
+from lipkit.linalg.gram_norm import gram_norm
 from lipkit.plain import FourierConv2d
 from lipkit.plain.taylor import TaylorConv2d
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
-
-
-def gram_norm(a: Tensor) -> Tensor:
-    r"""Upper bound of the spectral norm of a matrix by squaring its Gram matrix six times: products only.
-
-    .. math:: \|A\|_2 \le \big\|(A A^\top)^{64}\big\|_F^{1/128} \le r^{1/256}\, \|A\|_2, \qquad r = \min(m, n)
-
-    Args:
-        a: real (m, n), not much smaller than 1 (below 1e-3 the bound is 1e-3).
-
-    Returns:
-        0-d float64, differentiable everywhere (no singular vector is singled out), at most 3 % above the norm for
-        1500 rows.
-
-    Guarantee:
-        Upper bound. The rounding of all squarings together is below :math:`2 r^{3/2}` float64 roundings, 1e-10 for
-        r = 5000, relative to the result; the factor :math:`1 + 10^{-9}` covers it.
-
-    >>> 2.0 <= float(gram_norm(torch.diag(torch.tensor([2.0, 2.0, 1.0])))) < 2.02
-    True
-
-    References:
-        Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1.
-    """
-    a = a.double()
-    gram = a @ a.mT if a.shape[0] <= a.shape[1] else a.mT @ a
-    return schatten_bound(gram, squarings=6).clamp_min(1e-6).sqrt() * (1 + 1e-9)
 
 
 def reshaped_norm(kernel: Tensor) -> Tensor:
@@ -97,7 +72,10 @@ class SocConv2d(ConstrainedConv2d):
         :math:`1/(T+1)!` when out_channels >= s^2 in_channels.
 
     Cost:
-        T convolutions with c x c channels, and matrix products of size c max(kh, kw) for B.
+        Circular: T convolutions with c x c channels, or as many or fewer products in Fourier space, whichever way is
+        cheapest by count (:func:`lipkit.conv.exponential_conv2d`). With zeros: T convolutions. A 1 x 1 kernel: a
+        polynomial of one matrix, and one product for each s x s patch. Besides, matrix products of size c max(kh, kw)
+        for B.
 
     Raises:
         OptionError: an argument that is not supported, an even kernel size. ShapeError: an input that does not fit.
@@ -143,17 +121,25 @@ class SocConv2d(ConstrainedConv2d):
         kernel = kernel / torch.linalg.vector_norm(kernel).clamp_min(1e-12)
         return kernel / reshaped_norm(kernel).to(kernel.dtype)
 
+    def matrix(self, terms: int) -> Tensor:
+        """Of a 1 x 1 kernel: the matrix (out_channels, s^2 in_channels), the same with either padding."""
+        return taylor(self.kernel()[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.resample(x)
+        self.check_input(x)
         with autocast_off(x):
-            kernel = self.kernel()
+            if self.pointwise:
+                matrix = self.matrix(self.terms)
+            else:
+                kernel = self.kernel()
+        if self.pointwise:
+            return self.on_patches(x, matrix)
+        x = downsample(x, self.stride)
+        if self.padding_mode == "circular":
+            return self.add_bias(exponential_conv2d(kernel, x.to(kernel.dtype), self.terms, self.out_channels))
+        half = [k // 2 for k in self.kernel_size]
         x = F.pad(x, (0, 0, 0, 0, 0, len(kernel) - self.inner_channels))
-        if self.padding_mode == "zeros":
-            half = [k // 2 for k in self.kernel_size]
-            y = taylor_features(x, lambda term: F.conv2d(term, kernel, padding=half), self.terms)
-        else:
-            kernel = fold(kernel, *x.shape[-2:])
-            y = taylor_features(x, lambda term: circular_conv2d(term, kernel), self.terms)
+        y = taylor_features(x, lambda term: F.conv2d(term, kernel, padding=half), self.terms)
         return self.add_bias(y[:, : self.out_channels])
 
     def extra_repr(self) -> str:
@@ -173,11 +159,12 @@ def _soc(module: SocConv2d, input_shape: Shape | None) -> float:
 @export_rule(SocConv2d)
 def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
     height, width = resampled_size(layer, input_shape)
+    if layer.pointwise:
+        return patch_module(layer.matrix(layer.eval_terms), layer.stride, layer.bias)
     kernel = layer.kernel()
     if layer.padding_mode == "circular":
         raw = kernel_symbol(kernel.double(), height, width)
-        pair = taylor(torch.complex(raw.pair[:, 0], raw.pair[:, 1]), layer.eval_terms)
-        pairs = torch.stack((pair.real, pair.imag), 1)
+        pairs = as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
         both = [
             m[..., : layer.out_channels, : layer.inner_channels].to(kernel.dtype)
             for m in (taylor(raw.real, layer.eval_terms), pairs)

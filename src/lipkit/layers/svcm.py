@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lipkit.bounds import circular, symbol_sup
 from lipkit.conv import fold, symbol
 from lipkit.errors import ShapeError
-from lipkit.layers._base import KernelConv2d, check_positive, export_kernel_conv, resampled_size
+from lipkit.layers._base import KernelConv2d, check_positive
+from lipkit.layers._export import export_kernel_conv, resampled_size
 from lipkit.layers.ossn import delta_orthogonal_free
 from lipkit.linalg import at_least_float32
 from lipkit.protocol import Shape, export_rule, lipschitz_rule

@@ -113,6 +113,16 @@ def taylor(a: Tensor, terms: int) -> Tensor:
     return result
 
 
+def taylor_products(terms: int) -> int:
+    """How many products of matrices :func:`taylor` takes.
+
+    >>> [taylor_products(t) for t in (1, 2, 5, 10)]
+    [0, 1, 3, 5]
+    """
+    block = math.isqrt(terms)
+    return block - 1 + (terms - 1) // block
+
+
 def _combination(powers: list[Tensor], first: int, last: int) -> Tensor:
     """Sum of ``A^(i - first) / i!`` for i from ``first`` to ``last``."""
     total = powers[0] * (1 / math.factorial(first))

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from lipkit.linalg._common import at_least_float32, check_matrix
 from lipkit.linalg.exponential import SMALLEST_NORM, check_terms, schatten_bound, skew_part, taylor
+from lipkit.linalg.panels import mirrored_product
+from lipkit.linalg.wide_exponential import WIDE, wide_taylor_exponential
 
 # Degrees that need no power of A beyond those of the norm.
 MAX_DEGREE = 5
 # Matrices taken together: numbers that stay in the cache between the elementwise passes.
 TOGETHER = 2**17
-# Rows of a panel of a product that is known to be symmetric.
-PANEL = 64
 
 
 class Powers(NamedTuple):
@@ -42,38 +42,32 @@ class Powers(NamedTuple):
     share: Tensor
 
 
+def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
+    """Empty matrices ``(*batch, c, c)``; rows of a multiple of 1 KiB lie further apart, since columns of such matrices
+    share few lines of the cache (a transposed sum then takes half of the time)."""
+    fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
+    return like.new_empty(*batch, c, c + fill)[..., :c]
+
+
 def empty_powers(batch: Sequence[int], c: int, like: Tensor) -> Powers:
     """Room for the powers of matrices ``(*batch, c, c)``, in the dtype and on the device of ``like``."""
-    matrices = [like.new_empty(*batch, c, c) for _ in range(4)]
+    matrices = [_spaced(batch, c, like) for _ in range(4)]
     return Powers(*matrices, *(like.new_empty(*batch, 1, 1) for _ in range(2)))
 
 
-def _symmetric_product(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """The product of commuting symmetric, or skew, matrices: large ones by the panels above the diagonal, mirrored."""
-    c = x.shape[-1]
-    step = max(PANEL, -(-c // 4))
-    if c < 4 * PANEL or torch.compiler.is_compiling() or x.device.type != "cpu":
-        return torch.bmm(x, y, out=out)
-    for first in range(0, c, step):
-        last = min(first + step, c)
-        torch.bmm(x[:, first:last], y[:, :, first:], out=out[:, first:last, first:])
-        out[:, last:, first:last] = out[:, first:last, last:].mT
-    return out
-
-
-def fill_powers(a: Tensor, smallest: float, out: Powers) -> None:
-    r"""What value and gradient share, for skew ``a`` ``(n, c, c)``, written into ``out``.
+def fill_powers(smallest: float, out: Powers) -> None:
+    r"""What value and gradient share, for the skew A that ``out.a`` ``(n, c, c)`` holds, written into ``out``.
 
     ``share`` is :math:`1 / \|a^8\|_F^{1/8}`, so that share a has at most the norm 1, but not more than
     ``scale / smallest``: matrices of a smaller norm are not scaled up.
     """
-    norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(out.a, dim=(-2, -1), keepdim=True)
     # The eigenvalues then have the mean square 1: no power under- or overflows.
-    out.scale.copy_((norm / math.sqrt(a.shape[-1])).clamp_min(smallest))
-    torch.mul(a, 1 / out.scale, out=out.a)
-    _symmetric_product(out.a, out.a, out.a2)
-    _symmetric_product(out.a2, out.a2, out.a4)
-    _symmetric_product(out.a4, out.a4, out.a8)
+    out.scale.copy_((norm / math.sqrt(out.a.shape[-1])).clamp_min(smallest))
+    out.a.mul_(1 / out.scale)
+    mirrored_product(out.a, out.a, out.a2)
+    mirrored_product(out.a2, out.a2, out.a4)
+    mirrored_product(out.a4, out.a4, out.a8)
     beta = torch.linalg.vector_norm(out.a8, dim=(-2, -1), keepdim=True) ** 0.125
     torch.minimum(1 / beta, out.scale / smallest, out=out.share)
 
@@ -90,36 +84,58 @@ def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, ou
     return made
 
 
-def value(p: Powers, terms: int, out: Tensor | None = None) -> Tensor:
-    """The polynomial of share a: ``(n, c, c)``, an even and an odd part."""
+class Room(NamedTuple):
+    """Matrices ``(n, c, c)`` to work in: taken once for all groups, since fresh memory costs as much as a pass."""
+
+    one: Tensor
+    two: Tensor
+    three: Tensor
+    four: Tensor
+    five: Tensor
+
+    def of(self, count: int) -> Room:
+        """The room of the first ``count`` matrices."""
+        return Room(*(t[:count] for t in self))
+
+
+def room_for(count: int, c: int, like: Tensor) -> Room:
+    """Room for ``count`` matrices of side c, in the dtype and on the device of ``like``."""
+    return Room(*(_spaced((count,), c, like) for _ in Room._fields))
+
+
+def value(p: Powers, terms: int, room: Room, out: Tensor) -> Tensor:
+    """Fill ``out`` ``(n, c, c)`` with the polynomial of share a: an even and an odd part."""
     c = _coefficients(p.share, terms)
-    even = _combination(p, c[0], c[2], c[4], out)
-    return even.baddbmm_(p.a, _combination(p, c[1], c[3], c[5]))
+    factor = _combination(p, c[1], c[3], c[5], room.one)
+    odd = mirrored_product(p.a, factor, room.two, mirror="negative")
+    return _combination(p, c[0], c[2], c[4], out).add_(odd)
 
 
-def gradient(p: Powers, g: Tensor, terms: int, smallest: float) -> Tensor:
-    """The gradient of the unscaled A, itself skew, from the upstream ``g`` ``(n, c, c)`` of the polynomial."""
+def gradient(p: Powers, g: Tensor, terms: int, smallest: float, room: Room, out: Tensor) -> None:
+    """Fill ``out`` with the gradient of W, the unscaled A being W - W^T, from the upstream ``g`` ``(n, c, c)``."""
     t = p.share
     c = _coefficients(t, terms)
-    even = (g + g.mT).mul_(0.5)
-    skew = g - even
-    odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5]))
-    room = torch.bmm(p.a, skew)
+    # Twice the even part: the halves below go into the coefficients.
+    even = torch.add(g, g.mT, out=room.one)
+    skew = torch.sub(g, even, alpha=0.5, out=room.two)
+    odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room.three), out=room.four)
+    product = torch.bmm(p.a, skew, out=room.three)
     # Of the gradient of a self-adjoint factor only the self-adjoint part acts.
-    around = (room + room.mT).mul_(-0.5)
-    g2 = torch.mul(even, c[2], out=skew).addcmul_(around, c[3])
-    g4 = torch.mul(even, c[4], out=even).addcmul_(around, c[5])
+    around = torch.add(product, product.mT, out=room.five)
+    g2 = torch.mul(even, c[2] / 2, out=skew).addcmul_(around, c[3] / -2)
+    g4 = torch.mul(even, c[4] / 2, out=even).addcmul_(around, c[5] / -2)
     # The derivative along A itself counts each power by its exponent. It acts through share = ||a^8||^(-1/8), unless
     # that is held, and the gradient of a^4 is a multiple of a^12.
     dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, p.a), (g2, p.a2), (g4, p.a4))]
     along = dots[0] + 2 * dots[1] + 4 * dots[2]
     g8 = torch.where(t < p.scale / smallest, along * t**16 / -4, torch.zeros_like(t))
-    g4.addcmul_(_symmetric_product(p.a8, p.a4, room), g8)
-    torch.bmm(g4, p.a2, out=room)
-    g2.add_(room).add_(room.mT)
+    g4.addcmul_(mirrored_product(p.a8, p.a4, product), g8)
+    torch.bmm(g4, p.a2, out=product)
+    g2.add_(product).add_(product.mT)
     odd.baddbmm_(g2, p.a, beta=0.5, alpha=-1)
-    odd.mul_(1 / p.scale)
-    return odd - odd.mT
+    # The gradient of A is the skew part of odd / scale, twice of which reaches W.
+    odd.mul_(2 / p.scale)
+    torch.sub(odd, odd.mT, out=out)
 
 
 def taylor_exponential(w: Tensor, terms: int = 10) -> Tensor:
@@ -140,7 +156,8 @@ def taylor_exponential(w: Tensor, terms: int = 10) -> Tensor:
 
     Cost:
         For real matrices and T up to 5, four products of size max(m, n), and five in the backward pass. Else three for
-        the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward.
+        the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward. Sides that differ by more than 2.5
+        take products of the smaller one (:mod:`lipkit.linalg.wide_exponential`).
 
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
@@ -152,6 +169,10 @@ def taylor_exponential(w: Tensor, terms: int = 10) -> Tensor:
     check_matrix(w)
     check_terms(terms)
     w = at_least_float32(w)
+    m, n = w.shape[-2:]
+    if max(m, n) > WIDE * min(m, n):
+        # The skew matrix of the adjoint is -A, and its polynomial the adjoint.
+        return wide_taylor_exponential(w, terms) if n > m else wide_taylor_exponential(w.mH, terms).mH
     if terms > MAX_DEGREE or w.is_complex() or w.numel() == 0:
         return _taylor_exponential(w, terms)
     function = _TaylorExponential if torch.compiler.is_compiling() else _WithForwardMode
@@ -171,7 +192,12 @@ def _groups(count: int, side: int, device: torch.device) -> list[slice]:
     step = max(1, TOGETHER // side**2)
     if torch.compiler.is_compiling() or device.type != "cpu":
         step = count
-    return [slice(first, first + step) for first in range(0, count, step)]
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def _count(group: slice) -> int:
+    length: int = group.stop - group.start
+    return length
 
 
 class _TaylorExponential(torch.autograd.Function):
@@ -187,13 +213,19 @@ class _TaylorExponential(torch.autograd.Function):
         made = w.new_empty(w.shape)
         kept = empty_powers(batch, c, w)
         w, flat, *rows = (t.reshape(-1, *t.shape[-2:]) for t in (w, made, *kept))
-        for group in _groups(len(flat), c, w.device):
-            part = Powers(*(t[group] for t in rows))
-            fill_powers(skew_part(w[group]), SMALLEST_NORM, part)
+        groups = _groups(len(flat), c, w.device)
+        room = room_for(max(map(_count, groups)), c, w)
+        for group in groups:
+            part, own = Powers(*(t[group] for t in rows)), room.of(_count(group))
             if m == n:
-                value(part, terms, out=flat[group])
+                torch.sub(w[group], w[group].mT, out=part.a)
             else:
-                flat[group] = value(part, terms)[:, :m, :n]
+                part.a.copy_(skew_part(w[group]))
+            fill_powers(SMALLEST_NORM, part)
+            if m == n:
+                value(part, terms, own, flat[group])
+            else:
+                flat[group] = value(part, terms, own, own.three)[:, :m, :n]
         return made, *kept
 
     @staticmethod
@@ -217,12 +249,17 @@ class _TaylorExponential(torch.autograd.Function):
         flat = g.reshape(-1, m, n)
         made = g.new_empty(g.shape)
         rows = made.view(-1, m, n)
-        for group in _groups(len(flat), c, w.device):
+        groups = _groups(len(flat), c, w.device)
+        room = room_for(max(map(_count, groups)), c, g)
+        for group in groups:
             part = Powers(*(t.reshape(-1, *t.shape[-2:])[group] for t in kept))
             padded = F.pad(flat[group], (0, c - n, 0, c - m)) if m != n else flat[group]
-            of_a = gradient(part, padded, ctx.terms, SMALLEST_NORM)
-            # A = W - W^T, and its gradient is skew.
-            torch.mul(of_a[:, :m, :n], 2, out=rows[group])
+            own = room.of(_count(group))
+            if m == n:
+                gradient(part, padded, ctx.terms, SMALLEST_NORM, own, rows[group])
+            else:
+                gradient(part, padded, ctx.terms, SMALLEST_NORM, own, own.one)
+                rows[group] = own.one[:, :m, :n]
         return made, None
 
     @staticmethod

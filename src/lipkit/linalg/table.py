@@ -16,7 +16,6 @@ from lipkit.linalg.polar import polar
 
 Orthogonalize = Callable[[Tensor], Tensor]
 
-# Each of them returns a matrix of norm at most 1 for every input, up to rounding: `proved` relies on it.
 ORTHOGONALIZE: dict[str, Orthogonalize] = {
     "cayley": cayley,
     "exponential": exponential,
@@ -25,6 +24,7 @@ ORTHOGONALIZE: dict[str, Orthogonalize] = {
     "polar": polar,
     "householder": householder,
 }
+"""By name: each returns a matrix of norm at most 1 for every input, up to rounding (`proved` relies on it)."""
 
 
 def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:

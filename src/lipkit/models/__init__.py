@@ -32,6 +32,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "wide_resnet": wide_resnet,
     "wrn_plain": wrn_plain,
 }
+"""The architectures by the names that recipes give them."""
 
 
 def build(name: str, **options: Any) -> nn.Module:

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers._base import autocast_off, check_positive
-from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
+from lipkit.layers.cayley_pair import ContractionLinear
+from lipkit.layers.sandwich import SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.plain import Network
 from lipkit.protocol import Shape, export_rule, lipschitz, lipschitz_rule

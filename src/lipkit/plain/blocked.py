@@ -8,12 +8,14 @@ block.
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 16
+_Blocked = TypeVar("_Blocked", "BlockedLinear", "BlockedConv2d")
 
 
 def pairwise(parts: Tensor) -> Tensor:
@@ -48,6 +50,15 @@ def blocked_product(x: Tensor, weight: Tensor, block: int) -> Tensor:
     return pairwise(parts).reshape(*x.shape[:-1], len(weight))
 
 
+def _twin(kind: type[_Blocked], layer: nn.Module, block: int) -> _Blocked:
+    """A copy of the layer as one of ``kind``, a class that adds nothing to its state but ``block``."""
+    twin = copy.deepcopy(layer)
+    twin.__class__ = kind
+    assert isinstance(twin, kind)
+    twin.block = block
+    return twin
+
+
 class BlockedLinear(nn.Linear):
     """``nn.Linear`` with its inner products in blocks.
 
@@ -62,11 +73,7 @@ class BlockedLinear(nn.Linear):
     @classmethod
     def of(cls, layer: nn.Linear, block: int = BLOCK) -> BlockedLinear:
         """The same layer, a copy of its numbers."""
-        twin = copy.deepcopy(layer)
-        twin.__class__ = cls
-        assert isinstance(twin, BlockedLinear)
-        twin.block = block
-        return twin
+        return _twin(cls, layer, block)
 
     def forward(self, x: Tensor) -> Tensor:
         y = blocked_product(x, self.weight, self.block)
@@ -87,11 +94,7 @@ class BlockedConv2d(nn.Conv2d):
     @classmethod
     def of(cls, layer: nn.Conv2d, block: int = BLOCK) -> BlockedConv2d:
         """The same layer, a copy of its numbers."""
-        twin = copy.deepcopy(layer)
-        twin.__class__ = cls
-        assert isinstance(twin, BlockedConv2d)
-        twin.block = block
-        return twin
+        return _twin(cls, layer, block)
 
     def forward(self, x: Tensor) -> Tensor:
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode

@@ -15,9 +15,9 @@ class SandwichBlock(nn.Module):
     for an activation with slope in [0, 1] (``lipkit.bounds.sandwich``).
 
     Args:
-        first: ``nn.Linear`` or :class:`FourierConv2d` (with its bias).
+        first: ``nn.Linear``, :class:`FourierConv2d`, or an ``nn.Conv2d`` whose windows do not overlap (with its bias).
         activation: a scalar activation.
-        second: a module of the same type.
+        second: a module of the same kind.
         multiplier: ``(n,)`` for n hidden channels, positive. A claim that is checked, never trusted: where it proves
             nothing, the bound is the product of the three constants.
 

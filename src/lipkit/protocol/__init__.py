@@ -1,5 +1,6 @@
 """The two open functions of the library, ``lipschitz`` and ``export``, and the rules of torch's and plain modules."""
 
+from lipkit.protocol import activation_rules as activation_rules
 from lipkit.protocol import conv_rules as conv_rules
 from lipkit.protocol import plain_rules as plain_rules
 from lipkit.protocol import slope_rules as slope_rules

@@ -1,5 +1,7 @@
 r"""Rules of torch's convolutions: the bound of the kernel times the norm of the padding.
 
+A strided convolution is one of stride 1 after a permutation of pixels, so its bound is that of the polyphase kernel.
+
 A padded convolution is the convolution of the plane restricted to a window, after an operator :math:`P` that copies
 pixels into the border. Every padded pixel is one pixel of the image, so the columns of P are orthogonal and
 :math:`\|P\|_2^2` is the largest number of copies of a pixel (itself included), the product over the axes of
@@ -19,7 +21,7 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from lipkit.bounds import circular, symbol_sup
+from lipkit.bounds import circular, polyphase, symbol_sup
 from lipkit.bounds.rounding import up
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.protocol.registry import Shape, export_rule, lipschitz_rule, output_shape
@@ -55,6 +57,27 @@ def copies(mode: str, before: int, after: int, size: int | None) -> int:
     return 1
 
 
+def _axes(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """One number for each of two spatial axes."""
+    return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def kernel_with_stride(module: _Conv | _Transposed) -> Tensor:
+    """A kernel whose convolution with stride 1 has at least the norm of this one of the plane: mostly the same norm.
+
+    >>> kernel_with_stride(nn.Conv2d(3, 8, 4, stride=4)).shape
+    torch.Size([8, 48, 1, 1])
+    """
+    kernel, stride = _kernel(module), _axes(module.stride)
+    # Taps that are spread by a dilation meet the phases in another pattern: there the stride is not used.
+    plain = all(d == 1 or k == 1 for d, k in zip(_axes(module.dilation), kernel.shape[2:], strict=True))
+    return polyphase(kernel, stride) if plain else kernel
+
+
+def _on_plane(module: _Conv | _Transposed) -> Tensor:
+    return symbol_sup(kernel_with_stride(module), groups=module.groups)
+
+
 @lipschitz_rule(nn.Conv1d, nn.Conv2d)
 def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
     name = f"nn.{type(module).__name__}"
@@ -62,14 +85,14 @@ def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
     _check_dims(module, input_shape, axes + 1)
     kernel, groups, mode = _kernel(module), module.groups, module.padding_mode
     if mode == "zeros":
-        return symbol_sup(kernel, groups=groups)
+        return _on_plane(module)
     # What the forward pass hands to F.pad: the last axis first, before and after.
     flat = list(module._reversed_padding_repeated_twice)
     pads = [(flat[2 * i], flat[2 * i + 1]) for i in reversed(range(axes))]
     if mode in ("reflect", "replicate"):
         sizes = input_shape[1:] if input_shape is not None else (None,) * axes
         count = math.prod(copies(mode, *pad, size) for pad, size in zip(pads, sizes, strict=True))
-        bound = symbol_sup(kernel, groups=groups)
+        bound = _on_plane(module)
         return up(bound * math.sqrt(count), 3) if count > 1 else bound
     if mode != "circular":
         raise NoRuleError(f"{name}: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}")
@@ -81,7 +104,12 @@ def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
             f"(dilation x (kernel_size - 1)), got {padded}: outputs beyond one period repeat and raise the norm"
         )
     if input_shape is not None and all(d == 1 for d in module.dilation):
-        return circular(kernel, *(1, *input_shape[1:])[-2:], groups=groups)
+        sides, stride = _axes(input_shape[1:]), _axes(module.stride)
+        if all(side % s == 0 for side, s in zip(sides, stride, strict=True)):
+            kernel, sides = polyphase(kernel, stride), (sides[0] // stride[0], sides[1] // stride[1])
+        # Else the windows are some of those of stride 1.
+        return circular(kernel, *sides, groups=groups)
+    # Of every image size, also those in which the last window meets the first one out of phase.
     return symbol_sup(kernel, groups=groups)
 
 
@@ -91,7 +119,7 @@ def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
     _check_dims(module, input_shape, module.weight.ndim - 1)
     if module.padding_mode != "zeros":
         raise NoRuleError(f"nn.{type(module).__name__}: expected padding_mode 'zeros', got {module.padding_mode!r}")
-    return symbol_sup(_kernel(module), groups=module.groups)
+    return _on_plane(module)
 
 
 @export_rule(nn.Conv3d, nn.ConvTranspose3d)

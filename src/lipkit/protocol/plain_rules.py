@@ -24,6 +24,7 @@ from lipkit.plain import (
     SandwichBlock,
     TaylorConv2d,
 )
+from lipkit.plain.windows import windows_overlap
 from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.protocol.slopes import slope_restricted
 
@@ -108,6 +109,15 @@ def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
     return taylor_norm(angle, error, module.terms)
 
 
+def _matrix(module: nn.Module) -> Tensor | None:
+    """The matrix of a dense layer, or of a convolution whose windows do not overlap; None for any other module."""
+    if type(module) is nn.Linear:
+        return module.weight
+    if type(module) is nn.Conv2d and module.groups == 1 and module.padding in ((0, 0), "valid"):
+        return None if windows_overlap(module) else module.weight.flatten(1)
+    return None
+
+
 @lipschitz_rule(SandwichBlock)
 def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     """The smaller of what the multiplier proves and the product of the three constants (which refuses hooks)."""
@@ -116,8 +126,9 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     if not slope_restricted(module.activation):
         return product
     multiplier, one, two = module.multiplier, module.first, module.second
-    if type(one) is nn.Linear and type(two) is nn.Linear and one.out_features == len(multiplier) == two.in_features:
-        return torch.minimum(product, sandwich_gain(one.weight, two.weight, multiplier))
+    first, second = _matrix(one), _matrix(two)
+    if first is not None and second is not None and len(first) == len(multiplier) == second.shape[1]:
+        return torch.minimum(product, sandwich_gain(first, second, multiplier))
     if type(one) is FourierConv2d and type(two) is FourierConv2d and one.out_channels == len(multiplier):
         transforms = one.matrices()
         if len(transforms) == two.transforms and all(map(torch.equal, transforms, two.matrices())):

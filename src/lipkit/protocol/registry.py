@@ -33,6 +33,7 @@ from lipkit.errors import NoRuleError, ShapeError
 from lipkit.plain import Network
 
 Shape = tuple[int, ...]
+"""The shape of one sample, without the batch."""
 # The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
 LipschitzRule = Callable[[Any, Shape | None], Tensor | float]
 ExportRule = Callable[[Any, Shape], nn.Module]
@@ -55,6 +56,7 @@ def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], Lipschi
     ... def _(module, input_shape): return 1.0
     >>> float(lipschitz(Negate()))
     1.0
+    >>> del _LIPSCHITZ[Negate]  # only so that the example leaves the table as it was
     """
     return _register(_LIPSCHITZ, types)
 

@@ -1,4 +1,4 @@
-"""Rules of torch's own modules, with their true constants."""
+"""Rules of torch's own modules but for convolutions and activations, with their true constants."""
 
 from __future__ import annotations
 
@@ -17,35 +17,7 @@ from lipkit.protocol.pooling import average_norm, average_norm_any_size, max_poo
 from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.protocol.slopes import slope_runs
 
-# Largest slope of each activation whose slope is a constant of nature, rounded up in the last digit given.
-# GELU: at x = sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by bisection of the
-# second derivative (tests/protocol/test_slopes.py).
-SLOPES: dict[type[nn.Module], float] = {
-    nn.ReLU: 1.0,
-    nn.ReLU6: 1.0,
-    nn.Tanh: 1.0,
-    nn.Softsign: 1.0,
-    nn.LogSigmoid: 1.0,
-    nn.Hardtanh: 1.0,
-    nn.Softshrink: 1.0,
-    nn.Tanhshrink: 1.0,
-    nn.Sigmoid: 0.25,
-    nn.Hardsigmoid: math.nextafter(1 / 6, 1),
-    nn.Hardswish: 1.5,
-    nn.SiLU: 1.0998393202,
-    nn.Mish: 1.0884981618,
-    nn.SELU: 1.7580993409,
-}
-GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
 RESHAPES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d)
-# Softplus returns x itself beyond its threshold t, which is lower by log(1 + e^-t) / beta: a jump, below float32
-# rounding of the output from t = 20 (torch's default) on.
-SOFTPLUS_THRESHOLD = 20.0
-
-
-@lipschitz_rule(*SLOPES)
-def _constant_slope(module: nn.Module, input_shape: Shape | None) -> float:
-    return SLOPES[type(module)]
 
 
 def _check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
@@ -103,50 +75,6 @@ def _softmax(module: nn.Softmax, input_shape: Shape | None) -> float:
     # Its Jacobian diag(p) - p p^T has norm at most 1/2.
     _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
     return 0.5
-
-
-def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
-    value = getattr(module, name)
-    if not (math.isfinite(value) and value > 0 and value >= least):
-        wanted = f"at least {least:g}" if least else "a positive finite number"
-        raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
-
-
-@lipschitz_rule(nn.CELU)
-def _celu(module: nn.CELU, input_shape: Shape | None) -> float:
-    _positive(module, "alpha", "it grows exponentially otherwise")
-    return 1.0
-
-
-@lipschitz_rule(nn.Softplus)
-def _softplus(module: nn.Softplus, input_shape: Shape | None) -> float:
-    _positive(module, "beta", "it has no rule otherwise")
-    _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
-    return 1.0
-
-
-@lipschitz_rule(nn.GELU)
-def _gelu(module: nn.GELU, input_shape: Shape | None) -> float:
-    return GELU_SLOPES[module.approximate]
-
-
-def _at_least_one(slope: float) -> float:
-    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
-
-
-@lipschitz_rule(nn.LeakyReLU)
-def _leaky_relu(module: nn.LeakyReLU, input_shape: Shape | None) -> float:
-    return _at_least_one(module.negative_slope)
-
-
-@lipschitz_rule(nn.ELU)
-def _elu(module: nn.ELU, input_shape: Shape | None) -> float:
-    return _at_least_one(module.alpha)
-
-
-@lipschitz_rule(nn.PReLU)
-def _prelu(module: nn.PReLU, input_shape: Shape | None) -> Tensor:
-    return to_double(module.weight).abs().amax().clamp_min(1.0)
 
 
 @lipschitz_rule(nn.Linear)
@@ -284,22 +212,9 @@ def _export_batch_norm(module: nn.BatchNorm2d, input_shape: Shape) -> nn.Module:
     return Affine(scale.to(dtype), shift.to(dtype))
 
 
-@export_rule(
-    *SLOPES,
-    *RESHAPES,
-    nn.CELU,
-    nn.GELU,
-    nn.Softmax,
-    nn.Softplus,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.PReLU,
-    nn.Linear,
-    nn.MaxPool2d,
-    nn.AvgPool2d,
-    nn.AdaptiveAvgPool2d,
-)
-def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+@export_rule(*RESHAPES, nn.Softmax, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+    """A copy of a module that is plain already, once ``lipschitz`` has not refused it."""
     if not isinstance(module, nn.Linear):
         lipschitz(module, input_shape)  # refuses what mixes the samples of a batch
     output_shape(module, input_shape)

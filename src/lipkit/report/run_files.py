@@ -1,4 +1,4 @@
-"""What a report reads from a run folder besides the record: radii by sample, and metrics by epoch."""
+"""What is read from a run folder besides the record: radii by sample, and metrics by epoch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ RADII = "radii.csv"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Radii:
-    """The columns of ``radii.csv`` that curves need: (N,) bool and (N,) float64."""
+    """Columns of ``radii.csv``, (N,): ``correct`` bool, ``prediction`` int64, ``radius`` and ``margin`` float64."""
 
     correct: np.ndarray
+    prediction: np.ndarray
     radius: np.ndarray
+    margin: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.radius)
 
     def certified(self, eps: np.ndarray) -> np.ndarray:
         """Certified accuracy at each of the radii ``eps`` (M,): share of samples, correct with a radius above it.
 
-        >>> Radii(np.array([True, True, False]), np.array([0.1, 0.3, 0.0])).certified(np.array([0.0, 0.1, 0.2]))
+        >>> radius, margin = np.array([0.1, 0.3, 0.0]), np.array([1.0, 3.0, -1.0])
+        >>> radii = Radii(np.array([True, True, False]), np.array([4, 2, 7]), radius, margin)
+        >>> radii.certified(np.array([0.0, 0.1, 0.2]))
         array([0.66666667, 0.33333333, 0.33333333])
         """
         ordered = np.sort(self.radius[self.correct])
-        return (len(ordered) - np.searchsorted(ordered, eps, side="right")) / max(len(self.radius), 1)
+        return (len(ordered) - np.searchsorted(ordered, eps, side="right")) / max(len(self), 1)
 
 
 def read_radii(folder: Path) -> Radii | None:
@@ -41,16 +48,18 @@ def read_radii(folder: Path) -> Radii | None:
     path = folder / RADII
     if not path.exists():
         return None
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
-        try:
-            cells = [(int(row["correct"]), float(row["radius"])) for row in rows]
-        except (KeyError, ValueError, TypeError) as error:
-            raise RunError(f"{path}: expected columns correct and radius of numbers, got {error!r}") from None
-    if any(correct not in (0, 1) or math.isnan(radius) or radius < 0 for correct, radius in cells):
+    kinds: dict[str, type] = {"correct": int, "prediction": int, "radius": float, "margin": float}
+    columns: dict[str, np.ndarray] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        for name, kind in kinds.items():
+            columns[name] = np.array([kind(row[name]) for row in rows], dtype=kind)
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise RunError(f"{path}: expected columns {', '.join(kinds)} of numbers, got {error!r}") from None
+    if not np.isin(columns["correct"], (0, 1)).all() or not (columns["radius"] >= 0).all():
         raise RunError(f"{path}: expected correct to be 0 or 1 and radius >= 0")
-    correct, radius = zip(*cells, strict=True) if cells else ((), ())
-    return Radii(np.array(correct, dtype=bool), np.array(radius, dtype=np.float64))
+    return Radii(**columns | {"correct": columns["correct"] == 1})
 
 
 def read_series(folder: Path) -> dict[str, list[tuple[float, float]]]:

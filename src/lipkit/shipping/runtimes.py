@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit import plain
@@ -36,7 +38,7 @@ def write_onnx(network: plain.Network, path: str | Path) -> Path:
         raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
     with _quiet():
         program = torch.onnx.export(
-            network,
+            _portable(network),
             (_example(network),),
             dynamo=True,
             opset_version=OPSET,
@@ -51,6 +53,33 @@ def write_onnx(network: plain.Network, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, program.model_proto.SerializeToString())
     return path
+
+
+class _PatchProduct(nn.Module):
+    """An ``nn.Conv2d`` on separate patches as a rearrangement and a product."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.stride, self.weight, self.bias = conv.stride[0], conv.weight, conv.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = F.pixel_unshuffle(x, self.stride).movedim(1, -1)
+        return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
+
+
+def _portable(network: plain.Network) -> nn.Module:
+    """The network to be written: in float64 without the convolutions that are products: onnxruntime has none."""
+    twin = copy.deepcopy(network)
+    for parent in list(twin.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Conv2d and child.weight.dtype == torch.float64 and _on_patches(child):
+                setattr(parent, name, _PatchProduct(child))
+    return twin
+
+
+def _on_patches(conv: nn.Conv2d) -> bool:
+    sizes = {*conv.kernel_size, *conv.stride}
+    return len(sizes) == 1 and conv.padding in ((0, 0), "valid") and conv.groups == 1 and conv.dilation == (1, 1)
 
 
 def write_program(network: plain.Network, path: str | Path) -> Path:

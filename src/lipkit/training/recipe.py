@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.resources
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lipkit.errors import RecipeError
-from lipkit.training.recipe_schema import Recipe
+from lipkit.training.recipe_schema import LossSection, Recipe, ScheduleSection
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -22,6 +23,8 @@ DEFAULT = "digits_cayley"
 
 # Sections that may be written as one string, and the key it then stands for.
 _SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
+# Parts whose options belong to their name, and the name of a part that gives none.
+_NAMED = {("model",): None, ("loss",): LossSection().name, ("train", "schedule"): ScheduleSection().name}
 
 
 def names() -> list[str]:
@@ -40,7 +43,8 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
     Args:
         name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml,
             .yml or .json, or holds a path separator). Its key ``base`` names a packaged recipe that it
-            changes: keys are merged, values replaced.
+            changes: keys are merged, values replaced. Where it changes the ``name`` of a part (model, loss,
+            train.schedule), the base's ``options`` of that part are dropped: they belong to the other name.
         overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a
             number.
 
@@ -84,20 +88,25 @@ def to_yaml(recipe: Recipe) -> str:
 
 def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
     """The recipe that ``base`` names, if any, with what the content says in place of what it said."""
-    seen = [origin]
-    while (base := content.pop("base", None)) is not None:
+    seen, chain = [origin], [_expanded(content)]
+    while (base := chain[-1].pop("base", None)) is not None:
         if base in seen or base not in names():
             raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {base!r}")
         seen.append(base)
-        content = _merged(_expanded(_read(base)[1]), _expanded(content))
-    return content
+        chain.append(_expanded(_read(base)[1]))
+    # From the last base on, so that every name that is changed is known.
+    return functools.reduce(_merged, reversed(chain))
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     out = dict(below)
+    if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
+        out.pop("options", None)
     for key, value in above.items():
         inner = out.get(key)
-        out[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = _merged(inner, value, (*path, key))
+        out[key] = value
     return out
 
 

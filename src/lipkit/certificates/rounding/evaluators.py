@@ -20,6 +20,7 @@ from lipkit import plain
 from lipkit.certificates.rounding.arithmetic import Arithmetic, arithmetic_of
 from lipkit.errors import OptionError
 from lipkit.plain.blocked import BLOCK, blocked
+from lipkit.plain.windows import windows_overlap
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32}
 # What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
@@ -173,10 +174,10 @@ def violations(name: str, kind: str, network: nn.Module | None = None) -> list[s
     if found.get("cuda.matmul.allow_tf32") == "True":
         wrong.append("torch.backends.cuda.matmul.allow_tf32 is True")
     blocks = name.endswith("blocked")
-    convolves = network is None or any(_convolves(module, blocks) for module in network.modules())
-    if convolves and kind == "cuda":
+    modules = [] if network is None else [m for m in network.modules() if _convolves(m, blocks)]
+    if kind == "cuda" and (network is None or modules):
         wrong.append("cuDNN may evaluate convolutions by Winograd's algorithm or in TF32 (certify for the CPU)")
-    if convolves and kind == "cpu" and found["nnpack"] == "True":
+    if kind == "cpu" and found["nnpack"] == "True" and (network is None or any(map(_shares_windows, modules))):
         wrong.append(
             "NNPACK may evaluate convolutions by Winograd's algorithm (torch.backends.nnpack.set_flags(False), in the "
             "certifying and in the evaluating process)"
@@ -191,6 +192,13 @@ def _convolves(module: nn.Module, blocks: bool) -> bool:
     if isinstance(module, plain.PhaseConv2d):
         return module.kernel_size == (1, 1)
     return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
+
+
+def _shares_windows(module: nn.Module) -> bool:
+    """Whether an algorithm can share work between windows; without overlap a convolution is a product of matrices."""
+    if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
+        return windows_overlap(module)
+    return not isinstance(module, plain.PhaseConv2d)
 
 
 def check_rounding(rounding: str) -> str:

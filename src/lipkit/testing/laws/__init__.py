@@ -49,5 +49,6 @@ LAWS: dict[int, Law] = {
     12: Law("moves", "dtype, device, autocast, torch.compile and torch.export keep the function", moves),
     13: Law("refusals", "a bad argument raises its documented error with the expected and the actual value", refusals),
 }
+"""The laws by number."""
 
 __all__ = ["LAWS", "Law"]

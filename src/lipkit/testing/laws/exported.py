@@ -9,7 +9,7 @@ import torch
 
 from lipkit.errors import OptionError
 from lipkit.plain import load, save
-from lipkit.plain.storage import describe
+from lipkit.plain.configuration import describe
 from lipkit.protocol import export
 from lipkit.testing.case import Case, forward, require, require_same
 

@@ -1,0 +1,121 @@
+r"""Circular convolution by the exponential of a skew kernel, in whichever of three ways takes the fewest operations.
+
+The Taylor polynomial :math:`p_T(K) * x` of a c x c kernel on B images of P pixels costs, in real operations,
+
+* **features**: T convolutions, :math:`2 T k^2 B P c^2`;
+* **frequencies**: T complex products of the matrices of the symbol with the transformed images,
+  :math:`4 T B P c^2`;
+* **symbol**: the polynomial of those matrices by about :math:`m = 2 \sqrt T` products, :math:`4 m P c^3`, and one
+  product with the images, :math:`4 B P c^2`.
+
+The last two make the symbol first, :math:`2 k^2 P c^2`, which has to fit into memory, and transform the images,
+:math:`8 \sqrt P\, B P c`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.conv.kernel_exponential import taylor_features
+from lipkit.conv.spectrum import (
+    Spectrum,
+    Symbol,
+    analyse,
+    apply_symbol,
+    as_complex,
+    as_pair,
+    kernel_symbol,
+    synthesise,
+    transform_matrices,
+)
+from lipkit.conv.symbol import check_kernel, circular_conv2d, fold
+from lipkit.errors import ShapeError
+from lipkit.linalg.exponential import taylor, taylor_products
+
+Way = Literal["features", "frequencies", "symbol"]
+# Most numbers of a symbol: 256 MiB in float32, of which a training step holds several.
+MOST_NUMBERS = 2**26
+
+
+def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
+    """The operations of each way, without the last two where the symbol would not fit into memory.
+
+    >>> few, many = operations(64, (3, 3), 256, 128, 5), operations(512, (3, 3), 16, 32, 5)
+    >>> min(few, key=few.get), min(many, key=many.get)
+    ('symbol', 'frequencies')
+    """
+    taps, numbers = math.prod(kernel_size), pixels * channels**2
+    counts: dict[Way, float] = {"features": 2.0 * terms * taps * batch * numbers}
+    if numbers <= MOST_NUMBERS:
+        both = 2.0 * taps * numbers + 8 * math.sqrt(pixels) * batch * pixels * channels
+        counts["frequencies"] = both + 4.0 * terms * batch * numbers
+        counts["symbol"] = both + 4.0 * taylor_products(terms) * numbers * channels + 4.0 * batch * numbers
+    return counts
+
+
+def exponential_conv2d(
+    kernel: Tensor, x: Tensor, terms: int, outputs: int | None = None, *, way: Way | None = None
+) -> Tensor:
+    r"""The Taylor polynomial :math:`\sum_{i=0}^{T} K^{*i} * x / i!` of a circular convolution.
+
+    Args:
+        kernel: K, ``(c, c, kh, kw)`` of the dtype of x; larger than the image is allowed.
+        x: ``(B, n, h, w)`` with n <= c; missing channels are zeros.
+        terms: T, the highest power.
+        outputs: how many channels of the result are kept, by default c.
+        way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast it is 'features', the one
+            that runs in low precision.
+
+    Returns:
+        ``(B, outputs, h, w)``.
+
+    Raises:
+        ShapeError: the kernel is not square in its channels, or has fewer than x.
+
+    >>> turn = torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])[:, :, None, None]
+    >>> x = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
+    >>> exponential_conv2d(turn, x, 15).flatten().round(decimals=4).abs().tolist()
+    [0.0, 1.0]
+
+    References:
+        Singla & Feizi, ICML 2021, algorithm 1 (the first way).
+    """
+    check_kernel(kernel)
+    (batch, given, h, w), c = x.shape, len(kernel)
+    if kernel.shape[1] != c or given > c:
+        raise ShapeError(
+            f"kernel: expected as many outputs as inputs, at least {given}, got shape {tuple(kernel.shape)}"
+        )
+    outputs = c if outputs is None else outputs
+    if way is None:
+        counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
+        way = "features" if _autocast(x) else sorted(counts, key=counts.__getitem__)[0]
+    if way == "features":
+        folded = fold(kernel, h, w)
+        padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
+        return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
+    raw = kernel_symbol(kernel, h, w)
+    pair = as_complex(raw.pair)
+    if way == "symbol":
+        real, pair = (taylor(part, terms)[:, :outputs, :given] for part in (raw.real, pair))
+        return apply_symbol(Symbol(real, as_pair(pair)), x)
+
+    def powers(a: Tensor, rows: Tensor) -> Tensor:
+        rows = F.pad(rows, (0, c - given))
+        return taylor_features(rows, lambda term: term @ a.mT, terms)[..., :outputs]
+
+    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+    spectrum = analyse(x, matrices)
+    real = powers(raw.real, spectrum.real)
+    waves = powers(pair, as_complex(spectrum.pair))
+    return synthesise(Spectrum(real, as_pair(waves)), h, w, matrices)
+
+
+def _autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

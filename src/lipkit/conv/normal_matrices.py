@@ -1,0 +1,185 @@
+r"""The matrices that the Cayley transform solves with at each frequency, and one half of it made with them.
+
+With the symbol :math:`[W_1\ W_2]` of a wide kernel (of a tall one, :math:`[W_1; W_2]`)
+
+.. math:: N = I + W_1 - W_1^* + G, \qquad G = W_2 W_2^* \text{ (wide)}, \quad W_2^* W_2 \text{ (tall)}.
+
+N comes straight from a small product: the skew part of the kernel is taken before its transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.conv.frequency_solve import conjugated
+from lipkit.conv.spectrum import Symbol, as_pair
+from lipkit.conv.symbol import check_kernel, symbol_parts
+from lipkit.conv.transform import frequencies
+from lipkit.linalg.cayley import Factors, factorize, solve_rows
+from lipkit.linalg.panels import PANEL, mirrored_product
+
+# From this side on one triangle of a Gram matrix is computed, and mirrored.
+MIRRORED = 4 * PANEL
+
+
+class NormalMatrices(NamedTuple):
+    """:math:`N^\\top` and :math:`W_2` (None for a square kernel) at the real frequencies and, complex, at the pairs."""
+
+    real: Tensor
+    pair: Tensor
+    rest_real: Tensor | None
+    rest_pair: Tensor | None
+
+
+def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
+    """The matrices of the solve form for a kernel ``(cout, cin, kh, kw)`` on ``h x w``; differentiable.
+
+    >>> n = normal_matrices(torch.ones(2, 3, 3, 3), 4, 4)
+    >>> n.pair.shape, n.rest_pair.shape
+    (torch.Size([6, 2, 2]), torch.Size([6, 2, 1]))
+    """
+    check_kernel(kernel)
+    cout, cin = kernel.shape[:2]
+    n = min(cout, cin)
+    rest = None if cout == cin else kernel[:, n:] if cout < cin else kernel[n:]
+    return normal_matrices_of(kernel[:n, :n], rest, h, w, wide=cout < cin)
+
+
+def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide: bool) -> NormalMatrices:
+    """:func:`normal_matrices` of a kernel in two parts: without a copy of it, and without one of its gradient.
+
+    Args:
+        own: of :math:`W_1`, ``(n, n, kh, kw)``.
+        rest: of :math:`W_2`, ``(n, p, kh, kw)`` if wide, else ``(p, n, kh, kw)``; None for a square kernel.
+        h, w: size of the image.
+        wide: whether the parts stand beside each other.
+    """
+    own = _centred(own)
+    real, pair = _symbol(_SkewTaps.apply(_taps(own)), own.shape[2:], h, w)
+    if rest is None:
+        return NormalMatrices(real, pair, None, None)
+    rest = _centred(rest)
+    rest_real, rest_pair = _symbol(_taps(rest), rest.shape[2:], h, w)
+    return NormalMatrices(
+        _AddGram.apply(real, rest_real, wide), _AddGram.apply(pair, rest_pair, wide), rest_real, rest_pair
+    )
+
+
+def _centred(kernel: Tensor) -> Tensor:
+    """Even sizes get a zero tap in front, which makes the centre the middle."""
+    kh, kw = kernel.shape[2:]
+    return kernel if kh % 2 and kw % 2 else F.pad(kernel, (1 - kw % 2, 0, 1 - kh % 2, 0))
+
+
+def _taps(kernel: Tensor) -> Tensor:
+    """The kernel ``(cout, cin, kh, kw)`` tap by tap, ``(kh kw, cout, cin)``: a transposition of two dimensions."""
+    cout, cin, kh, kw = kernel.shape
+    return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
+
+
+class _SkewTaps(torch.autograd.Function):
+    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, the centre in the middle; without I its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, taps: Tensor, identity: bool = True) -> Tensor:
+        made = taps.mT - taps.flip(0)
+        if identity:
+            made[len(made) // 2].diagonal().add_(1)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _SkewTaps.apply(grads[0], False), None
+
+
+class _AddGram(torch.autograd.Function):
+    """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.wide = wide
+        other = w.conj().resolve_conj()
+        one, two = (other, w.mT) if wide else (w.mT, other)
+        if a.shape[-1] < MIRRORED:
+            return torch.baddbmm(a, one, two)
+        return mirrored_product(one, two, torch.empty_like(a), "adjoint").add_(a)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        (w,) = ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            both = g.mT + g.conj()
+            return g, (both @ w if ctx.wide else w @ both), None
+
+
+def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
+    """The symbol at the real frequencies and, complex, at the pairs, of a kernel of this size tap by tap."""
+    _, cout, cin = taps.shape
+    if h * w * len(taps) == 1:
+        # A dense layer: its matrix, at the one frequency there is.
+        return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
+    each_tap = torch.eye(len(taps), dtype=taps.dtype, device=taps.device).reshape(-1, 1, *size)
+    own, pairs = (symbol_parts(each_tap, grid[:, 0], grid[:, 1], h, w) for grid in frequencies(h, w))
+    flat = taps.flatten(1)
+    if len(pairs[0]) < len(taps):
+        pair = torch.complex(*(part.flatten(1) @ flat for part in pairs))
+    else:
+        # A complex product of real taps: its result is complex without another pass over it.
+        waves = torch.complex(*pairs).flatten(1)
+        pair = waves @ flat.to(waves.dtype)
+    return (own[0].flatten(1) @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
+
+
+def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:
+    """Factors of the real and of the complex N for ``batch`` images, as constants."""
+    with torch.no_grad():
+        return factorize(matrices.real, batch), factorize(matrices.pair, batch)
+
+
+class _Solution(torch.autograd.Function):
+    """``X N^-T`` for ``N^T``, its factors and X ``(F, rows, n)``: row by row the solution of ``N h = x``."""
+
+    @staticmethod
+    def forward(ctx: Any, transposed: Tensor, rows: Tensor, matrix: Tensor, pivots: Tensor | None) -> Tensor:
+        h = solve_rows(Factors(matrix, pivots), rows)
+        ctx.save_for_backward(transposed, rows, matrix, pivots, h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        transposed, rows, matrix, pivots, h = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # The gradient itself is to be differentiated.
+            found = torch.func.vjp(_solution, transposed, rows)[1](g)
+            return (*found, None, None)
+        with torch.autocast(g.device.type, enabled=False):
+            # Solves are there with N and N^T: of the conjugates of both sides.
+            k = solve_rows(Factors(matrix, pivots), g.conj(), transposed=True)
+            for_matrix = conjugated(torch.bmm(h.mT, k).neg_()) if ctx.needs_input_grad[0] else None
+        return for_matrix, conjugated(k), None, None
+
+
+def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
+    return torch.linalg.solve(transposed.mT, rows.mT).mT
+
+
+def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Symbol:
+    r"""The half B of a wide transform [A B] as a symbol: :math:`\hat B = -2 N^{-1} W_2`; differentiable.
+
+    >>> normal = normal_matrices(torch.ones(2, 3, 1, 1), 3, 3)
+    >>> second_half(normal, prepare(normal, 1)).pair.shape
+    torch.Size([4, 2, 2, 1])
+    """
+    assert normal.rest_real is not None
+    assert normal.rest_pair is not None
+    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT
+    pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
+    return Symbol(real, as_pair(pair))

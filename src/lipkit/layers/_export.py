@@ -1,0 +1,109 @@
+"""The exports that constrained layers share: made in float64, rounded once, of the plainest modules that do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.conv import Symbol, fold, patch_kernel
+from lipkit.errors import ShapeError
+from lipkit.layers._base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
+from lipkit.linalg import at_least_float32
+from lipkit.plain import FourierConv2d
+from lipkit.protocol import Shape, export_rule, lipschitz_rule
+
+
+def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
+    """The plain module of the emulated stride, if there is one."""
+    return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
+
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def in_float64(layer: Layer) -> Layer:
+    """A float64 copy of a layer, on the CPU where its device has no float64.
+
+    Exports make the constrained object from it and round once: a transform that is badly conditioned in float32 (a
+    Cayley transform of huge weights) then still ends within rounding of its claim.
+    """
+    twin = copy.deepcopy(layer)
+    return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
+
+
+def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
+    """A constrained object, rounded to the dtype (float32 at least) and moved to the device of the layer's own."""
+    own = at_least_float32(next(layer.parameters()).detach())
+    return exact.to(device=own.device, dtype=own.dtype)
+
+
+def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
+    """``nn.Linear`` with the constrained matrix as it is now."""
+    if input_shape[-1] != layer.in_features:
+        raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
+    q = placed_like(layer, in_float64(layer).weight())
+    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device=q.device, dtype=q.dtype)
+    plain.weight.copy_(q)
+    if layer.bias is not None:
+        plain.bias.copy_(layer.bias)
+    return plain
+
+
+def resampled_size(layer: ConstrainedConv2d, input_shape: Shape) -> tuple[int, int]:
+    """Image size after downsampling; ``ShapeError`` if the layer does not accept ``input_shape``."""
+    layer.check_input(torch.empty(1, *input_shape, device="meta"))
+    return input_shape[1] // layer.stride, input_shape[2] // layer.stride
+
+
+def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
+    """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now; one strided product if pointwise."""
+    size = resampled_size(layer, input_shape)
+    if layer.pointwise:
+        return patch_module(placed_like(layer, in_float64(layer).matrix()), layer.stride, layer.bias)
+    exact = in_float64(layer).symbol(*size)
+    symbol = Symbol(*(placed_like(layer, part) for part in exact))
+    return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(symbol, *size, layer.bias))
+
+
+def circular_module(kernel: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias."""
+    return _module(kernel, bias, padding="same", padding_mode="circular")
+
+
+def patch_module(matrix: Tensor, stride: int, bias: Tensor | None) -> nn.Conv2d:
+    """The ``nn.Conv2d`` that multiplies each s x s patch by a copy of ``matrix`` (cout, s^2 cin) and adds ``bias``."""
+    return _module(patch_kernel(matrix, stride), bias, stride=stride)
+
+
+def _module(kernel: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
+    cout, cin, kh, kw = kernel.shape
+    plain = nn.Conv2d(cin, cout, (kh, kw), bias=bias is not None, device=kernel.device, dtype=kernel.dtype, **options)
+    with torch.no_grad():
+        plain.weight.copy_(kernel)
+        if plain.bias is not None and bias is not None:
+            plain.bias.copy_(bias)
+    return plain
+
+
+def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
+    """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now; one if pointwise."""
+    size = resampled_size(layer, input_shape)
+    if layer.pointwise:
+        return patch_module(placed_like(layer, in_float64(layer).kernel().flatten(1)), layer.stride, layer.bias)
+    kernel = placed_like(layer, fold(in_float64(layer).kernel(), *size))
+    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
+
+
+def register_one_lipschitz(*types: type[nn.Module]) -> None:
+    """Both rules for final layers that are 1-Lipschitz by construction; the export follows from their base."""
+    exports: list[tuple[type[nn.Module], Any]] = [
+        (ConstrainedLinear, export_linear),
+        (SymbolConv2d, export_symbol_conv),
+        (KernelConv2d, export_kernel_conv),
+    ]
+    for kind in types:
+        lipschitz_rule(kind)(lambda module, input_shape: 1.0)
+        export_rule(kind)(next(rule for base, rule in exports if issubclass(kind, base)))

@@ -1,0 +1,167 @@
+r"""A smooth upper bound of the spectral norm by squaring the Gram matrix, with a backward pass that knows it commutes.
+
+With :math:`G = A A^\top`, the bound is :math:`\|G^{64}\|_F^{1/128}`. All powers of G commute, so its gradient is one
+product, :math:`G^{127} = G^{64} G^{32} \cdots G` of the powers that were made on the way: six products, where
+differentiating the squarings one by one takes twelve, and of all products one triangle is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipkit.linalg._common import check_matrix
+from lipkit.linalg.exponential import schatten_bound
+from lipkit.linalg.panels import mirrored_product
+
+SQUARINGS = 6
+# The bound of a matrix below this is that of this one: slopes stay finite at zero.
+SMALLEST = 1e-3
+
+
+def gram_norm(a: Tensor) -> Tensor:
+    r"""Upper bound of the spectral norm of a matrix by squaring its Gram matrix six times: products only.
+
+    .. math:: \|A\|_2 \le \big\|(A A^\top)^{64}\big\|_F^{1/128} \le r^{1/256}\, \|A\|_2, \qquad r = \min(m, n)
+
+    Args:
+        a: real (m, n), not much smaller than 1 (below 1e-3 the bound is 1e-3).
+
+    Returns:
+        0-d float64, differentiable everywhere (no singular vector is singled out), at most 3 % above the norm for
+        1500 rows, and for float32 one more per cent.
+
+    Guarantee:
+        Upper bound, rounding included. The Gram matrix is made in float64. Its powers are made in the dtype of ``a``:
+        a product of r x r matrices in any order is off by at most :math:`\gamma_r \|X\|_F^2`, which is added at every
+        squaring. Where torch may take float32 products in less (``torch.set_float32_matmul_precision``), they are
+        made in float64.
+
+    Cost:
+        Seven products of size r and six in the backward pass, each of about 5/8 of its operations.
+
+    >>> 2.0 <= float(gram_norm(torch.diag(torch.tensor([2.0, 2.0, 1.0])))) < 2.02
+    True
+
+    References:
+        Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1. The gradient and the allowances are ours.
+    """
+    check_matrix(a, "a")
+    if torch.compiler.is_compiling() or a.numel() == 0:
+        return _plain(a)
+    bound: Tensor = _GramNorm.apply(a)[0]
+    return bound
+
+
+def _plain(a: Tensor) -> Tensor:
+    """The bound in float64 by operations that can be compiled and differentiated any number of times."""
+    a = a.double()
+    gram = a @ a.mT if a.shape[0] <= a.shape[1] else a.mT @ a
+    # The rounding of all squarings together is below 2 r^(3/2) float64 roundings, 1e-10 for r = 5000.
+    return schatten_bound(gram, squarings=SQUARINGS).clamp_min(SMALLEST**2).sqrt() * (1 + 1e-9)
+
+
+def _working_dtype(a: Tensor) -> torch.dtype:
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if a.dtype != torch.float64 and exact else torch.float64
+
+
+def _frobenius(x: Tensor) -> Tensor:
+    """At least the Frobenius norm: the rows in the precision of x, their sum in float64, lost squares included."""
+    info, rows = torch.finfo(x.dtype), len(x)
+    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=1).double())
+    return norm * (1 + (rows + 8) * info.eps) + rows * math.sqrt(info.tiny)
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """The power of two by which the norm of x leaves [1/2, 1); 0 for numbers that are hardly there."""
+    norm = torch.linalg.vector_norm(x).double()
+    return torch.where(norm > 1e-200, torch.frexp(norm).exponent, 0)
+
+
+def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    r"""Proved bound of ``||gram||_2`` (float64), and its powers 1, 2, 4, ... of about unit norm in ``dtype``.
+
+    Stored are :math:`X_0 = \mathrm{fl}(c_0 G)` and :math:`X_{i+1} = c_{i+1} Y_i`, :math:`Y_i = \mathrm{fl}(X_i^2)`,
+    with powers of two c. So :math:`\|X_i\|^2 \le \|X_{i+1}\| / c_{i+1} + \gamma_r f_i^2` with
+    :math:`f_i \ge \|X_i\|_F`, which bounds them one after the other, beginning with :math:`\|X_6\| \le f_6`. What is
+    flushed to zero is added as well.
+    """
+    info, rows = torch.finfo(dtype), len(gram)
+    unit = info.eps / 2
+    gamma = rows * unit / (1 - rows * unit)
+    exponents = [_exponent(gram)]
+    powers = [torch.ldexp(gram, -exponents[0]).to(dtype)]
+    for _ in range(SQUARINGS):
+        square = mirrored_product(powers[-1], powers[-1], torch.empty_like(powers[-1]))
+        exponents.append(_exponent(square))
+        powers.append(square.mul_(torch.ldexp(torch.ones_like(exponents[-1], dtype=dtype), -exponents[-1])))
+    sizes = [_frobenius(power) for power in powers]
+    bound = sizes[-1]
+    for exponent, size in zip(exponents[:0:-1], sizes[-2::-1], strict=True):
+        bound = torch.ldexp(bound + rows * info.tiny, exponent) + gamma * size**2 + rows**2 * info.tiny
+        bound = bound.sqrt()
+    bound = torch.ldexp(bound + 2 * unit * sizes[0] + rows * info.tiny, exponents[0])
+    # Of a matrix that is hardly there the roots of what may have been flushed are more than all of it.
+    return torch.minimum(bound * (1 + 1e-12), _frobenius(gram)), powers
+
+
+class _GramNorm(torch.autograd.Function):
+    """:func:`gram_norm`; the powers are returned so that the backward pass can have them, and carry no gradient."""
+
+    @staticmethod
+    def forward(a: Tensor) -> tuple[Tensor, ...]:
+        wide = a.double()
+        wide = wide if a.shape[0] <= a.shape[1] else wide.mT
+        gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
+        bound, powers = _powers(gram, _working_dtype(a))
+        # The Gram matrix itself is off by at most gamma_n ||A||_F^2.
+        error = (wide.shape[1] + 4) * 2.0**-52 * gram.diagonal().sum()
+        return (bound + error).sqrt().clamp_min(SMALLEST) * (1 + 1e-12), *powers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        bound, *powers = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*powers)
+        ctx.save_for_backward(inputs[0], bound, *powers)
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *unused: None) -> Tensor | None:
+        a, bound, *powers = ctx.saved_tensors
+        if g is None:
+            return None
+        if torch.is_grad_enabled():
+            # The gradient itself is to be differentiated.
+            return torch.func.vjp(_plain, a)[1](g)[0]
+        if a.device.type == "cpu" and float(g) == 0:
+            # The larger of two bounds of which one takes the smaller.
+            return torch.zeros_like(a)
+        with torch.autocast(a.device.type, enabled=False):
+            product, other = powers[0], torch.empty_like(powers[0])
+            for power in powers[1:]:
+                made = mirrored_product(product, power, other)
+                other = torch.empty_like(product) if product is powers[0] else product
+                product = made
+            matrix = a if a.shape[0] <= a.shape[1] else a.mT
+            through = product.to(a.dtype) @ matrix
+        # The bound is N^(1/2), N^128 = tr G^128 = <G^127 A, A>, whose derivative is 256 <G^127 A, dA>.
+        factor = g * bound / (through.double() * matrix).sum()
+        gradient = through * torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0).to(a.dtype)
+        return gradient if a.shape[0] <= a.shape[1] else gradient.mT
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
+        (a,) = ctx.saved_tensors
+        change: Tensor = torch.func.jvp(_plain, (a,), (tangent,))[1]
+        return change, *(None for _ in range(SQUARINGS + 1))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        bound = torch.vmap(_plain, in_dims)(a)
+        none = bound.new_empty(len(bound), 0)
+        return (bound, *(none for _ in range(SQUARINGS + 1))), (0,) * (SQUARINGS + 2)

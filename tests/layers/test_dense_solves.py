@@ -1,0 +1,68 @@
+"""Dense layers that solve for the batch, against those that make their matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipkit import export
+from lipkit.conv import cayley_linear
+from lipkit.errors import ShapeError
+from lipkit.layers import CayleyLinear, SandwichLinear
+from lipkit.layers import cayley as cayley_layer
+from lipkit.layers import sandwich as sandwich_layer
+from lipkit.linalg import cayley
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 7), (7, 3), (1, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("batch", [(5,), (2, 3), (), (0,)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_is_that_with_the_matrix(shape: tuple[int, int], batch: tuple[int, ...], biased: bool) -> None:
+    w, x = (random(*shape) / 2).requires_grad_(), random(*batch, shape[1], seed=1).requires_grad_()
+    bias = random(shape[0], seed=2).requires_grad_() if biased else None
+    expected = x @ cayley(w).mT + (0 if bias is None else bias)
+    y = cayley_linear(w, x, bias)
+    torch.testing.assert_close(y, expected)
+    g, inputs = random(*y.shape, seed=3), [w, x, *([] if bias is None else [bias])]
+    for one, two in zip(torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, inputs, g), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_gradients_of_both_orders() -> None:
+    w, x, b = (t.requires_grad_() for t in (random(2, 3), random(2, 3, seed=1), random(2, seed=2)))
+    assert torch.autograd.gradcheck(cayley_linear, (w, x, b))
+    assert torch.autograd.gradgradcheck(cayley_linear, (w, x, b), fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["cayley", "relu", "tanh"])
+@pytest.mark.parametrize(("m", "n"), [(384, 400), (400, 384)])
+def test_large_layers_are_their_exports(m: int, n: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = CayleyLinear(n, m) if kind == "cayley" else SandwichLinear(n, m, activation=kind)
+    x = torch.randn(2, 3, n, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(export(layer, (n,))(x.flatten(0, 1)).view_as(y), y, atol=2e-5, rtol=0)
+    g = torch.randn_like(y)
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(y, inputs, g)
+    # The same layer by its matrices.
+    for module in (cayley_layer, sandwich_layer):
+        monkeypatch.setattr(module, "solves_pay", lambda x, side: False)
+    made = layer(x)
+    assert not torch.equal(made, y)  # it was the other way
+    for one, two in zip(found, torch.autograd.grad(made, inputs, g), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4 * float(two.abs().max()), rtol=0)
+
+
+def test_wrong_inputs_are_named() -> None:
+    with pytest.raises(ShapeError, match=r"got \(2, 3\) and \(5, 4\)"):
+        cayley_linear(torch.ones(2, 3), torch.ones(5, 4))
+    with pytest.raises(ShapeError, match=r"SandwichLinear: expected inputs \(..., 400\), got \(2, 399\)"):
+        SandwichLinear(400, 384)(torch.ones(2, 399))
+    with pytest.raises(ShapeError, match=r"got \(384, 400\) and \(2, 399\)"):
+        CayleyLinear(400, 384)(torch.ones(2, 399))

@@ -1,0 +1,147 @@
+"""The Gram bound against numpy's spectral norm, its gradient against the squarings one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lipkit.errors import ShapeError
+from lipkit.linalg.gram_norm import SMALLEST, _plain, gram_norm
+from lipkit.linalg.panels import PANEL, Mirror, mirrored_product
+
+LARGE = 4 * PANEL + 3  # products by panels
+
+
+def truth(a: Tensor) -> float:
+    return float(np.linalg.norm(a.double().numpy(), 2))
+
+
+def matrix(kind: str, m: int, n: int, dtype: torch.dtype) -> Tensor:
+    a = torch.randn(m, n, dtype=torch.float64)
+    if kind == "orthogonal":
+        u, _, v = torch.linalg.svd(a, full_matrices=False)
+        a = u @ v
+    elif kind == "rank one":
+        a = a[:, :1] @ a[:1]
+    elif kind == "spiked":
+        a = a / 10 + 3 * torch.eye(m, n, dtype=torch.float64)[:, :1] @ a[:1]
+    return a.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "orthogonal", "rank one", "spiked"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 50), (50, 3), (40, 40), (LARGE, 2 * LARGE), (300, 70)])
+def test_upper_and_close(m: int, n: int, kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a = matrix(kind, m, n, dtype)
+    exact, bound = truth(a), gram_norm(a)
+    assert bound.dtype is torch.float64
+    # r^(1/256), and in float32 a little for the allowances.
+    looseness = min(m, n) ** (1 / 256) * (1.01 if dtype is torch.float32 else 1 + 1e-8)
+    assert exact <= float(bound) <= looseness * exact
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    m=st.integers(1, 20),
+    n=st.integers(1, 20),
+    size=st.sampled_from([1e-2, 1.0, 1e6, 1e18]),
+    decay=st.floats(0, 8),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_never_below(seed: int, m: int, n: int, size: float, decay: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(0, -decay, n, dtype=torch.float64)
+    a = (size * torch.randn(m, n, dtype=torch.float64, generator=generator) * scales).to(dtype)
+    assert truth(a) * (1 - 1e-14) <= float(gram_norm(a)) <= 1.05 * truth(a) + 2 * SMALLEST
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-30, 1e-5])
+def test_small_matrices_count_as_the_smallest(scale: float) -> None:
+    a = torch.full((3, 4), scale, dtype=torch.float64, requires_grad=True)
+    bound = gram_norm(a)
+    assert SMALLEST <= float(bound.detach()) <= SMALLEST * (1 + 1e-8)
+    (g,) = torch.autograd.grad(bound, a)
+    assert torch.equal(g, torch.zeros_like(a))
+
+
+def test_infinite_and_undefined_entries_are_not_hidden() -> None:
+    assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.inf]]))))
+    assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.nan]]))))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (5, 3), (4, 4)])
+def test_derivatives(m: int, n: int) -> None:
+    torch.manual_seed(0)
+    a = torch.randn(m, n, dtype=torch.float64, requires_grad=True)
+    # The allowances make the value larger than the function that is differentiated, by far less than this.
+    assert torch.autograd.gradcheck(gram_norm, a)
+    assert torch.autograd.gradgradcheck(gram_norm, a)
+    one = torch.randn(m, n, dtype=torch.float64)
+    for function in (gram_norm, _plain):
+        value, slope = torch.func.jvp(function, (a.detach(),), (one,))
+        batch = torch.func.vmap(torch.func.grad(function))(torch.stack((a.detach(), one)))
+        if function is gram_norm:
+            first = value, slope, batch
+    torch.testing.assert_close((value, slope, batch), first, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(torch.func.vmap(gram_norm)(a.detach()[None])[0], _plain(a.detach()))
+
+
+@pytest.mark.parametrize("kind", ["normal", "orthogonal", "spiked"])
+@pytest.mark.parametrize(("m", "n"), [(LARGE, LARGE + 40), (LARGE + 40, LARGE)])
+def test_the_gradient_of_large_matrices_is_that_of_the_squarings(m: int, n: int, kind: str) -> None:
+    torch.manual_seed(0)
+    a = matrix(kind, m, n, torch.float32).requires_grad_()
+    (ours,) = torch.autograd.grad(2 * gram_norm(a), a)
+    (theirs,) = torch.autograd.grad(2 * _plain(a), a)
+    assert ours.dtype is torch.float32
+    # The bound in float32 is a little larger, and its gradient with it.
+    assert float((ours - theirs).norm() / theirs.norm()) < 3e-3
+
+
+@pytest.fixture
+def _low_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("_low_precision")
+def test_where_float32_products_may_be_rounded_further_float64_is_used() -> None:
+    torch.manual_seed(0)
+    a = matrix("orthogonal", LARGE, LARGE, torch.float32)
+    assert truth(a) <= float(gram_norm(a)) <= LARGE ** (1 / 256) * (1 + 1e-8)
+
+
+def test_without_a_gradient_nothing_is_computed() -> None:
+    a = torch.randn(3, 3, requires_grad=True)
+    small, large = gram_norm(a), 2 * gram_norm(a)
+    (g,) = torch.autograd.grad(torch.minimum(small, large), a)
+    torch.testing.assert_close(g, torch.autograd.grad(gram_norm(a), a)[0])
+
+
+@pytest.mark.parametrize("mirror", ["transpose", "negative", "adjoint"])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_mirrored_products(batch: tuple[int, ...], mirror: Mirror) -> None:
+    torch.manual_seed(0)
+    dtype = torch.complex128 if mirror == "adjoint" else torch.float64
+    x = torch.randn(*batch, LARGE, 9, dtype=dtype)
+    y = torch.randn(*batch, 9, LARGE, dtype=dtype)
+    # [x, y*] [y; +-x*] equals its adjoint or the negative of it.
+    left, right = torch.cat((x, y.mH), -1), torch.cat((y, -x.mH if mirror == "negative" else x.mH), -2)
+    made = mirrored_product(left, right, torch.empty(*batch, LARGE, LARGE, dtype=dtype), mirror)
+    torch.testing.assert_close(made, left @ right, rtol=1e-12, atol=1e-12)
+
+
+def test_bad_shapes_are_named() -> None:
+    with pytest.raises(ShapeError, match=r"a: expected a matrix"):
+        gram_norm(torch.ones(3))
