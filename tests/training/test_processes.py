@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lipkit.protocol import lipschitz
-from lipkit.training import run_folder
+from lipkit.training import devices, run_folder
 
 # 45 samples in batches of 8, so that the last batch has 5, and one rank has more of it than the other.
 SUBJECT = """
@@ -49,8 +50,11 @@ def random(folder, **options):
 """
 
 WORKER = """
-import pathlib, sys, torch
+import atexit, os, pathlib, sys, torch
 torch.set_num_threads(1)
+import torch.distributed as dist
+# Registered before the library's own: so it runs after that, and still with a living interpreter.
+atexit.register(lambda: (out / f"ended{os.environ['RANK']}").write_text(str(not dist.is_initialized())))
 sys.path.insert(0, sys.argv[1])
 from process_subject import plain, random
 from lipkit import training
@@ -60,7 +64,6 @@ runs = {"plain": plain(strategy=strategy)}
 runs["whole"] = random(out / "whole", strategy=strategy)
 part = random(out / "part", strategy=strategy, max_minutes=1e-9)
 runs["resumed"] = random(out / "part", strategy=strategy, resume=True)
-import torch.distributed as dist
 found = {
     name: {"model": run.model.state_dict(), "average": run.average.state_dict(),
            "rows": [r["loss"] for r in run.history], "norm": [r.get("norm") for r in run.history]}
@@ -150,6 +153,27 @@ def test_the_clock_stops_both_within_an_epoch_and_a_resume_continues_bit_for_bit
 def test_what_the_first_process_refuses_all_refuse(found):
     _, _, ranks = found
     assert all("expected a new run folder" in rank["taken"] for rank in ranks)
+
+
+def test_the_process_group_ends_before_the_interpreter(found):
+    """gloo's threads would otherwise abort some of the processes after their work was done."""
+    _, folder, _ = found
+    assert [(folder / f"ended{rank}").read_text() for rank in (0, 1)] == ["True", "True"]
+
+
+def test_a_process_group_of_the_caller_is_not_ended(monkeypatch):
+    registered = []
+    monkeypatch.setattr(devices.atexit, "register", registered.append)
+    options = {"accelerator": "cpu", "devices": 1, "strategy": "auto", "precision": "32-true"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        devices.make_fabric(**options)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+    devices.make_fabric(**options)  # one process makes no group
+    assert not dist.is_initialized()
+    assert devices._end_group not in registered  # other libraries may register what they like
 
 
 def test_the_trained_network_keeps_its_constraint(found):

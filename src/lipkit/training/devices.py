@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -45,8 +46,30 @@ def make_fabric(
     except (ValueError, TypeError, RuntimeError) as error:
         got = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
         raise OptionError(f"expected devices that Lightning Fabric can use, got {got}: {error}") from error
-    fabric.launch()
+    launch(fabric)
     return fabric
+
+
+def launch(fabric: Any) -> None:
+    """``fabric.launch()``, and at the end of the process the end of the process group that it made.
+
+    gloo's threads hold tensors. One that still does when the interpreter goes away asks for its lock, and the
+    whole process is aborted, after all its work and with an exit status that says it failed. So the threads are
+    joined while the interpreter is there. A group of the caller's own is the caller's to end.
+    """
+    import torch.distributed as dist
+
+    given = dist.is_available() and dist.is_initialized()
+    fabric.launch()
+    if not given and dist.is_available() and dist.is_initialized():
+        atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # a caller may have ended it before
+        dist.destroy_process_group()
 
 
 def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) -> tuple[int | str | list[int], int, str]:
