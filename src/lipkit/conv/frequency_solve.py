@@ -18,7 +18,13 @@ Form = Literal["wide", "tall", "second", "first adjoint"]
 
 def _complex(pair: Tensor, *, conjugate: bool = False) -> Tensor:
     """Rows ``(n_p, 2, B, C)`` as complex numbers ``(n_p, B, C)``."""
-    return torch.complex(pair[:, 0], pair[:, 1].neg() if conjugate else pair[:, 1])
+    made = torch.complex(pair[:, 0], pair[:, 1])
+    return made.conj_physical_() if conjugate else made
+
+
+def _rows_of(z: Tensor) -> Tensor:
+    """A view of complex numbers as rows: one strided pass over both parts costs less than one for each."""
+    return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -27,8 +33,10 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def conjugated(g: Tensor) -> Tensor:
-    """The conjugate, in place; real numbers as they are."""
-    return g.conj_physical_() if g.is_complex() else g
+    """The conjugate, in place; real numbers as they are. What torch calls conjugated unseen only loses that mark."""
+    if not g.is_complex():
+        return g
+    return g.conj() if g.is_conj() else g.conj_physical_()
 
 
 class Group(NamedTuple):
@@ -47,35 +55,29 @@ class Group(NamedTuple):
         part = self.view(rows, channels)
         return _complex(part, conjugate=conjugate) if self.factors.matrix.is_complex() else part.contiguous()
 
-    def write(self, out: Tensor, channels: slice, z: Tensor, scale: float, *, conjugate: bool = False) -> None:
-        """``out = scale z``, or its conjugate."""
-        part = self.view(out, channels)
-        if not z.is_complex():
-            torch.mul(z, scale, out=part)
-        else:
-            torch.mul(z.real, scale, out=part[:, 0])
-            torch.mul(z.imag, -scale if conjugate else scale, out=part[:, 1])
+    def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
+        """``out = scale z``."""
+        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
 
-    def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor, *, conjugate: bool = False) -> None:
-        """``out = 2 z - rows``, z conjugated first if asked."""
+    def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
+        """``out = 2 z - rows``."""
         part, minus = self.view(out, channels), self.view(rows, channels)
         if not z.is_complex():
             torch.lerp(minus, z, 2.0, out=part)
-            return
-        torch.lerp(minus[:, 0], z.real, 2.0, out=part[:, 0])
-        if conjugate:
-            torch.add(minus[:, 1], z.imag, alpha=2, out=part[:, 1]).neg_()
+        elif z.is_contiguous():
+            torch.lerp(minus, _rows_of(z), 2.0, out=part)
         else:
-            torch.lerp(minus[:, 1], z.imag, 2.0, out=part[:, 1])
+            # A solution by factors is transposed: arithmetic along its columns would be slower than a copy.
+            torch.lerp(minus, part.copy_(_rows_of(z)), 2.0, out=part)
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill the rows of the output; h (conjugated for 'first adjoint'), and x_2 where the derivative needs it."""
+    """Fill the rows of the output; h, and x_2 where the derivative needs it."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":
-        h = solve_rows(group.factors, group.read(rows, own, conjugate=True), transposed=True)
-        group.reflect(out, rows, own, h, conjugate=True)
+        h = conjugated(solve_rows(group.factors, group.read(rows, own, conjugate=True), transposed=True))
+        group.reflect(out, rows, own, h)
         return h, None
     if form == "second":
         assert rest is not None
@@ -108,24 +110,22 @@ def backward_rows(
     if form == "first adjoint":
         k = solve_rows(group.factors, group.read(g, own))
         group.reflect(out, g, own, k)
-        return (conjugated(_product(k.mT, h, -2)) if symbol else None), None
+        return (_product(conjugated(k).mT, h, -2) if symbol else None), None
     # The conjugate of the incoming gradient, because N^T is solved with.
     top = group.read(g, own, conjugate=True)
     bottom = group.read(g, other, conjugate=True) if form == "tall" and rest is not None else None
     if bottom is not None and rest is not None:
         top = torch.baddbmm(top, bottom, rest, alpha=-1)
     k = solve_rows(group.factors, top, transposed=True)
-    if form == "second" and rest is not None:
-        group.write(out, slice(None), k @ rest, -2.0, conjugate=True)
-    else:
-        group.reflect(out, g, own, k, conjugate=True)
-        if form == "wide" and rest is not None:
-            group.write(out, other, k @ rest, -2.0, conjugate=True)
-    if not symbol:
-        return None, None
-    for_rest = None
-    if bottom is not None:
-        for_rest = conjugated(_product(bottom.mT, h, -2))
-    elif x2 is not None:
-        for_rest = conjugated(_product(k.mT, x2, -2))
-    return conjugated(_product(h.mT, k, -2)), for_rest
+    for_normal, for_rest = None, None
+    if symbol:
+        for_normal = conjugated(_product(h.mT, k, -2))
+        if bottom is not None:
+            for_rest = conjugated(_product(bottom.mT, h, -2))
+        elif x2 is not None:
+            for_rest = conjugated(_product(k.mT, x2, -2))
+    if rest is not None and form != "tall":
+        group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
+    if form != "second":
+        group.reflect(out, g, own, conjugated(k))
+    return for_normal, for_rest
