@@ -32,6 +32,40 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
 
+def _reals(z: Tensor) -> Tensor:
+    """Complex numbers ``(n_p, B, C)`` as ``(n_p, B, 2 C)`` real ones, a view: their dot products are real products."""
+    return torch.view_as_real(z).flatten(-2)
+
+
+class _RealForm:
+    """Products of features by W_2 at the pairs in real numbers: rows are read and written as they lie.
+
+    ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. Two tensors of the size of W_2 are made for it, which
+    pays where a batch is larger than the matrices.
+    """
+
+    def __init__(self, rest: Tensor) -> None:
+        self.rest = rest
+
+    def write(self, part: Tensor, h: Tensor, scale: float) -> None:
+        """``part = scale h W^T`` in rows ``(n_p, 2, B, p)``."""
+        conj = self.rest.conj_physical()
+        both = torch.cat((_reals(conj), _reals(conj * 1j)), 1)
+        made = _product(_reals(h), both.mT, scale)
+        part.copy_(made.unflatten(-1, (2, -1)).movedim(2, 1))
+
+    def subtract(self, z: Tensor, g: Tensor) -> None:
+        """``z -= conj(g) W`` for rows g."""
+        for part, factor in ((g[:, 0], self.rest), (g[:, 1], self.rest * -1j)):
+            _reals(z).baddbmm_(part, _reals(factor), alpha=-1)
+
+    def gradient(self, g: Tensor, h: Tensor) -> Tensor:
+        """``-2 g^T conj(h)`` for rows g."""
+        h = _reals(h)
+        cos, sin = (torch.view_as_complex(_product(part.mT, h, -2).unflatten(-1, (-1, 2))) for part in g.unbind(1))
+        return conjugated(cos).add_(conjugated(sin), alpha=1j)
+
+
 def conjugated(g: Tensor) -> Tensor:
     """The conjugate, in place; real numbers as they are. What torch calls conjugated unseen only loses that mark."""
     if not g.is_complex():
@@ -45,6 +79,11 @@ class Group(NamedTuple):
     factors: Factors
     rest: Tensor | None
     rows: slice
+
+    @property
+    def in_reals(self) -> bool:
+        """Whether W_2 acts by real products: with an explicit inverse, which is there for large batches."""
+        return self.factors.pivots is None and self.factors.matrix.is_complex()
 
     def view(self, rows: Tensor, channels: slice | None = None) -> Tensor:
         part = rows[self.rows]
@@ -89,7 +128,9 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
     if form == "tall":
         h = solve_rows(group.factors, x)
         group.reflect(out, rows, own, h)
-        if rest is not None:
+        if rest is not None and group.in_reals:
+            _RealForm(rest).write(group.view(out, other), h, -2.0)
+        elif rest is not None:
             group.write(out, other, h @ rest.mT, -2.0)
         return h, None
     x_other: Tensor | None = None
@@ -113,14 +154,19 @@ def backward_rows(
         return (_product(conjugated(k).mT, h, -2) if symbol else None), None
     # The conjugate of the incoming gradient, because N^T is solved with.
     top = group.read(g, own, conjugate=True)
-    bottom = group.read(g, other, conjugate=True) if form == "tall" and rest is not None else None
-    if bottom is not None and rest is not None:
+    bottom = None
+    if form == "tall" and rest is not None and group.in_reals:
+        _RealForm(rest).subtract(top, group.view(g, other))
+    elif form == "tall" and rest is not None:
+        bottom = group.read(g, other, conjugate=True)
         top = torch.baddbmm(top, bottom, rest, alpha=-1)
     k = solve_rows(group.factors, top, transposed=True)
     for_normal, for_rest = None, None
     if symbol:
         for_normal = conjugated(_product(h.mT, k, -2))
-        if bottom is not None:
+        if form == "tall" and rest is not None and bottom is None:
+            for_rest = _RealForm(rest).gradient(group.view(g, other), h)
+        elif bottom is not None:
             for_rest = conjugated(_product(bottom.mT, h, -2))
         elif x2 is not None:
             for_rest = conjugated(_product(k.mT, x2, -2))
