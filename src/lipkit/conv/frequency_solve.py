@@ -27,7 +27,7 @@ def _rows_of(z: Tensor) -> Tensor:
     return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
-def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``scale a b`` without a second pass."""
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
@@ -51,7 +51,7 @@ class _RealForm:
         """``part = scale h W^T`` in rows ``(n_p, 2, B, p)``."""
         conj = self.rest.conj_physical()
         both = torch.cat((_reals(conj), _reals(conj * 1j)), 1)
-        made = _product(_reals(h), both.mT, scale)
+        made = product(_reals(h), both.mT, scale)
         part.copy_(made.unflatten(-1, (2, -1)).movedim(2, 1))
 
     def subtract(self, z: Tensor, g: Tensor) -> None:
@@ -60,10 +60,10 @@ class _RealForm:
             _reals(z).baddbmm_(part, _reals(factor), alpha=-1)
 
     def gradient(self, g: Tensor, h: Tensor) -> Tensor:
-        """``-2 g^T conj(h)`` for rows g."""
+        """``-2 g^T h`` for rows g."""
         h = _reals(h)
-        cos, sin = (torch.view_as_complex(_product(part.mT, h, -2).unflatten(-1, (-1, 2))) for part in g.unbind(1))
-        return conjugated(cos).add_(conjugated(sin), alpha=1j)
+        real, imag = (torch.view_as_complex(product(part.mT, h, -2).unflatten(-1, (-1, 2))) for part in g.unbind(1))
+        return real.add_(imag, alpha=1j)
 
 
 def conjugated(g: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Group(NamedTuple):
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill the rows of the output; h, and x_2 where the derivative needs it."""
+    """Fill the rows of the output; conj(h) ('first adjoint': h), and conj(x_2) where the derivative needs it."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":
@@ -121,25 +121,22 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
     if form == "second":
         assert rest is not None
         x2 = group.read(rows, slice(None))
-        h = solve_rows(group.factors, _product(x2, rest.mT, -1))
+        h = solve_rows(group.factors, product(x2, rest.mT, -1))
         group.write(out, own, h, 2.0)
-        return h, x2
+        return conjugated(h), conjugated(x2)
     x = group.read(rows, own)
-    if form == "tall":
-        h = solve_rows(group.factors, x)
-        group.reflect(out, rows, own, h)
-        if rest is not None and group.in_reals:
-            _RealForm(rest).write(group.view(out, other), h, -2.0)
-        elif rest is not None:
-            group.write(out, other, h @ rest.mT, -2.0)
-        return h, None
-    x_other: Tensor | None = None
-    if rest is not None:
-        x_other = group.read(rows, other)
-        x = torch.baddbmm(x, x_other, rest.mT, alpha=-1)
+    x2 = None
+    if form == "wide" and rest is not None:
+        x2 = group.read(rows, other)
+        x = torch.baddbmm(x, x2, rest.mT, alpha=-1)
     h = solve_rows(group.factors, x)
     group.reflect(out, rows, own, h)
-    return h, x_other
+    if form == "tall" and rest is not None:
+        if group.in_reals:
+            _RealForm(rest).write(group.view(out, other), h, -2.0)
+        else:
+            group.write(out, other, h @ rest.mT, -2.0)
+    return conjugated(h), None if x2 is None else conjugated(x2)
 
 
 def backward_rows(
@@ -151,27 +148,29 @@ def backward_rows(
     if form == "first adjoint":
         k = solve_rows(group.factors, group.read(g, own))
         group.reflect(out, g, own, k)
-        return (_product(conjugated(k).mT, h, -2) if symbol else None), None
+        return (product(conjugated(k).mT, h, -2) if symbol else None), None
     # The conjugate of the incoming gradient, because N^T is solved with.
-    top = group.read(g, own, conjugate=True)
-    bottom = None
-    if form == "tall" and rest is not None and group.in_reals:
-        _RealForm(rest).subtract(top, group.view(g, other))
-    elif form == "tall" and rest is not None:
-        bottom = group.read(g, other, conjugate=True)
-        top = torch.baddbmm(top, bottom, rest, alpha=-1)
+    top, bottom = group.read(g, own, conjugate=True), None
+    if form == "tall" and rest is not None:
+        if group.in_reals:
+            _RealForm(rest).subtract(top, group.view(g, other))
+        else:
+            bottom = group.read(g, other, conjugate=True)
+            top = torch.baddbmm(top, bottom, rest, alpha=-1)
     k = solve_rows(group.factors, top, transposed=True)
-    for_normal, for_rest = None, None
-    if symbol:
-        for_normal = conjugated(_product(h.mT, k, -2))
-        if form == "tall" and rest is not None and bottom is None:
-            for_rest = _RealForm(rest).gradient(group.view(g, other), h)
-        elif bottom is not None:
-            for_rest = conjugated(_product(bottom.mT, h, -2))
-        elif x2 is not None:
-            for_rest = conjugated(_product(k.mT, x2, -2))
-    if rest is not None and form != "tall":
+    if form != "tall" and rest is not None:
         group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
+    # Conjugates of features cost less than those of the gradients, which are as large as the matrices.
+    k = conjugated(k)
     if form != "second":
-        group.reflect(out, g, own, conjugated(k))
-    return for_normal, for_rest
+        group.reflect(out, g, own, k)
+    if not symbol:
+        return None, None
+    for_rest = None
+    if bottom is not None:
+        for_rest = product(conjugated(bottom).mT, h, -2)
+    elif form == "tall" and rest is not None:
+        for_rest = _RealForm(rest).gradient(group.view(g, other), h)
+    elif x2 is not None:
+        for_rest = product(k.mT, x2, -2)
+    return product(h.mT, k, -2), for_rest

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.frequency_solve import conjugated
+from lipkit.conv.frequency_solve import conjugated, product
 from lipkit.conv.spectrum import Symbol, as_pair
 from lipkit.conv.symbol import check_kernel, symbol_parts
 from lipkit.conv.transform import frequencies
@@ -162,9 +162,9 @@ class _Solution(torch.autograd.Function):
             return (*found, None, None)
         with torch.autocast(g.device.type, enabled=False):
             # Solves are there with N and N^T: of the conjugates of both sides.
-            k = solve_rows(Factors(matrix, pivots), g.conj(), transposed=True)
-            for_matrix = conjugated(torch.bmm(h.mT, k).neg_()) if ctx.needs_input_grad[0] else None
-        return for_matrix, conjugated(k), None, None
+            k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
+            for_matrix = product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None
+        return for_matrix, k, None, None
 
 
 def _solution(transposed: Tensor, rows: Tensor) -> Tensor:
