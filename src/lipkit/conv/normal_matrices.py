@@ -9,7 +9,7 @@ N comes straight from a small product: the skew part of the kernel is taken befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from lipkit.linalg.panels import PANEL, mirrored_product
 
 # From this side on one triangle of a Gram matrix is computed, and mirrored.
 MIRRORED = 4 * PANEL
+# Bytes of matrices that are worked on together, so that what is made of them in between stays in the cache.
+CACHED = 1 << 19
 
 
 class NormalMatrices(NamedTuple):
@@ -97,6 +99,14 @@ class _SkewTaps(torch.autograd.Function):
         return _SkewTaps.apply(grads[0], False), None
 
 
+def _blocks(a: Tensor) -> Iterator[slice]:
+    """Frequencies of ``(F, n, n)`` that pass through a processor's cache together; all of them on other devices."""
+    step = len(a)
+    if a.device.type == "cpu" and not torch.compiler.is_compiling():
+        step = max(1, CACHED // (a.shape[1] * a.shape[2] * a.element_size()))
+    return (slice(first, first + step) for first in range(0, len(a), step))
+
+
 class _AddGram(torch.autograd.Function):
     """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix."""
 
@@ -104,19 +114,31 @@ class _AddGram(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:
         ctx.save_for_backward(w)
         ctx.wide = wide
-        other = w.conj().resolve_conj()
-        one, two = (other, w.mT) if wide else (w.mT, other)
-        if a.shape[-1] < MIRRORED:
-            return torch.baddbmm(a, one, two)
-        return mirrored_product(one, two, torch.empty_like(a), "adjoint").add_(a)
+        made = torch.empty_like(a)
+        for part in _blocks(a):
+            other, both = w[part].conj().resolve_conj(), w[part].mT
+            one, two = (other, both) if wide else (both, other)
+            if a.shape[-1] < MIRRORED:
+                torch.baddbmm(a[part], one, two, out=made[part])
+            else:
+                mirrored_product(one, two, made[part], "adjoint").add_(a[part])
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         (w,) = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
-            both = g.mT + g.conj()
-            return g, (both @ w if ctx.wide else w @ both), None
+            if torch.is_grad_enabled():
+                # The gradient itself is to be differentiated.
+                both = g.mT + g.conj()
+                return g, (both @ w if ctx.wide else w @ both), None
+            made = torch.empty_like(w)
+            for part in _blocks(g):
+                both = g[part].mT + g[part].conj()
+                one, two = (both, w[part]) if ctx.wide else (w[part], both)
+                torch.bmm(one, two, out=made[part])
+        return g, made, None
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
