@@ -292,6 +292,22 @@ def test_settings_that_lower_the_precision_are_refused() -> None:
     assert certify(network, x, y).radius.item() == double.radius.item()  # float64 is not concerned
 
 
+def test_settings_of_one_backend_are_refused_by_name() -> None:
+    """torch does not read out its setting for all backends then."""
+    network = linear([[1.0, 0.0], [0.0, 1.0]], [0.0, 0.0], torch.float32)
+    x, y = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+    matmul = torch.backends.mkldnn.matmul
+    matmul.fp32_precision = "bf16"
+    try:
+        with pytest.raises(OptionError, match=r"mkldnn\.matmul\.fp32_precision is 'bf16' \(expected 'ieee'"):
+            certify(network, x, y, evaluator="float32")
+        certify(network, x, y)
+        matmul.fp32_precision = "ieee"
+        certify(network, x, y, evaluator="float32")
+    finally:
+        matmul.fp32_precision = "none"
+
+
 def test_autocast_and_convolutions_that_are_no_inner_products_are_refused() -> None:
     network, x, y = convolutional()
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(OptionError, match="autocast is on"):

@@ -107,12 +107,24 @@ def test_the_gradient_of_large_matrices_is_that_of_the_squarings(m: int, n: int,
     assert float((ours - theirs).norm() / theirs.norm()) < 3e-3
 
 
-@pytest.fixture
-def _low_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+def _told_all(value: str) -> None:
+    torch.set_float32_matmul_precision(value)
+
+
+def _told_one(value: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = value
+
+
+# How torch is told, what lowers the precision of float32 products on a CPU, and what restores it.
+TOLD = {"every backend": (_told_all, "medium", "highest"), "one backend": (_told_one, "bf16", "none")}
+
+
+@pytest.fixture(params=TOLD)
+def _low_precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    tell, low, high = TOLD[request.param]
+    tell(low)
     yield
-    torch.set_float32_matmul_precision(before)
+    tell(high)
 
 
 @pytest.mark.usefixtures("_low_precision")

@@ -16,6 +16,7 @@ from torch import Tensor
 from lipkit.linalg._common import check_matrix
 from lipkit.linalg.exponential import schatten_bound
 from lipkit.linalg.panels import mirrored_product
+from lipkit.linalg.precision import product_settings, reduced_products
 
 SQUARINGS = 6
 # The bound of a matrix below this is that of this one: slopes stay finite at zero.
@@ -37,8 +38,8 @@ def gram_norm(a: Tensor) -> Tensor:
     Guarantee:
         Upper bound, rounding included. The Gram matrix is made in float64. Its powers are made in the dtype of ``a``:
         a product of r x r matrices in any order is off by at most :math:`\gamma_r \|X\|_F^2`, which is added at every
-        squaring. Where torch may take float32 products in less (``torch.set_float32_matmul_precision``), they are
-        made in float64.
+        squaring. Where torch may take float32 products in less, by any of its settings
+        (:mod:`lipkit.linalg.precision`), they are made in float64.
 
     Cost:
         Seven products of size r and six in the backward pass, each of about 5/8 of its operations.
@@ -65,7 +66,7 @@ def _plain(a: Tensor) -> Tensor:
 
 
 def _working_dtype(a: Tensor) -> torch.dtype:
-    exact = torch.get_float32_matmul_precision() == "highest"
+    exact = not reduced_products(product_settings(a.device.type))
     return torch.float32 if a.dtype != torch.float64 and exact else torch.float64
 
 

@@ -19,12 +19,11 @@ from torch import nn
 from lipkit import plain
 from lipkit.certificates.rounding.arithmetic import Arithmetic, arithmetic_of
 from lipkit.errors import OptionError
+from lipkit.linalg.precision import product_settings, reduced_products
 from lipkit.plain.blocked import BLOCK, blocked
 from lipkit.plain.windows import windows_overlap
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32}
-# What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
-_EXACT = ("none", "ieee")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, plain.TaylorConv2d)
 
 
@@ -122,31 +121,9 @@ def machine(network: plain.Network, name: str) -> plain.Network:
 
 
 def settings(kind: str) -> dict[str, str]:
-    """What torch is told about float32 products on a type of device."""
-    backends = torch.backends
-    found = {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "autocast": str(torch.is_autocast_enabled(kind)),
-        "fp32_precision": _precision(backends),
-    }
-    if kind == "cuda":
-        found |= {
-            "cuda.matmul.fp32_precision": _precision(backends.cuda.matmul),
-            "cuda.matmul.allow_tf32": str(backends.cuda.matmul.allow_tf32),
-        }
-    else:
-        mkldnn = backends.mkldnn
-        found |= {
-            "mkldnn.fp32_precision": _precision(mkldnn),
-            "mkldnn.matmul.fp32_precision": _precision(getattr(mkldnn, "matmul", None)),
-            "mkldnn.conv.fp32_precision": _precision(getattr(mkldnn, "conv", None)),
-            "nnpack": str(_nnpack_enabled()),
-        }
-    return found
-
-
-def _precision(holder: object) -> str:
-    return str(getattr(holder, "fp32_precision", "none"))
+    """What torch is told about float32 arithmetic on a type of device."""
+    found = product_settings(kind) | {"autocast": str(torch.is_autocast_enabled(kind))}
+    return found if kind == "cuda" else found | {"nnpack": str(_nnpack_enabled())}
 
 
 def _nnpack_enabled() -> bool:
@@ -162,17 +139,9 @@ def violations(name: str, kind: str, network: nn.Module | None = None) -> list[s
     if name == "float64":
         return []  # no setting of torch lowers the precision of float64; cuDNN is switched off while it is in use
     found = settings(kind)
-    wrong = [
-        f"{key} is {value!r} (expected 'ieee' or 'none')"
-        for key, value in found.items()
-        if key.endswith("fp32_precision") and value not in _EXACT
-    ]
-    if found["float32_matmul_precision"] != "highest":
-        wrong.append("torch.get_float32_matmul_precision() is not 'highest'")
+    wrong = reduced_products(found)
     if found["autocast"] == "True":
         wrong.append("autocast is on")
-    if found.get("cuda.matmul.allow_tf32") == "True":
-        wrong.append("torch.backends.cuda.matmul.allow_tf32 is True")
     blocks = name.endswith("blocked")
     modules = [] if network is None else [m for m in network.modules() if _convolves(m, blocks)]
     if kind == "cuda" and (network is None or modules):
