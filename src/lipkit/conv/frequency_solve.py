@@ -150,7 +150,8 @@ def backward_rows(
         group.reflect(out, g, own, k)
         return (product(conjugated(k).mT, h, -2) if symbol else None), None
     # The conjugate of the incoming gradient, because N^T is solved with.
-    top, bottom = group.read(g, own, conjugate=True), None
+    top = group.read(g, own, conjugate=True)
+    bottom: Tensor | None = None
     if form == "tall" and rest is not None:
         if group.in_reals:
             _RealForm(rest).subtract(top, group.view(g, other))
