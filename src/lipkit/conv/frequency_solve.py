@@ -37,35 +37,6 @@ def _reals(z: Tensor) -> Tensor:
     return torch.view_as_real(z).flatten(-2)
 
 
-class _RealForm:
-    """Products of features by W_2 at the pairs in real numbers: rows are read and written as they lie.
-
-    ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. Two tensors of the size of W_2 are made for it, which
-    pays where a batch is larger than the matrices.
-    """
-
-    def __init__(self, rest: Tensor) -> None:
-        self.rest = rest
-
-    def write(self, part: Tensor, h: Tensor, scale: float) -> None:
-        """``part = scale h W^T`` in rows ``(n_p, 2, B, p)``."""
-        conj = self.rest.conj_physical()
-        both = torch.cat((_reals(conj), _reals(conj * 1j)), 1)
-        made = product(_reals(h), both.mT, scale)
-        part.copy_(made.unflatten(-1, (2, -1)).movedim(2, 1))
-
-    def subtract(self, z: Tensor, g: Tensor) -> None:
-        """``z -= conj(g) W`` for rows g."""
-        for part, factor in ((g[:, 0], self.rest), (g[:, 1], self.rest * -1j)):
-            _reals(z).baddbmm_(part, _reals(factor), alpha=-1)
-
-    def gradient(self, g: Tensor, h: Tensor) -> Tensor:
-        """``-2 g^T h`` for rows g."""
-        h = _reals(h)
-        real, imag = (torch.view_as_complex(product(part.mT, h, -2).unflatten(-1, (-1, 2))) for part in g.unbind(1))
-        return real.add_(imag, alpha=1j)
-
-
 def conjugated(g: Tensor) -> Tensor:
     """The conjugate, in place; real numbers as they are. What torch calls conjugated unseen only loses that mark."""
     if not g.is_complex():
@@ -79,11 +50,6 @@ class Group(NamedTuple):
     factors: Factors
     rest: Tensor | None
     rows: slice
-
-    @property
-    def in_reals(self) -> bool:
-        """Whether W_2 acts by real products: with an explicit inverse, which is there for large batches."""
-        return self.factors.pivots is None and self.factors.matrix.is_complex()
 
     def view(self, rows: Tensor, channels: slice | None = None) -> Tensor:
         part = rows[self.rows]
@@ -110,6 +76,58 @@ class Group(NamedTuple):
             torch.lerp(minus, part.copy_(_rows_of(z)), 2.0, out=part)
 
 
+class _Further:
+    """The further outputs of a tall layer: W_2 on rows ``(n_p, 2, B, p)`` of pairs, or ``(n_r, B, p)``."""
+
+    def __init__(self, rest: Tensor) -> None:
+        self.rest = rest
+
+    def write(self, part: Tensor, h: Tensor, scale: float) -> None:
+        """``part = scale h W^T``."""
+        z = h @ self.rest.mT
+        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=part)
+
+    def subtract(self, z: Tensor, g: Tensor) -> Tensor:
+        """``z - conj(g) W``."""
+        return torch.baddbmm(z, _complex(g, conjugate=True) if z.is_complex() else g, self.rest, alpha=-1)
+
+    def gradient(self, g: Tensor, h: Tensor) -> Tensor:
+        """``-2 g^T h``."""
+        return product((_complex(g) if h.is_complex() else g).mT, h, -2)
+
+
+class _FurtherInReals(_Further):
+    """The same at pairs by products of real numbers: rows are read as they lie, and written in one pass.
+
+    ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. Two tensors of the size of W_2 are made for it, which
+    pays where a batch is larger than the matrices.
+    """
+
+    def write(self, part: Tensor, h: Tensor, scale: float) -> None:
+        conj = self.rest.conj_physical()
+        both = torch.cat((_reals(conj), _reals(conj * 1j)), 1)
+        made = product(_reals(h), both.mT, scale)
+        part.copy_(made.unflatten(-1, (2, -1)).movedim(2, 1))
+
+    def subtract(self, z: Tensor, g: Tensor) -> Tensor:
+        made = torch.baddbmm(_reals(z), g[:, 0], _reals(self.rest), alpha=-1)
+        made.baddbmm_(g[:, 1], _reals(self.rest * -1j), alpha=-1)
+        return torch.view_as_complex(made.unflatten(-1, (-1, 2)))
+
+    def gradient(self, g: Tensor, h: Tensor) -> Tensor:
+        h = _reals(h)
+        real, imag = (torch.view_as_complex(product(part.mT, h, -2).unflatten(-1, (-1, 2))) for part in g.unbind(1))
+        return real.add_(imag, alpha=1j)
+
+
+def _further(group: Group) -> _Further | None:
+    """What makes the further outputs; an explicit inverse is there for large batches."""
+    if group.rest is None:
+        return None
+    in_reals = group.factors.pivots is None and group.rest.is_complex()
+    return _FurtherInReals(group.rest) if in_reals else _Further(group.rest)
+
+
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Fill the rows of the output; conj(h) ('first adjoint': h), and conj(x_2) where the derivative needs it."""
     n, rest = group.factors.matrix.shape[-1], group.rest
@@ -125,18 +143,16 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
         group.write(out, own, h, 2.0)
         return conjugated(h), conjugated(x2)
     x = group.read(rows, own)
-    x2 = None
+    x_other: Tensor | None = None
     if form == "wide" and rest is not None:
-        x2 = group.read(rows, other)
-        x = torch.baddbmm(x, x2, rest.mT, alpha=-1)
+        x_other = group.read(rows, other)
+        x = torch.baddbmm(x, x_other, rest.mT, alpha=-1)
     h = solve_rows(group.factors, x)
     group.reflect(out, rows, own, h)
-    if form == "tall" and rest is not None:
-        if group.in_reals:
-            _RealForm(rest).write(group.view(out, other), h, -2.0)
-        else:
-            group.write(out, other, h @ rest.mT, -2.0)
-    return conjugated(h), None if x2 is None else conjugated(x2)
+    further = _further(group) if form == "tall" else None
+    if further is not None:
+        further.write(group.view(out, other), h, -2.0)
+    return conjugated(h), None if x_other is None else conjugated(x_other)
 
 
 def backward_rows(
@@ -151,13 +167,9 @@ def backward_rows(
         return (product(conjugated(k).mT, h, -2) if symbol else None), None
     # The conjugate of the incoming gradient, because N^T is solved with.
     top = group.read(g, own, conjugate=True)
-    bottom: Tensor | None = None
-    if form == "tall" and rest is not None:
-        if group.in_reals:
-            _RealForm(rest).subtract(top, group.view(g, other))
-        else:
-            bottom = group.read(g, other, conjugate=True)
-            top = torch.baddbmm(top, bottom, rest, alpha=-1)
+    further = _further(group) if form == "tall" else None
+    if further is not None:
+        top = further.subtract(top, group.view(g, other))
     k = solve_rows(group.factors, top, transposed=True)
     if form != "tall" and rest is not None:
         group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
@@ -168,10 +180,8 @@ def backward_rows(
     if not symbol:
         return None, None
     for_rest = None
-    if bottom is not None:
-        for_rest = product(conjugated(bottom).mT, h, -2)
-    elif form == "tall" and rest is not None:
-        for_rest = _RealForm(rest).gradient(group.view(g, other), h)
+    if further is not None:
+        for_rest = further.gradient(group.view(g, other), h)
     elif x2 is not None:
         for_rest = product(k.mT, x2, -2)
     return product(h.mT, k, -2), for_rest
