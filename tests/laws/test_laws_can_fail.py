@@ -324,6 +324,57 @@ class BranchesOnValues(CayleyLinear):
         return super().forward(x) if float(x.sum()) < 1e9 else -super().forward(x)
 
 
+class _Untouched(torch.autograd.Function):
+    """An operation in the style that torch.func does not follow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class OldFunction(CayleyLinear):
+    """Law 12: torch.func cannot follow an operation of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _Untouched.apply(super().forward(x))
+        return made
+
+
+class _Halved(torch.autograd.Function):
+    """The identity with a wrong derivative forwards."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0] / 2
+
+
+class WrongForwards(CayleyLinear):
+    """Law 12: the derivative forwards is not that backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        # torch.compile takes no function with a derivative forwards.
+        return y if torch.compiler.is_compiling() else _Halved.apply(y)
+
+
 class Careless(CayleyLinear):
     """Law 13: a wrong size is met by another library's error."""
 
@@ -441,6 +492,8 @@ BROKEN: list[tuple[int, type[nn.Module], str, dict[str, Any]]] = [
     (12, AlwaysSingle, "float64 output, got torch.float32", {}),
     (12, HalfUnderAutocast, "bfloat16 autocast", {}),
     (12, BranchesOnValues, "got", {}),
+    (12, OldFunction, "torch.func: expected a layer that vmap, jvp and grad can follow", {}),
+    (12, WrongForwards, "torch.func.jvp: expected a relative difference", {}),
     (13, Careless, "expected OptionError, got ValueError", BAD_SIZES),
     (13, Silent, "got no error", BAD_SIZES),
     (13, Taciturn, "expected a message that holds", BAD_SIZES),

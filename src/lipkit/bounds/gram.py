@@ -13,6 +13,7 @@ from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.bounds.verified import scale_to
 from lipkit.conv import symbol_at
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.transforms import differentiated
 
 _CHUNK_BYTES = 1 << 26
 
@@ -75,7 +76,7 @@ def _one(kernel: Tensor, f1: Tensor, f2: Tensor, size: tuple[int, int], iteratio
         norms = torch.cat([_proved(symbol_at(kernel, a, b, *size), iterations) for a, b in parts])
     best = int(norms.argmax())
     bound = up((norms[best] + symbol_error(kernel)) * correction, 4)
-    if not (torch.is_grad_enabled() and kernel.requires_grad):
+    if not differentiated(kernel):
         return bound
     if not float(norms[best]) > 0:
         return bound + 0 * kernel.sum()

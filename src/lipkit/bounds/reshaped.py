@@ -11,6 +11,7 @@ from lipkit.bounds.kernels import constant, finite_groups, unscaled
 from lipkit.bounds.rounding import up
 from lipkit.bounds.verified import scale_to, spectral_norm, spectral_norms
 from lipkit.errors import OptionError
+from lipkit.linalg.transforms import differentiated
 
 
 def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] = 1) -> Tensor:
@@ -62,6 +63,6 @@ def smallest_reshape(matrices: list[Tensor]) -> Tensor:
     best, which = norms.min(0)
     group = int(best.argmax())
     bound, chosen = best[group], matrices[int(which[group])][group]
-    if torch.is_grad_enabled() and chosen.requires_grad:
+    if differentiated(chosen):
         return scale_to(bound, spectral_norm(chosen))
     return bound

@@ -27,6 +27,7 @@ from lipkit.bounds.rounding import to_double, up
 from lipkit.bounds.verified import scale_to, spectral_norm
 from lipkit.conv import symbol_at
 from lipkit.errors import OptionError
+from lipkit.linalg.transforms import differentiated, outside
 
 # As many tests as a tighter bound may cost.
 _FEW = 32
@@ -99,10 +100,19 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, poin
     kernels, exponent = found
     if kernel.shape[-2:] == (1, 1):
         return unscaled(spectral_norm(kernels[..., 0, 0]), exponent)
-    values = kernels.detach()
+    with outside(kernels) as values:
+        proved = _proved(values, tolerance)
+    bound = up(torch.tensor(math.sqrt(proved.level), dtype=torch.float64, device=kernel.device), 2)
+    if differentiated(kernels):
+        bound = scale_to(bound, spectral_norm(_symbol(kernels, proved.group, proved.point, proved.periods)))
+    return unscaled(bound, exponent)
+
+
+def _proved(values: Tensor, tolerance: float) -> Cover:
+    """The proved level of G = F* F within this tolerance of its supremum, and where it was found."""
     symbol = GramSymbol(values)
     peak = find_peak(values)
-    cell = torch.tensor([peak.group, *peak.point], device=kernel.device)
+    cell = torch.tensor([peak.group, *peak.point], device=values.device)
     squared = float(torch.linalg.eigvalsh(symbol.at(cell, peak.periods))[-1])
     sample = peak.sample.double()
     # Nearly constant symbols, as those of orthogonal kernels, are proved to many digits by a few cells.
@@ -116,11 +126,7 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, poin
     # The levels are those of G = F* F.
     relative = (1 + 0.99 * tolerance) ** 2 - 1
     start = Cover(squared * (1 + relative), peak.group, peak.point, peak.periods, 0)
-    proved = cover(symbol, start, sample, relative)
-    bound = up(torch.tensor(math.sqrt(proved.level), dtype=torch.float64, device=kernel.device), 2)
-    if kernels.requires_grad and torch.is_grad_enabled():
-        bound = scale_to(bound, spectral_norm(_symbol(kernels, proved.group, proved.point, proved.periods)))
-    return unscaled(bound, exponent)
+    return cover(symbol, start, sample, relative)
 
 
 def _symbol(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple[int, int]) -> Tensor:
@@ -142,5 +148,5 @@ def _on_grid(kernel: Tensor, groups: int, points: int) -> Tensor:
     for one in kernels:
         on_grid = spectral_norm(symbol_at(one, f1, f2, s1, s2))
         bound = up((on_grid.detach() + symbol_error(one)) * correction, 4)
-        norms.append(scale_to(bound, on_grid) if on_grid.requires_grad else bound)
+        norms.append(scale_to(bound, on_grid) if differentiated(on_grid) else bound)
     return largest(norms)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipkit.bounds.rounding import UNIT, gamma, to_double, up
 from lipkit.errors import ShapeError
+from lipkit.linalg.transforms import differentiated
 
 _CHUNK_BYTES = 1 << 27
 
@@ -137,7 +138,7 @@ def spectral_norm(a: Tensor) -> Tensor:
     """
     norms = spectral_norms(a).reshape(-1)
     bound = norms.max()
-    if not (torch.is_grad_enabled() and a.requires_grad) or not torch.isfinite(bound) or bound == 0:
+    if not differentiated(a) or not torch.isfinite(bound) or bound == 0:
         return bound
     return scale_to(bound, _largest_singular_value(to_double(a.reshape(-1, *a.shape[-2:])[int(norms.argmax())])))
 
@@ -145,8 +146,9 @@ def spectral_norm(a: Tensor) -> Tensor:
 def _largest_singular_value(a: Tensor) -> Tensor:
     with torch.no_grad():
         # Entries near 1, so that the Gram matrix of huge or tiny ones stays in range.
-        largest = torch.linalg.vector_norm(a.reshape(-1), math.inf)
-        scaled = a / largest if bool(largest >= 2.0**-1000) else a * 2.0**1000
+        fixed = a.detach()
+        largest = torch.linalg.vector_norm(fixed.reshape(-1), math.inf)
+        scaled = fixed / largest if bool(largest >= 2.0**-1000) else fixed * 2.0**1000
         _, vectors = torch.linalg.eigh(_gram(scaled))
         one_side = vectors[:, -1]
         tall = a.shape[0] >= a.shape[1]
@@ -165,7 +167,7 @@ def scale_to(bound: Tensor, surrogate: Tensor) -> Tensor:
     >>> y.backward(); y.item(), x.grad.item()
     (4.5, 4.5)
     """
-    value = surrogate.detach()
+    value, bound = surrogate.detach(), bound.detach()
     if not bool(value > 0):
         return bound
     return bound + (surrogate - value) * (bound / value)

@@ -35,6 +35,7 @@ from lipkit.conv.transform import (
 )
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.cayley import Factors
+from lipkit.linalg.transforms import transformed
 
 
 class _Solved(torch.autograd.Function):
@@ -82,7 +83,7 @@ class _Solved(torch.autograd.Function):
         x, bias, scale, rest_real, rest_pair = (inputs[i] for i in (0, 1, 2, 5, 6))
         none = (None,) * len(constants)
         matrices = _transform(constants)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transformed():
             return None, *_differentiable_gradients(ctx.form, inputs, ctx.needs_input_grad[1:8], g, matrices), *none
         h, w = x.shape[-2:]
         for_bias, for_scale, for_x = None, None, None
@@ -116,11 +117,13 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     """The gradients of the inputs of :class:`_Solved` as functions that can be differentiated."""
     # Views of them: N depends on W_2, and must count as independent of it here.
-    views: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
-    x, bias, scale, *normal = views
-    y = _plain(form, x, bias, scale, NormalMatrices(*normal), matrices)
-    wanted = [view for view, ask in zip(views, asked, strict=True) if ask]
-    found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        views: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+        x, bias, scale, *normal = views
+        y = _plain(form, x, bias, scale, NormalMatrices(*normal), matrices)
+        wanted = [view for view, ask in zip(views, asked, strict=True) if ask]
+        found = iter(torch.autograd.grad(y, wanted, g, create_graph=again, allow_unused=True))
     return [next(found) if ask else None for ask in asked]
 
 
@@ -207,7 +210,7 @@ def solve_form(
         raise OptionError(f"scale: expected None with form={form!r}, got shape {tuple(scale.shape)}")
     h, w = x.shape[-2:]
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or transformed():
         return _plain(form, x, bias, scale, normal, matrices)
     factors = prepare(normal, len(x)) if factors is None else factors
     if form == "second" and x.shape[1] < len(x):

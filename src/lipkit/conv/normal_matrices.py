@@ -20,8 +20,10 @@ from lipkit.conv.frequency_solve import conjugated, product
 from lipkit.conv.spectrum import Symbol, as_pair
 from lipkit.conv.symbol import check_kernel, symbol_parts
 from lipkit.conv.transform import frequencies
+from lipkit.linalg._common import eye_like
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.panels import PANEL, mirrored_product
+from lipkit.linalg.transforms import transformed
 
 # From this side on one triangle of a Gram matrix is computed, and mirrored.
 MIRRORED = 4 * PANEL
@@ -62,14 +64,12 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
         wide: whether the parts stand beside each other.
     """
     own = _centred(own)
-    real, pair = _symbol(_SkewTaps.apply(_taps(own)), own.shape[2:], h, w)
+    real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
     if rest is None:
         return NormalMatrices(real, pair, None, None)
     rest = _centred(rest)
     rest_real, rest_pair = _symbol(_taps(rest), rest.shape[2:], h, w)
-    return NormalMatrices(
-        _AddGram.apply(real, rest_real, wide), _AddGram.apply(pair, rest_pair, wide), rest_real, rest_pair
-    )
+    return NormalMatrices(_add_gram(real, rest_real, wide), _add_gram(pair, rest_pair, wide), rest_real, rest_pair)
 
 
 def _centred(kernel: Tensor) -> Tensor:
@@ -84,24 +84,36 @@ def _taps(kernel: Tensor) -> Tensor:
     return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
 
 
+def _skew(taps: Tensor) -> Tensor:
+    return taps.mT - taps.flip(0)
+
+
 class _SkewTaps(torch.autograd.Function):
     r"""The taps of :math:`(I + W - W^*)^\top` from those of W, the centre in the middle; without I its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, taps: Tensor, identity: bool = True) -> Tensor:
-        made = taps.mT - taps.flip(0)
+        made = _skew(taps)
         if identity:
             made[len(made) // 2].diagonal().add_(1)
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _SkewTaps.apply(grads[0], False), None
+        return _skew(grads[0]) if transformed() else _SkewTaps.apply(grads[0], False), None
+
+
+def _skew_taps(taps: Tensor) -> Tensor:
+    if not transformed():
+        made: Tensor = _SkewTaps.apply(taps)
+        return made
+    centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
+    return _skew(taps) + centre[:, None, None] * eye_like(taps)
 
 
 def _blocks(a: Tensor) -> Iterator[slice]:
     """Frequencies of ``(F, n, n)`` that pass through a processor's cache together; all of them on other devices."""
-    step = len(a)
+    step = max(1, len(a))
     if a.device.type == "cpu" and not torch.compiler.is_compiling():
         step = max(1, CACHED // (a.shape[1] * a.shape[2] * a.element_size()))
     return (slice(first, first + step) for first in range(0, len(a), step))
@@ -129,8 +141,8 @@ class _AddGram(torch.autograd.Function):
         (g,) = grads
         (w,) = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
-            if torch.is_grad_enabled():
-                # The gradient itself is to be differentiated.
+            if torch.is_grad_enabled() or transformed():
+                # The gradient itself is to be differentiated, or there is a batch of them.
                 both = g.mT + g.conj()
                 return g, (both @ w if ctx.wide else w @ both), None
             made = torch.empty_like(w)
@@ -139,6 +151,13 @@ class _AddGram(torch.autograd.Function):
                 one, two = (both, w[part]) if ctx.wide else (w[part], both)
                 torch.bmm(one, two, out=made[part])
         return g, made, None
+
+
+def _add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
+    if transformed():
+        return a + (w.conj() @ w.mT if wide else w.mT @ w.conj())
+    made: Tensor = _AddGram.apply(a, w, wide)
+    return made
 
 
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
@@ -178,8 +197,8 @@ class _Solution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # The gradient itself is to be differentiated.
+        if torch.is_grad_enabled() or transformed():
+            # The gradient itself is to be differentiated, or there is a batch of them.
             found = torch.func.vjp(_solution, transposed, rows)[1](g)
             return (*found, None, None)
         with torch.autocast(g.device.type, enabled=False):
@@ -202,6 +221,7 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Sym
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT
-    pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
+    solve = (lambda n, rows, *_: _solution(n, rows)) if transformed() else _Solution.apply
+    real = -2 * solve(normal.real, normal.rest_real.mT, *factors[0]).mT
+    pair = -2 * solve(normal.pair, normal.rest_pair.mT, *factors[1]).mT
     return Symbol(real, as_pair(pair))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, split_phases
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise, transform_matrices
+from lipkit.linalg.transforms import transformed
 
 # Numbers in one buffer of a piece (2 MiB in float32), and the fewest pixels that keep the products efficient.
 PIECE_NUMBERS, PIECE_PIXELS = 2**19, 256
@@ -75,7 +76,9 @@ def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor |
     numbers = [*symbol, *matrices] if bias is None else [*symbol, *matrices, bias]
     return (
         x.device.type == "cpu"
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"))
+        and not (
+            torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
+        )
         and x.dtype in (torch.float32, torch.float64)
         and all(one.dtype == x.dtype and one.device == x.device for one in numbers)
         and symbol.pair.shape[1] == 1
@@ -218,7 +221,7 @@ def _backward(
 
 
 class _PhaseProduct(torch.autograd.Function):
-    """``y = Phi^T diag(M_f) Phi x + b`` with real matrices; derivatives of any order and ``torch.func`` included."""
+    """``y = Phi^T diag(M_f) Phi x + b`` with real matrices; derivatives of any order."""
 
     @staticmethod
     def forward(
@@ -230,41 +233,15 @@ class _PhaseProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         real, pair, _, x, matrix, ctx.kernel_size = inputs
         ctx.save_for_backward(real, pair, x, matrix)
-        ctx.save_for_forward(real, pair, x, matrix)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         real, pair, x, matrix = ctx.saved_tensors
         size = ctx.kernel_size
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or transformed()):
             return (*_backward(real, pair, x, g, matrix, size, list(ctx.needs_input_grad)), None, None)
-        # The gradient itself is to be differentiated.
+        # The gradient itself is to be differentiated, or there is a batch of them.
         s, t = (analyse(split_phases(one, size), [matrix]) for one in (g, x))
         g_pair = (s.pair.flatten(1, 2).mT @ t.pair.flatten(1, 2))[:, None]
         gx = _whole(Symbol(real.mT, pair.mT), g, size, [matrix])
         return s.real.mT @ t.real, g_pair, g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, gx, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        real, pair, x, matrix = ctx.saved_tensors
-        d_real, d_pair, d_bias, d_x = tangents[:4]
-        change = x.new_zeros(())
-        if d_real is not None or d_pair is not None:
-            d_symbol = Symbol(
-                torch.zeros_like(real) if d_real is None else d_real,
-                torch.zeros_like(pair) if d_pair is None else d_pair,
-            )
-            change = change + _whole(d_symbol, x, ctx.kernel_size, [matrix])
-        if d_x is not None:
-            change = change + _whole(Symbol(real, pair), d_x, ctx.kernel_size, [matrix])
-        if d_bias is not None:
-            change = change + d_bias[:, None, None]
-        return change
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        def one(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, size: Size) -> Tensor:
-            y = _whole(Symbol(real, pair), x, size, [matrix])
-            return y if bias is None else y + bias[:, None, None]
-
-        return torch.vmap(one, in_dims, randomness="error")(*inputs), 0

@@ -28,6 +28,7 @@ from lipkit.conv.transform import (
     to_rows,
     transform_matrices,
 )
+from lipkit.linalg.transforms import transformed
 
 __all__ = [
     "Spectrum",
@@ -196,8 +197,8 @@ class _Apply(torch.autograd.Function):
         h, w = x.shape[-2:]
         none = (None,) * len(matrices)
         g_bias = g.sum((0, 2, 3)).to(ctx.bias_dtype) if for_bias else None
-        if torch.is_grad_enabled():
-            # The gradient itself is to be differentiated: it is linear in each of the three.
+        if torch.is_grad_enabled() or transformed():
+            # The gradient itself is to be differentiated, or there are many: it is linear in each of the three.
             turned = pair.mT * torch.tensor([1.0, -1.0], dtype=pair.dtype, device=pair.device)[:, None, None]
             gx = _Apply.apply(real.mT, turned, None, g, *matrices) if for_x else None
             s, t = analyse(g, matrices), analyse(x, matrices)

@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 
 from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.transforms import transformed
+
+
+def _tall_cayley(u: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What :class:`_TallCayley` computes, by operations that every tracer and every derivative of torch knows."""
+    z = u - u.mH
+    if v is not None:
+        z = z + v.mH @ v
+    eye = eye_like(u)
+    x = torch.linalg.inv(z + eye)
+    top = 2 * x - eye
+    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2), x
 
 
 class _TallCayley(torch.autograd.Function):
@@ -19,13 +31,7 @@ class _TallCayley(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        z = u - u.mH
-        if v is not None:
-            z = z + v.mH @ v
-        eye = eye_like(u)
-        x = torch.linalg.inv(z + eye)
-        top = 2 * x - eye
-        q = top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
+        q, x = _tall_cayley(u, v)
         ctx.save_for_backward(x, v)
         ctx.set_materialize_grads(False)
         return q, x
@@ -95,7 +101,8 @@ def cayley(w: Tensor) -> Tensor:
     if m < n:
         return cayley(w.mH).mH
     u, v = (w, None) if m == n else (w[..., :n, :], w[..., n:, :])
-    return _TallCayley.apply(u, v)[0]
+    made: Tensor = (_tall_cayley if transformed() else _TallCayley.apply)(u, v)[0]
+    return made
 
 
 class Factors(NamedTuple):

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipkit.errors import OptionError
 from lipkit.linalg._common import check_matrix
 from lipkit.linalg.exponential import schatten_bound
 from lipkit.linalg.panels import mirrored_product
 from lipkit.linalg.precision import product_settings, reduced_products
+from lipkit.linalg.transforms import outside, transformed
 
 SQUARINGS = 6
 # The bound of a matrix below this is that of this one: slopes stay finite at zero.
@@ -53,6 +55,8 @@ def gram_norm(a: Tensor) -> Tensor:
     check_matrix(a, "a")
     if torch.compiler.is_compiling() or a.numel() == 0:
         return _plain(a)
+    if transformed():
+        return _transformed(a)
     bound: Tensor = _GramNorm.apply(a)[0]
     return bound
 
@@ -63,6 +67,18 @@ def _plain(a: Tensor) -> Tensor:
     gram = a @ a.mT if a.shape[0] <= a.shape[1] else a.mT @ a
     # The rounding of all squarings together is below 2 r^(3/2) float64 roundings, 1e-10 for r = 5000.
     return schatten_bound(gram, squarings=SQUARINGS).clamp_min(SMALLEST**2).sqrt() * (1 + 1e-9)
+
+
+def _transformed(a: Tensor) -> Tensor:
+    """The bound with the derivative of :func:`_plain`, which every transform can follow."""
+    plain = _plain(a)
+    try:
+        with outside(a) as numbers:
+            bound = _proved(numbers)[0]
+    except OptionError:
+        return plain  # a batch of vmap: what it has is a proved bound as well
+    fixed = plain.detach()
+    return bound + (plain - fixed) * (bound / fixed)
 
 
 def _working_dtype(a: Tensor) -> torch.dtype:
@@ -110,18 +126,24 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     return torch.minimum(bound * (1 + 1e-12), _frobenius(gram)), powers
 
 
+def _proved(a: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The bound, and the powers of the Gram matrix that it was found by."""
+    wide = a.double()
+    wide = wide if a.shape[0] <= a.shape[1] else wide.mT
+    gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
+    bound, powers = _powers(gram, _working_dtype(a))
+    # The Gram matrix itself is off by at most gamma_n ||A||_F^2.
+    error = (wide.shape[1] + 4) * 2.0**-52 * gram.diagonal().sum()
+    return (bound + error).sqrt().clamp_min(SMALLEST) * (1 + 1e-12), powers
+
+
 class _GramNorm(torch.autograd.Function):
     """:func:`gram_norm`; the powers are returned so that the backward pass can have them, and carry no gradient."""
 
     @staticmethod
     def forward(a: Tensor) -> tuple[Tensor, ...]:
-        wide = a.double()
-        wide = wide if a.shape[0] <= a.shape[1] else wide.mT
-        gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
-        bound, powers = _powers(gram, _working_dtype(a))
-        # The Gram matrix itself is off by at most gamma_n ||A||_F^2.
-        error = (wide.shape[1] + 4) * 2.0**-52 * gram.diagonal().sum()
-        return (bound + error).sqrt().clamp_min(SMALLEST) * (1 + 1e-12), *powers
+        bound, powers = _proved(a)
+        return bound, *powers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -129,15 +151,14 @@ class _GramNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*powers)
         ctx.save_for_backward(inputs[0], bound, *powers)
-        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, *unused: None) -> Tensor | None:
         a, bound, *powers = ctx.saved_tensors
         if g is None:
             return None
-        if torch.is_grad_enabled():
-            # The gradient itself is to be differentiated.
+        if torch.is_grad_enabled() or transformed():
+            # The gradient itself is to be differentiated, or there is a batch of them.
             return torch.func.vjp(_plain, a)[1](g)[0]
         if a.device.type == "cpu" and float(g) == 0:
             # The larger of two bounds of which one takes the smaller.
@@ -154,15 +175,3 @@ class _GramNorm(torch.autograd.Function):
         factor = g * bound / (through.double() * matrix).sum()
         gradient = through * torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0).to(a.dtype)
         return gradient if a.shape[0] <= a.shape[1] else gradient.mT
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
-        (a,) = ctx.saved_tensors
-        change: Tensor = torch.func.jvp(_plain, (a,), (tangent,))[1]
-        return change, *(None for _ in range(SQUARINGS + 1))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        bound = torch.vmap(_plain, in_dims)(a)
-        none = bound.new_empty(len(bound), 0)
-        return (bound, *(none for _ in range(SQUARINGS + 1))), (0,) * (SQUARINGS + 2)

@@ -23,36 +23,62 @@ class _FirstOnly(torch.autograd.Function):
     (``once_differentiable`` looks at the incoming gradient alone, and would drop the dependence on ``w`` in silence.)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, w: Tensor) -> Tensor:
-        return value.view_as(value)
+    def forward(value: Tensor, w: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is kept: there is no derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise OptionError("polar: expected a first derivative, got a second one: use bjorck or cayley instead")
 
 
+def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
+    """The differential of the polar factor of W = U S V* along ``change``, and its own adjoint."""
+    n = max(u.shape[-2:])
+    along = change @ vh.mH
+    inner = u.mH @ along
+    sums = s[..., :, None] + s[..., None, :]
+    result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
+    if u.shape[-2] > u.shape[-1]:
+        result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
+    made: Tensor = _FirstOnly.apply(result @ vh, w)
+    return made
+
+
 class _TallPolar(torch.autograd.Function):
-    """Q = U V* of W = U S V*. Its derivative is self-adjoint, so the backward pass is the differential itself."""
+    """Q = U V* of W = U S V*, and U, S, V*, which carry no gradient, for the derivative."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:
+    def forward(w: Tensor) -> tuple[Tensor, ...]:
         u, s, vh = torch.linalg.svd(w, full_matrices=False)
-        ctx.save_for_backward(w, u, s, vh)
-        return u @ vh
+        return u @ vh, u, s, vh
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        w, u, s, vh = ctx.saved_tensors
-        n = max(u.shape[-2:])
-        along = grad @ vh.mH
-        inner = u.mH @ along
-        sums = s[..., :, None] + s[..., None, :]
-        result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
-        if u.shape[-2] > u.shape[-1]:
-            result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
-        return _FirstOnly.apply(result @ vh, w)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_forward(*inputs, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *unused: None) -> Tensor | None:
+        return None if grad is None else _differential(grad, *ctx.saved_tensors)
+
+
+class _WithForwardMode(_TallPolar):
+    """The same with forward-mode derivatives, which ``torch.compile`` does not take."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
+        return _differential(tangent, *ctx.saved_tensors), None, None, None
 
 
 def polar(w: Tensor) -> Tensor:
@@ -94,4 +120,6 @@ def polar(w: Tensor) -> Tensor:
     w = at_least_float32(w)
     if w.shape[-2] < w.shape[-1]:
         return polar(w.mH).mH
-    return _TallPolar.apply(w)
+    function = _TallPolar if torch.compiler.is_compiling() else _WithForwardMode
+    made: Tensor = function.apply(w)[0]
+    return made

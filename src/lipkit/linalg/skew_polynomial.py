@@ -20,6 +20,7 @@ from torch import Tensor
 from lipkit.linalg._common import at_least_float32, check_matrix
 from lipkit.linalg.exponential import SMALLEST_NORM, check_terms, schatten_bound, skew_part, taylor
 from lipkit.linalg.panels import mirrored_product
+from lipkit.linalg.transforms import transformed
 from lipkit.linalg.wide_exponential import WIDE, wide_taylor_exponential
 
 # Degrees that need no power of A beyond those of the norm.
@@ -241,8 +242,8 @@ class _TaylorExponential(torch.autograd.Function):
         if g is None:
             return None, None
         w, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # The gradient itself is to be differentiated.
+        if torch.is_grad_enabled() or transformed():
+            # The gradient itself is to be differentiated, or there is a batch of them.
             return torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms), w)[1](g)[0], None
         m, n = w.shape[-2:]
         c = max(m, n)

@@ -1,4 +1,4 @@
-"""Law 12: another dtype, device or compiler runs the same function."""
+"""Law 12: another dtype, device, compiler or transform of functions runs the same function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBJECTS = ("weight", "kernel", "symbol")
 
 
 def moves(case: Case) -> dict[str, float]:
-    """Law 12: float64, bfloat16 autocast, another device, torch.compile, torch.export of the exported layer."""
+    """Law 12: float64, bfloat16 autocast, another device, torch.compile, torch.func, torch.export of the export."""
     layer = case.moved(case.layer())
     x = case.x()
     y = forward(layer, x)
@@ -29,6 +29,7 @@ def moves(case: Case) -> dict[str, float]:
     _another_device(layer, x, y, case)
     for backend in case.backends:
         measured[backend] = _compile(layer, x, backend, case)
+    measured["torch.func"] = _transforms(layer, x, y, case.eps())
     plain = export(layer, case.shape)
     with _quiet():
         program = torch.export.export(plain, (x,)).module()
@@ -112,6 +113,51 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _waves(like: Tensor) -> Tensor:
+    """Numbers between -1 and 1 that no symmetry of a layer favours."""
+    return torch.cos(torch.arange(like.numel(), dtype=torch.float64)).reshape(like.shape).to(like)
+
+
+def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
+    """Samples one by one (vmap), and derivatives forwards (jvp) and backwards (grad), against ordinary ones."""
+    values = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def call(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        made: Tensor = torch.func.functional_call(layer, values, (x,))
+        return made
+
+    to = _waves(y)
+    inputs = [*layer.parameters(), x.clone().requires_grad_()]
+    found = torch.autograd.grad((layer(inputs[-1]) * to).sum(), inputs, allow_unused=True)
+    slopes = [torch.zeros_like(p) if g is None else g for g, p in zip(found, inputs, strict=True)]
+    along = {name: _waves(p) * float(p.norm()) / p.numel() ** 0.5 for name, p in values.items()}
+    try:
+        with torch.no_grad(), _quiet():
+            each = torch.func.vmap(lambda one: call(values, one[None])[0])(x)
+            change = torch.func.jvp(call, (values, x), (along, _waves(x)))[1]
+        for_values, for_x = torch.func.grad(lambda values, x: (call(values, x) * to).sum(), (0, 1))(values, x)
+    except (RuntimeError, NotImplementedError) as error:
+        line = str(error).strip().split("\n")[0]
+        require(
+            False,
+            "torch.func: expected a layer that vmap, jvp and grad can follow (an autograd.Function needs setup_context "
+            f"and rules for vmap and jvp), got {type(error).__name__}: {line}",
+        )
+    gap = require_same(each, y, eps, "torch.func.vmap over the samples")
+    # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
+    size = float(to.norm() * max(1.0, float(y.norm())))
+    there = sum(float((slope * way).sum()) for slope, way in zip(slopes, [*along.values(), _waves(x)], strict=True))
+    off = abs(float((change * to).sum()) - there) / size
+    require(off <= 32 * eps, f"torch.func.jvp: expected a relative difference of at most {32 * eps:.2g}, got {off:.3g}")
+    for slope, (name, g) in zip(slopes, [*for_values.items(), ("the input", for_x)], strict=True):
+        off = float((slope - g).norm()) / size
+        require(
+            off <= 32 * eps,
+            f"torch.func.grad of {name}: expected a relative difference of at most {32 * eps:.2g}, got {off:.3g}",
+        )
+    return gap
 
 
 def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:

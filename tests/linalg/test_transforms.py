@@ -1,0 +1,116 @@
+"""torch.func, dual numbers and batches of gradients against ordinary derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lipkit.bounds import aol, fantastic_four, gram, lipbound, reshaped, spectral_norm, symbol_sup
+from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol
+from lipkit.conv.phase_product import apply_phases
+from lipkit.errors import OptionError
+from lipkit.linalg import ORTHOGONALIZE, cayley, polar, taylor_exponential
+from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg.transforms import differentiated, outside, transformed
+
+Function = Callable[[Tensor], Tensor]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+X = random(3, 2, 5, 4, seed=7)
+
+# Bounds: their value is a proved number, and their derivative that of a near-equal function.
+BOUNDS: dict[str, tuple[Function, Tensor]] = {
+    "spectral_norm": (spectral_norm, random(2, 4, 3)),
+    "spectral_norm of equal singular values": (spectral_norm, torch.eye(3, dtype=torch.float64)),
+    "symbol_sup": (symbol_sup, random(3, 2, 3, 3)),
+    "symbol_sup on a grid": (lambda k: symbol_sup(k, points=7), random(3, 2, 3, 3)),
+    "gram": (gram, random(3, 2, 3, 3)),
+    "reshaped": (reshaped, random(3, 2, 3, 3)),
+    "aol": (aol, random(3, 2, 3, 3)),
+    "lipbound": (lipbound, random(3, 2, 3, 3)),
+    "fantastic_four": (fantastic_four, random(3, 2, 3, 3)),
+    "gram_norm": (gram_norm, random(4, 3)),
+}
+MAPS: dict[str, tuple[Function, Tensor]] = {
+    "cayley": (cayley, random(5, 3)),
+    "polar": (polar, random(5, 3)),
+    "polar of a square": (polar, random(3, 3)),
+    "polar at repeated singular values": (polar, torch.eye(4, 3, dtype=torch.float64)),
+    "taylor_exponential": (lambda w: taylor_exponential(w, 5), random(4, 4)),
+    "taylor_exponential of a wide one": (lambda w: taylor_exponential(w, 5), random(2, 6)),
+    "cayley_conv2d, tall": (lambda k: cayley_conv2d(k, X), random(3, 2, 3, 3)),
+    "cayley_conv2d, wide": (lambda k: cayley_conv2d(k, X), random(1, 2, 3, 3)),
+    "cayley_conv2d of images": (lambda x: cayley_conv2d(random(4, 2, 3, 2), x), X),
+    "apply_symbol": (lambda k: apply_symbol(kernel_symbol(k, 5, 4), X), random(3, 2, 3, 3)),
+    "apply_phases": (lambda m: apply_phases(Symbol(m[:2], m[2:, None]), X, (1, 4)), random(3, 3, 2)),
+}
+EVERYTHING = {**BOUNDS, **MAPS}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forwards_and_backwards_agree(name: str) -> None:
+    function, a = EVERYTHING[name]
+    along = random(*a.shape, seed=3)
+    value = function(a)
+    to = random(*value.shape, seed=5)
+    b = a.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((function(b) * to).sum(), b)
+    expected = float((slope * along).sum())
+    again, change = torch.func.jvp(function, (a,), (along,))
+    torch.testing.assert_close(again, value, rtol=1e-12, atol=1e-12)
+    assert float((change * to).sum()) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(function(forward_ad.make_dual(a, along)))
+        assert float((dual.tangent * to).sum()) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    torch.testing.assert_close(torch.func.grad(lambda a: (function(a) * to).sum())(a), slope, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_batch_of_gradients_through_one_graph(name: str) -> None:
+    function, a = MAPS[name]
+    b = a.clone().requires_grad_()
+    y = function(b)
+    many = random(4, *y.shape, seed=2)
+    together = torch.func.vmap(lambda g: torch.autograd.grad(y, b, g, retain_graph=True)[0])(many)
+    one_by_one = torch.stack([torch.autograd.grad(y, b, g, retain_graph=True)[0] for g in many])
+    torch.testing.assert_close(together, one_by_one, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ORTHOGONALIZE)
+def test_a_batch_of_matrices_by_vmap(name: str) -> None:
+    batch = random(3, 4, 2)
+    function = ORTHOGONALIZE[name]
+    torch.testing.assert_close(torch.func.vmap(function)(batch), function(batch), rtol=1e-10, atol=1e-10)
+
+
+def test_a_batch_of_kernels_is_not_proved_as_one() -> None:
+    with pytest.raises(OptionError, match="expected one matrix or kernel to prove a bound for, got a batch"):
+        torch.func.vmap(lambda k: outside(k).__enter__())(random(2, 3, 3))
+
+
+def test_what_is_at_work() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(transformed() and differentiated(x))
+        return x.sum()
+
+    x = torch.ones(2)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(torch.ones(2, 2))
+    with forward_ad.dual_level():
+        look(x)
+    look(x)
+    assert seen == [True, True, True, False]
+    with torch.no_grad():
+        assert not differentiated(x.requires_grad_())
+    assert differentiated(x)
