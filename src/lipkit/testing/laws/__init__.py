@@ -46,7 +46,7 @@ LAWS: dict[int, Law] = {
     9: Law("gradients", "gradients are right, and finite at repeated singular values and at zero", gradients),
     10: Law("trained", "the bounds still hold after optimiser steps with a large rate", trained),
     11: Law("sizes", "every image size gives the right shape and bound, whatever came before it", sizes),
-    12: Law("moves", "dtype, device, autocast, torch.compile and torch.export keep the function", moves),
+    12: Law("moves", "dtype, device, autocast, torch.compile, torch.func and torch.export keep the function", moves),
     13: Law("refusals", "a bad argument raises its documented error with the expected and the actual value", refusals),
 }
 """The laws by number."""
