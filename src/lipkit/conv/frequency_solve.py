@@ -27,6 +27,11 @@ def _rows_of(z: Tensor) -> Tensor:
     return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
 
 
+def _write(part: Tensor, z: Tensor, scale: float) -> None:
+    """``part = scale z`` in rows."""
+    torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=part)
+
+
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``scale a b`` without a second pass."""
     return a.new_empty(len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
@@ -62,7 +67,7 @@ class Group(NamedTuple):
 
     def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
         """``out = scale z``."""
-        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
+        _write(self.view(out, channels), z, scale)
 
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
         """``out = 2 z - rows``."""
@@ -84,8 +89,7 @@ class _Further:
 
     def write(self, part: Tensor, h: Tensor, scale: float) -> None:
         """``part = scale h W^T``."""
-        z = h @ self.rest.mT
-        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=part)
+        _write(part, h @ self.rest.mT, scale)
 
     def subtract(self, z: Tensor, g: Tensor) -> Tensor:
         """``z - conj(g) W``."""

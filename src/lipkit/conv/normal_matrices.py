@@ -9,7 +9,7 @@ N comes straight from a small product: the skew part of the kernel is taken befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,11 @@ from lipkit.conv.symbol import check_kernel, symbol_parts
 from lipkit.conv.transform import frequencies
 from lipkit.linalg._common import eye_like
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
-from lipkit.linalg.panels import PANEL, mirrored_product
+from lipkit.linalg.panels import PANEL, cached_parts, mirrored_product
 from lipkit.linalg.transforms import transformed
 
 # From this side on one triangle of a Gram matrix is computed, and mirrored.
 MIRRORED = 4 * PANEL
-# Bytes of matrices that are worked on together, so that what is made of them in between stays in the cache.
-CACHED = 1 << 19
 
 
 class NormalMatrices(NamedTuple):
@@ -111,12 +109,8 @@ def _skew_taps(taps: Tensor) -> Tensor:
     return _skew(taps) + centre[:, None, None] * eye_like(taps)
 
 
-def _blocks(a: Tensor) -> Iterator[slice]:
-    """Frequencies of ``(F, n, n)`` that pass through a processor's cache together; all of them on other devices."""
-    step = max(1, len(a))
-    if a.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = max(1, CACHED // (a.shape[1] * a.shape[2] * a.element_size()))
-    return (slice(first, first + step) for first in range(0, len(a), step))
+def _parts(a: Tensor) -> list[slice]:
+    return cached_parts(len(a), a.shape[1] * a.shape[2] * a.element_size(), a.device)
 
 
 class _AddGram(torch.autograd.Function):
@@ -127,7 +121,7 @@ class _AddGram(torch.autograd.Function):
         ctx.save_for_backward(w)
         ctx.wide = wide
         made = torch.empty_like(a)
-        for part in _blocks(a):
+        for part in _parts(a):
             other, both = w[part].conj().resolve_conj(), w[part].mT
             one, two = (other, both) if wide else (both, other)
             if a.shape[-1] < MIRRORED:
@@ -146,7 +140,7 @@ class _AddGram(torch.autograd.Function):
                 both = g.mT + g.conj()
                 return g, (both @ w if ctx.wide else w @ both), None
             made = torch.empty_like(w)
-            for part in _blocks(g):
+            for part in _parts(g):
                 both = g[part].mT + g[part].conj()
                 one, two = (both, w[part]) if ctx.wide else (w[part], both)
                 torch.bmm(one, two, out=made[part])
@@ -221,7 +215,6 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors]) -> Sym
     """
     assert normal.rest_real is not None
     assert normal.rest_pair is not None
-    solve = (lambda n, rows, *_: _solution(n, rows)) if transformed() else _Solution.apply
-    real = -2 * solve(normal.real, normal.rest_real.mT, *factors[0]).mT
-    pair = -2 * solve(normal.pair, normal.rest_pair.mT, *factors[1]).mT
+    real = -2 * _Solution.apply(normal.real, normal.rest_real.mT, *factors[0]).mT
+    pair = -2 * _Solution.apply(normal.pair, normal.rest_pair.mT, *factors[1]).mT
     return Symbol(real, as_pair(pair))

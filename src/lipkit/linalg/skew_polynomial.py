@@ -19,14 +19,12 @@ from torch import Tensor
 
 from lipkit.linalg._common import at_least_float32, check_matrix
 from lipkit.linalg.exponential import SMALLEST_NORM, check_terms, schatten_bound, skew_part, taylor
-from lipkit.linalg.panels import mirrored_product
+from lipkit.linalg.panels import cached_parts, mirrored_product
 from lipkit.linalg.transforms import transformed
 from lipkit.linalg.wide_exponential import WIDE, wide_taylor_exponential
 
 # Degrees that need no power of A beyond those of the norm.
 MAX_DEGREE = 5
-# Matrices taken together: numbers that stay in the cache between the elementwise passes.
-TOGETHER = 2**17
 
 
 class Powers(NamedTuple):
@@ -188,14 +186,6 @@ def _taylor_exponential(w: Tensor, terms: int) -> Tensor:
     return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
 
 
-def _groups(count: int, side: int, device: torch.device) -> list[slice]:
-    """Matrices that are taken together, by as many as the cache holds; all of them where that is not known."""
-    step = max(1, TOGETHER // side**2)
-    if torch.compiler.is_compiling() or device.type != "cpu":
-        step = count
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
-
-
 def _count(group: slice) -> int:
     length: int = group.stop - group.start
     return length
@@ -214,7 +204,7 @@ class _TaylorExponential(torch.autograd.Function):
         made = w.new_empty(w.shape)
         kept = empty_powers(batch, c, w)
         w, flat, *rows = (t.reshape(-1, *t.shape[-2:]) for t in (w, made, *kept))
-        groups = _groups(len(flat), c, w.device)
+        groups = cached_parts(len(flat), c**2 * w.element_size(), w.device)
         room = room_for(max(map(_count, groups)), c, w)
         for group in groups:
             part, own = Powers(*(t[group] for t in rows)), room.of(_count(group))
@@ -250,7 +240,7 @@ class _TaylorExponential(torch.autograd.Function):
         flat = g.reshape(-1, m, n)
         made = g.new_empty(g.shape)
         rows = made.view(-1, m, n)
-        groups = _groups(len(flat), c, w.device)
+        groups = cached_parts(len(flat), c**2 * w.element_size(), w.device)
         room = room_for(max(map(_count, groups)), c, g)
         for group in groups:
             part = Powers(*(t.reshape(-1, *t.shape[-2:])[group] for t in kept))

@@ -146,7 +146,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def require_same(a: Tensor, b: Tensor, allowed: float, what: str) -> float:
     """Raise ``LawBroken`` unless the relative distance of ``a`` and ``b`` is at most ``allowed``; return it."""
-    gap = distance(a, b)
+    return require_small(distance(a, b), allowed, what)
+
+
+def require_small(gap: float, allowed: float, what: str) -> float:
+    """Raise ``LawBroken`` unless the relative difference ``gap`` is at most ``allowed``; return it."""
     require(gap <= allowed, f"{what}: expected a relative difference of at most {allowed:.2g}, got {gap:.3g}")
     return gap
 

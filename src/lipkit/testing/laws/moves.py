@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.protocol import export
-from lipkit.testing.case import Case, distance, forward, require, require_same
+from lipkit.testing.case import Case, distance, forward, require, require_same, require_small
 from lipkit.testing.tolerance import tolerance
 
 OBJECTS = ("weight", "kernel", "symbol")
@@ -149,14 +149,9 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
     # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
     size = float(to.norm() * max(1.0, float(y.norm())))
     there = sum(float((slope * way).sum()) for slope, way in zip(slopes, [*along.values(), _waves(x)], strict=True))
-    off = abs(float((change * to).sum()) - there) / size
-    require(off <= 32 * eps, f"torch.func.jvp: expected a relative difference of at most {32 * eps:.2g}, got {off:.3g}")
+    require_small(abs(float((change * to).sum()) - there) / size, 32 * eps, "torch.func.jvp")
     for slope, (name, g) in zip(slopes, [*for_values.items(), ("the input", for_x)], strict=True):
-        off = float((slope - g).norm()) / size
-        require(
-            off <= 32 * eps,
-            f"torch.func.grad of {name}: expected a relative difference of at most {32 * eps:.2g}, got {off:.3g}",
-        )
+        require_small(float((slope - g).norm()) / size, 32 * eps, f"torch.func.grad of {name}")
     return gap
 
 
@@ -177,9 +172,5 @@ def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
             # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
             size = max(float(p.grad.norm()), float(y.detach().norm()))
             off = float((p.grad - q.grad).norm()) / size
-            require(
-                off <= 16 * case.eps(),
-                f"torch.compile(backend={backend!r}), gradient of {name}: expected a relative difference of at most "
-                f"{16 * case.eps():.2g}, got {off:.3g}",
-            )
+            require_small(off, 16 * case.eps(), f"torch.compile(backend={backend!r}), gradient of {name}")
     return gap
