@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import families
 from lipkit.layers.families import FAMILIES, Family
+from lipkit.models import LBDN
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -54,3 +58,45 @@ def test_get_names_what_is_known() -> None:
     with pytest.raises(OptionError, match=r"expected one of cayley, .*, got 'caley'"):
         families.get("caley")
     assert families.names() == list(FAMILIES)
+
+
+HALF = {
+    "convolution": (lambda family: family.conv(4, 4, 3), (4, 6, 6)),
+    "strided convolution": (lambda family: family.conv(4, 8, 3, stride=2), (4, 6, 6)),
+    "1 x 1 convolution": (lambda family: family.conv(4, 6, 1), (4, 5, 5)),
+    "dense": (lambda family: family.linear(6, 4), (6,)),
+    "last": (lambda family: family.last(6, 4), (6,)),
+    "last without a bias": (lambda family: family.last(6, 4, bias=False), (6,)),
+}
+
+
+def in_half(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A layer of half precision returns the dtype of its input, within its rounding of what float64 computes."""
+    layer = layer.eval().to(dtype)
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    y = layer(x)
+    assert y.dtype == dtype
+    exact = copy.deepcopy(layer).double()(x.detach().double()).detach()
+    gap = float((y.detach().double() - exact).abs().max() / exact.abs().max())
+    # Float32 inside, one rounding at the end: half of the machine epsilon, and room for float32.
+    assert gap <= 0.5 * torch.finfo(dtype).eps + 1e-4
+    y.float().square().sum().backward()
+    for name, value in (("x", x), *layer.named_parameters()):
+        assert value.grad is not None, name
+        assert value.grad.dtype == dtype
+        assert bool(value.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", HALF)
+@each_family
+def test_half_precision_goes_through_float32(name: str, kind: str, dtype: torch.dtype) -> None:
+    make, shape = HALF[kind]
+    torch.manual_seed(0)
+    in_half(make(FAMILIES[name]), shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_network_in_half_precision_goes_through_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    in_half(LBDN([6, 8, 8, 3], gamma=2.0), (6,), dtype)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, apply_symbol, check_divides, circular_conv2d, downsample, fold, patch_kernel
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.precision import autocast_off
 
 Pair = int | tuple[int, int]
 
@@ -34,19 +36,31 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
+def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """The contract of every family in bfloat16 and float16: weight and products in float32, the output as the input.
+
+    Parameters of half precision are taken as they are; under autocast the products are autocast's.
+    """
+
+    @functools.wraps(forward)
+    def call(layer: Any, x: Tensor) -> Tensor:
+        if x.dtype not in (torch.bfloat16, torch.float16) or _autocast(x.device.type):
+            return forward(layer, x)
+        return forward(layer, x.float()).to(x.dtype)
+
+    return call
+
+
+def _autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.Parameter | None:
     """A bias of ``out`` values, uniform in +-1/sqrt(fan_in) as in ``nn.Linear``, or None."""
     if not bias:
         return None
     values = torch.empty(out, device=device, dtype=dtype)
     return nn.Parameter(nn.init.uniform_(values, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)))
-
-
-def autocast_off(x: Tensor) -> Any:
-    """A context in which autocast does not lower the precision of the constrained object."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        return nullcontext()
-    return torch.autocast(device_type=x.device.type, enabled=False)
 
 
 class ConstrainedLinear(nn.Module, ABC):
@@ -76,10 +90,11 @@ class ConstrainedLinear(nn.Module, ABC):
     def weight(self) -> Tensor:
         """The constrained matrix ``(out_features, in_features)``, in float32 or better."""
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             q = self.weight()
-        return F.linear(x, q, self.bias)
+        return F.linear(x, q, None if self.bias is None else self.bias.to(q.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -195,6 +210,7 @@ class SymbolConv2d(ConstrainedConv2d):
         """Of a 1 x 1 kernel: the matrix (out_channels, s^2 in_channels) that all frequencies share."""
         return self.symbol(1, 1).real[0]
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.pointwise:
             self.check_input(x)
@@ -215,6 +231,7 @@ class KernelConv2d(ConstrainedConv2d):
     def kernel(self) -> Tensor:
         """The constrained kernel ``(out_channels, inner_channels, kh, kw)``, in float32 or better."""
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.pointwise:
             self.check_input(x)

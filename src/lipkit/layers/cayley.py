@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, as_complex, as_pair, cayley_conv2d, cayley_linear, kernel_symbol, solves_pay
-from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, autocast_off
+from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, half_through_float32
 from lipkit.layers._export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
+from lipkit.linalg.precision import autocast_off
 
 
 def frobenius(free: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ class CayleyLinear(ConstrainedLinear):
     def weight(self) -> Tensor:
         return cayley(rescaled(self.free, self.scale))
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if not solves_pay(x, min(self.in_features, self.out_features)):
             return super().forward(x)
@@ -133,6 +135,7 @@ class CayleyConv2d(SymbolConv2d):
         pair = cayley(as_complex(raw.pair))
         return Symbol(cayley(raw.real), as_pair(pair))
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.pointwise:
             return super().forward(x)

@@ -12,9 +12,10 @@ from lipkit.conv import Symbol, as_pair, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
 from lipkit.errors import OptionError
-from lipkit.layers._base import ConstrainedConv2d, autocast_off
+from lipkit.layers._base import ConstrainedConv2d, half_through_float32
 from lipkit.layers._export import patch_module, resampled_size
 from lipkit.linalg.exponential import check_terms, taylor_range
+from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.plain.phase import PhaseConv2d
@@ -163,6 +164,7 @@ class EcoConv2d(ConstrainedConv2d):
         height, width = (side // self.stride for side in x.shape[-2:])
         check_fits(height, width, self.kernel_size, f"{type(self).__name__}: kernel_size")
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         with autocast_off(x):

@@ -11,9 +11,10 @@ from lipkit.bounds import circular
 from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import ShapeError
-from lipkit.layers._base import ConstrainedConv2d, autocast_off, check_positive
+from lipkit.layers._base import ConstrainedConv2d, check_positive, half_through_float32
 from lipkit.layers._export import circular_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
 
 
@@ -89,6 +90,7 @@ class OssnConv2d(ConstrainedConv2d):
         norm = farnia_lower_estimate(free, height, width, self.iterations)
         return free / torch.where(norm > 0, norm, 1)
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         x = self.resample(x)
         with autocast_off(x):

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from lipkit.conv import normal_matrices_of, prepare, solve_form, solves_pay
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers._base import autocast_off
+from lipkit.layers._base import half_through_float32
 from lipkit.layers._export import export_linear, in_float64, placed_like
 from lipkit.layers.activations import slope_activation
 from lipkit.layers.cayley import rescaled
 from lipkit.layers.cayley_pair import CayleyPairLinear
 from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
 from lipkit.plain import SandwichBlock
 from lipkit.protocol import Shape, export_rule, guard, lipschitz_rule
 from lipkit.protocol.slopes import slope_restricted
@@ -92,6 +93,7 @@ class SandwichLinear(CayleyPairLinear):
         psi = self.psi()
         return SQRT2 * b / psi[:, None], SQRT2 * at * psi
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)
@@ -99,7 +101,8 @@ class SandwichLinear(CayleyPairLinear):
             if solves_pay(x, self.out_features):
                 return self._solved(x, self.activation)
             first, second = self.halves()
-        return F.linear(self.activation(F.linear(x, first, self.bias)), second)
+        bias = None if self.bias is None else self.bias.to(first.dtype)
+        return F.linear(self.activation(F.linear(x, first, bias)), second)
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
         """The layer on images of one pixel (:class:`SandwichConv2d`): neither of its matrices is made."""

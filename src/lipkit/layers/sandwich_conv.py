@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, as_complex, as_pair, kernel_symbol, normal_matrices_of, prepare, solve_form
-from lipkit.layers._base import SymbolConv2d, autocast_off
+from lipkit.layers._base import SymbolConv2d, half_through_float32
 from lipkit.layers._export import (
     export_symbol_conv,
     in_float64,
@@ -24,6 +24,7 @@ from lipkit.layers.cayley import free_and_scale, rescaled
 from lipkit.layers.cayley_pair import BALANCED, BIRTH_TURN
 from lipkit.layers.sandwich import SQRT2, add_log_psi, bound_with_activation, plain_activation
 from lipkit.linalg import at_least_float32, cayley
+from lipkit.linalg.precision import autocast_off
 from lipkit.plain import FourierConv2d, SandwichBlock
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
 
@@ -122,6 +123,7 @@ class SandwichConv2d(SymbolConv2d):
         first, second = self.halves(1, 1)
         return first.real[0], second.real[0]
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
             return super().forward(x)

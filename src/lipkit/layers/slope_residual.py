@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from lipkit.conv import adjoint, circular_conv2d, fold
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers._base import ConstrainedConv2d, autocast_off, check_dtype, check_positive, new_bias
+from lipkit.layers._base import ConstrainedConv2d, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers._export import circular_module, resampled_size, stride_modules
 from lipkit.layers.activations import slope_activation
 from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
 from lipkit.protocol import Shape
 
@@ -61,6 +62,7 @@ class SlopeResidualLinear(nn.Module, ABC):
     def multiplier(self) -> Tensor:
         """Diagonal of Lambda ``(hidden,)``, in float32 or better."""
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise ShapeError(
@@ -69,7 +71,8 @@ class SlopeResidualLinear(nn.Module, ABC):
         with autocast_off(x):
             free, multiplier = at_least_float32(self.free), self.multiplier()
             x = F.pad(x.to(free.dtype), [0, self.inner - self.in_features])
-            inside = self.activation(F.linear(x, free, self.bias))
+            bias = None if self.bias is None else self.bias.to(free.dtype)
+            inside = self.activation(F.linear(x, free, bias))
             y = x - F.linear(inside, (multiplier[:, None] * free).mT)
         return y[..., : self.out_features]
 
@@ -108,6 +111,7 @@ class SlopeResidualConv2d(ConstrainedConv2d, ABC):
     def multiplier(self, height: int, width: int) -> Tensor:
         """Diagonal of Lambda ``(hidden,)`` on ``height x width`` (after downsampling), in float32 or better."""
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         x = self.resample(x)
         with autocast_off(x):

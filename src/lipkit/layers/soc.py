@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, as_complex, as_pair, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.kernel_exponential import skew, taylor_features, taylor_norm
 from lipkit.errors import OptionError
-from lipkit.layers._base import ConstrainedConv2d, autocast_off
+from lipkit.layers._base import ConstrainedConv2d, half_through_float32
 from lipkit.layers._export import patch_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.exponential import check_terms, taylor
 from lipkit.linalg.gram_norm import gram_norm
+from lipkit.linalg.precision import autocast_off
 from lipkit.plain import FourierConv2d
 from lipkit.plain.taylor import TaylorConv2d
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
@@ -125,6 +126,7 @@ class SocConv2d(ConstrainedConv2d):
         """Of a 1 x 1 kernel: the matrix (out_channels, s^2 in_channels), the same with either padding."""
         return taylor(self.kernel()[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         with autocast_off(x):

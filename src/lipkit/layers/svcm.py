@@ -148,7 +148,7 @@ class SvcmConv2d(KernelConv2d):
         self.free = delta_orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
 
     def kernel(self) -> Tensor:
-        return self.free
+        return at_least_float32(self.free)
 
     @torch.no_grad()
     def project_(self, input_size: tuple[int, int], rounds: int = 50) -> None:

@@ -1,10 +1,15 @@
-"""Whether torch takes float32 products in IEEE arithmetic, by what it has been told."""
+"""Whether torch computes in IEEE arithmetic: what it has been told of float32 products, and whether it flushes."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 # What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
 _EXACT = ("none", "ieee")
@@ -64,3 +69,32 @@ def reduced_products(found: dict[str, str]) -> list[str]:
     if found.get("cuda.matmul.allow_tf32") == "True":
         wrong.append("torch.backends.cuda.matmul.allow_tf32 is True")
     return wrong
+
+
+def flushes(workers: bool = True) -> bool:
+    """Whether numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
+
+    Each thread has a mode of its own, which the threads that it starts inherit: torch's workers may differ from here.
+
+    Args:
+        workers: ask torch's threads for one operation, too, where it has more than one.
+
+    >>> flushes()
+    False
+    """
+    tiny = sys.float_info.min
+    if tiny * 0.5 == 0.0:
+        return True
+    threads = torch.get_num_threads() if workers else 1
+    if threads == 1:
+        return False
+    # Pooling hands one channel to each thread, where most operations need thousands of numbers for each.
+    each = torch.full((1, 4 * threads, 1, 2), 0.5 * tiny, dtype=torch.float64, device="cpu")
+    return bool((F.avg_pool2d(each, (1, 2)).view(torch.int64) == 0).any())
+
+
+def autocast_off(x: Tensor) -> Any:
+    """A context in which autocast does not lower the precision of products on the device of ``x``."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type=x.device.type, enabled=False)

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers._base import autocast_off, check_positive
+from lipkit.layers._base import check_positive, half_through_float32
 from lipkit.layers.cayley_pair import ContractionLinear
 from lipkit.layers.sandwich import SandwichLinear
 from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
 from lipkit.plain import Network
 from lipkit.protocol import Shape, export_rule, lipschitz, lipschitz_rule
 
@@ -111,6 +112,7 @@ class LBDN(nn.Module):
             return torch.tensor(self.fixed_gamma, dtype=torch.float64, device=self.output.y_free.device)
         return self.log_gamma.double().exp()
 
+    @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             root = self.gamma().sqrt().to(at_least_float32(self.output.y_free).dtype)
@@ -118,7 +120,7 @@ class LBDN(nn.Module):
         h = root.to(x.dtype) * x
         for layer in self.hidden:
             h = layer(h)
-        return F.linear(h, last, self.output.bias)
+        return F.linear(h, last, None if self.output.bias is None else self.output.bias.to(last.dtype))
 
     def weights(self) -> list[Tensor]:
         """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""
