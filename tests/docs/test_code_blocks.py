@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipkit.protocol import registry
+from lipkit.protocol import guarding, registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
@@ -96,7 +96,7 @@ def test_a_page_runs_and_prints_what_it_says(page: str, tmp_path: Path, monkeypa
         torch.set_warn_always(always)
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
-        for table in (registry._LIPSCHITZ, registry._EXPORT, registry._FORWARD):
+        for table in (registry._LIPSCHITZ, registry._EXPORT, guarding._METHODS):
             for kind in [kind for kind in table if kind.__module__ == module.__name__]:
                 del table[kind]
     assert not wrong, "\n".join(wrong)

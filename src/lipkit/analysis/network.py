@@ -18,6 +18,7 @@ from lipkit.analysis.running import BATCHES, check_outputs, observe
 from lipkit.analysis.tracing import Root, trace
 from lipkit.attacks import lipschitz_lower_bound
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
+from lipkit.linalg.precision import check_underflow
 from lipkit.protocol import Shape
 
 
@@ -100,6 +101,7 @@ def analyze(
         Szegedy et al., ICLR 2014, section 4.3 (products of layer norms); [LipBound] section 6 (whole networks).
     """
     check_method(method)
+    check_underflow()
     if restarts < 0 or steps < 1:
         raise OptionError(f"expected restarts >= 0 and steps >= 1, got restarts={restarts}, steps={steps}")
     root = Root(constant_copy(model))

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import gamma, to_double, up
+from lipkit.bounds.rounding import check_readable, gamma, to_double, up
 from lipkit.conv import check_kernel
 from lipkit.errors import OptionError
 
@@ -75,6 +75,7 @@ def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:
         ShapeError, OptionError: not a kernel, or wrong groups.
     """
     check_kernel(kernel)
+    check_readable(kernel)
     kernels = split_groups(kernel, groups)
     low, high = (float(v) for v in torch.aminmax(kernel.detach()))
     size = max(-low, high)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.power import start_vector
+from lipkit.linalg.precision import without_autocast
 
 # Points per turn and degree on which the peak is reported: at most 0.03 % below the largest value in between.
 FINE = 128
@@ -96,8 +97,8 @@ class _Symbols:
         """The best frequency near each one for its vector held fixed."""
         y = self.each_tap(v)
         gram = torch.einsum("gsob,gtob->gbst", y.conj(), y)
-        line = torch.linspace(-1, 1, 7, device=w.device)
-        near = w[:, :, None] + torch.cartesian_prod(line, line) * torch.tensor(radius, device=w.device)
+        line = torch.linspace(-1, 1, 7, device=w.device, dtype=w.dtype)
+        near = w[:, :, None] + torch.cartesian_prod(line, line) * w.new_tensor(radius)
         angle = near @ self.taps.mT
         waves = torch.complex(angle.cos(), angle.sin())
         best = ((waves.conj() @ gram) * waves).real.sum(-1).argmax(-1)
@@ -109,6 +110,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (torch.view_as_real(a) * torch.view_as_real(b)).sum((1, 3))[:, None]
 
 
+@without_autocast()
 def find_peak(kernels: Tensor) -> Peak:
     """Search the largest norm of the symbols of kernels ``(g, cout, cin, kh, kw)`` (finite, entries near 1).
 
@@ -124,7 +126,7 @@ def find_peak(kernels: Tensor) -> Peak:
     # Wide kernels have flat symbols with close eigenvalues: fewer points, more steps.
     more, steps = (4, 6) if cin < _WIDE else (2, min(24, 7 + cin // 64))
     n1, n2 = (2 * m + more if m else 1 for m in degrees)
-    points = half_turn((n1, n2)).to(kernels) * torch.tensor([2 * math.pi / n1, 2 * math.pi / n2], device=kernels.device)
+    points = half_turn((n1, n2)).to(kernels) * kernels.new_tensor([2 * math.pi / n1, 2 * math.pi / n2])
     grid = points.expand(groups, -1, 2)
     symbols = _Symbols(kernels)
     start = torch.view_as_complex(start_vector(2 * cin, kernels).reshape(1, cin, 1, 2))

@@ -8,6 +8,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from lipkit.errors import OptionError
+from lipkit.linalg.precision import check_underflow
+
 UNIT = 2.0**-53
 WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -63,6 +66,29 @@ def reciprocal_up(value: float) -> float:
     return quotient if exact else math.nextafter(quotient, math.inf)
 
 
+def check_readable(a: Tensor) -> None:
+    """Raise ``OptionError`` unless every number of ``a`` can be read as it is stored, however small.
+
+    >>> try:
+    ...     check_readable(torch.ones(2).to_sparse())
+    ... except OptionError as error:
+    ...     print(error)
+    expected a dense tensor with numbers, got layout torch.sparse_coo on cpu: use .to_dense()
+    """
+    if torch.compiler.is_compiling():
+        return  # what is compiled proves nothing
+    if a.layout is not torch.strided or a.is_meta:
+        remedy = "load its numbers first" if a.is_meta else "use .to_dense()"
+        raise OptionError(f"expected a dense tensor with numbers, got layout {a.layout} on {a.device}: {remedy}")
+    # Fewer numbers than this are read on the calling thread.
+    check_underflow(workers=a.numel() >= 1 << 15)
+
+
 def to_double(a: Tensor) -> Tensor:
-    """``a`` in float64 or complex128: exact for every floating dtype of torch up to float64."""
+    """``a`` in float64 or complex128: exact for every floating dtype of torch up to float64.
+
+    Raises:
+        OptionError: as `check_readable`.
+    """
+    check_readable(a)
     return a.to(torch.complex128 if a.is_complex() else torch.float64)

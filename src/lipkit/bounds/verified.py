@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import UNIT, gamma, to_double, up
+from lipkit.bounds.rounding import UNIT, check_readable, gamma, to_double, up
 from lipkit.errors import ShapeError
 from lipkit.linalg.transforms import differentiated
 
@@ -79,6 +79,7 @@ def spectral_norms(a: Tensor) -> Tensor:
         raise ShapeError(f"expected matrices (..., m, n) with m, n >= 1, got shape {tuple(a.shape)}")
     if not (a.is_floating_point() or a.is_complex()):
         raise ShapeError(f"expected matrices of a floating or complex dtype, got {a.dtype}")
+    check_readable(a)
     batch = a.shape[:-2]
     flat = a.detach().reshape(-1, *a.shape[-2:])
     if not len(flat):

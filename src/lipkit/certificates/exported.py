@@ -14,7 +14,8 @@ from lipkit.certificates import margins
 from lipkit.certificates.rounding.arithmetic import grow_number
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.protocol import lipschitz
-from lipkit.protocol.registry import guard, output_shape
+from lipkit.protocol.guarding import guard
+from lipkit.protocol.registry import output_shape
 
 
 def float64_copy(network: plain.Network, device: str | torch.device = "cpu") -> plain.Network:

@@ -14,7 +14,8 @@ from lipkit.conversion.geometry import kernel_size, obstacle, unstrided_kernel
 from lipkit.conversion.nearest import start_near
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import families
-from lipkit.protocol.registry import guard, rules
+from lipkit.protocol.guarding import guard
+from lipkit.protocol.registry import rules
 
 Shape = tuple[int, ...]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lipkit.errors import OptionError
 
 # What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
 _EXACT = ("none", "ieee")
@@ -91,6 +93,30 @@ def flushes(workers: bool = True) -> bool:
     # Pooling hands one channel to each thread, where most operations need thousands of numbers for each.
     each = torch.full((1, 4 * threads, 1, 2), 0.5 * tiny, dtype=torch.float64, device="cpu")
     return bool((F.avg_pool2d(each, (1, 2)).view(torch.int64) == 0).any())
+
+
+def check_underflow(workers: bool = True) -> None:
+    """Raise ``OptionError`` where :func:`flushes`: a proof reads every number, however small."""
+    if flushes(workers):
+        raise OptionError(
+            "expected torch.set_flush_denormal(False) on this thread and on torch's own, got a mode in which numbers "
+            "below the normal range count as zero: a bound computed in it would leave such weights out"
+        )
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Around computations that keep the precision of their numbers, whatever surrounds them.
+
+    >>> with torch.autocast("cpu"), without_autocast():
+    ...     print((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)
+    torch.float32
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def autocast_off(x: Tensor) -> Any:

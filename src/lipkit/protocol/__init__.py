@@ -6,11 +6,11 @@ from lipkit.protocol import plain_rules as plain_rules
 from lipkit.protocol import slope_rules as slope_rules
 from lipkit.protocol import sum_rules as sum_rules
 from lipkit.protocol import torch_rules as torch_rules
+from lipkit.protocol.guarding import guard
 from lipkit.protocol.registry import (
     Shape,
     export,
     export_rule,
-    guard,
     lipschitz,
     lipschitz_rule,
     output_shape,

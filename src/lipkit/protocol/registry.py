@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrize
 
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.plain import Network
+from lipkit.protocol.guarding import guard, remember, type_name
 
 Shape = tuple[int, ...]
 """The shape of one sample, without the batch."""
@@ -43,8 +43,6 @@ _LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
 _EXPORT: dict[type[nn.Module], ExportRule] = {}
 # Ends the message of a missing bound.
 ELSEWHERE = "; for networks with their own forward use lipkit.analyze"
-# The forward method of each type when its rule was registered: a rule speaks of that function and no other.
-_FORWARD: dict[type[nn.Module], Callable[..., Any]] = {}
 
 
 def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
@@ -70,9 +68,9 @@ def _register(table: dict[type[nn.Module], Rule], types: tuple[type[nn.Module], 
     def put(rule: Rule) -> Rule:
         for kind in types:
             if kind in table:
-                raise NoRuleError(f"{_name(kind)} already has a rule; expected one rule for each type")
+                raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
             table[kind] = rule
-            _FORWARD.setdefault(kind, kind.forward)
+            remember(kind)
         return rule
 
     return put
@@ -83,58 +81,18 @@ def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
     return {kind: (kind in _LIPSCHITZ, kind in _EXPORT) for kind in {**_LIPSCHITZ, **_EXPORT}}
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def guard(module: nn.Module) -> None:
-    """Refuse a module whose forward pass may not be the one that its type names.
-
-    Raises:
-        NoRuleError: forward hooks or pre-hooks (of the module or global), methods replaced on the instance,
-            parametrizations.
-    """
-    kind = type(module)
-    if parametrize.is_parametrized(module):
-        raise NoRuleError(
-            f"{_name(kind)} has parametrizations on {sorted(module.parametrizations)}, "  # type: ignore[arg-type]
-            "expected none: use torch.nn.utils.parametrize.remove_parametrizations(..., leave_parametrized=True) "
-            "on a copy to bound the effective weight"
-        )
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise NoRuleError(
-            f"{_name(kind)} has forward hooks or pre-hooks, which can change its output, expected none: remove them"
-        )
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        raise NoRuleError(
-            f"global forward hooks are installed, which can change the output of {_name(kind)}, expected none: "
-            "remove them"
-        )
-    for name in vars(module):
-        if callable(getattr(kind, name, None)):
-            raise NoRuleError(
-                f"{_name(kind)} has an instance-level {name!r} that hides the method of its class, expected none: "
-                "make it a subclass with its own rule"
-            )
-
-
 def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) -> Rule:
     if not isinstance(module, nn.Module):
-        raise NoRuleError(f"{function}: expected an nn.Module, got {_name(type(module))}")
+        raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
     guard(module)
     kind = type(module)
     if kind in table:
-        if kind.forward is not _FORWARD[kind]:
-            raise NoRuleError(
-                f"the forward method of the class {_name(kind)} was replaced after its rule was registered, expected "
-                "the original: make it a subclass with its own rule"
-            )
         return table[kind]
-    parents = [_name(base) for base in kind.__mro__[1:] if base in table]
+    parents = [type_name(base) for base in kind.__mro__[1:] if base in table]
     why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
     own = ELSEWHERE if function == "lipschitz" else ""
     raise NoRuleError(
-        f"{function} has no rule for {_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
+        f"{function} has no rule for {type_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
         f"lipkit.protocol.{function}_rule, or replace the module by a layer that has one{own}"
     )
 
@@ -169,18 +127,21 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
         does not rely on the layer that made them.
 
     Raises:
-        NoRuleError: no rule, a hook, an instance-level method, a parametrization, or a mode in which the module
-            has no Lipschitz constant (BatchNorm or Dropout in training), anywhere inside.
+        NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
+            constant (BatchNorm or Dropout in training), anywhere inside.
+        OptionError: ``torch.set_flush_denormal(True)``.
         ShapeError: a wrong or missing ``input_shape``.
 
     >>> float(lipschitz(nn.Sequential(nn.ReLU(), nn.LeakyReLU(0.1))))
     1.0
     """
     rule = _rule(_LIPSCHITZ, module, "lipschitz")
-    value = rule(module, None if input_shape is None else _checked(input_shape))
+    check_underflow()
+    with without_autocast():
+        value = rule(module, None if input_shape is None else _checked(input_shape))
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
     if bool(bound < 0):
-        raise NoRuleError(f"the rule of {_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
+        raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
     # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
     return torch.full_like(bound, math.inf) if bool(bound.isnan()) else bound
 
@@ -212,7 +173,7 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
     rule = _rule(_EXPORT, module, "export")
     cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+    with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         return Network([rule(module, _checked(input_shape))], _checked(input_shape))
 
 
@@ -235,8 +196,10 @@ def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
-        raise ShapeError(f"{_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
+        raise ShapeError(f"{type_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
     if not isinstance(y, Tensor) or y.ndim < 2 or len(y) != len(zero):
-        got = tuple(y.shape) if isinstance(y, Tensor) else _name(type(y))
-        raise ShapeError(f"{_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}")
+        got = tuple(y.shape) if isinstance(y, Tensor) else type_name(type(y))
+        raise ShapeError(
+            f"{type_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}"
+        )
     return tuple(y.shape[1:])

@@ -21,7 +21,8 @@ from lipkit.bounds.symbol_sup import symbol_error
 from lipkit.bounds.verified import spectral_norm
 from lipkit.conv import symbol_at
 from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
-from lipkit.protocol.registry import Shape, export, export_rule, guard, lipschitz, lipschitz_rule, output_shape
+from lipkit.protocol.guarding import guard
+from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.protocol.slopes import slope_restricted
 
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from lipkit.bounds.rounding import up
 from lipkit.plain import Sum
+from lipkit.protocol.guarding import guard
 from lipkit.protocol.plain_rules import refuse_inplace
-from lipkit.protocol.registry import Shape, export, export_rule, guard, lipschitz, lipschitz_rule, output_shape
+from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 
 
 @lipschitz_rule(Sum)

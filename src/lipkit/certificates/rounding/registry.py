@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lipkit.certificates.rounding.arithmetic import Arithmetic, Line
 from lipkit.errors import NoRuleError
-from lipkit.protocol.registry import Shape, guard
+from lipkit.protocol.guarding import guard, remember, type_name
+from lipkit.protocol.registry import Shape
 
 
 class Local(NamedTuple):
@@ -31,7 +32,6 @@ Measure = Callable[[Tensor], Local]
 RoundingRule = Callable[[Any, Shape, Arithmetic], Measure]
 
 _RULES: dict[type[nn.Module], RoundingRule] = {}
-_FORWARD: dict[type[nn.Module], Callable[..., Any]] = {}
 
 
 def rounding_rule(*types: type[nn.Module]) -> Callable[[RoundingRule], RoundingRule]:
@@ -50,7 +50,7 @@ def rounding_rule(*types: type[nn.Module]) -> Callable[[RoundingRule], RoundingR
             if kind in _RULES:
                 raise NoRuleError(f"{kind.__qualname__} already has a rounding rule; expected one for each type")
             _RULES[kind] = rule
-            _FORWARD[kind] = kind.forward
+            remember(kind)
         return rule
 
     return put
@@ -69,16 +69,11 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
     """
     guard(module)
     kind = type(module)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = type_name(kind)
     if kind not in _RULES:
         raise NoRuleError(
             f"rounding='sound': expected modules with a bound of their rounding error, got {name}, which has none: "
             "register one with lipkit.certificates.rounding.rounding_rule, or certify with rounding='ignore'"
-        )
-    if kind.forward is not _FORWARD[kind]:
-        raise NoRuleError(
-            f"the forward method of the class {name} was replaced after its rounding rule was registered, expected "
-            "the original: make it a subclass with its own rule"
         )
     return _RULES[kind](module, input_shape, arithmetic)
 
