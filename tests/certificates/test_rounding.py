@@ -323,6 +323,97 @@ def test_autocast_and_convolutions_that_are_no_inner_products_are_refused() -> N
     assert violations("float64", "cuda", network) == []
 
 
+@pytest.mark.parametrize("value", ["BF16", "any", "F16", "tf32"])
+@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
+def test_variables_that_lower_the_precision_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = linear([[1.0, 0.0], [0.0, 1.0]], [0.0, 0.0], torch.float32)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=f"the environment variable {name} is '{value}'"):
+        evaluator("float32", "cpu", network)
+    assert evaluator("float64", "cpu", network).settings[name] == value
+    monkeypatch.setenv(name, "STRICT")
+    evaluator("float32", "cpu", network)
+
+
+def test_emulated_products_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_EMULATE_DOUBLE_PRECISION", "1")
+    with pytest.raises(OptionError, match=r"IEEE float64 .*CUBLAS_EMULATE_DOUBLE_PRECISION is '1'"):
+        evaluator("float64", "cuda")
+    evaluator("float64", "cpu")
+    monkeypatch.setenv("CUBLAS_EMULATE_DOUBLE_PRECISION", "0")
+    assert evaluator("float64", "cuda").settings["CUBLAS_EMULATE_DOUBLE_PRECISION"] == "0"
+
+
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def tiny(weight: float, then: float) -> plain.Network:
+    """Two dense layers in float32 whose product is weight * then, once with either sign."""
+    layers = [nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)]
+    with torch.no_grad():
+        layers[0].weight.fill_(weight)
+        layers[1].weight.copy_(torch.tensor([[then], [-then]]))
+    return plain.Network(layers, (1,))
+
+
+@pytest.mark.usefixtures("flushing")
+def test_the_mode_that_flushes_is_found_and_refused_where_numbers_are_converted() -> None:
+    network = tiny(1e-40, 1e38)
+    torch.set_flush_denormal(False)
+    made = certify(network, torch.ones(1, 1), torch.tensor([0])).evaluator
+    assert made.settings["flush_denormal"] == "False"
+    single = certify(network, torch.ones(1, 1), torch.tensor([0]), evaluator="float32").evaluator
+    torch.set_flush_denormal(True)
+    assert float(network.double()(torch.ones(1, 1).double())[0, 0]) == 0  # in real arithmetic 0.01
+    with pytest.raises(OptionError, match=r"IEEE float64 .*set_flush_denormal"):
+        made.check()
+    with pytest.raises(OptionError, match="set_flush_denormal"):
+        machine(network, "float64")
+    single.check(network)  # its statement allows flushing
+    torch.set_flush_denormal(False)
+    made.check()
+
+
+@pytest.mark.parametrize("weight", [1e-40, 3e-39, 1e-38, 1e-37, 1e-30])
+@pytest.mark.usefixtures("flushing")
+def test_a_float32_radius_holds_for_evaluations_that_flush(weight: float) -> None:
+    network = tiny(weight, 1e36)
+    torch.set_flush_denormal(False)
+    x = torch.tensor([[0.5], [1.0], [64.0]])
+    radius = certify(network, x, torch.zeros(3, dtype=torch.int64), evaluator="float32").radius
+    torch.set_flush_denormal(True)
+    for centre, r in zip(x, radius, strict=True):
+        if r > 0:
+            inside = (centre + float(r) * torch.linspace(-0.999, 0.999, 101)[:, None]).float()
+            logits = network(inside)
+            assert bool((logits[:, 0] > logits[:, 1]).all())
+    torch.set_flush_denormal(False)
+    if weight <= 3e-39:
+        assert float(radius.max()) == 0  # an evaluation that flushes gives equal logits
+    if weight >= 1e-30:
+        assert float(radius.max()) > 0
+
+
+def test_what_decides_about_arithmetic_is_recorded() -> None:
+    on_cpu, on_cuda = (evaluator("float64", kind).settings for kind in ("cpu", "cuda"))
+    both = {"float32_matmul_precision", "autocast", "flush_denormal", "default_dtype", "deterministic_algorithms"}
+    assert both | {"threads", "cpu_capability", "nnpack", "mkldnn"} <= set(on_cpu)
+    assert both | {"cudnn.allow_tf32", "cudnn.enabled", "cuda.blas", "cuda.linalg"} <= set(on_cuda)
+    for found in (on_cpu, on_cuda):
+        assert all(isinstance(value, str) for value in found.values())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert evaluator("float64", "cpu").settings["threads"] == str(threads + 1)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_certificate_of_another_torch_is_not_printed() -> None:
     made = evaluator("float64", "cpu")
     made.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,12 @@ from lipkit.errors import OptionError
 
 # What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
 _EXACT = ("none", "ieee")
+# Variables by which libraries are told to compute in less, whatever torch says; they read them when they start.
+_VARIABLES = {
+    "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    "cuda": ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION"),
+}
+_HARMLESS = ("unset", "", "0", "strict")
 
 
 def product_settings(kind: str) -> dict[str, str]:
@@ -30,6 +37,7 @@ def product_settings(kind: str) -> dict[str, str]:
     found = {
         "float32_matmul_precision": _read(torch.get_float32_matmul_precision),
         "fp32_precision": _precision(backends),
+        **{name: os.environ.get(name, "unset") for name in _VARIABLES.get(kind, ())},
     }
     if kind == "cuda":
         return found | {
@@ -70,7 +78,12 @@ def reduced_products(found: dict[str, str]) -> list[str]:
         wrong.append("torch.get_float32_matmul_precision() is not 'highest'")
     if found.get("cuda.matmul.allow_tf32") == "True":
         wrong.append("torch.backends.cuda.matmul.allow_tf32 is True")
-    return wrong
+    return wrong + [
+        f"the environment variable {name} is {found[name]!r} (expected it unset)"
+        for names in _VARIABLES.values()
+        for name in names
+        if found.get(name, "unset").casefold() not in _HARMLESS
+    ]
 
 
 def flushes(workers: bool = True) -> bool:

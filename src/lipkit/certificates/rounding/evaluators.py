@@ -19,7 +19,7 @@ from torch import nn
 from lipkit import plain
 from lipkit.certificates.rounding.arithmetic import Arithmetic, arithmetic_of
 from lipkit.errors import OptionError
-from lipkit.linalg.precision import product_settings, reduced_products
+from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
 from lipkit.plain.blocked import BLOCK, blocked
 from lipkit.plain.windows import windows_overlap
 
@@ -39,7 +39,7 @@ class Evaluator:
             order.
         device: type of the device (cpu, cuda).
         torch: version of torch.
-        settings: torch's settings that decide about float32 products, by name.
+        settings: what torch and its libraries were told about arithmetic, by name, from `settings`.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Evaluator:
             raise OptionError(
                 f"made for torch {self.torch}: expected that version, got {torch.__version__}; certify again"
             )
-        _refuse(violations(self.name, self.device, network))
+        _refuse(self.name, violations(self.name, self.device, network))
 
 
 def evaluator(name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
@@ -76,7 +76,7 @@ def evaluator(name: str, device: str | torch.device, network: nn.Module | None =
     if name not in _DTYPES:
         raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
     kind = torch.device(device).type
-    _refuse(violations(name, kind, network))
+    _refuse(name, violations(name, kind, network))
     dtype = str(_DTYPES[name]).removeprefix("torch.")
     return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, settings(kind))
 
@@ -114,6 +114,7 @@ def machine(network: plain.Network, name: str) -> plain.Network:
     """
     if name not in _DTYPES:
         raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    check_underflow()  # small float32 numbers would be lost on their way to float64
     twin = copy.deepcopy(network).cpu().to(_DTYPES[name])
     made = blocked(twin) if name.endswith("blocked") else twin
     assert isinstance(made, plain.Network)
@@ -121,9 +122,32 @@ def machine(network: plain.Network, name: str) -> plain.Network:
 
 
 def settings(kind: str) -> dict[str, str]:
-    """What torch is told about float32 arithmetic on a type of device."""
-    found = product_settings(kind) | {"autocast": str(torch.is_autocast_enabled(kind))}
-    return found if kind == "cuda" else found | {"nnpack": str(_nnpack_enabled())}
+    """What torch and its libraries are told about arithmetic on a type of device, and which algorithms they may take.
+
+    `violations` names what breaks the model of arithmetic; the rest is for the record.
+    """
+    found = product_settings(kind) | {
+        "autocast": str(torch.is_autocast_enabled(kind)),
+        "flush_denormal": str(flushes()),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "threads": str(torch.get_num_threads()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    backends = torch.backends
+    if kind != "cuda":
+        return found | {"nnpack": str(_nnpack_enabled()), "mkldnn": str(backends.mkldnn.enabled)}
+    names = ("enabled", "allow_tf32", "benchmark", "deterministic")
+    sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    return (
+        found
+        | {f"cudnn.{name}": str(getattr(backends.cudnn, name)) for name in names}
+        | {f"cuda.matmul.{name}": str(getattr(backends.cuda.matmul, name)) for name in sums}
+        | {
+            "cuda.blas": backends.cuda.preferred_blas_library().name,
+            "cuda.linalg": backends.cuda.preferred_linalg_library().name,
+        }
+    )
 
 
 def _nnpack_enabled() -> bool:
@@ -136,9 +160,13 @@ def _nnpack_enabled() -> bool:
 
 def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
     """What breaks the model of arithmetic of this evaluator now, with the remedy; empty if nothing does."""
-    if name == "float64":
-        return []  # no setting of torch lowers the precision of float64; cuDNN is switched off while it is in use
     found = settings(kind)
+    if name == "float64":
+        # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
+        wrong = [reason for reason in reduced_products(found) if "DOUBLE" in reason]
+        if found["flush_denormal"] == "True":
+            wrong.append("torch.set_flush_denormal(True) loses small float32 numbers where they become float64")
+        return wrong
     wrong = reduced_products(found)
     if found["autocast"] == "True":
         wrong.append("autocast is on")
@@ -181,11 +209,12 @@ def check_rounding(rounding: str) -> str:
     return rounding
 
 
-def _refuse(wrong: list[str]) -> None:
+def _refuse(name: str, wrong: list[str]) -> None:
     if wrong:
+        other = "" if name == "float64" else ", or use evaluator='float64'"
         raise OptionError(
-            f"rounding='sound': expected IEEE float32 arithmetic, got settings that break it: {'; '.join(wrong)}; "
-            "change them, or use evaluator='float64'"
+            f"rounding='sound': expected IEEE {name.removesuffix('_blocked')} arithmetic, got settings that break it: "
+            f"{'; '.join(wrong)}; change them{other}"
         )
 
 
