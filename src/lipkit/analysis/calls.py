@@ -75,10 +75,11 @@ def function_name(target: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor that changes with the network's input: its bound, and the shape of one sample."""
+    """A tensor that changes with the network's input: its bound, the shape of one sample, and its dtype."""
 
     form: Form
     shape: Shape
+    dtype: torch.dtype
 
     @property
     def ndim(self) -> int:
@@ -93,18 +94,28 @@ class Call:
     Attributes:
         name: of the function, for messages.
         where: the module that calls it.
-        shape: of one sample of the result; empty for a result of several tensors.
-        pieces: number of tensors in the result.
+        shapes: of one sample of each tensor in the result.
+        dtypes: of these tensors, all floating point.
         bound: ``(module, input_shape) -> Lipschitz bound``, 0-d float64.
         record: ``(constant, method) -> constant``, which enters a constant in the table of layers.
     """
 
     name: str
     where: str
-    shape: Shape
-    pieces: int
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
     bound: Callable[[nn.Module, Shape], Tensor]
     record: Callable[[Tensor, str], Tensor]
+
+    @property
+    def shape(self) -> Shape:
+        """Of one sample of the (first) tensor in the result."""
+        return self.shapes[0]
+
+    @property
+    def pieces(self) -> int:
+        """Number of tensors in the result."""
+        return len(self.shapes)
 
     def refuse(self, expected: str) -> NoRuleError:
         """The error for arguments that the rule does not cover."""
@@ -112,8 +123,17 @@ class Call:
         return NoRuleError(f"analyze: {self.name}{place}: {expected}")
 
     def keep(self, x: Operand) -> Form:
-        """A map of constant 1 that moves, drops or leaves entries: not in the table."""
-        return self.operand(x).form
+        """A map of constant 1 that moves, drops or leaves entries: not in the table.
+
+        Raises:
+            NoRuleError: the result has another dtype: bits that are read in another format are other numbers.
+        """
+        if self.operand(x).dtype not in self.dtypes:
+            raise self.refuse(
+                f"expected a result of the input's dtype {dtype_name(x.dtype)}, got {dtype_name(self.dtypes[0])}: bits "
+                "read in another format are other numbers; convert them with x.to(dtype)"
+            )
+        return x.form
 
     def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> Form:
         """A map of Lipschitz constant ``factor``."""
@@ -170,6 +190,15 @@ def root(count: int) -> float:
     """
     floor = math.isqrt(count)
     return float(floor) if floor * floor == count else math.nextafter(math.sqrt(count), math.inf)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """How a message writes a dtype.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def _flat(value: Any) -> list[Any]:

@@ -29,9 +29,10 @@ def _moved(call: Call, x: Operand, *shape: Any, **options: Any) -> Form:
     return call.keep(x)
 
 
-@function_rule("float", "double")
-def _widened(call: Call, x: Operand) -> Form:
-    return call.keep(x)
+# Exact where the format holds every number of the network's own, which is checked for each tensor.
+@function_rule("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu")
+def _cast(call: Call, x: Operand, *format: Any, **options: Any) -> Form:
+    return call.operand(x).form
 
 
 @function_rule(torch.transpose, torch.swapaxes, "transpose", "swapaxes")
@@ -81,7 +82,10 @@ def _ends(item: Any) -> tuple[Any, ...]:
 
 @function_rule(torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split")
 def _split(call: Call, x: Operand, parts: Any, dim: int = 0) -> Result:
-    call.dims(call.operand(x), dim)
+    (cut_at,) = call.dims(call.operand(x), dim)
+    sizes = [shape[cut_at - 1] for shape in call.shapes]
+    if sum(sizes) != x.shape[cut_at - 1]:
+        raise call.refuse(f"expected pieces that do not overlap, got sizes {sizes} of {x.shape[cut_at - 1]} entries")
     return cut(x.form, call.pieces)
 
 

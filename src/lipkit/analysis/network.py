@@ -14,7 +14,7 @@ from lipkit.analysis import layer_functions as layer_functions
 from lipkit.analysis.methods import check_method
 from lipkit.analysis.prepare import constant_copy, sample
 from lipkit.analysis.propagation import LayerBound, Propagation
-from lipkit.analysis.running import BATCHES, check_outputs, observe
+from lipkit.analysis.running import BATCHES, check_outputs, observe, stays_float64
 from lipkit.analysis.tracing import Root, trace
 from lipkit.attacks import lipschitz_lower_bound
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
@@ -72,14 +72,17 @@ def analyze(
 
     Guarantee:
         ``upper`` bounds the function that the stored weights define in exact arithmetic, rounding of the computation
-        of the bound included, for inputs of this shape and batches of any size.
+        of the bound included, for inputs of this shape and batches of any size. There a cast to a format that holds
+        every number of the network's own changes nothing; any other is refused. What the network's format itself
+        rounds, or loses beyond its range (65504 in float16), is not in it: :func:`lipkit.certify` bounds that.
 
     Cost:
         A few forward passes with up to three samples, one bound of each layer, and the search, about
         ``6 restarts x steps`` float64 passes forward and backward.
 
     Raises:
-        NoRuleError: anything without a rule, by name; control flow on values; a batch that is not kept apart; in-place
+        NoRuleError: anything without a rule, by name; values that depend on the input and are no floating-point
+            numbers of at least the network's format; control flow on values; a batch that is not kept apart; in-place
             calls whose effect on other values is not clear; hooks; training mode of modules that differ in it.
         ShapeError: the model does not accept ``input_shape``.
         OptionError: a method, restarts or steps out of range.
@@ -104,15 +107,20 @@ def analyze(
     check_underflow()
     if restarts < 0 or steps < 1:
         raise OptionError(f"expected restarts >= 0 and steps >= 1, got restarts={restarts}, steps={steps}")
-    root = Root(constant_copy(model))
-    input_shape = _accepted(root, input_shape)
-    # Random numbers that the network draws (and is refused for) are not the caller's.
-    with torch.random.fork_rng(devices=[]):
+    # Versions of tensors and derivatives are needed, and the formats that the network itself says; random numbers that
+    # it draws (and is refused for) are not the caller's.
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        root = Root(constant_copy(model))
+        input_shape = _accepted(root, input_shape)
         graph = trace(root, sample(root, input_shape, BATCHES[0]))
         observed = observe(root, graph, input_shape)
         upper, layers = Propagation(root, graph, observed, method).result()
         check_outputs(root, observed, input_shape)
-    lower = _search(_Copied(root), input_shape, restarts, steps, seed) if restarts else 0.0
+        lower = 0.0
+        if restarts and stays_float64(root, graph, input_shape):
+            lower = _search(_Copied(root), input_shape, restarts, steps, seed)
+        elif restarts:
+            lower = _random_secants(_Copied(root), input_shape, restarts * steps)
     if lower > upper * (1 + 1e-6):
         raise CertificateViolation(
             f"analyze: expected no secant steeper than the upper bound {upper:.9g}, got one of slope {lower:.9g}: a "
@@ -151,12 +159,20 @@ def _search(model: nn.Module, input_shape: Shape, restarts: int, steps: int, see
         return lipschitz_lower_bound(model, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed).lower
     except RuntimeError:
         # Some in-place calls cannot be differentiated. Secants between random points need no derivatives.
-        model = model.double()
-        ends = 3 * sample(model, input_shape, 2 * restarts * steps)
+        return _random_secants(model.double(), input_shape, restarts * steps)
+
+
+def _random_secants(model: nn.Module, input_shape: Shape, count: int) -> float:
+    """Largest slope of secants between random points in the network's own format, less what its rounding may add."""
+    ends = 3 * sample(model, input_shape, 2 * count)
+    best = 0.0
+    for pair in ends.split(2):
         with torch.no_grad():
-            rises = [model(pair).flatten(1) for pair in ends.split(2)]
-        slopes = [(y[0] - y[1]).norm() / (x[0] - x[1]).norm() for x, y in zip(ends.split(2), rises, strict=True)]
-        return float(torch.stack(slopes).max())
+            y = model(pair).flatten(1).double()
+        x = pair.flatten(1).double()
+        lost = 64 * torch.finfo(pair.dtype).eps * y.norm()
+        best = max(best, float((y[0] - y[1]).norm() - lost) / float((x[0] - x[1]).norm()))
+    return best
 
 
 class _Copied(nn.Module):

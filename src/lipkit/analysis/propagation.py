@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.analysis.calls import Call, Operand, apply, function_name
+from lipkit.analysis.calls import Call, Operand, apply, dtype_name, function_name
 from lipkit.analysis.folding import NORMS, foldable, folded_bound
 from lipkit.analysis.forms import Form, source
 from lipkit.analysis.methods import layer_bound
@@ -20,6 +20,8 @@ from lipkit.protocol import Shape
 from lipkit.protocol.registry import ELSEWHERE
 
 Key = tuple[int, Shape]
+# Formats that torch computes in; the narrower ones only store numbers.
+FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -85,28 +87,49 @@ class Propagation:
     def _visit(self, node: fx.Node) -> Any:
         value = self._values[node]
         if node.op == "placeholder":
-            return Operand(source(), self._sample_shape(node, value))
+            self._format = value.dtype
+            return Operand(source(), self._sample_shape(node, value), value.dtype)
         if not isinstance(value, (Sizes, str)) and not _has_sizes(value):
             return value
         if isinstance(value, str):
             raise NoRuleError(
                 f"analyze: {self._what(node)}: expected a tensor, got {value}, which depends on the values of the input"
             )
-        shapes = [self._sample_shape(node, v) for v in (value if isinstance(value, tuple) else (value,))]
+        values = value if isinstance(value, tuple) else (value,)
+        shapes = tuple(self._sample_shape(node, v) for v in values)
+        dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
         if node.op == "call_module":
             forms: Any = self._module(node, value)
         else:
-            forms = self._function(node, value, shapes)
+            forms = self._function(node, shapes, dtypes)
         if isinstance(value, tuple):
-            return tuple(Operand(form, shape) for form, shape in zip(forms, shapes, strict=True))
-        return Operand(forms, shapes[0])
+            return tuple(Operand(*known) for known in zip(forms, shapes, dtypes, strict=True))
+        return Operand(forms, shapes[0], dtypes[0])
 
     def _what(self, node: fx.Node) -> str:
         where = f" in {node.meta['where']!r}" if node.meta.get("where") else ""
         if node.op == "call_module":
             module = fetch(self._root, str(node.target))
             return f"{type(module).__module__}.{type(module).__qualname__} at {_path(node)!r}"
-        return f"{function_name(node.target)}{where}"
+        return f"{_called(node)}{where}"
+
+    def _checked_dtype(self, node: fx.Node, dtype: torch.dtype) -> torch.dtype:
+        """``dtype`` if it is a floating-point format that holds every number of the network's own."""
+        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:
+            return dtype
+        if dtype.is_complex:
+            why = "complex numbers have no rules: use real and imaginary parts as channels"
+        elif dtype.is_floating_point:
+            why = "its rounding is coarser than the network's, or its range smaller: convert the whole network, or leave it"
+        else:
+            why = (
+                "whole numbers, bits and truth values jump where the input moves: use a continuous function, such as "
+                "torch.relu or torch.clamp"
+            )
+        raise NoRuleError(
+            f"analyze: {self._what(node)}: expected a result in a floating-point format that holds the network's "
+            f"{dtype_name(self._format)}, got {dtype_name(dtype)}: {why}"
+        )
 
     def _sample_shape(self, node: fx.Node, value: Any) -> Shape:
         if not isinstance(value, Sizes) or value.sample is None:
@@ -175,9 +198,9 @@ class Propagation:
 
     # Functions and tensor methods.
 
-    def _function(self, node: fx.Node, value: Any, shapes: list[Shape]) -> Any:
+    def _function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Any:
         where = str(node.meta.get("where", ""))
-        name = function_name(node.target)
+        name = _called(node)
 
         def bound(module: nn.Module, shape: Shape) -> Tensor:
             try:
@@ -188,8 +211,7 @@ class Propagation:
         def record(constant: Tensor, method: str) -> Tensor:
             return self._record(where, name, constant, method)
 
-        single = isinstance(value, Sizes)
-        call = Call(name, where, shapes[0] if single else (), len(shapes), bound, record)
+        call = Call(name, where, shapes, dtypes, bound, record)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
         return apply(call, node.target, args, kwargs)
 
@@ -214,6 +236,11 @@ class Propagation:
 
 def _has_sizes(value: Any) -> bool:
     return isinstance(value, tuple) and any(isinstance(v, (Sizes, str)) for v in value)
+
+
+def _called(node: fx.Node) -> str:
+    """How a person calls the function of a node; attributes such as ``x.T`` are calls of getattr."""
+    return function_name(str(node.args[1]) if node.target is getattr else node.target)
 
 
 def _path(node: fx.Node) -> str:

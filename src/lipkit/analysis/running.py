@@ -6,6 +6,7 @@ different size show which: calls that overwrite are found by the version counter
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,10 @@ VARIES = Varies()
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shape of a tensor that changes with the input: of one sample, or None where samples are not kept apart."""
+    """Shape of a tensor that changes with the input: of one sample, or None where samples are not kept apart; dtype."""
 
     sample: tuple[int, ...] | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _summary(value: Any, dependent: bool) -> Any:
     if not dependent:
         return value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor):
-        return value.shape
+        return Sizes(tuple(value.shape), value.dtype)
     if isinstance(value, (tuple, list)):
         return [_summary(item, dependent) for item in value]
     return type(value).__name__
@@ -173,9 +175,10 @@ def _summary(value: Any, dependent: bool) -> Any:
 def _merged(dependent: bool, a: Any, b: Any) -> Any:
     """The summaries of two runs as one."""
     if dependent:
-        if isinstance(a, torch.Size) and isinstance(b, torch.Size):
-            kept = bool(a and b) and (a[0], b[0]) == BATCHES and a[1:] == b[1:]
-            return Sizes(tuple(a[1:]) if kept else None)
+        if isinstance(a, Sizes) and isinstance(b, Sizes):
+            m, n = a.sample, b.sample
+            kept = m and n and (m[0], n[0]) == BATCHES and m[1:] == n[1:] and a.dtype == b.dtype
+            return Sizes(m[1:] if m and kept else None, a.dtype)
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             return tuple(_merged(dependent, x, y) for x, y in zip(a, b, strict=True))
         return str(a)
@@ -200,19 +203,84 @@ def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) 
     state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
     before = torch.get_rng_state()
     with torch.no_grad():
-        direct, part = root(x.clone()), root(x[: BATCHES[0]].clone())
+        one, part, direct = _alone(root, x[:1]), root(x[: BATCHES[0]].clone()), root(x.clone())
+    kept = _attributes(root)
+    again = _differentiable(root, x, direct)
     if not torch.equal(before, torch.get_rng_state()):
         raise NoRuleError("analyze: expected a forward pass without random numbers, got one that draws them")
     for name, (tensor, version) in state.items():
         if tensor._version != version:
+            raise _changes_state(name)
+    for name, value in _attributes(root).items():
+        if not _equal(value, kept.get(name)):
             raise _changes_state(name)
     if not isinstance(direct, Tensor) or not _close(direct, observed.outputs[1]):
         raise NoRuleError(
             "analyze: expected the traced graph to compute the same as the network, got other outputs: its forward "
             "pass changes the network, or depends on the type of its argument"
         )
-    if not _close(direct[: BATCHES[0]], part):
+    if not _close(direct[: BATCHES[0]], part) or not _close(direct[:1].flatten(), one.flatten()):
         raise NoRuleError("analyze: expected an output for each sample alone, got one that depends on the whole batch")
+    if not _close(direct, again):
+        raise NoRuleError(
+            "analyze: expected the same output with and without derivatives, got a forward pass that depends on "
+            "torch.is_grad_enabled() or on whether its input requires a gradient, or changes from call to call"
+        )
+
+
+def _alone(root: Root, x: Tensor) -> Tensor:
+    try:
+        return torch.as_tensor(root(x.clone()))
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        raise NoRuleError(
+            "analyze: expected a forward pass for batches of any size, got one that fails for 1 sample: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from error
+
+
+def _differentiable(root: Root, x: Tensor, otherwise: Any) -> Any:
+    """The output where derivatives are recorded; ``otherwise`` where they cannot be, as for some in-place calls."""
+    try:
+        with torch.enable_grad():
+            return root(x.clone().requires_grad_().clone())
+    except RuntimeError:
+        return otherwise
+
+
+def _attributes(root: Root) -> dict[str, Any]:
+    """Copies of the numbers, strings and tensors that modules hold beside parameters and buffers."""
+    found: dict[str, Any] = {}
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str, Tensor)):
+                found[f"{path}.{name}"] = value.detach().clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return type(a) is type(b) and (a == b or a != a)
+
+
+def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> bool:
+    """Whether a copy of the network in float64 computes every value that depends on its input in float64.
+
+    Casts to a fixed format do not, nor do products with tensors that are no parameters or buffers.
+    """
+    twin = copy.deepcopy(root).double()
+    try:
+        run = _run(twin, graph, sample(twin, input_shape, BATCHES[0]))
+    except Exception:  # the calls are the user's and may raise anything
+        return False
+    dependent = dependent_nodes(graph)
+    return all(s.dtype == torch.float64 for n in dependent for s in _sizes(run.values.get(n)))
+
+
+def _sizes(summary: Any) -> list[Sizes]:
+    if isinstance(summary, list):
+        return [s for item in summary for s in _sizes(item)]
+    return [summary] if isinstance(summary, Sizes) else []
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -29,7 +29,7 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
-    """Whether the result of a call does not depend on the values of its arguments.
+    """Whether the result of a call does not depend on the values of its first argument.
 
     >>> graph = fx.symbolic_trace(nn.Identity()).graph
     >>> [reads_metadata_only(node) for node in graph.nodes]
@@ -44,10 +44,19 @@ def dependent_nodes(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose value changes with the values of the network's input."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        moving = any(n in found for n in node.all_input_nodes)
-        if node.op == "placeholder" or (moving and not reads_metadata_only(node)):
+        if node.op == "placeholder" or any(n in found for n in _read(node)):
             found.add(node)
     return found
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a call whose values its result may depend on."""
+    if not reads_metadata_only(node):
+        return node.all_input_nodes
+    # Of its first argument only: x.new_tensor(y) holds the values of y.
+    rest: list[fx.Node] = []
+    fx.node.map_arg((node.args[1:], node.kwargs), rest.append)
+    return rest
 
 
 def fetch(root: nn.Module, path: str) -> Any:
@@ -199,6 +208,9 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
+        if torch.is_autocast_enabled("cpu"):
+            # The graph does not hold it: its runs would compute in another format.
+            raise NoRuleError("analyze: expected a forward pass without torch.autocast, got one that enters it")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         node = proxy.node
         node.meta["where"] = self._path[-1] if self._path else ""
