@@ -14,7 +14,7 @@ import lipkit
 
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
-    *("errors", "files", "memory", "linalg", "conv", "bounds", "plain", "protocol"),
+    *("errors", "text", "files", "memory", "linalg", "conv", "bounds", "plain", "protocol"),
     *("layers", "conversion", "models", "data"),
     "attacks",
     "analysis",

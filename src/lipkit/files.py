@@ -1,11 +1,79 @@
-"""Files that are whole or absent: a crash at any moment leaves the old content or the new one."""
+"""Files that are whole or absent, whatever crashes, and files from outside, of which only regular ones are read."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import io
 import os
 import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+
+MAX_BYTES = 1 << 34
+"""The most that is read of one file, and the most memory that one array of it may take: 16 GiB."""
+MAX_TEXT = 1 << 26
+"""The most that is read of a text (configuration, record, recipe, metrics): 64 MiB."""
+
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a file for reading if it is a regular one: a device or a pipe has no end, or blocks.
+
+    Links are followed. What is looked at is the file that was opened, so that nothing can be put in its place.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is a folder, a device, a pipe or a socket.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer; it does nothing to a regular file.
+    patient = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | patient))  # noqa: SIM115
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        kind = _KINDS.get(stat.S_IFMT(mode), "a device")
+        raise OSError(errno.EINVAL, f"{kind} in place of a regular file", os.fspath(path))
+    return file
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
+    """The content of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: see `open_regular`; or the file is larger, which is seen before it is read.
+
+    >>> read_bytes("/dev/null")
+    Traceback (most recent call last):
+    OSError: [Errno 22] a device in place of a regular file: '/dev/null'
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than {most}", os.fspath(path))
+        return file.read(size)
+
+
+def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
+    """The text of a regular file in UTF-8, of at most ``most`` bytes; line ends become line feeds.
+
+    Raises:
+        OSError: see `read_bytes`. ValueError: the file is not UTF-8.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A full disk or a file size limit is met by a write, whose error does not know the file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
@@ -19,7 +87,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         content: the whole content.
 
     Raises:
-        OSError: the folder is missing or not writable, or the disk is full; ``path`` is then as it was.
+        OSError: the folder is missing or not writable, or the disk is full; ``path`` is then as it was, and named.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +100,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     # O_EXCL: the name is ours alone. Mode 666 minus the umask, as open() would give.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        with open(descriptor, "wb") as file:
+        with _naming(path), open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -56,7 +124,7 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
     if "\n" in line or "\r" in line:
         raise ValueError(f"expected one line, got {line!r}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-    with open(descriptor, "ab", buffering=0) as file:
+    with _naming(path), open(descriptor, "ab", buffering=0) as file:
         file.write(line.encode() + b"\n")
         os.fsync(file.fileno())
 
@@ -82,5 +150,5 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     ...     sha256_file(Path(folder) / "empty")[:16]
     'e3b0c44298fc1c14'
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

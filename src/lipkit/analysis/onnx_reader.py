@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import DataError, NoRuleError
+from lipkit.files import open_regular
 
 Step = Callable[["OnnxNetwork", list[Any]], Tensor]
 
@@ -54,6 +55,7 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
     except ImportError:
         raise DataError(f"{path}: expected the package onnx to read it, got none: pip install lipkit[onnx]") from None
     try:
+        open_regular(path).close()  # onnx would read a device without end
         graph = onnx.load(str(path)).graph
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an ONNX file with its weights, got no {error.filename or path}") from None

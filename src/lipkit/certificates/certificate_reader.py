@@ -14,6 +14,7 @@ from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.certificate_file import COLUMNS, KIND, SCHEMA_VERSION, CertificateFile
 from lipkit.certificates.rounding.evaluators import Evaluator
 from lipkit.errors import DataError
+from lipkit.files import open_regular
 
 # A line is a few hundred bytes, the header some kilobytes: longer ones are not ours, and are never read whole.
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
@@ -28,7 +29,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
     """
     path = Path(path)
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             header = _parse(path, 1, stream.readline(_LONGEST_HEADER + 1), _LONGEST_HEADER)
             _check_header(path, header)
             rows = _rows(path, stream, header["data"]["samples"])

@@ -78,9 +78,11 @@ def read(path: Path) -> dict[str, Any]:
     """A result that ``--json`` wrote."""
     import json
 
+    from lipkit.files import read_text
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--from: expected a file written by --json, got {path} ({error})") from None
     if not isinstance(found, dict) or found.get("schema") != 1 or "cells" not in found:
         raise click.UsageError(f"--from: expected a file written by --json with schema 1, got {path}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from lipkit.cli.table_runs import TableRun, slug
 from lipkit.cli.tables import SCALES, Row, Scale
-from lipkit.files import write_atomic
+from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.report.measurement import MeasurementRecord, read_any_record
 from lipkit.report.record import RECORD, AnyRecord
 
@@ -48,7 +48,7 @@ def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
         if run.done:
             path = folder / slug(run.row.label) / f"{run.scale}-seed{run.seed}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, without_places((run.folder / RECORD).read_bytes()))
+            write_atomic(path, without_places(read_bytes(run.folder / RECORD, MAX_TEXT)))
             made.append(path)
     return made
 

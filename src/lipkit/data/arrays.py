@@ -13,6 +13,7 @@ from lipkit.data.convert import as_data, as_split
 from lipkit.data.reading import check_claim, file_size, reading
 from lipkit.data.split import Data
 from lipkit.errors import DataError
+from lipkit.files import open_regular
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -31,7 +32,7 @@ def load_npz(path: Path) -> Data:
         DataError: if an array is missing, is not of that form, or claims a size that the file cannot hold.
     """
     file_size(path, "write one with numpy.savez_compressed(path, x_train=, y_train=, x_test=, y_test=)")
-    with reading(path), zipfile.ZipFile(path) as archive:
+    with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         if missing := [name for name in NAMES if name not in members]:
             raise DataError(f"{path}: expected the arrays {', '.join(NAMES)}, got none named {', '.join(missing)}")

@@ -11,6 +11,7 @@ from lipkit.data.pickles import read_pickle
 from lipkit.data.reading import check_claim, file_size, read_exactly, reading
 from lipkit.data.split import Data, Split
 from lipkit.errors import DataError
+from lipkit.files import open_regular
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 INPUT_SHAPE = (3, 32, 32)
@@ -65,7 +66,7 @@ def read_binary(
     if size == 0 or size % each:
         raise DataError(f"{path}: expected a positive multiple of {each} bytes, got {size}")
     check_claim(path, size, size, compressed=False)
-    with reading(path), path.open("rb") as stream:
+    with reading(path), open_regular(path) as stream:
         rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, each)
     labels = rows[:, label_bytes - 1]
     if (largest := int(labels.max())) >= classes:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lipkit.data.reading import check_claim, file_size, read_exactly, reading
 from lipkit.errors import DataError
+from lipkit.files import open_regular
 
 _UNSIGNED_BYTE = 0x08
 
@@ -39,7 +40,7 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
     """
     stored = file_size(path, source)
     compressed = path.suffix == ".gz"
-    with reading(path), path.open("rb") as raw:
+    with reading(path), open_regular(path) as raw:
         stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if compressed else raw
         header = stream.read(4 + 4 * ndim)
         magic = bytes([0, 0, _UNSIGNED_BYTE, ndim])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import DataError
+from lipkit.files import open_regular
 
 MAX_PIXELS = 1 << 26
 """The most pixels an image may claim before it is decoded."""
@@ -123,7 +124,7 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
     if file.suffix.lower() not in SUFFIXES:
         raise DataError(f"{file}: expected an image file ({', '.join(SUFFIXES)}), got {file.suffix or 'no suffix'}")
     try:
-        with image_module.open(file, formats=_FORMATS) as image:
+        with open_regular(file) as stream, image_module.open(stream, formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(f"expected at most {MAX_PIXELS} pixels, got {image.width} x {image.height}")
             if convert and image.mode not in _CONVERTIBLE:

@@ -19,6 +19,7 @@ import numpy as np
 
 from lipkit.data.reading import file_size, reading
 from lipkit.errors import DataError
+from lipkit.files import read_bytes
 
 MAX_FILE_BYTES = 1 << 28
 MAX_OPCODES = 1_000_000
@@ -41,7 +42,7 @@ def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]
     if (size := file_size(path, source)) > MAX_FILE_BYTES:
         raise DataError(f"{path}: expected a pickle of at most {MAX_FILE_BYTES} bytes, got {size}")
     with reading(path):
-        blob = path.read_bytes()
+        blob = read_bytes(path, MAX_FILE_BYTES)
     try:
         value = _Machine(blob).run()
     except DataError as error:

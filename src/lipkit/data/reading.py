@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lipkit.errors import DataError
-
-MAX_BYTES = 1 << 34
-"""The most memory one array read from a file may take: 16 GiB."""
+from lipkit.files import MAX_BYTES
 
 # A deflate stream expands at most 1032 times (RFC 1951: 258 bytes from 2 bits); gzip and zip only add to it.
 _DEFLATE_RATIO = 1032

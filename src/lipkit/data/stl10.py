@@ -11,6 +11,7 @@ from torch import Tensor
 from lipkit.data.reading import file_size, read_exactly, reading
 from lipkit.data.split import Data, Split
 from lipkit.errors import DataError
+from lipkit.files import open_regular
 
 CLASSES = ("airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck")
 INPUT_SHAPE = (3, 96, 96)
@@ -52,7 +53,7 @@ def _split(folder: Path, part: str) -> Split:
     path = folder / f"{part}_y.bin"
     if (size := file_size(path, SOURCE)) != len(images):
         raise DataError(f"{path}: expected {len(images)} labels, one for each image, got {size}")
-    with reading(path), path.open("rb") as stream:
+    with reading(path), open_regular(path) as stream:
         labels = np.frombuffer(read_exactly(stream, size, path), np.uint8)
     if labels.min() < 1 or labels.max() > 10:
         wrong = labels[(labels < 1) | (labels > 10)][0]

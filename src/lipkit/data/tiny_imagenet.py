@@ -12,6 +12,7 @@ from lipkit.data.images import ImageFiles
 from lipkit.data.reading import file_size, reading
 from lipkit.data.split import Data, Split
 from lipkit.errors import DataError
+from lipkit.files import read_text
 
 INPUT_SHAPE = (3, 64, 64)
 SOURCE = (
@@ -85,4 +86,4 @@ def _lines(path: Path) -> list[str]:
     if (size := file_size(path, SOURCE)) > MAX_TEXT:
         raise DataError(f"{path}: expected a text of at most {MAX_TEXT} bytes, got {size}")
     with reading(path):
-        return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        return [line for line in read_text(path, MAX_TEXT).splitlines() if line.strip()]

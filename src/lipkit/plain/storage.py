@@ -19,7 +19,7 @@ from torch import nn
 
 from lipkit.bounds.rounding import WIDE
 from lipkit.errors import DataError, OptionError
-from lipkit.files import write_atomic
+from lipkit.files import read_bytes, read_text, write_atomic
 from lipkit.plain.configuration import build, describe
 from lipkit.plain.network import Network
 
@@ -106,8 +106,8 @@ def load(folder: str | Path) -> Network:
     """
     folder = Path(folder)
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"), parse_constant=_not_a_number)
-        tensors = load_safetensors((folder / WEIGHTS).read_bytes())
+        config = json.loads(read_text(folder / CONFIG), parse_constant=_not_a_number)
+        tensors = load_safetensors(read_bytes(folder / WEIGHTS))
     except FileNotFoundError as error:
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}") from None
     except OSError as error:

@@ -21,7 +21,7 @@ from lipkit import plain
 from lipkit.certificates.exported import float64_copy
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
-from lipkit.files import write_atomic
+from lipkit.files import read_bytes, write_atomic
 from lipkit.report.drawing import GRID, SERIES, figure_of, legend, svg
 from lipkit.report.schema import RegressionRecord
 
@@ -97,7 +97,7 @@ def load_curve(folder: Path) -> Curve | None:
     if not path.exists():
         return None
     try:
-        tensors = load(path.read_bytes())
+        tensors = load(read_bytes(path))
         return Curve(**{field.name: tensors[field.name] for field in dataclasses.fields(Curve)})
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise RunError(f"{path}: expected the graph of a network, got {error!r}") from None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lipkit.certificates import Certificate
 from lipkit.errors import RunError
-from lipkit.files import write_atomic
+from lipkit.files import read_bytes, write_atomic
 
 if TYPE_CHECKING:
     from lipkit.data import Split
@@ -80,7 +80,7 @@ def load_examples(folder: Path) -> list[Example]:
     if not path.exists():
         return []
     try:
-        tensors = load(path.read_bytes())
+        tensors = load(read_bytes(path))
         columns = [tensors[key] for key in _KEYS]
     except (SafetensorError, KeyError, OSError) as error:
         raise RunError(f"{path}: expected the tensors {', '.join(_KEYS)}, got {error!r}") from None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from lipkit.errors import RunError
+from lipkit.files import MAX_TEXT, read_bytes
 from lipkit.report.machine import hardware, versions
 from lipkit.report.record import RECORD, AnyRecord, read_record
 from lipkit.report.schema import SCHEMA_VERSION, HardwareRecord, _Model
@@ -75,8 +76,8 @@ def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementReco
     file = Path(path)
     file = file / RECORD if file.is_dir() else file
     try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(read_bytes(file, MAX_TEXT))
+    except (OSError, ValueError, RecursionError):
         return read_record(file)  # which says what is wrong
     if not isinstance(found, dict) or found.get("task") != "measurement":
         return read_record(file)

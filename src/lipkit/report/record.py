@@ -20,7 +20,7 @@ from lipkit.certificates import Certificate, RegressionCertificate
 from lipkit.certificates.intervals import Share
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
-from lipkit.files import write_atomic
+from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.report.machine import hardware, versions
 from lipkit.report.schema import (
     AnyRecord,
@@ -209,12 +209,12 @@ def read_record(path: str | os.PathLike[str]) -> AnyRecord:
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, MAX_TEXT)
     except OSError as error:
         raise RunError(f"{path}: expected a record, got {error.strerror or error}") from None
     try:
         found = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: expected a JSON record, got {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("schema_version"), str):
         raise RunError(f"{path}: expected a record with a schema_version, got none")

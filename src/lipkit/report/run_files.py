@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import math
 from pathlib import Path
 
 import numpy as np
 
 from lipkit.errors import RunError
+from lipkit.files import read_text
 from lipkit.training.run_folder import read_metrics
 
 RADII = "radii.csv"
@@ -51,11 +53,10 @@ def read_radii(folder: Path) -> Radii | None:
     kinds: dict[str, type] = {"correct": int, "prediction": int, "radius": float, "margin": float}
     columns: dict[str, np.ndarray] = {}
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
         for name, kind in kinds.items():
             columns[name] = np.array([kind(row[name]) for row in rows], dtype=kind)
-    except (KeyError, ValueError, TypeError, OverflowError) as error:
+    except (OSError, csv.Error, KeyError, ValueError, TypeError, OverflowError) as error:
         raise RunError(f"{path}: expected columns {', '.join(kinds)} of numbers, got {error!r}") from None
     if not np.isin(columns["correct"], (0, 1)).all() or not (columns["radius"] >= 0).all():
         raise RunError(f"{path}: expected correct to be 0 or 1 and radius >= 0")

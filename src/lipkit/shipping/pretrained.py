@@ -22,7 +22,7 @@ from torch import nn
 
 from lipkit import models, plain
 from lipkit.errors import DataError, LipkitError, OptionError
-from lipkit.files import write_atomic
+from lipkit.files import read_bytes, read_text, write_atomic
 from lipkit.protocol import Shape, export
 
 SCHEMA_VERSION = 1
@@ -98,10 +98,8 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     try:
-        if (folder / CONFIG).stat().st_size > _LARGEST_CONFIG:
-            raise DataError(f"{folder / CONFIG}: expected at most {_LARGEST_CONFIG} bytes, got more")
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        blob = (folder / WEIGHTS).read_bytes()
+        config = json.loads(read_text(folder / CONFIG, _LARGEST_CONFIG))
+        blob = read_bytes(folder / WEIGHTS)
     except OSError as error:
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got: {error}") from None
     except (ValueError, RecursionError) as error:

@@ -14,12 +14,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lipkit.errors import RecipeError
+from lipkit.files import read_bytes
+from lipkit.text import printable
 from lipkit.training.recipe_schema import LossSection, Recipe, ScheduleSection
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 DEFAULT = "digits_cayley"
+# Far above every recipe: what reads or repeats more is no recipe.
+MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
 # Sections that may be written as one string, and the key it then stands for.
 _SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
@@ -91,7 +95,9 @@ def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
     seen, chain = [origin], [_expanded(content)]
     while (base := chain[-1].pop("base", None)) is not None:
         if base in seen or base not in names():
-            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {base!r}")
+            raise RecipeError(
+                f"recipe {origin}: base: expected another packaged recipe, got {printable(repr(base), 80)}"
+            )
         seen.append(base)
         chain.append(_expanded(_read(base)[1]))
     # From the last base on, so that every name that is changed is known.
@@ -115,7 +121,7 @@ def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
     is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
     if is_path or text.endswith((".yaml", ".yml", ".json")):
         try:
-            return text, _parse(Path(text).read_bytes(), text)
+            return text, _parse(read_bytes(text, MOST_BYTES), text)
         except OSError as error:
             raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
     if text not in names():
@@ -128,12 +134,47 @@ def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
 
 def _parse(content: bytes, origin: str) -> dict[str, Any]:
     try:
-        parsed = yaml.load(content, Loader=_Loader)  # a SafeLoader: builds plain values only
+        parsed = _load(content)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise RecipeError(f"recipe {origin}: expected YAML, got: {' '.join(str(error).split())}") from None
     if not isinstance(parsed, dict):
         raise RecipeError(f"recipe {origin}: expected keys and values, got {type(parsed).__name__}")
     return parsed
+
+
+def _load(content: str | bytes) -> Any:
+    """The value of a YAML text; one whose aliases, written out, have more than MOST_VALUES values is refused.
+
+    Raises:
+        ValueError, RecursionError, yaml.YAMLError: it is not YAML, an anchor holds itself, or it is too long.
+    """
+    loader = _Loader(content)  # a SafeLoader: builds plain values only
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _written_out(node, {}, set())  # before anything is built: a merge key copies what it names
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+    """The number of values below a node, each alias counted as often as it is used."""
+    if id(node) in above:
+        raise ValueError("expected values, got an anchor that holds itself")
+    if id(node) not in known:
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        above.add(id(node))
+        known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
+        above.remove(id(node))
+    if known[id(node)] > MOST_VALUES:
+        raise ValueError(f"expected at most {MOST_VALUES} values, got more: its aliases multiply")
+    return known[id(node)]
 
 
 class _Loader(yaml.SafeLoader):
@@ -154,7 +195,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     if not equals or not all(path):
         raise RecipeError(f"expected an override key=value such as train.epochs=5, got {override!r}")
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = _load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise RecipeError(f"override {override!r}: expected a YAML value, got: {problem}") from None
@@ -166,7 +207,9 @@ def _override(content: dict[str, Any], override: str) -> None:
         elif inner is None:
             inner = {}
         elif not isinstance(inner, dict):
-            raise RecipeError(f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {inner!r}")
+            raise RecipeError(
+                f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {printable(repr(inner), 80)}"
+            )
         place[part] = inner
         place = inner
     place[path[-1]] = value
@@ -200,11 +243,11 @@ def _sentence(error: ErrorDetails) -> str:
         path = path[:-1]
     key = ".".join(path)
     if error["type"] in ("model_type", "dict_type"):
-        return f"{key}: expected keys and values, got {error['input']!r}"
+        return f"{key}: expected keys and values, got {printable(repr(error['input']), 80)}"
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     if not key:
         return message
-    got = "" if ", got " in message else f", got {error['input']!r}"
+    got = "" if ", got " in message else f", got {printable(repr(error['input']), 80)}"
     return f"{key}: {message[0].lower()}{message[1:]}{got}"
 
 

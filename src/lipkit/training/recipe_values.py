@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_DECIMAL = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?"
+from lipkit.text import printable
+
+_DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 _NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
 
 
@@ -28,7 +30,7 @@ def parse_number(value: Any) -> Any:
             return float(match[1]) / denominator
     elif isinstance(value, int | float) and not isinstance(value, bool):
         return value
-    raise ValueError(f"expected a number such as 0.5 or 36/255, got {value!r}")
+    raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
 
 
 def parse_numbers(value: Any) -> Any:

@@ -28,7 +28,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from lipkit.errors import RunError
-from lipkit.files import append_line, write_atomic
+from lipkit.files import MAX_TEXT, append_line, read_bytes, write_atomic
 
 SETTINGS, METRICS, CHECKPOINTS, MANIFEST = "settings.json", "metrics.jsonl", "checkpoints", "checkpoint.json"
 _KEEP = 2
@@ -96,19 +96,22 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics, one dict per epoch. A last line torn by a power failure is left out.
 
     Raises:
-        RunError: another line is not a JSON object.
+        RunError: another line is not a JSON object, or the file is no regular one.
     """
     path = folder / METRICS
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = read_bytes(path, MAX_TEXT).splitlines(keepends=True)
+    except OSError as error:
+        raise RunError(f"{path}: expected metrics, got {error.strerror or error}") from None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise RunError(f"expected a JSON object on line {number} of {path}, got {line[:60]!r}") from error
@@ -179,8 +182,8 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any
         if not (path / MANIFEST).exists():
             continue
         try:
-            manifest = json.loads((path / MANIFEST).read_bytes())
-            contents = {name: (path / name).read_bytes() for name in ("model.safetensors", "state.pt")}
+            manifest = json.loads(read_bytes(path / MANIFEST, MAX_TEXT))
+            contents = {name: read_bytes(path / name) for name in ("model.safetensors", "state.pt")}
             for name, content in contents.items():
                 if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
                     raise ValueError(f"{name} is damaged")
@@ -191,7 +194,7 @@ def load_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, Any
             ValueError,
             KeyError,
             TypeError,
-            RuntimeError,
+            RuntimeError,  # RecursionError among them
             UnpicklingError,
             SafetensorError,
         ) as error:
@@ -233,10 +236,12 @@ def read_json(path: Path) -> dict[str, Any]:
         RunError: the file is missing or is not a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path, MAX_TEXT))
     except FileNotFoundError as error:
         raise RunError(f"expected a run folder with {path.name}, got none at {path}") from error
-    except ValueError as error:
+    except OSError as error:
+        raise RunError(f"expected JSON in {path}, got {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise RunError(f"expected JSON in {path}, got: {error}") from error
     if not isinstance(content, dict):
         raise RunError(f"expected a JSON object in {path}, got {type(content).__name__}")
