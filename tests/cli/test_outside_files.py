@@ -134,7 +134,7 @@ def test_deep_nesting_is_refused(run: Path, name: str) -> None:
     path.write_text("[" * 200_000 + "\n")
     for file, read in READERS.values():
         if file == name:
-            with pytest.raises(LipkitError, match="expected|not a saved network"):
+            with pytest.raises(LipkitError, match=r"expected|not a saved network"):
                 read(path)
 
 

@@ -95,9 +95,7 @@ def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
     seen, chain = [origin], [_expanded(content)]
     while (base := chain[-1].pop("base", None)) is not None:
         if base in seen or base not in names():
-            raise RecipeError(
-                f"recipe {origin}: base: expected another packaged recipe, got {printable(repr(base), 80)}"
-            )
+            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
         seen.append(base)
         chain.append(_expanded(_read(base)[1]))
     # From the last base on, so that every name that is changed is known.
@@ -208,7 +206,7 @@ def _override(content: dict[str, Any], override: str) -> None:
             inner = {}
         elif not isinstance(inner, dict):
             raise RecipeError(
-                f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {printable(repr(inner), 80)}"
+                f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {_short(inner)}"
             )
         place[part] = inner
         place = inner
@@ -243,11 +241,11 @@ def _sentence(error: ErrorDetails) -> str:
         path = path[:-1]
     key = ".".join(path)
     if error["type"] in ("model_type", "dict_type"):
-        return f"{key}: expected keys and values, got {printable(repr(error['input']), 80)}"
+        return f"{key}: expected keys and values, got {_short(error['input'])}"
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     if not key:
         return message
-    got = "" if ", got " in message else f", got {printable(repr(error['input']), 80)}"
+    got = "" if ", got " in message else f", got {_short(error['input'])}"
     return f"{key}: {message[0].lower()}{message[1:]}{got}"
 
 
@@ -272,6 +270,10 @@ def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tupl
         for kind in typing.get_args(field.annotation) or (field.annotation,):  # a section, or one that may be null
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _keys(kind, (*prefix, name))
+
+
+def _short(value: Any) -> str:
+    return printable(repr(value), 80)
 
 
 def _hint(word: str, known: Sequence[str]) -> str:
