@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import lipkit
+from lipkit.layers import after_step
 from lipkit.layers.families import FAMILIES, Family
-from lipkit.layers.svcm import project_all
 from lipkit.testing.reference import operators
 
 SHAPE, KERNEL = (4, 9, 9), 3
@@ -30,7 +30,7 @@ def trained(family: Family) -> nn.Module:
         optimizer.zero_grad()
         (layer(x) - y).square().mean().backward()
         optimizer.step()
-    project_all(layer, SHAPE)
+    after_step(layer, SHAPE)
     return layer.eval()
 
 

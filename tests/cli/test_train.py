@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from lipkit import plain
 from lipkit.cli import build, pipeline
 from lipkit.cli.main import main
-from lipkit.layers import SvcmConv2d
 from lipkit.protocol import export
 from lipkit.report import read_record
 from lipkit.training import run_folder
@@ -84,13 +82,6 @@ def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
         model.load_state_dict(values)
         hashes.append(plain.sha256(export(model, data.input_shape)))
     assert hashes[0] != hashes[1] == read_record(folder).network_sha256
-
-
-def test_projections_run_only_where_a_layer_needs_them():
-    recipe = load_recipe("digits_cayley", ["data.limit=20"])
-    data = build.load_data(recipe)
-    assert build.post_step(build.build_model(recipe, data), data) is None
-    assert build.post_step(torch.nn.Sequential(SvcmConv2d(1, 1, 3)), data) is not None
 
 
 def test_every_key_of_a_recipe_is_described():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit.layers import CayleyConv2d, CayleyLinear
+from lipkit.layers import AfterStep, CayleyConv2d, CayleyLinear
 from lipkit.layers._export import export_linear, register_one_lipschitz
 from lipkit.plain import Affine
 from lipkit.protocol import export_rule, lipschitz_rule, registry
@@ -259,6 +259,18 @@ class OnlyAtBirth(CayleyLinear):
         return self.free * self.scale
 
 
+class LoudAfterStep(CayleyLinear, AfterStep):
+    """Law 10: what it does after a step spoils it."""
+
+    loud = False
+
+    def after_step(self, input_shape: tuple[int, ...]) -> None:
+        self.loud = True
+
+    def weight(self) -> Tensor:
+        return (1.01 if self.loud else 1.0) * super().weight()
+
+
 class FirstSizeOnly(CayleyConv2d):
     """Law 11: the size of the first image is kept for the later ones."""
 
@@ -415,7 +427,17 @@ class Twin(CayleyLinear):
 LINEAR = (
     *(Loud, LoudForward, LoudInTraining, LoudSomewhere, Quiet, OneQuiet, Lazy, Idle, Detached, Counting),
     *(Remembering, TwoFaced, Noisy, SecretSigns, Graph, SharedCopy, Cached, ClearedByTrain, Versioned, IgnoresGain),
-    *(UsesGain, PolarBySvd, DividesByZero, WrongGradient, OnlyAtBirth, LeftBehind, AlwaysSingle, HalfUnderAutocast),
+    *(
+        UsesGain,
+        PolarBySvd,
+        DividesByZero,
+        WrongGradient,
+        OnlyAtBirth,
+        LoudAfterStep,
+        LeftBehind,
+        AlwaysSingle,
+        HalfUnderAutocast,
+    ),
     *(BranchesOnValues, Careless, Silent, Taciturn, Twin),
 )
 CONV = (FirstSizeOnly, EvenOnly, StaleSize, BatchMixing, TakesAnyImage)
@@ -488,6 +510,7 @@ BROKEN: list[tuple[int, type[nn.Module], str, dict[str, Any]]] = [
     (9, DividesByZero, "zero matrices", {}),
     (9, WrongGradient, "finite differences", {}),
     (10, OnlyAtBirth, "lipschitz(layer) = 1", {}),
+    (10, LoudAfterStep, "lipschitz(layer) = 1", {}),
     (12, LeftBehind, "device", {}),
     (12, AlwaysSingle, "float64 output, got torch.float32", {}),
     (12, HalfUnderAutocast, "bfloat16 autocast", {}),

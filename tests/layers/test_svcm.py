@@ -9,8 +9,8 @@ from torch import nn
 
 from lipkit.conv import fold
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import MaxMin, Residual, SvcmConv2d, families
-from lipkit.layers.svcm import clip, input_sizes, project, project_all, project_every
+from lipkit.layers import SvcmConv2d, families
+from lipkit.layers.svcm import clip, project
 from lipkit.protocol import export, lipschitz
 from lipkit.testing import check_layer, conv_options, conv_refusals, dense_matrix
 
@@ -145,54 +145,9 @@ def test_bound_follows_the_numbers_before_and_after_a_projection():
     assert bound <= 1.02
 
 
-def model():
-    return nn.Sequential(
-        SvcmConv2d(1, 4, 3),
-        MaxMin(),
-        SvcmConv2d(4, 8, 1, stride=2),
-        Residual(SvcmConv2d(8, 8, 3)),
-        nn.Flatten(),
-        nn.Linear(8 * 3 * 4, 2),
-    )
-
-
-def test_sizes_are_found_without_touching_the_model():
-    net = model()
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-    found = input_sizes(net, (1, 6, 8))
-    assert [(layer is net[0], size) for layer, size in found] == [(True, (6, 8)), (False, (6, 8)), (False, (3, 4))]
-    assert found[2][0] is net[3].body
-    assert net.training
-    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in net.modules())
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
-
-
-def test_project_all_projects_each_layer_for_its_own_size():
-    torch.manual_seed(6)
-    net = model()
-    for layer, _ in input_sizes(net, (1, 6, 8)):
-        nn.init.normal_(layer.free)
-    assert project_all(net, (1, 6, 8)) == 3
-    for layer, (h, w) in input_sizes(net, (1, 6, 8)):
-        assert lipschitz(layer, (layer.in_channels, h, w)).item() <= 1.02
-    assert net[0].free.requires_grad
-    assert project_all(nn.Sequential(nn.Linear(2, 2)), (2,)) == 0
-
-
-def test_project_every_acts_at_its_steps_and_at_the_end_of_an_epoch():
-    net = nn.Sequential(SvcmConv2d(1, 1, 3))
-    hook = project_every((1, 6, 6), steps=10)
-    for step, epoch_end, acts in ((9, False, False), (10, False, True), (11, False, False), (7, True, True)):
-        nn.init.constant_(net[0].free, 1.0)
-        hook(net, step, epoch_end)
-        assert bool(net[0].free.detach().sum() < 2) is acts
-
-
 def test_refusals():
     with pytest.raises(OptionError, match=r"rounds: expected an integer of at least 1, got 0"):
         project(torch.ones(1, 1, 3, 3), 4, 4, rounds=0)
-    with pytest.raises(OptionError, match="steps"):
-        project_every((1, 6, 6), steps=0)
     with pytest.raises(ShapeError, match="got 0 x 4"):
         project(torch.ones(1, 1, 3, 3), 0, 4)
     with pytest.raises(ShapeError, match="multiples of 2"):

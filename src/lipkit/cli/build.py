@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lipkit import data as datasets
 from lipkit import models
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError
-from lipkit.layers.svcm import SvcmConv2d, project_every
 from lipkit.protocol import export, lipschitz
 from lipkit.training import LipschitzPenalty, PgdAdversary
 from lipkit.training.recipe import Recipe
@@ -101,13 +100,6 @@ def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdver
         return None
     box = (0.0, 1.0) if len(data.input_shape) == 3 else None
     return PgdAdversary(**section.model_dump(), box=box)
-
-
-def post_step(model: nn.Module, data: datasets.Data) -> Callable[[nn.Module, int, bool], None] | None:
-    """The projection of the layers that need one, or None where no layer does."""
-    if not any(isinstance(module, SvcmConv2d) for module in model.modules()):
-        return None
-    return project_every(data.input_shape)
 
 
 def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool, **jitter: float) -> Tensor:

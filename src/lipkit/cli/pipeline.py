@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lipkit import plain
-from lipkit.cli.build import adversary, augmentation, build_model, load_data, penalty, post_step
+from lipkit.cli.build import adversary, augmentation, build_model, load_data, penalty
 from lipkit.cli.console import Display, Silent, duration
 from lipkit.cli.results import Outcome, finish
 from lipkit.data import Data, Split
@@ -97,7 +97,6 @@ def train(
             augment=augmentation(recipe.augment, data),
             evaluate=_monitor(recipe, data),
             evaluate_every=section.evaluate_every,
-            post_step=post_step(model, data),
             penalty=penalty(recipe.penalty),
             adversary=adversary(recipe.adversary, data),
             progress=display.progress,

@@ -15,12 +15,14 @@ from lipkit.layers.sandwich import SandwichLinear
 from lipkit.layers.sandwich_conv import SandwichConv2d
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
+from lipkit.layers.steps import AfterStep, after_step, register_after_step
 from lipkit.layers.structure import Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
 from lipkit.plain import GroupSort, MaxMin, Sum
 
 __all__ = [
     "FAMILIES",
+    "AfterStep",
     "AolConv2d",
     "AolLinear",
     "BcopConv2d",
@@ -51,4 +53,6 @@ __all__ = [
     "SocConv2d",
     "Sum",
     "SvcmConv2d",
+    "after_step",
+    "register_after_step",
 ]

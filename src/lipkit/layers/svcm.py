@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.bounds import circular, symbol_sup
 from lipkit.conv import fold, symbol
@@ -15,6 +13,7 @@ from lipkit.errors import ShapeError
 from lipkit.layers._base import KernelConv2d, check_positive
 from lipkit.layers._export import export_kernel_conv, resampled_size
 from lipkit.layers.ossn import delta_orthogonal_free
+from lipkit.layers.steps import AfterStep
 from lipkit.linalg import at_least_float32
 from lipkit.protocol import Shape, export_rule, lipschitz_rule
 
@@ -107,7 +106,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50) -> Tensor:
         return (kernel + _unfold(folded - start, h, w, kh, kw)).to(kernel.dtype)
 
 
-class SvcmConv2d(KernelConv2d):
+class SvcmConv2d(KernelConv2d, AfterStep):
     r"""Singular value clipping: the free kernel itself, kept near norm 1 by an explicit :meth:`project_`.
 
     Args:
@@ -120,8 +119,10 @@ class SvcmConv2d(KernelConv2d):
         device, dtype: of the parameters (float32 or float64).
 
     Parameters ``free`` (out_channels, s^2 in_channels, kh, kw), with all singular values 1 at the start, and
-    ``bias``. Nothing happens to the kernel between projections: call :func:`project_all`, or give
-    :func:`project_every` to ``training.fit`` as its ``post_step``.
+    ``bias``. Nothing happens to the kernel between projections, so **a training loop has to project**: ``lipkit.fit``
+    does, every 100 steps and at the end of each epoch; a loop of your own calls `lipkit.layers.after_step`, or
+    `lipkit.layers.register_after_step` once. A loop that does not is told by ``lipschitz`` and ``export`` alone, whose
+    bound is that of the kernel as it is.
 
     Shapes:
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
@@ -135,7 +136,7 @@ class SvcmConv2d(KernelConv2d):
 
     >>> from lipkit.protocol import lipschitz
     >>> layer = SvcmConv2d(2, 2, 3)
-    >>> _ = nn.init.normal_(layer.free)
+    >>> _ = torch.nn.init.normal_(layer.free)
     >>> layer.project_((6, 6))
     >>> lipschitz(layer, (2, 6, 6)).item() < 1.02
     True
@@ -143,6 +144,8 @@ class SvcmConv2d(KernelConv2d):
     References:
         Sedghi, Gupta & Long, ICLR 2019; [Cayley] section 6 (the baseline SVCM).
     """
+
+    interval = 100  # fifty eigenvalue problems at each frequency cost far more than a step
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
         self.free = delta_orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
@@ -164,6 +167,10 @@ class SvcmConv2d(KernelConv2d):
         size = resampled_size(self, (self.in_channels, *input_size))
         self.free.copy_(project(self.free, *size, rounds))
 
+    def after_step(self, input_shape: Shape) -> None:
+        """`project_` for inputs (C, H, W)."""
+        self.project_((input_shape[-2], input_shape[-1]))
+
 
 @lipschitz_rule(SvcmConv2d)
 def _svcm(layer: SvcmConv2d, input_shape: Shape | None) -> Tensor:
@@ -173,74 +180,3 @@ def _svcm(layer: SvcmConv2d, input_shape: Shape | None) -> Tensor:
 
 
 export_rule(SvcmConv2d)(export_kernel_conv)
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, SvcmConv2d]]:
-    yield from ((name, m) for name, m in model.named_modules() if isinstance(m, SvcmConv2d))
-
-
-@torch.no_grad()
-def input_sizes(model: nn.Module, input_shape: Shape) -> list[tuple[SvcmConv2d, tuple[int, int]]]:
-    """Every :class:`SvcmConv2d` in ``model`` with each (H, W) it sees when ``model`` gets ``input_shape``.
-
-    A copy of the model in evaluation mode runs one zero input; the model itself is not touched.
-
-    >>> [size for _, size in input_sizes(nn.Sequential(nn.AvgPool2d(2), SvcmConv2d(1, 1, 3)), (1, 8, 6))]
-    [(4, 3)]
-    """
-    if not any(True for _ in _named(model)):
-        return []
-    twin = copy.deepcopy(model).eval()
-    seen: list[tuple[str, tuple[int, int]]] = []
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            entry = (name, (int(args[0].shape[-2]), int(args[0].shape[-1])))
-            if entry not in seen:
-                seen.append(entry)
-
-        return note
-
-    for name, module in _named(twin):
-        module.register_forward_pre_hook(watch(name))
-    like = next(_named(model))[1].free
-    twin(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
-    layers = dict(_named(model))
-    return [(layers[name], size) for name, size in seen]
-
-
-def project_all(model: nn.Module, input_shape: Shape, rounds: int = 50) -> int:
-    """Project every :class:`SvcmConv2d` in ``model``, each for the image size it sees, in place.
-
-    Args:
-        model: any module; layers of other types are not touched.
-        input_shape: of one input of the model, without the batch.
-        rounds: see :func:`project`.
-
-    Returns:
-        The number of projections: 0 if the model has no such layer.
-
-    >>> project_all(nn.Sequential(SvcmConv2d(1, 2, 3), SvcmConv2d(2, 2, 3, stride=2)), (1, 8, 8))
-    2
-    """
-    sizes = input_sizes(model, input_shape)
-    for layer, size in sizes:
-        layer.project_(size, rounds)
-    return len(sizes)
-
-
-def project_every(input_shape: Shape, steps: int = 100, rounds: int = 50) -> Callable[[nn.Module, int, bool], None]:
-    """The ``post_step`` of ``training.fit``: :func:`project_all` every ``steps`` steps and at the end of each epoch.
-
-    Raises:
-        OptionError: ``steps`` or ``rounds`` below 1.
-
-    >>> project_every((1, 8, 8))(nn.Sequential(SvcmConv2d(1, 2, 3)), 100, False)
-    """
-    check_positive(steps=steps, rounds=rounds)
-
-    def post_step(model: nn.Module, step: int, epoch_end: bool) -> None:
-        if epoch_end or step % steps == 0:
-            project_all(model, input_shape, rounds)
-
-    return post_step

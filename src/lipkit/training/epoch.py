@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipkit.layers import after_step
+from lipkit.protocol import Shape
 from lipkit.training import saving
 from lipkit.training.average import update
 from lipkit.training.clock import Clock
@@ -27,7 +29,11 @@ PostStep = Callable[[nn.Module, int, bool], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same in all epochs: the arguments of ``fit``, see there."""
+    """What is the same in all epochs: the arguments of ``fit``, see there.
+
+    Attributes:
+        input_shape: of one input as the model gets it, if a layer needs it after a step; else None.
+    """
 
     data: Source
     epochs: int
@@ -43,6 +49,7 @@ class Plan:
     channels_last: bool
     folder: Path | None
     clock: Clock
+    input_shape: Shape | None
 
     @property
     def steps(self) -> int:
@@ -80,6 +87,8 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
         size = min(plan.batch_size, len(plan.data) - (step - 1) * plan.batch_size)
         counted = share(size, rank=rank, ranks=ranks)
         sums = take_step(network, plan.objective, x, y, size=size, counted=counted, attack=attack)
+        if plan.input_shape is not None:
+            after_step(network.stepped, plan.input_shape, number if step < steps else None)
         if plan.post_step is not None:
             with torch.no_grad():
                 plan.post_step(network.stepped, number, step == steps)

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError, RunError
+from lipkit.layers import after_step
+from lipkit.layers.steps import after_step_layers
+from lipkit.protocol import Shape
 from lipkit.training import logs, losses, run_folder, saving, schedules
 from lipkit.training import trainee as trainees
 from lipkit.training.adversarial import Adversary
@@ -20,7 +23,7 @@ from lipkit.training.epoch import Plan, PostStep, run_epoch
 from lipkit.training.progress import Divergence, Progress, Totals, peak_memory
 from lipkit.training.randomness import derived_seed, kept_random_state, own_random_state
 from lipkit.training.settings import check_counts, check_folder, check_numbers, name_of, optimizer_factory
-from lipkit.training.sources import Augment, source
+from lipkit.training.sources import Augment, Source, source
 from lipkit.training.step import Objective, Penalty
 from lipkit.training.trainee import Trainee
 
@@ -94,6 +97,9 @@ def fit(
 ) -> Run:
     r"""Train ``model`` in place.
 
+    After each step the layers of ``model`` that need it do their work, such as SVCM's projection: see
+    `lipkit.layers.after_step`.
+
     Step s of S changes the parameters at the rate ``lr * schedule(s / S)``, s = 1..S. Shuffling and
     augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random state
     is seeded at the start, saved with each checkpoint and given back as it was found. So on a CPU, the same
@@ -126,7 +132,7 @@ def fit(
             every ``evaluate_every``-th epoch and the last; the numbers it returns join the metrics.
         evaluate_every: see there.
         post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step,
-            the steps counted from 1; for projections.
+            the steps counted from 1 and the layers' own work (`lipkit.layers.after_step`) done.
         penalty: called with the model in training mode at each step; the number is added to the loss (see
             `LipschitzPenalty`). Its value at the end of each epoch joins the metrics.
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after
@@ -196,12 +202,17 @@ def fit(
     if trainees.is_sharded(fabric):
         from lipkit.training.sharding import check_whole
 
-        check_whole((("post_step", post_step), ("penalty", penalty), ("adversary", adversary)))
+        acting = next(iter(after_step_layers(model).values()), None)
+        check_whole((
+            (f"layer that acts after a step ({type(acting).__name__})", acting), ("post_step", post_step),
+            ("penalty", penalty), ("adversary", adversary),
+        ))  # fmt: skip
     folder = None if run_dir is None else Path(run_dir)
     done, state, history = saving.open_run(fabric, model, folder, resume, settings)
     plan = Plan(
         data, epochs, batch_size, lr, rate, Objective(loss_function, penalty, adversary, grad_clip, accumulate), ema,
         seed, augment, post_step, progress, channels_last, folder, clock,
+        _input_shape(data, augment, fabric.device) if after_step_layers(model) else None,
     )  # fmt: skip
     with own_random_state(fabric.device, derived_seed(seed, 0, 2, rank)):
         network = trainees.prepare(
@@ -263,11 +274,22 @@ def _row(network: Trainee, plan: Plan, epoch: int, totals: Totals, evaluate: Eva
 
 
 def _measured(network: Trainee, plan: Plan, epochs: int) -> nn.Module:
-    """The network, or the copy with its averages, projected as the network was."""
-    project = plan.post_step
-    return trainees.measured_model(
-        network, None if project is None else lambda twin: project(twin, epochs * plan.steps, True)
-    )
+    """The network, or the copy with its averages, finished as the network was at the end of an epoch."""
+
+    def finish(twin: nn.Module) -> None:
+        if plan.input_shape is not None:
+            after_step(twin, plan.input_shape)
+        if plan.post_step is not None:
+            plan.post_step(twin, epochs * plan.steps, True)
+
+    return trainees.measured_model(network, finish)
+
+
+def _input_shape(data: Source, augment: Augment | None, device: torch.device) -> Shape:
+    """The shape of one input as the model gets it: the first sample's, augmented."""
+    with kept_random_state(device):
+        x = data.batch(torch.zeros(1, dtype=torch.int64))[0].to(device)
+        return tuple((x if augment is None else augment(x, torch.Generator().manual_seed(0))).shape[1:])
 
 
 def _kept(folder: Path | None) -> str:

@@ -150,20 +150,19 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
     sharding.load_optimizer_state(trainee.stepped, trainee.optimizer.optimizer, state)
 
 
-def measured_model(trainee: Trainee, project: Callable[[nn.Module], None] | None = None) -> nn.Module:
+def measured_model(trainee: Trainee, finish: Callable[[nn.Module], None]) -> nn.Module:
     """What is evaluated: the network, or a copy with its averages. All processes must call it.
 
     Args:
         trainee: in training.
-        project: applied to the copy, whose averages no projection has seen.
+        finish: applied to the copy, whose averages no projection has seen.
     """
     model, average = whole(trainee), whole_average(trainee)
     if average is None:
         return model
     twin = averages.averaged(model, average)
-    if project is not None:
-        with torch.no_grad():
-            project(twin)
+    with torch.no_grad():
+        finish(twin)
     return twin
 
 

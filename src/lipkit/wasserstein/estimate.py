@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates.exported import float64_copy, proved_bound
 from lipkit.errors import DataError, OptionError
-from lipkit.layers.svcm import project_every
+from lipkit.layers import after_step
 from lipkit.plain import Network
 from lipkit.protocol import export
 from lipkit.training.randomness import derived_seed, own_random_state
@@ -209,7 +209,6 @@ def fit(
         raise OptionError(f"expected a critic with parameters to train, got {type(model).__name__} without any")
     model.train()
     optimizer = torch.optim.Adam(parameters, lr=lr)
-    project = project_every(tuple(x.shape[1:]))  # of SVCM; nothing for other families
     dtype = parameters[0].dtype
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -224,8 +223,7 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         value.backward()
         optimizer.step()
-        with torch.no_grad():
-            project(model, step + 1, step + 1 == steps)
+        after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)
 
 
 def one_output(values: Tensor, count: int) -> Tensor:

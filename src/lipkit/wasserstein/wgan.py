@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers.svcm import project_every
+from lipkit.layers import after_step
 from lipkit.protocol import Shape
 from lipkit.training.randomness import derived_seed, own_random_state
 from lipkit.wasserstein import critics
@@ -145,7 +145,6 @@ def _play(
         torch.optim.Adam(net.parameters(), lr=rate, betas=(0.5, 0.9))
         for net, rate in zip((maker, judge), rates, strict=True)
     ]
-    project = project_every(shape)
 
     def made() -> Tensor:
         fake = maker(torch.randn(batch_size, latent, generator=drawn).to(device))
@@ -171,8 +170,8 @@ def _play(
             optimizers[1].zero_grad(set_to_none=True)
             loss.backward()
             optimizers[1].step()
-            with torch.no_grad():
-                project(judge, step * critic_steps + inner + 1, step + 1 == steps and inner + 1 == critic_steps)
+            number = step * critic_steps + inner + 1
+            after_step(judge, shape, number if number < steps * critic_steps else None)
             found = -float(loss.detach())
         loss = -values(made()).mean()
         optimizers[0].zero_grad(set_to_none=True)

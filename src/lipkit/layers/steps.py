@@ -1,0 +1,151 @@
+"""What layers need after an optimiser step: they declare it, and one function does it for a whole model."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lipkit.errors import LipkitError, ShapeError
+from lipkit.layers._base import check_positive
+from lipkit.protocol import Shape
+
+
+class AfterStep(ABC):
+    """A layer whose weights need work after an optimiser step, such as a projection.
+
+    Most layers need none: they make their constrained weights at each forward pass. One that does inherits from this
+    class beside ``nn.Module``; `after_step` then finds it in any model, and ``fit``, ``lipkit train`` and the
+    critics of `lipkit.wasserstein` call that function.
+
+    Attributes:
+        interval: steps between two calls of a training loop that counts its steps; larger than 1 where the work
+            costs much more than a step.
+    """
+
+    interval: ClassVar[int] = 1
+
+    @abstractmethod
+    def after_step(self, input_shape: Shape) -> None:
+        """Change the parameters in place.
+
+        Args:
+            input_shape: of one input of this layer, without the batch.
+        """
+
+
+def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
+    """The layers of ``model`` that declare work after an optimiser step, by name.
+
+    >>> after_step_layers(nn.Sequential(nn.Linear(2, 2)))
+    {}
+    """
+    return {name: module for name, module in model.named_modules() if isinstance(module, AfterStep)}
+
+
+@torch.no_grad()
+def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
+    """Do what the layers of ``model`` need after an optimiser step, in place. Every training loop has to call it.
+
+    ``lipkit.fit`` calls it. In a loop of your own::
+
+        optimizer.step()
+        lipkit.layers.after_step(model, (3, 32, 32), step)   # in the loop, the steps counted from 1
+        ...
+        lipkit.layers.after_step(model, (3, 32, 32))         # once more at the end
+
+    or let `register_after_step` do it. A loop that forgets it trains, and ``lipschitz`` and ``export`` then give the
+    bound of the weights as they are, which can be far above 1.
+
+    Args:
+        model: any module, not wrapped for several processes. Without layers that declare work (`AfterStep`) nothing is
+            done.
+        input_shape: of one input of the model, without the batch. Each layer is told the shape that it sees then: a
+            copy of the model in evaluation mode runs one zero input.
+        step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
+
+    Returns:
+        How often a layer acted: 0 if no layer needs work.
+
+    Raises:
+        ShapeError: the model does not accept that input.
+        OptionError: ``step`` is not an integer of at least 1.
+
+    >>> from lipkit.layers import SvcmConv2d, after_step
+    >>> after_step(nn.Sequential(SvcmConv2d(1, 2, 3), SvcmConv2d(2, 2, 3, stride=2)), (1, 8, 8))
+    2
+    """
+    if step is not None:
+        check_positive(step=step)
+    due = {name: m for name, m in after_step_layers(model).items() if step is None or step % m.interval == 0}
+    shapes = seen_shapes(model, due, input_shape) if due else []
+    for name, shape in shapes:
+        due[name].after_step(shape)
+    return len(shapes)
+
+
+def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, input_shape: Shape) -> RemovableHandle:
+    """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
+
+    So the bound holds wherever the loop ends. The price is the work of every layer at every step, its ``interval``
+    notwithstanding; where that is too much, call `after_step` with the number of the step.
+
+    Args:
+        optimizer: of the parameters of ``model``.
+        model, input_shape: see `after_step`.
+
+    Returns:
+        A handle; its ``remove()`` ends it.
+
+    >>> from lipkit.layers import SvcmConv2d, register_after_step
+    >>> model = nn.Sequential(SvcmConv2d(1, 1, 3))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    >>> handle = register_after_step(optimizer, model, (1, 6, 6))
+    >>> model[0].free.grad = -torch.ones(1, 1, 3, 3)  # a step to norm 10
+    >>> optimizer.step()
+    >>> bool(model[0].free.sum() < 1.02)
+    True
+    """
+
+    def hook(*_: Any) -> None:
+        after_step(model, input_shape)
+
+    return optimizer.register_step_post_hook(hook)
+
+
+@torch.no_grad()
+def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> list[tuple[str, Shape]]:
+    """Each shape that the submodules called ``names`` see when ``model`` gets one input of ``input_shape``.
+
+    >>> seen_shapes(nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, 1, 3)), ["1"], (1, 8, 6))
+    [('1', (1, 4, 3))]
+    """
+    twin = copy.deepcopy(model).eval()
+    seen: list[tuple[str, Shape]] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            entry = (name, tuple(next(iter((*args, *named.values()))).shape[1:]))
+            if entry not in seen:
+                seen.append(entry)
+
+        return note
+
+    for name in names:
+        twin.get_submodule(name).register_forward_pre_hook(watch(name), with_kwargs=True)
+    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.zeros(()))
+    try:
+        twin(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
+    except LipkitError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ShapeError(
+            f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {reason}"
+        ) from None
+    return seen
