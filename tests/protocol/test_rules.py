@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import prune
 
-from lipkit.errors import NoRuleError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, Normalize, Residual, Scale, ScaledAvgPool2d
 from lipkit.plain import Affine, ConvexResidual, FourierConv2d, GroupSort, MaxMin, Network
 from lipkit.protocol import export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
@@ -730,3 +730,12 @@ def test_the_bound_is_differentiable_through_a_chain() -> None:
     assert model[0].log_gamma.grad.item() == pytest.approx(float(bound.detach()), rel=1e-9)
     u, _, vh = np.linalg.svd(model[1].weight.detach().numpy())
     assert np.abs(model[1].weight.grad.numpy() - gain * np.outer(u[:, 0], vh[0])).max() < 1e-8
+
+
+def test_parameters_beyond_rounding_are_refused_by_size() -> None:
+    layer = CayleyLinear(3, 3)
+    with torch.no_grad():
+        layer.free.copy_(torch.triu(torch.ones(3, 3), 1))
+        layer.scale.fill_(3e30)  # beside a skew matrix of this size, of odd order and so singular, I is rounded away
+    with pytest.raises(OptionError, match=r"CayleyLinear .* of size 3e\+30: expected about 1e6 or less"):
+        export(layer, (3,))

@@ -120,7 +120,7 @@ class Propagation:
         if dtype.is_complex:
             why = "complex numbers have no rules: use real and imaginary parts as channels"
         elif dtype.is_floating_point:
-            why = "its rounding is coarser than the network's, or its range smaller: convert the whole network, or leave it"
+            why = "its rounding is coarser or its range smaller: convert the whole network to it, or leave out the cast"
         else:
             why = (
                 "whole numbers, bits and truth values jump where the input moves: use a continuous function, such as "

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.plain import Network
 from lipkit.protocol.guarding import guard, remember, type_name
@@ -163,6 +163,7 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
     Raises:
         NoRuleError: as :func:`lipschitz`.
         ShapeError: the module does not accept ``input_shape``.
+        OptionError: parameters so large that rounding makes a constrained weight singular.
 
     >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
     Network(
@@ -174,7 +175,15 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
     cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
-        return Network([rule(module, _checked(input_shape))], _checked(input_shape))
+        try:
+            return Network([rule(module, _checked(input_shape))], _checked(input_shape))
+        except torch.linalg.LinAlgError as error:
+            # I + Z is invertible, but beside a huge Z the identity is rounded away.
+            largest = max((float(p.detach().abs().amax()) for p in module.parameters() if p.numel()), default=0.0)
+            raise OptionError(
+                f"export: the constrained weights of {type_name(type(module))} cannot be computed in float64 from "
+                f"parameters of size {largest:.3g}: expected about 1e6 or less ({error})"
+            ) from None
 
 
 def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
