@@ -8,7 +8,7 @@ Lightning Fabric's ``FSDPStrategy`` is for CUDA alone and flattens parameters; i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def load_optimizer_state(sharded: nn.Module, optimizer: torch.optim.Optimizer, s
     set_optimizer_state_dict(sharded, optimizer, state, options=_options())
 
 
-def check_whole(wanted: Sequence[tuple[str, Callable[..., Any] | None]]) -> None:
+def check_whole(wanted: Sequence[tuple[str, object]]) -> None:
     """Raise OptionError for what works on the weights outside the forward pass, where they are not whole."""
     for name, value in wanted:
         if value is not None:

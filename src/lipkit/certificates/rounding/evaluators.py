@@ -144,8 +144,8 @@ def settings(kind: str) -> dict[str, str]:
         | {f"cudnn.{name}": str(getattr(backends.cudnn, name)) for name in names}
         | {f"cuda.matmul.{name}": str(getattr(backends.cuda.matmul, name)) for name in sums}
         | {
-            "cuda.blas": backends.cuda.preferred_blas_library().name,
-            "cuda.linalg": backends.cuda.preferred_linalg_library().name,
+            "cuda.blas": str(backends.cuda.preferred_blas_library()).split(".")[-1],
+            "cuda.linalg": str(backends.cuda.preferred_linalg_library()).split(".")[-1],
         }
     )
 
