@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lipkit
 from lipkit.analysis import analyze
+from lipkit.analysis.folding import folded_bound
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError
 from lipkit.testing.reference import dense_matrix
 
@@ -95,6 +97,46 @@ def test_batch_normalisation_is_folded(kind: type, groups: int, first: bool) -> 
     assert truth <= found.upper < lipkit.lipschitz(model, shape).item()
     assert found.upper <= truth * (1.3 if kind is nn.Conv2d else 1 + 1e-6)
     assert [layer.name for layer in found.layers if layer.share] == ["0 + 1"]
+
+
+def test_a_folded_weight_below_the_range_of_float64_is_no_zero() -> None:
+    # 1e-200 times 1e-200 is lost, and so are the squares of 1e-170: neither bound may be below the exact product.
+    for weight, scale in ((1e-200, 1e-200), (1e-170, 1.0)):
+        layer, norm = nn.Linear(3, 3, bias=False).double(), nn.BatchNorm1d(3, eps=0.0).double().eval()
+        layer.weight.data.copy_(weight * torch.eye(3).double())
+        norm.weight.data.fill_(scale)
+        found = folded_bound(layer, norm, norm_first=False, bound=lipkit.lipschitz)
+        assert float(found.detach()) > 2.0**-501
+
+
+class Functional(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor([0.5, -3.0, 1.0, 3.0]).double())
+        self.bias = nn.Parameter(torch.ones(4).double())
+
+    def forward(self, x):
+        return self.function(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "weight"),
+    [
+        (Functional(lambda x, w, b: F.layer_norm(x, (4,), w, b, 0.01)), (4,), 3.0),
+        (Functional(lambda x, w, b: F.layer_norm(x, (2, 4), eps=0.01)), (2, 4), 1.0),
+        (Functional(lambda x, w, b: F.group_norm(x, 2, w, b, 0.01)), (4, 3), 3.0),
+        (Functional(lambda x, w, b: F.group_norm(x, 4, eps=0.01)), (4, 3), 1.0),
+        (nn.Sequential(nn.LayerNorm(4, 0.01)), (4,), 1.0),
+        (nn.Sequential(nn.GroupNorm(2, 4, 0.01)), (4, 3), 1.0),
+        (nn.Sequential(nn.InstanceNorm1d(4, 0.01)), (4, 3), 1.0),
+    ],
+)
+def test_normalisation_by_the_sample_has_a_constant(model: nn.Module, shape: tuple[int, ...], weight: float) -> None:
+    found = analyze(model.double().eval(), shape, restarts=2, steps=30)
+    assert found.upper == pytest.approx(weight / 0.1, rel=1e-12)
+    assert found.upper >= weight / 0.1
+    assert 0.1 < found.lower <= found.upper
 
 
 def test_normalisation_that_is_smaller_unfolded_stays_so() -> None:

@@ -40,7 +40,9 @@ REFUSED = {
     "power": (lambda s, x: x**2, "pow"),
     "division by an activation": (lambda s, x: 1 / x, "truediv"),
     "attention": (lambda s, x: F.scaled_dot_product_attention(x, x, x), "scaled_dot_product_attention"),
-    "functional layer norm": (lambda s, x: F.layer_norm(x, (4,)), "torch.nn.functional.layer_norm"),
+    "functional root mean square norm": (lambda s, x: F.rms_norm(x, (4,)), "torch.nn.functional.rms_norm"),
+    "functional layer norm without eps": (lambda s, x: F.layer_norm(x, (4,), eps=0.0), "eps a positive finite number"),
+    "layer norm by activations": (lambda s, x: F.layer_norm(x, (4,), x[0]), "batch|constant weight"),
     "control flow on values": (lambda s, x: x if x.sum() > 0 else -x, "control flow"),
     "control flow on the batch": (lambda s, x: x if x.shape[0] > 1 else -x, "control flow"),
     "iteration over the batch": (lambda s, x: torch.stack(list(x)), "control flow|iterat"),
@@ -89,7 +91,7 @@ def test_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
-        (nn.LayerNorm(4), (4,), "LayerNorm"),
+        (nn.RMSNorm(4), (4,), "RMSNorm"),
         (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Threshold(0.0, 1.0))), (4,), "at '0.1.0'.*Threshold"),
         (nn.BatchNorm1d(4), (4,), "evaluation mode"),
         (nn.Dropout(), (4,), "evaluation mode"),

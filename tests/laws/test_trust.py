@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a subclass that multiplies by 10": (lambda: TenTimes(4, 4), "no rule for .*TenTimes.*does not carry over"),
     "a subclass of a lipkit layer": (lambda: LooseCayley(4, 4), "no rule for .*LooseCayley.*does not carry over"),
     "an unknown module": (Unknown, "no rule for .*Unknown"),
-    "a torch module without a rule": (lambda: nn.LayerNorm(4), "no rule for .*LayerNorm"),
+    "a torch module without a rule": (lambda: nn.RMSNorm(4), "no rule for .*RMSNorm"),
     "BatchNorm in training mode": (lambda: nn.BatchNorm1d(4), "expected evaluation mode.*got training=True"),
     "Dropout in training mode": (lambda: nn.Dropout(0.5), "expected evaluation mode.*got training"),
     "a forward hook": (with_hook, "forward hooks or pre-hooks.*expected none"),

@@ -556,7 +556,8 @@ FOOLS = {
     "pruned": pruned,
     "batch norm": lambda: nn.BatchNorm1d(2),
     "lazy": lambda: nn.LazyLinear(3),
-    "layer norm": lambda: nn.LayerNorm(2),
+    "root mean square norm": lambda: nn.RMSNorm(2),
+    "layer norm without eps": lambda: nn.LayerNorm(2, eps=0.0),
     "dropout": nn.Dropout,
 }
 

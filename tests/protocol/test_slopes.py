@@ -162,6 +162,9 @@ REFUSED = [
     (nn.CELU(-1.0), "alpha"),
     (nn.CELU(0.0), "alpha"),
     (nn.CELU(math.nan), "alpha"),
+    (nn.CELU(math.inf), "alpha"),
+    (nn.Softplus(math.inf), "beta"),
+    (nn.Softplus(1.0, math.inf), "threshold"),
     (nn.Softplus(-1.0), "beta"),
     (nn.Softplus(0.0), "beta"),
     (nn.Softplus(math.nan), "beta"),
@@ -188,9 +191,14 @@ def test_softplus_with_a_low_threshold_really_jumps() -> None:
     assert float((y[0] - y[1]).abs()) > 0.6
 
 
-@pytest.mark.parametrize("module", [nn.LeakyReLU(math.nan), nn.ELU(math.nan), nn.LeakyReLU(math.inf), nn.ELU(math.inf)])
+UNDEFINED = [nn.LeakyReLU(math.nan), nn.ELU(math.nan), nn.LeakyReLU(math.inf), nn.ELU(math.inf)]
+UNDEFINED += [nn.Softshrink(math.nan), nn.Softshrink(math.inf), nn.Softshrink(-1.0), nn.Hardtanh(-math.inf, math.inf)]
+
+
+@pytest.mark.parametrize("module", UNDEFINED, ids=[repr(m) for m in UNDEFINED])
 def test_undefined_slopes_bound_nothing(module: nn.Module) -> None:
     assert float(lipschitz(module)) == math.inf
+    assert not slope_restricted(module)
 
 
 @pytest.mark.parametrize(

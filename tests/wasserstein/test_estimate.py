@@ -217,7 +217,7 @@ X = normal(1, 20, 2)
         (X, X, {"critic": "cauchy"}, OptionError, "cauchy"),
         (X, X, {"critic": nn.Linear(2, 3)}, OptionError, r"critic of one output, 128 values, got the shape \(128, 3\)"),
         (X, X, {"critic": nn.ReLU()}, OptionError, "a critic with parameters to train, got ReLU"),
-        (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.LayerNorm(1))}, NoRuleError, "LayerNorm"),
+        (X, X, {"critic": nn.Sequential(nn.Linear(2, 1), nn.RMSNorm(1))}, NoRuleError, "RMSNorm"),
         (X, X, {"loss": lambda a, b: (a - b).mean() * math.nan}, OptionError, "finite loss, got nan at step 1"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.rounding import gamma, to_double, up
@@ -68,4 +67,6 @@ def folded_bound(
     # Each entry carries a few roundings; taps add up in the worst case, channels by the Frobenius norm.
     size = folded.abs().reshape(*folded.shape[:2], -1).sum(-1).square().sum().sqrt()
     lost = up(size, folded.numel() + 8) * gamma(16)
-    return up(bound(layer) + lost + torch.where(size > 0, 2.0**-500, 0.0), 2)
+    # Squares and products below the normal range are lost, unless there is nothing to lose.
+    moves = (weight != 0).any() & (scale != 0).any()
+    return up(bound(layer) + lost + moves.double() * 2.0**-500, 2)  # in float32 it would be 0

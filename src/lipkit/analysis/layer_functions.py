@@ -164,12 +164,34 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Form:
-    statistics = [call.constant(t, "statistic or weight") for t in (running_mean, running_var, weight, bias)]
+    statistics = [call.constant(t, "statistic") for t in (running_mean, running_var)]
     channels = call.operand(input).shape[0]
     module = nn.BatchNorm2d(channels, eps, device="meta").train(training)
-    module.running_mean, module.running_var = statistics[:2]
-    module.weight, module.bias = (None if t is None else nn.Parameter(t) for t in statistics[2:])  # type: ignore[assignment]
-    return call.module(input, module)
+    module.running_mean, module.running_var = statistics
+    return call.module(input, _with_affine(call, module, weight, bias))
+
+
+@function_rule(F.layer_norm)
+def _layer_norm(
+    call: Call, input: Operand, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Form:
+    module = nn.LayerNorm(normalized_shape, call.constant(eps, "eps"), device="meta")
+    return call.module(input, _with_affine(call, module, weight, bias))
+
+
+@function_rule(F.group_norm)
+def _group_norm(
+    call: Call, input: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Form:
+    channels = call.operand(input).shape[0]
+    module = nn.GroupNorm(call.constant(num_groups, "number"), channels, call.constant(eps, "eps"), device="meta")
+    return call.module(input, _with_affine(call, module, weight, bias))
+
+
+def _with_affine(call: Call, module: nn.Module, weight: Any, bias: Any) -> nn.Module:
+    for name, value in (("weight", call.constant(weight, "weight")), ("bias", call.constant(bias, "bias"))):
+        setattr(module, name, None if value is None else nn.Parameter(value, requires_grad=False))
+    return module
 
 
 def with_weight(module: nn.Module, weight: Tensor) -> nn.Module:

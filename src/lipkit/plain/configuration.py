@@ -67,6 +67,11 @@ ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Softshrink: ("lambd",),
     nn.Tanhshrink: (),
     nn.Softmax: ("dim",),
+    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
+    nn.GroupNorm: ("num_groups", "num_channels", "eps", "affine"),
+    nn.InstanceNorm1d: ("num_features", "eps", "affine"),
+    nn.InstanceNorm2d: ("num_features", "eps", "affine"),
+    nn.InstanceNorm3d: ("num_features", "eps", "affine"),
     MaxMin: (),
     GroupSort: ("group_size",),
     ResizeChannels: ("in_channels", "out_channels"),
@@ -74,18 +79,21 @@ ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
     PhaseConv2d: ("in_channels", "out_channels", "height", "width", "kernel_size", "complex_pairs"),
     TaylorConv2d: ("in_channels", "out_channels", "kernel_size", "terms"),
 }
-_WITH_BIAS = (nn.Linear, nn.Conv1d, nn.Conv2d, FourierConv2d, PhaseConv2d, TaylorConv2d)
+_WITH_BIAS = (nn.Linear, nn.Conv1d, nn.Conv2d, FourierConv2d, PhaseConv2d, TaylorConv2d, nn.LayerNorm)
 _BY_NAME = {kind.__name__: kind for kind in ARGUMENTS}
 # What a configuration may give for an argument; whatever is not named here is an integer, or a list of them.
-_FLAGS = {"bias", "complex_pairs", "ceil_mode", "count_include_pad"}
-_REALS = {"negative_slope", "alpha", "beta", "threshold", "min_val", "max_val", "lambd"}
+_FLAGS = {"bias", "complex_pairs", "ceil_mode", "count_include_pad", "affine", "elementwise_affine"}
+_REALS = {"negative_slope", "alpha", "beta", "threshold", "min_val", "max_val", "lambd", "eps"}
 _WORDS = {
     "padding": ("same", "valid"),
     "padding_mode": ("zeros", "reflect", "replicate", "circular"),
     "approximate": ("none", "tanh"),
 }
 _OPTIONAL = {"divisor_override", "output_size", "dim"}
-_AT_LEAST_ONE = {"in_features", "out_features", "in_channels", "out_channels", "num_parameters", "channels", "groups"}
+_AT_LEAST_ONE = {
+    *("in_features", "out_features", "in_channels", "out_channels", "channels", "groups"),
+    *("num_parameters", "num_groups", "num_channels", "num_features"),
+}
 _MOST = {"terms": 1000, "height": 1 << 16, "width": 1 << 16}
 # Blocks of two linear maps around an activation, with a multiplier.
 _BLOCKS: dict[str, type[nn.Module]] = {"SandwichBlock": SandwichBlock, "SlopeResidual": SlopeResidual}

@@ -2,6 +2,7 @@
 
 from lipkit.protocol import activation_rules as activation_rules
 from lipkit.protocol import conv_rules as conv_rules
+from lipkit.protocol import normalization_rules as normalization_rules
 from lipkit.protocol import plain_rules as plain_rules
 from lipkit.protocol import slope_rules as slope_rules
 from lipkit.protocol import sum_rules as sum_rules

@@ -20,8 +20,6 @@ SLOPES: dict[type[nn.Module], float] = {
     nn.Tanh: 1.0,
     nn.Softsign: 1.0,
     nn.LogSigmoid: 1.0,
-    nn.Hardtanh: 1.0,
-    nn.Softshrink: 1.0,
     nn.Tanhshrink: 1.0,
     nn.Sigmoid: 0.25,
     nn.Hardsigmoid: math.nextafter(1 / 6, 1),
@@ -46,6 +44,16 @@ def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> Non
     if not (math.isfinite(value) and value > 0 and value >= least):
         wanted = f"at least {least:g}" if least else "a positive finite number"
         raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
+
+
+@lipschitz_rule(nn.Hardtanh)
+def _hardtanh(module: nn.Hardtanh, input_shape: Shape | None) -> float:
+    return 1.0 if -math.inf < module.min_val <= module.max_val < math.inf else math.inf
+
+
+@lipschitz_rule(nn.Softshrink)
+def _softshrink(module: nn.Softshrink, input_shape: Shape | None) -> float:
+    return 1.0 if 0 <= module.lambd < math.inf else math.inf
 
 
 @lipschitz_rule(nn.CELU)
@@ -85,4 +93,6 @@ def _prelu(module: nn.PReLU, input_shape: Shape | None) -> Tensor:
     return to_double(module.weight).abs().amax().clamp_min(1.0)
 
 
-export_rule(*SLOPES, nn.CELU, nn.GELU, nn.Softplus, nn.LeakyReLU, nn.ELU, nn.PReLU)(export_copy)
+export_rule(*SLOPES, nn.Hardtanh, nn.Softshrink, nn.CELU, nn.GELU, nn.Softplus, nn.LeakyReLU, nn.ELU, nn.PReLU)(
+    export_copy
+)

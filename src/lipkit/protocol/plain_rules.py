@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds.rounding import gamma, to_double, up
+from lipkit.bounds.rounding import gamma, multiply_up, to_double, up
 from lipkit.bounds.sandwich import sandwich_gain
 from lipkit.bounds.symbol_sup import symbol_sup
 from lipkit.bounds.verified import spectral_norm
@@ -27,6 +27,7 @@ from lipkit.plain import (
 from lipkit.plain.windows import windows_overlap
 from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.protocol.slopes import slope_restricted
+from lipkit.protocol.torch_rules import chain_constant
 
 
 @lipschitz_rule(MaxMin, GroupSort)
@@ -55,7 +56,7 @@ def _convex_residual(module: ConvexResidual, input_shape: Shape | None) -> Tenso
     share = to_double(module.share)
     # As stored and evaluated the two weights are `share` and `1 - share`; negative ones count by absolute value.
     body, shortcut = (lipschitz(branch, input_shape) for branch in (module.body, module.shortcut))
-    return up(share.abs() * body + (1 - share).abs() * shortcut, 4)
+    return up(multiply_up(share.abs(), body) + multiply_up((1 - share).abs(), shortcut), 4)
 
 
 def transform_norm(matrices: list[Tensor]) -> float:
@@ -122,8 +123,8 @@ def _matrix(module: nn.Module) -> Tensor | None:
 def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     """The smaller of what the multiplier proves and the product of the three constants (which refuses hooks)."""
     parts = (module.first, module.activation, module.second)
-    product = up(torch.stack([lipschitz(part) for part in parts]).prod(), 4)
-    if not slope_restricted(module.activation):
+    product = chain_constant(parts, None)
+    if not slope_restricted(module.activation) or not bool(product.isfinite()):
         return product
     multiplier, one, two = module.multiplier, module.first, module.second
     first, second = _matrix(one), _matrix(two)

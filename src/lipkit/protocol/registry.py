@@ -124,7 +124,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
 
     Guarantee:
         Upper. For an exported network it is computed from the stored numbers in float64, rounding included, and
-        does not rely on the layer that made them.
+        does not rely on the layer that made them. It is ``inf`` where a number of it is not finite.
 
     Raises:
         NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
@@ -143,7 +143,11 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     if bool(bound < 0):
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
     # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
-    return torch.full_like(bound, math.inf) if bool(bound.isnan()) else bound
+    # Blocks are bounded through their children; what else they hold may be a claim that proves nothing.
+    own = () if module._modules else (*module.parameters(), *module.buffers())
+    finite = all(bool(t.detach().isfinite().all()) for t in own if t.is_floating_point() or t.is_complex())
+    known = finite and not bool(bound.isnan())
+    return bound if known else torch.full_like(bound, math.inf)
 
 
 def export(module: nn.Module, input_shape: Shape) -> Network:

@@ -84,7 +84,7 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     product = up(1 + torch.stack([lipschitz(part) for part in parts]).prod(), 5)
     lam, one, two = module.multiplier, module.first, module.second
     usable = slope_restricted(module.activation) and bool((torch.isfinite(lam) & (lam >= 0)).all())
-    if not usable:
+    if not usable or not bool(product.isfinite()):
         return product
     if type(one) is nn.Linear and type(two) is nn.Linear and one.out_features == len(lam) == two.in_features:
         return torch.minimum(product, slope_residual_bound(to_double(one.weight), to_double(two.weight), lam))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -38,9 +39,13 @@ def slope_restricted(module: nn.Module) -> bool:
     if isinstance(module, nn.ELU) and kind is nn.ELU:
         return 0 <= module.alpha <= 1
     if isinstance(module, nn.CELU) and kind is nn.CELU:
-        return module.alpha > 0
+        return 0 < module.alpha < math.inf
     if isinstance(module, nn.Softplus) and kind is nn.Softplus:
-        return module.beta > 0 and module.threshold >= 20
+        return 0 < module.beta < math.inf and 20 <= module.threshold < math.inf
+    if isinstance(module, nn.Hardtanh) and kind is nn.Hardtanh:
+        return -math.inf < module.min_val <= module.max_val < math.inf
+    if isinstance(module, nn.Softshrink) and kind is nn.Softshrink:
+        return 0 <= module.lambd < math.inf
     return kind in SLOPE_RESTRICTED
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.rounding import gamma, multiply_up, to_double, up
+from lipkit.bounds.rounding import gamma, multiply_up
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.plain import Affine, Network
+from lipkit.plain import Network
 from lipkit.protocol.pooling import average_norm, average_norm_any_size, max_pool_constant
 from lipkit.protocol.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.protocol.slopes import slope_runs
@@ -86,28 +87,6 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-@lipschitz_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _batch_norm(module: nn.BatchNorm2d, input_shape: Shape | None) -> Tensor:
-    scale, _ = _batch_norm_affine(module)
-    return up(scale.abs().amax(), 4)
-
-
-def _batch_norm_affine(module: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    if module.training or module.running_mean is None or module.running_var is None:
-        raise NoRuleError(
-            f"nn.{type(module).__name__}: expected evaluation mode with running statistics, got "
-            f"training={module.training}, track_running_stats={module.track_running_stats}: batch statistics make "
-            "it depend on the whole batch; call .eval()"
-        )
-    scale = (to_double(module.running_var) + module.eps).rsqrt()
-    if module.weight is not None:
-        scale = scale * to_double(module.weight)
-    shift = -to_double(module.running_mean) * scale
-    if module.bias is not None:
-        shift = shift + to_double(module.bias)
-    return scale, shift
-
-
 @lipschitz_rule(nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
 def _dropout(module: nn.Dropout, input_shape: Shape | None) -> float:
     if module.training:
@@ -157,7 +136,7 @@ def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) 
 
 @lipschitz_rule(nn.Sequential)
 def _sequential(module: nn.Sequential, input_shape: Shape | None) -> Tensor:
-    return _product(list(module), input_shape)
+    return chain_constant(list(module), input_shape)
 
 
 @lipschitz_rule(Network)
@@ -170,7 +149,9 @@ def _network(module: Network, input_shape: Shape | None) -> Tensor:
     while position < len(children):
         run, gain = gains.get(position, (None, math.inf))
         part = children[position : run.stop if run else position + 1]
-        factor = _product(part, shape).clamp_max(gain)
+        factor = chain_constant(part, shape)
+        if bool(factor.isfinite()):  # a bias that is not finite shows there only
+            factor = factor.clamp_max(gain)
         product = multiply_up(product, factor)
         for child in part:
             shape = output_shape(child, shape)
@@ -178,7 +159,8 @@ def _network(module: Network, input_shape: Shape | None) -> Tensor:
     return product
 
 
-def _product(children: list[nn.Module], input_shape: Shape | None) -> Tensor:
+def chain_constant(children: Sequence[nn.Module], input_shape: Shape | None) -> Tensor:
+    """The product of the constants of modules that follow each other, rounded up."""
     product = torch.ones((), dtype=torch.float64)
     for i, child in enumerate(children):
         factor = lipschitz(child, input_shape)
@@ -202,14 +184,6 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
 def _export_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
     lipschitz(module)  # refuses training mode
     return nn.Identity()
-
-
-@export_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _export_batch_norm(module: nn.BatchNorm2d, input_shape: Shape) -> nn.Module:
-    scale, shift = _batch_norm_affine(module)
-    output_shape(module, input_shape)
-    dtype = module.running_var.dtype  # type: ignore[union-attr]
-    return Affine(scale.to(dtype), shift.to(dtype))
 
 
 @export_rule(*RESHAPES, nn.Softmax, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)

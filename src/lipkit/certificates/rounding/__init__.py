@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from lipkit.certificates.rounding import block_rules, fourier_rules, linear_rules, pointwise_rules  # register the rules
+from lipkit.certificates.rounding import (  # register the rules
+    block_rules,
+    fourier_rules,
+    linear_rules,
+    normalization_rules,
+    pointwise_rules,
+)
 from lipkit.certificates.rounding.arithmetic import Arithmetic, Line
 from lipkit.certificates.rounding.evaluators import Evaluator, machine
 from lipkit.certificates.rounding.registry import Local, local_error, rounding_rule, rounding_rules
@@ -17,6 +23,7 @@ __all__ = [
     "linear_rules",
     "local_error",
     "machine",
+    "normalization_rules",
     "pointwise_rules",
     "rounding_rule",
     "rounding_rules",

@@ -63,6 +63,11 @@ class Arithmetic:
         return self.block + math.ceil(math.log2(math.ceil(terms / self.block)))
 
     @property
+    def room(self) -> float:
+        """What bounds of the numbers on the way must stay below: they are norms, so a quarter of the range is left."""
+        return self.largest / 4
+
+    @property
     def stored(self) -> int:
         """Roundings of a stored number before it is used."""
         return 1 if self.rounds_weights else 0

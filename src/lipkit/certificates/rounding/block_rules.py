@@ -84,4 +84,10 @@ def _convex_residual(module: ConvexResidual, input_shape: Shape, arithmetic: Ari
     ]
     # 1 - share: a rounded share is off by u |share|, and one below the normal range by all of it.
     lost = arithmetic.stored * arithmetic.unit * abs(share) + arithmetic.tiny
-    return joined(branches, 3, entries(output_shape(module, input_shape)), arithmetic, lost)
+    run = joined(branches, 3, entries(output_shape(module, input_shape)), arithmetic, lost)
+
+    def measure(x: Tensor) -> Local:
+        local = run(x)
+        return local._replace(peak=Line(local.peak.at + abs(share), local.peak.slope))
+
+    return measure

@@ -108,7 +108,7 @@ def _stored_symbol(module: StoredSymbol, input_shape: Shape, arithmetic: Arithme
     # Numbers below the normal range are lost: of each entry of the transform and of the matrices, at most eta.
     relative += 4 * (steps + sum(sizes) + terms) * (2 + blocks) * arithmetic.tiny
     found = relative_to_input(relative, floor, module.bias, outputs, gain + blocks, arithmetic, transform)
-    if biggest > arithmetic.largest / 4:
+    if biggest > arithmetic.room:
         return lambda x: found(x)._replace(peak=Line(torch.full_like(size(x), math.inf), 0.0))
     return found
 

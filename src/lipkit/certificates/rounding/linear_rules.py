@@ -30,8 +30,8 @@ from lipkit.certificates.rounding.arithmetic import (
 )
 from lipkit.certificates.rounding.registry import Local, Measure, entries, rounding_rule
 from lipkit.plain import Affine
+from lipkit.protocol.normalization_rules import running_affine
 from lipkit.protocol.registry import Shape, lipschitz, output_shape
-from lipkit.protocol.torch_rules import _batch_norm_affine
 
 _PerOutput = Callable[[Tensor], Tensor]
 _Conv = nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
@@ -66,8 +66,8 @@ def inner_products(
     row, column = (value * up for value in sums(magnitude))
     norm = grow_number(math.sqrt(row * column * copies))
     lost = 0.0
-    tiny = (magnitude < arithmetic.tiny) & (magnitude > 0)
-    if bool(tiny.any()):
+    if _has_subnormal(magnitude, arithmetic):
+        tiny = (magnitude < arithmetic.tiny) & (magnitude > 0)
         row_count, column_count = sums(tiny.double())
         lost = multiply_numbers(grow_number(math.sqrt(row_count * column_count * copies)), arithmetic.tiny)
     floor = multiply_numbers(math.sqrt(outputs) * (row + 2 * terms + 2), arithmetic.tiny)
@@ -168,21 +168,43 @@ def _conv(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     )
 
 
-def scaling(scale: Tensor, shift: Tensor, operations: int, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    """Channels (dimension 1) times ``scale`` plus ``shift``, by that many chained operations."""
+def scaling(
+    scale: Tensor,
+    shift: Tensor,
+    operations: int,
+    input_shape: Shape,
+    arithmetic: Arithmetic,
+    stored: float = 0.0,
+    lost: float = 0.0,
+) -> Measure:
+    """Channels (dimension 1) times ``scale`` plus ``shift``, by that many chained operations.
+
+    Args:
+        stored: the largest modulus among the numbers that both are made of.
+        lost: what the scale may be off by, absolutely, before it is made.
+    """
     shape = (-1,) + (1,) * (len(input_shape) - 1)
     scale, shift = scale.detach().double().abs().view(shape), shift.detach().double().abs().view(shape)
     error = arithmetic.gamma(operations + 2 * arithmetic.stored)
     largest = grow_number(float(scale.amax()))
-    lost = arithmetic.tiny if bool(((scale < arithmetic.tiny) & (scale > 0)).any()) else 0.0
-    floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 4 * operations)
+    lost += arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
+    floor = math.sqrt(entries(input_shape)) * (arithmetic.tiny * (largest + 4 * operations + stored) + lost * stored)
+    biggest = max(largest, stored)
 
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(x.abs() * scale + shift)), largest)
         error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
-        return Local(error_line.plus(Line(torch.full_like(reached.at, floor), 0.0)), reached.times(2.0))
+        peak = reached.times(2.0)
+        return Local(
+            error_line.plus(Line(torch.full_like(reached.at, floor), 0.0)), Line(peak.at + biggest, peak.slope)
+        )
 
     return measure
+
+
+def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
+    magnitude = values.detach().abs()
+    return bool(((magnitude < arithmetic.tiny) & (magnitude > 0)).any())
 
 
 @rounding_rule(Affine)
@@ -191,12 +213,26 @@ def _affine(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> Measu
 
 
 @rounding_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _batch_norm(module: nn.BatchNorm2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    scale, _ = _batch_norm_affine(module)
-    mean = module.running_mean.abs() * scale.abs()  # type: ignore[union-attr]
+def running_statistics(
+    module: nn.BatchNorm2d | nn.InstanceNorm2d, input_shape: Shape, arithmetic: Arithmetic
+) -> Measure:
+    """The rule of a normalisation by its running statistics."""
+    scale, _ = running_affine(module)
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    mean = module.running_mean.abs() * scale.abs()
     # The root, its reciprocal, three products and two sums, on scale, mean and shift, in either order.
     shift = mean + (0.0 if module.bias is None else module.bias.abs())
-    return scaling(scale, shift, 12, input_shape, arithmetic)
+    variance: Tensor = module.running_var + module.eps
+    numbers = [t for t in (module.running_mean, module.running_var, module.weight, module.bias) if t is not None]
+    inverse = float(variance.rsqrt().amax())
+    stored = max(inverse, module.eps, *(float(t.detach().abs().amax()) for t in numbers))
+    clear = float(variance.amin()) >= 8 * arithmetic.tiny / arithmetic.unit
+    if not clear or module.eps < 0 or float(module.running_var.amin()) < 0:
+        stored = math.inf  # beside such a variance counts what is flushed to zero, or what cancels
+    flushed = module.weight is not None and _has_subnormal(module.weight, arithmetic)
+    lost = grow_number(arithmetic.tiny * inverse) if flushed else 0.0
+    return scaling(scale, shift, 12, input_shape, arithmetic, stored, lost)
 
 
 @rounding_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d)

@@ -23,8 +23,14 @@ LIBRARY = 2 * 16.0
 SOFTMAX_EXP = 2 * 64.0
 
 
-def pointwise(a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    """A scalar function within ``u (a |h| + b) + jump`` on every number."""
+def pointwise(
+    a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic, largest: float = 0.0
+) -> Measure:
+    """A scalar function within ``u (a |h| + b) + jump`` on every number.
+
+    Args:
+        largest: modulus of the largest parameter that torch converts to the format; one beyond it breaks the function.
+    """
     root = math.sqrt(entries(input_shape))
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
     factor = grow_number(a * arithmetic.unit * (1 + 2.0**-10))
@@ -33,7 +39,7 @@ def pointwise(a: float, b: float, jump: float, input_shape: Shape, arithmetic: A
     def measure(x: torch.Tensor) -> Local:
         reached = Line(size(x), 1.0)
         found = reached.times(factor).plus(Line(torch.full_like(reached.at, constant), 0.0))
-        peak = reached.times(grow_number(4.0 + a)).plus(Line(torch.full_like(reached.at, 8.0 + b), 0.0))
+        peak = reached.times(grow_number(4.0 + a)).plus(Line(torch.full_like(reached.at, 8.0 + b + largest), 0.0))
         return Local(found, peak)
 
     return measure
@@ -72,16 +78,11 @@ for _kind, _a, _b in (
     _rule(_kind, _a, _b)
 
 
-@rounding_rule(nn.LeakyReLU)
-def _leaky_relu(module: nn.LeakyReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return pointwise(3 * abs(module.negative_slope), 0.0, 0.0, input_shape, arithmetic)
-
-
-@rounding_rule(nn.PReLU)
-def _prelu(module: nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    slope = float(module.weight.detach().abs().amax())
+@rounding_rule(nn.LeakyReLU, nn.PReLU)
+def _leaky_relu(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    slope = float(module.weight.detach().abs().amax()) if isinstance(module, nn.PReLU) else abs(module.negative_slope)
     lost = arithmetic.tiny / arithmetic.unit  # a slope below the normal range may count as 0
-    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic)
+    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)
 
 
 @rounding_rule(nn.ELU)
@@ -92,19 +93,39 @@ def _elu(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
 
 @rounding_rule(nn.CELU)
 def _celu(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return pointwise(LIBRARY + 8, (LIBRARY + 8) * module.alpha, 0.0, input_shape, arithmetic)
+    # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha: one below the normal range may count as 0, and with it all of x
+    inverse = 1 / module.alpha
+    lost = 0.0 if inverse >= arithmetic.tiny else 2 / arithmetic.unit
+    largest = max(module.alpha, inverse)
+    return pointwise(LIBRARY + 8 + lost, (LIBRARY + 8) * module.alpha, 0.0, input_shape, arithmetic, largest)
 
 
 @rounding_rule(nn.Softplus)
 def _softplus(module: nn.Softplus, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # log1p(e^(beta x)) / beta, and x itself beyond the threshold: a jump of log1p(e^-threshold) / beta, at a threshold
     # that beta x reaches within its rounding
-    jump = math.exp(-module.threshold * (1 - 2.0**-20)) / module.beta * (1 + 2.0**-40)
-    return pointwise(LIBRARY + 8, (2 * LIBRARY + 8) / module.beta, jump, input_shape, arithmetic)
+    beta, threshold = float(module.beta), float(module.threshold)
+    jump = math.exp(-threshold * (1 - 2.0**-20)) / beta * (1 + 2.0**-40)
+    found = pointwise(LIBRARY + 8, (2 * LIBRARY + 8) / beta, jump, input_shape, arithmetic, max(beta, threshold))
+    # The exponential must not overflow before the threshold switches it off. With z = beta x and the largest z that
+    # is allowed, m, e^z <= 1 + e^m z / m up to there: a bound that is linear in x and uses up the room at m. Entries of
+    # an input at a distance s are below the largest one of the sample plus s.
+    most = math.log(arithmetic.largest / 64)
+    if threshold * (1 + 2.0**-20) <= most:
+        return found
+    slope = grow_number(arithmetic.room / most * beta)
+
+    def measure(x: torch.Tensor) -> Local:
+        local, furthest = found(x), x.detach().double().flatten(1).amax(1).clamp_min(0.0)
+        rising = Line(furthest, 1.0).times(slope) if slope < math.inf else Line(torch.full_like(furthest, slope), 0.0)
+        return local._replace(peak=local.peak.plus(rising))
+
+    return measure
 
 
 @rounding_rule(nn.Hardtanh)
 def _hardtanh(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # The limits are rounded to the format.
     return pointwise(0.0, max(abs(module.min_val), abs(module.max_val)), 0.0, input_shape, arithmetic)
 
 

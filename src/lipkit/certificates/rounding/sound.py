@@ -30,9 +30,6 @@ from lipkit.certificates.rounding.linear_rules import last_layer
 from lipkit.plain.stored_symbol import StoredSymbol
 from lipkit.protocol.registry import Shape
 
-# Numbers on the way stay below the largest finite one divided by this: their bounds are norms, with room.
-_HEADROOM = 4.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
@@ -168,7 +165,7 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
     quotient = round_down(top / torch.where(moving, bottom, 1.0))
     pair_radius = torch.where(moving, quotient, torch.where(fits, math.inf, 0.0)).clamp_min(0.0)
     radius = pair_radius.scatter(1, labels[:, None], math.inf).amin(dim=1)
-    room = arithmetic.largest / _HEADROOM - logits.peak.at
+    room = arithmetic.room - logits.peak.at
     cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
     known = values.isfinite().all(dim=1) & (room > 0)
     return torch.where(known, torch.minimum(radius, cap), 0.0)
@@ -180,7 +177,7 @@ def output_errors(
     """Errors (N, K) of each output: of the float64 values at the samples, and of the machine within ``distance``."""
     walk = logits.walk
     peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
-    overflow = torch.where(peak < arithmetic.largest / _HEADROOM, 0.0, math.inf)[:, None]
+    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]
     if logits.own64 is None or logits.own_at is None or logits.own_slope is None or weight is None:
         centre = walk.centre_error[:, None].expand_as(logits.values)
         machine = grow(walk.error.at + walk.error.slope * distance)[:, None].expand_as(logits.values)
