@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -130,3 +131,12 @@ def test_a_multiplier_of_a_steep_activation_is_ignored(activation: nn.Module) ->
     assert slope_runs(net) == []
     bare = Network([net[0], activation, net[2]], (3,))
     assert float(lipschitz(net)) == pytest.approx(float(lipschitz(bare)), rel=1e-12)
+
+
+def test_nothing_is_proved_where_products_fall_below_the_normal_range() -> None:
+    one, two, multiplier, gain = 2.3871957909490367, 1.5e-323, 5e-324, 3.5e-323
+    assert Fraction(gain) < Fraction(one) * Fraction(two)  # reached where both layers are positive
+    weights = [torch.tensor([[w]], dtype=torch.float64) for w in (one, two)]
+    assert not proves_gain(weights, [torch.tensor([multiplier], dtype=torch.float64)], gain)
+    assert not proves_gain([1e-300 * torch.eye(2, dtype=torch.float64)], [], 1e-299)
+    assert proves_gain([1e-200 * torch.eye(2, dtype=torch.float64)], [], 1.001e-200)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -175,3 +177,39 @@ def test_matrix_matches_its_definition() -> None:
     w0, w1 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])
     expected = [[5.0, 0, -7, 0], [0, 5, -14, 0], [-7, -14, 14, -3], [0, 0, -3, 5]]
     assert lmi_matrix([w0, w1], [torch.tensor([7.0])], 5.0).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1e-200, 1e-200),
+        (1e-200, 1.0),
+        (1e-160, 1e-160),
+        (1e-200, 1e200),
+        (1e-200, 1e-200, 1e300),
+        (1e-320, 1e308, 1e3),
+        (1e-100, 1e-100, 1e-100),
+        (1e150, 1e150, 1e-300),
+        (1e200, 1e200),
+        (1e-30, 1e30),
+        (5e-324, 5e-324),
+        (1.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 1e300, 1e-300])
+def test_gains_of_weights_of_every_size_are_upper_bounds(sizes: tuple[float, ...], scale: float) -> None:
+    layers: list[nn.Module] = [Affine(torch.tensor([scale], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))]
+    true = Fraction(scale)
+    for size in sizes:
+        layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(layer.weight, size)
+        true *= Fraction(size)
+        layers += [layer, nn.ReLU()]
+    network = Network(layers[:-1], (1,))
+    proof = lipsdp.solve(network)
+    for found in (proof.gain, proof.product):
+        assert found == math.inf or Fraction(found) >= true  # on the half-line where all is positive it is reached
+    if all(1e-250 < abs(value) < 1e250 for value in (true, true / Fraction(scale))):
+        assert Fraction(proof.gain) <= true * Fraction(1001, 1000)
+    bound = float(lipschitz(lipsdp.attach(network, proof.multipliers)))
+    assert bound == math.inf or Fraction(bound) >= true

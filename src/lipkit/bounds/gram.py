@@ -10,7 +10,7 @@ from torch import Tensor
 from lipkit.bounds.kernels import check_kernel, largest, split_groups, symbol_error
 from lipkit.bounds.rounding import UNIT, gamma, to_double, up
 from lipkit.bounds.symbol_sup import grid_correction
-from lipkit.bounds.verified import scale_to
+from lipkit.bounds.verified import power_of_two, scale_to
 from lipkit.conv import symbol_at
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import differentiated
@@ -104,7 +104,7 @@ def _proved(a: Tensor, iterations: int) -> Tensor:
     # A power of two (exact) brings the largest entry near 1.
     biggest = torch.view_as_real(a).abs().flatten(1).amax(1)
     exponent = torch.frexp(biggest)[1].clamp(-1000, 1000)
-    scale = torch.ldexp(torch.ones_like(biggest), -exponent)
+    scale = power_of_two(-exponent)
     a = a * scale[:, None, None]
     side, inner = min(a.shape[-2:]), max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.rounding import UNIT, gamma, to_double
+from lipkit.bounds.verified import power_of_two
 from lipkit.errors import OptionError, ShapeError
+
+# A diagonal between this and its inverse makes at most 1e-60 of what a product below the normal range can lose.
+_SMALL = 1e-250
 
 
 def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
@@ -113,13 +117,15 @@ def proves_gain(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: 
     h = lmi_matrix(weights, multipliers, gain)
     # Congruence by powers of two is exact (barring underflow) and makes the diagonal nearly constant, so that the
     # allowance, which is relative to the trace, is small against every block.
-    _, exponent = torch.frexp(h.diagonal())
+    diagonal = h.diagonal()
+    if not bool(((diagonal > _SMALL) & (diagonal < 1 / _SMALL)).all()):
+        return False  # the products beside it may have been rounded below the normal range
+    _, exponent = torch.frexp(diagonal)
     half = -torch.div(exponent, 2, rounding_mode="floor")
-    one = torch.ones((), dtype=torch.float64, device=h.device)
-    scale = torch.ldexp(one.expand_as(half), half)
+    scale = power_of_two(half)
     h = scale[:, None] * h * scale[None, :]
     # Each off-diagonal entry carries one rounding (Lambda W), possibly a subnormal one.
-    error = 2 * UNIT * float(torch.linalg.matrix_norm(h)) * (1 + gamma(h.shape[0] ** 2 + 4)) + 1e-290
+    error = 2 * UNIT * float(torch.linalg.matrix_norm(h)) * (1 + gamma(h.shape[0] ** 2 + 4)) + 1e-60
     return is_positive_semidefinite(h, error)
 
 

@@ -28,6 +28,9 @@ from lipkit.bounds.rounding import to_double
 from lipkit.bounds.verified import spectral_norms
 from lipkit.errors import OptionError
 
+# Norms between this and its inverse keep all that is made of them in range.
+_SMALLEST = 2.0**-120
+
 
 class Solution(NamedTuple):
     """A proved gain, its multipliers, the product of the norms for comparison, and the Newton steps taken."""
@@ -49,6 +52,27 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
         total *= s * s
         out.append(product / total)
     return out
+
+
+def _product_up(norms: Sequence[float]) -> float:
+    """The product of numbers >= 0, rounded up and never down to zero; 0 if one is 0.
+
+    >>> _product_up([1e-200, 1e-200, 1e300]) >= 1e-100, _product_up([0.0, math.inf])
+    (True, 0.0)
+    """
+    if 0.0 in norms:
+        return 0.0
+    if not all(map(math.isfinite, norms)):
+        return math.inf
+    exponent, mantissa = 0, 1.0
+    for norm in norms:
+        mantissa, one = math.frexp(mantissa * math.frexp(norm)[0])
+        exponent += one + math.frexp(norm)[1]
+    mantissa *= 1 + 1e-14 * len(norms)
+    try:
+        return math.nextafter(math.ldexp(mantissa, exponent), math.inf)
+    except OverflowError:
+        return math.inf
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
@@ -160,8 +184,9 @@ def minimise_gain(weights: Sequence[Tensor], *, accuracy: float = 1e-5, max_step
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         raise OptionError("weights: expected finite numbers, got NaN or infinity")
     norms = [float(spectral_norms(w)) for w in weights]
-    product = math.prod(norms) * (1 + 1e-14 * len(norms))
-    if product == 0 or not math.isfinite(product) or len(weights) == 1:
+    product = _product_up(norms)
+    if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
+        # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
         ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
         return Solution(product, ones, product, 0)
     # All norms 1: then gamma = 1 and lambda = 1 is feasible, and every larger gamma strictly.

@@ -61,7 +61,12 @@ def _rest(network: Network, run: SlopeRun) -> float:
     shape: tuple[int, ...] | None = network.input_shape
     before = float(lipschitz(nn.Sequential(*list(network)[: run.start]), shape))
     after = float(lipschitz(nn.Sequential(*list(network)[run.stop :])))
-    return math.nextafter(before * after, math.inf)
+    return _times_up(before, after)
+
+
+def _times_up(a: float, b: float) -> float:
+    """The product of two bounds, rounded up; infinite where one is zero and the other infinite."""
+    return math.inf if math.isnan(a * b) else math.nextafter(a * b, math.inf)
 
 
 def verify(network: Network, gamma: float, multipliers: Mapping[int, Tensor] | Sequence[Tensor]) -> bool:
@@ -120,7 +125,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
     rest = _rest(network, run)
     found = minimise_gain(run.weights, accuracy=accuracy, max_steps=max_steps)
     multipliers = {run.start + 1 + 2 * k: m for k, m in enumerate(found.multipliers)}
-    gain, product = (math.nextafter(v * rest, math.inf) for v in (found.gain, found.product))
+    gain, product = (_times_up(v, rest) for v in (found.gain, found.product))
     return GainProof(gain, product, multipliers, found.steps)
 
 
