@@ -155,8 +155,9 @@ def test_other_adaptive_pooling_is_refused(output: object) -> None:
 
 
 def test_adaptive_pooling_needs_the_input_shape() -> None:
-    with pytest.raises(NoRuleError, match="input_shape"):
-        lipschitz(nn.AdaptiveAvgPool2d(1))
+    for network in (nn.AdaptiveAvgPool2d(1), nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1))):
+        with pytest.raises(ShapeError, match=r"got none: lipkit\.lipschitz\(network, input_shape="):
+            lipschitz(network)
 
 
 @pytest.mark.parametrize("layer", [nn.AvgPool2d(2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)])

@@ -168,7 +168,7 @@ def _random_secants(model: nn.Module, input_shape: Shape, count: int) -> float:
     best = 0.0
     for pair in ends.split(2):
         with torch.no_grad():
-            y = model(pair).flatten(1).double()
+            y = model(pair).reshape(2, -1).double()
         x = pair.flatten(1).double()
         lost = 64 * torch.finfo(pair.dtype).eps * y.norm()
         best = max(best, float((y[0] - y[1]).norm() - lost) / float((x[0] - x[1]).norm()))

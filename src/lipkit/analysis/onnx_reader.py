@@ -13,6 +13,10 @@ from lipkit.errors import DataError, NoRuleError
 from lipkit.files import open_regular
 
 Step = Callable[["OnnxNetwork", list[Any]], Tensor]
+# The default domain of ONNX has two names.
+_DOMAIN = ("", "ai.onnx")
+# Attributes that change nothing at inference with one output.
+_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "noop_with_empty_axes")
 
 
 class OnnxNetwork(nn.Module):
@@ -39,16 +43,19 @@ class OnnxNetwork(nn.Module):
 
 
 def _buffer(name: str) -> str:
-    return f"stored {name}".replace(".", "_")
+    # Names of buffers have no dots; no two names become one.
+    return f"stored {name.replace('_', '__').replace('.', '_:')}"
 
 
 def read_onnx(path: str | Path) -> OnnxNetwork:
     """The network of an ONNX file, in evaluation mode. Nothing in the file is executed.
 
     Raises:
-        DataError: the file is missing or no ONNX, its graph does not have one input and one output, or the package
-            ``onnx`` is not installed.
-        NoRuleError: an operator outside the list, by name, or attributes that it does not cover.
+        DataError: the file is missing or no ONNX, its graph does not have one input and one output, it stores
+            numbers in a format that torch cannot read, or the package ``onnx`` is not installed.
+        NoRuleError: an operator outside the list, by name, or attributes that it does not cover; a name that is
+            defined twice; an input that is no floating-point tensor; operators of before version 7, which mean
+            something else.
     """
     try:
         import onnx
@@ -56,25 +63,33 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
         raise DataError(f"{path}: expected the package onnx to read it, got none: pip install lipkit[onnx]") from None
     try:
         open_regular(path).close()  # onnx would read a device without end
-        graph = onnx.load(str(path)).graph
+        file = onnx.load(str(path))
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an ONNX file with its weights, got no {error.filename or path}") from None
     except Exception as error:  # protobuf and the loader of external weights have no common error
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
-    stored = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    graph, tensors = file.graph, onnx.TensorProto
+    _check_meaning(file, path)
+    stored = {t.name: _numbers(onnx.numpy_helper.to_array(t), t.name, path) for t in graph.initializer}
     inputs = [value for value in graph.input if value.name not in stored]
     if len(inputs) != 1 or len(graph.output) != 1:
         raise DataError(f"{path}: expected one input and one output, got {len(inputs)} and {len(graph.output)}")
     network = OnnxNetwork()
     network.source, network.result = inputs[0].name, graph.output[0].name
-    sizes = [d.dim_value for d in inputs[0].type.tensor_type.shape.dim][1:]
+    kind = inputs[0].type.tensor_type
+    if kind.elem_type not in (tensors.FLOAT16, tensors.BFLOAT16, tensors.FLOAT, tensors.DOUBLE):
+        got = tensors.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
+        raise NoRuleError(f"{path}: expected a floating-point input, got {inputs[0].name!r} of type {got}")
+    batch, *sizes = [d.dim_value for d in kind.shape.dim] or [0]
     network.input_shape = tuple(sizes) if sizes and min(sizes) > 0 else None
-    reader = _Reader(network, stored, len(sizes) + 1)
+    reader = _Reader(network, stored, len(sizes) + 1, batch)
     for i, node in enumerate(graph.node):
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Constant" and "value" in attributes:
-            stored[node.output[0]] = torch.from_numpy(onnx.numpy_helper.to_array(attributes["value"]).copy())
+            array = onnx.numpy_helper.to_array(attributes["value"])
+            reader.check_new(node.output[0])
+            stored[node.output[0]] = _numbers(array, node.output[0], path)
             continue
         reader.add(i, node, attributes)
     for name, tensor in stored.items():
@@ -82,16 +97,36 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
     return network.eval()
 
 
+def _check_meaning(file: Any, path: str | Path) -> None:
+    """Refuse files whose operators are not those that their names say."""
+    versions = [entry.version for entry in file.opset_import if entry.domain in _DOMAIN]
+    if versions and min(versions) < 7:
+        raise NoRuleError(f"{path}: expected operators of version 7 or later, got {min(versions)}: export it again")
+    own = [f.name for f in file.functions if f.domain in _DOMAIN]
+    if own:
+        raise NoRuleError(f"{path}: expected the operators of ONNX, got functions of the file in their place: {own}")
+
+
+def _numbers(array: Any, name: str, path: str | Path) -> Tensor:
+    try:
+        return torch.from_numpy(array.copy())
+    except TypeError:
+        raise DataError(
+            f"{path}: expected stored numbers in a format of numpy, such as float32, got {name!r} in {array.dtype}"
+        ) from None
+
+
 class _Reader:
-    def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], rank: int) -> None:
-        self.network, self.stored = network, stored
+    def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], rank: int, batch: int) -> None:
+        self.network, self.stored, self.batch = network, stored, batch
         self.ranks = {network.source: rank}
 
     def add(self, position: int, node: Any, attributes: dict[str, Any]) -> None:
         """Append one operator."""
         self.name = f"{position}:{node.name or node.op_type}".replace(".", "_")
         self.op, self.inputs, self.attributes = node.op_type, list(node.input), dict(attributes)
-        make = _OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        self.used = set(_HARMLESS)
+        make = _OPERATORS.get(node.op_type) if node.domain in _DOMAIN else None
         if make is None:
             raise NoRuleError(
                 f"{self.name}: expected one of the operators {', '.join(sorted(_OPERATORS))}, got "
@@ -99,10 +134,18 @@ class _Reader:
             )
         if len([name for name in node.output if name]) != 1:
             raise self.refuse("one output", f"{len(node.output)}")
+        self.check_new(node.output[0])
         self.rank = self.ranks.get(self.inputs[0], 0)
         step, kept = make(self)
+        if unknown := sorted(set(attributes) - self.used):
+            raise self.refuse("attributes that its rule covers", f"{', '.join(unknown)}")
         self.ranks[node.output[0]] = self.rank
         self.network.steps.append((step, kept, node.output[0]))
+
+    def check_new(self, name: str) -> None:
+        """Refuse a name that is defined already: which tensor it is later on would be open."""
+        if name in (*self.ranks, *self.stored):
+            raise NoRuleError(f"expected a new name for each result, got {name!r}, which is defined already")
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
         return NoRuleError(f"{self.name}: {self.op}: expected {expected}, got {got}")
@@ -123,6 +166,8 @@ class _Reader:
         return tensor
 
     def take(self, name: str, default: Any) -> Any:
+        """An attribute, or what it is where it is left out."""
+        self.used.add(name)
         return self.attributes.get(name, default)
 
     def window(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -188,13 +233,13 @@ def _conv(r: _Reader) -> tuple[Step, list[str]]:
 
 def _gemm(r: _Reader) -> tuple[Step, list[str]]:
     weight = r.needed(1)
-    alpha = float(r.take("alpha", 1.0))
+    alpha, beta = float(r.take("alpha", 1.0)), float(r.take("beta", 1.0))
     if r.take("transA", 0) or alpha != 1 or r.rank != 2:
         raise r.refuse("samples times a matrix, alpha 1", f"transA={r.take('transA', 0)}, alpha={alpha}")
     weight = weight if r.take("transB", 0) else weight.T.contiguous()
     bias = r.weight(2)
     if bias is not None:
-        bias = (float(r.take("beta", 1.0)) * bias).expand(len(weight)).contiguous()
+        bias = (beta * bias).expand(len(weight)).contiguous()
     return r.layer(_filled(nn.Linear(1, 1, device="meta"), weight=weight, bias=bias))
 
 
@@ -225,8 +270,8 @@ def _global_average(r: _Reader) -> tuple[Step, list[str]]:
 
 
 def _batch_norm(r: _Reader) -> tuple[Step, list[str]]:
-    if r.take("training_mode", 0):
-        raise r.refuse("training_mode 0", "1")
+    if r.take("training_mode", 0) or r.take("spatial", 1) != 1:
+        raise r.refuse("training_mode 0 and spatial 1", f"{r.take('training_mode', 0)} and {r.take('spatial', 1)}")
     scale, shift, mean, var = (r.needed(i) for i in (1, 2, 3, 4))
     norm = nn.BatchNorm2d if r.rank == 4 else nn.BatchNorm1d
     module = norm(len(scale), eps=float(r.take("epsilon", 1e-5)), device="meta")
@@ -255,7 +300,12 @@ def _flatten(r: _Reader) -> tuple[Step, list[str]]:
 def _reshape(r: _Reader) -> tuple[Step, list[str]]:
     sizes = r.needed(1).tolist()
     # A first size of 1 comes from files that were made for one sample.
-    if not sizes or sizes[0] not in (-1, 0, 1) or 0 in sizes[1:] or r.take("allowzero", 0):
+    if (
+        not sizes
+        or sizes[0] not in ((-1, 0, 1) if r.batch == 1 else (-1, 0))
+        or 0 in sizes[1:]
+        or r.take("allowzero", 0)
+    ):
         raise r.refuse("a shape that keeps the batch first", f"{sizes}")
     r.rank = len(sizes)
     return (lambda network, values: values[0].reshape(values[0].size(0), *sizes[1:])), r.inputs[:1]

@@ -15,6 +15,7 @@ from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError
 from lipkit.protocol import guard
+from lipkit.protocol.guarding import refuse_wrapper
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = (_SpectralNorm, _WeightNorm, _Orthogonal)
@@ -28,8 +29,9 @@ def constant_copy(model: nn.Module) -> nn.Module:
     out; ``model`` is left as it is. The copy is on the CPU.
 
     Raises:
-        NoRuleError: any other parametrization, hook, or method replaced on an instance; spectral normalisation in
-            training mode, where each forward pass changes the weight; a module that cannot be copied.
+        NoRuleError: a wrapper such as DataParallel; any other parametrization, hook, or method replaced on an
+            instance; spectral normalisation in training mode, where each forward pass changes the weight; a module
+            that cannot be copied.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     >>> type(constant_copy(layer))
@@ -37,6 +39,13 @@ def constant_copy(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise NoRuleError(f"analyze: expected an nn.Module, got {type(model).__qualname__}")
+    for name, module in model.named_modules():
+        refuse_wrapper(module, f"{_at(name)}analyze")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NoRuleError(
+                f"{_at(name)}analyze: expected modules in Python, got {type(module).__qualname__}: pass the network "
+                "that it was made from"
+            )
     try:
         twin = copy.deepcopy(model, _computed_tensors(model))
     except Exception as error:  # the module is the user's and may raise anything

@@ -94,7 +94,7 @@ def _float64(model: nn.Module) -> Callable[[Tensor], Tensor]:
     twin = copy.deepcopy(model).cpu().double().eval().requires_grad_(False)
 
     def f(x: Tensor) -> Tensor:
-        return twin(x).flatten(1)
+        return twin(x).reshape(len(x), -1)
 
     return f
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipkit import plain
 from lipkit.certificates import margins
-from lipkit.certificates.exported import check_inputs, dtype_name
+from lipkit.certificates.exported import Samples, as_tensors, check_inputs, dtype_name
 from lipkit.certificates.measurement import measure
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
 from lipkit.certificates.rounding import sound
@@ -106,8 +106,8 @@ class Certificate:
 @overload
 def certify(
     network: plain.Network,
-    x: Tensor,
-    y: Tensor,
+    x: Samples,
+    y: Samples,
     *,
     delta: None = None,
     rounding: str = "sound",
@@ -120,8 +120,8 @@ def certify(
 @overload
 def certify(
     network: plain.Network,
-    x: Tensor,
-    y: Tensor,
+    x: Samples,
+    y: Samples,
     *,
     delta: float,
     rounding: str = "sound",
@@ -133,8 +133,8 @@ def certify(
 
 def certify(
     network: plain.Network,
-    x: Tensor,
-    y: Tensor,
+    x: Samples,
+    y: Samples | None = None,
     *,
     delta: float | None = None,
     rounding: str = "sound",
@@ -162,8 +162,8 @@ def certify(
 
     Args:
         network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
-        x: (N, *input_shape), floating point, on any device.
-        y: (N,) int64 labels; with ``delta`` (N, d) floating-point targets.
+        x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
+        y: (N,) int64 labels; with ``delta`` (N, d) floating-point targets; as `x`.
         delta: for regression: l2 norm of the input deviation that output deviations are certified for; see
             `lipkit.certificates.certify_regression`, which is then called.
         rounding: ``"sound"`` or ``"ignore"``.
@@ -178,13 +178,16 @@ def certify(
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
-        OptionError: labels are not integers in [0, K), there is no sample, ``delta`` is given for labels, an unknown
-            ``rounding`` or ``evaluator``, or settings of torch under which the evaluator's arithmetic is not IEEE.
+        OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
+            no sample, ``delta`` is given for labels, an unknown ``rounding`` or ``evaluator``, or settings of torch
+            under which the evaluator's arithmetic is not IEEE.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
     "Accuracy and Stability of Numerical Algorithms", 2nd ed., Secs. 3.1 and 3.5 (inner products).
     """
+    # Without y only so that a lone DataLoader is told what is expected.
+    x, y = as_tensors(x, y)
     if delta is not None:
         return certify_regression(
             network, x, y, delta=delta, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device

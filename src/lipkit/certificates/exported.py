@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,11 @@ from lipkit.certificates import margins
 from lipkit.certificates.rounding.arithmetic import grow_number
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.protocol import lipschitz
-from lipkit.protocol.guarding import guard
+from lipkit.protocol.guarding import guard, refuse_wrapper
 from lipkit.protocol.registry import output_shape
+
+Samples = Tensor | np.ndarray[Any, Any]
+"""Numbers of a data set."""
 
 
 def float64_copy(network: plain.Network, device: str | torch.device = "cpu") -> plain.Network:
@@ -90,8 +95,34 @@ def _rounded(bound: Tensor) -> float:
     return math.nextafter(value, math.inf) if value > 0 else 0.0
 
 
+def as_tensors(x: object, y: object) -> tuple[Tensor, Tensor]:
+    """Samples and labels as tensors; numpy arrays are copied.
+
+    Raises:
+        OptionError: anything else, such as a DataLoader.
+
+    >>> [t.dtype for t in as_tensors(np.zeros((1, 2), np.float32), np.zeros(1, np.int32))]
+    [torch.float32, torch.int32]
+    """
+    return _as_tensor(x), _as_tensor(y)
+
+
+def _as_tensor(values: object) -> Tensor:
+    if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":
+        # In the machine's byte order, with rows in order: torch takes no others.
+        return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+    if isinstance(values, Tensor):
+        return values
+    got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+    raise OptionError(
+        f"expected samples and labels as two tensors or numpy arrays of numbers, got {got}: collect a DataLoader "
+        "first, x, y = (torch.cat(parts) for parts in zip(*loader))"
+    )
+
+
 def check_inputs(network: object, x: Tensor, batch_size: int) -> None:
     """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape."""
+    refuse_wrapper(network, "certify")
     if not isinstance(network, plain.Network):
         raise NoRuleError(
             f"expected an exported network (lipkit.plain.Network), got {type(network).__name__}: "

@@ -21,7 +21,7 @@ from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_balance import balance
 from lipkit.bounds.rounding import gamma
-from lipkit.certificates.exported import check_inputs, dtype_name, float64_copy, proved_bound
+from lipkit.certificates.exported import Samples, as_tensors, check_inputs, dtype_name, float64_copy, proved_bound
 from lipkit.certificates.margins import round_up
 from lipkit.certificates.measurement import measure
 from lipkit.certificates.rounding import sound
@@ -116,8 +116,8 @@ class RegressionCertificate:
 
 def certify_regression(
     network: Network,
-    x: Tensor,
-    y: Tensor,
+    x: Samples,
+    y: Samples,
     *,
     delta: float,
     rounding: str = "sound",
@@ -139,8 +139,8 @@ def certify_regression(
 
     Args:
         network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
-        x: (N, *input_shape), floating point, on any device.
-        y: (N, d) floating-point targets.
+        x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
+        y: (N, d) floating-point targets, as `x`.
         delta: l2 norm of the input deviation, >= 0 and finite.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation is meant, as in `lipkit.certify`.
@@ -158,6 +158,7 @@ def certify_regression(
     >>> [round(value, 6) for value in found.output_deviation.tolist()]  # 5 delta and 1 delta
     [0.5, 0.1]
     """
+    x, y = as_tensors(x, y)
     check_inputs(network, x, batch_size)
     _check_targets(x, y, delta)
     measured = measure(network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
 
 from lipkit import plain
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.certificate_file import CertificateFile, data_sha256
+from lipkit.certificates.exported import Samples, as_tensors
 from lipkit.errors import CertificateViolation, DataError, OptionError
 
 # How much a recomputed radius may differ by the rounding of another machine's libraries.
@@ -17,14 +17,14 @@ TOLERANCE = 1e-9
 
 
 def verify(
-    file: CertificateFile, network: plain.Network, x: Tensor, y: Tensor, *, batch_size: int = 256
+    file: CertificateFile, network: plain.Network, x: Samples, y: Samples, *, batch_size: int = 256
 ) -> Certificate:
     r"""Prove every radius of a certificate again, from the network and the samples alone.
 
     Args:
         file: from `lipkit.certificates.certificate_reader.read_certificate`.
         network: the exported network, from `lipkit.plain.load`.
-        x, y: the samples, in order.
+        x, y: the samples, in order; tensors or numpy arrays.
 
     Returns:
         A new certificate whose radii are the smaller ones of the file's and the recomputed: what both say.
@@ -35,6 +35,7 @@ def verify(
         CertificateViolation: a radius, a prediction or the constant is not confirmed: larger radii or smaller
             constants than can be proved here, by more than a relative 1e-9.
     """
+    x, y = as_tensors(x, y)
     claimed = file.certificate
     if plain.sha256(network) != claimed.network_sha256:
         raise DataError(

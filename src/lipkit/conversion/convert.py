@@ -14,7 +14,7 @@ from lipkit.conversion.geometry import kernel_size, obstacle, unstrided_kernel
 from lipkit.conversion.nearest import start_near
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import families
-from lipkit.protocol.guarding import guard
+from lipkit.protocol.guarding import guard, refuse_wrapper
 from lipkit.protocol.registry import rules
 
 Shape = tuple[int, ...]
@@ -88,6 +88,7 @@ def convert(
         A :class:`Conversion`; ``print`` it.
 
     Raises:
+        NoRuleError: a model that wraps the network, such as DataParallel: convert what it wraps.
         OptionError: an unknown family or option, a name in ``skip`` that the model does not have.
         ShapeError: with ``input_shape``, a result that does not accept it, or ends in another shape.
 
@@ -105,6 +106,8 @@ def convert(
         raise OptionError(
             f"layer: expected a family of bare linear maps, got {layer!r}, whose layers contain their activation"
         )
+    for module in model.modules():
+        refuse_wrapper(module, "convert")
     names = {name for name, _ in model.named_modules()}
     if unknown := sorted(set(skip) - names):
         raise OptionError(f"skip: expected names of modules of the model, got {unknown}")

@@ -136,3 +136,27 @@ def _refuse_weights(module: nn.Module, name: str) -> None:
         else:
             continue
         raise NoRuleError(f"{name}: expected {key!r} as an ordinary dense tensor, got {got}")
+
+
+# What holds a network as an attribute, by name: some of these types are slow to import.
+_WRAPPERS = {
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+}
+
+
+def refuse_wrapper(module: object, function: str) -> None:
+    """Refuse a module that only wraps a network, naming the attribute that holds it.
+
+    Raises:
+        NoRuleError: data parallel and averaged models, and those of ``torch.compile``.
+    """
+    for kind in type(module).__mro__:
+        if attribute := _WRAPPERS.get(type_name(kind)):
+            raise NoRuleError(
+                f"{function}: expected the network itself, got {type_name(type(module))}, which wraps it: pass its "
+                f".{attribute}"
+            )

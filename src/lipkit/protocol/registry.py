@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.plain import Network
-from lipkit.protocol.guarding import guard, remember, type_name
+from lipkit.protocol.guarding import guard, refuse_wrapper, remember, type_name
 
 Shape = tuple[int, ...]
 """The shape of one sample, without the batch."""
@@ -84,6 +84,7 @@ def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
 def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) -> Rule:
     if not isinstance(module, nn.Module):
         raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
+    refuse_wrapper(module, function)
     guard(module)
     kind = type(module)
     if kind in table:

@@ -126,10 +126,15 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
 @lipschitz_rule(nn.AdaptiveAvgPool2d)
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
     _check_dims(module, input_shape, 2)
-    if module.output_size not in (1, (1, 1), [1, 1]) or input_shape is None:
+    if module.output_size not in (1, (1, 1), [1, 1]):
         raise NoRuleError(
-            f"nn.AdaptiveAvgPool2d: expected output_size 1 and a known input_shape, got {module.output_size} and "
-            f"{input_shape}: use nn.AvgPool2d, whose windows do not depend on the input"
+            f"nn.AdaptiveAvgPool2d: expected output_size 1, got {module.output_size}: use nn.AvgPool2d, whose windows "
+            "do not depend on the input"
+        )
+    if input_shape is None:
+        raise ShapeError(
+            "nn.AdaptiveAvgPool2d: expected an input_shape, because its constant depends on the image, got none: "
+            "lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
     return 1 / math.sqrt(math.prod(input_shape[-2:])) * (1 + gamma(4))
 

@@ -1,0 +1,296 @@
+"""Odd forward passes, one line each: refused by name, or bounded from above by every slope that a search finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipkit.analysis import analyze
+from lipkit.errors import NoRuleError
+
+STORED = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+class Net(nn.Module):
+    """A network that is one function of itself and its input."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+        self.a = nn.Linear(4, 4)
+        self.w = nn.Parameter(STORED + torch.eye(4))
+        self.register_buffer("mid", torch.full((4,), 0.5))
+        self.calls, self.kept, self.free = 0, None, torch.zeros(())
+
+    def forward(self, x):
+        return self.f(self, x)
+
+
+class Lying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0 * grad
+
+
+class Growing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def counted(s, x):
+    s.calls += 1
+    return x if s.calls < 50 else 90 * x
+
+
+def counted_in_a_tensor(s, x):
+    s.free = s.free + 1
+    return x if s.free < 50 else 90 * x
+
+
+def remembered(s, x):
+    before, s.kept = s.kept, x
+    return x + before if before is not None and before.shape == x.shape else x
+
+
+def under_autocast(s, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return s.a(x).float()
+
+
+def written_item(s, x):
+    y = x.clone()
+    y[:, 0] = 5 * x[:, 1]
+    return y
+
+
+def into(write):
+    """What ``write`` leaves in a tensor that starts with zeros."""
+
+    def f(s, x):
+        y = torch.zeros_like(x)
+        write(y, x)
+        return y + x
+
+    return f
+
+
+def one_alone(s, x):
+    y = x.squeeze()
+    return y if y.dim() == 2 else 7 * y
+
+
+JUMPS = "floating-point format"
+MIXES = "row per sample|mixes samples|batch"
+NO_RULE = "has no rule"
+RECORD = "can record"
+
+REFUSED = {
+    # Bits, whole numbers, truth values, complex numbers, other formats.
+    "bits": (lambda s, x: x.view(torch.int32).float(), f"Tensor.view: .*{JUMPS}.*float32, got int32"),
+    "bits by keyword": (lambda s, x: x.view(dtype=torch.int32).float(), "Tensor.view.*int32"),
+    "bits as halves": (lambda s, x: x.view(torch.float16).float(), "Tensor.view.*float16"),
+    "bits as doubles": (lambda s, x: x.view(torch.float64).float(), "Tensor.view.*float32, got float64: bits"),
+    "bits of the next layer": (lambda s, x: s.a(s.a(x).view(torch.float64).float().repeat(1, 2)), "Tensor.view.*bits"),
+    "int": (lambda s, x: x.int().float(), "Tensor.int: .*got int32"),
+    "long": (lambda s, x: x * x.long(), "Tensor.long: .*got int64"),
+    "to": (lambda s, x: x.to(torch.int8).float(), "Tensor.to: .*got int8"),
+    "to by keyword": (lambda s, x: x.to(dtype=torch.uint8).float(), "Tensor.to: .*got uint8"),
+    "type": (lambda s, x: x.type(torch.int32).float(), "Tensor.type: .*got int32"),
+    "type of a tensor": (lambda s, x: x.type_as(s.mid.long()).float(), "Tensor.type_as: .*got int64"),
+    "bool": (lambda s, x: x * x.bool(), "Tensor.bool: .*got bool"),
+    "half": (lambda s, x: x.half().float(), "Tensor.half: .*got float16: .*convert the whole network"),
+    "bfloat16": (lambda s, x: x.bfloat16().float(), "Tensor.bfloat16: .*got bfloat16"),
+    "float8": (lambda s, x: x.to(torch.float8_e4m3fn).float(), "Tensor.to: .*got float8"),
+    "half of a softmax": (lambda s, x: torch.softmax(x, 1, dtype=torch.float16).float(), "softmax.*got float16"),
+    "autocast": (under_autocast, "without torch.autocast"),
+    "bitwise": (lambda s, x: torch.bitwise_and(x.view(torch.int32), -65536).view(torch.float32), "view.*int32"),
+    "frexp": (lambda s, x: torch.frexp(x)[0], "torch.frexp: .*got int32"),
+    "ldexp": (lambda s, x: torch.ldexp(x, x.int()), "Tensor.int: .*got int32"),
+    "complex": (lambda s, x: torch.view_as_complex(x.view(-1, 2, 2)).abs(), "view_as_complex: .*got complex64"),
+    "complex factor": (lambda s, x: (x * 2j).abs(), "mul: .*got complex64: .*real and imaginary"),
+    "complex constant": (lambda s, x: (x + torch.tensor(1j)).abs(), "add: .*got complex64"),
+    "spectrum": (lambda s, x: torch.fft.rfft(x).abs(), "torch.fft.rfft: .*got complex64"),
+    "quantised": (lambda s, x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), "fake_quantize"),
+    "comparison": (lambda s, x: x * (x > 0), "operator.gt: .*got bool: .*torch.relu"),
+    "comparison as numbers": (lambda s, x: x * torch.ge(x, 0).float(), "torch.ge: .*got bool"),
+    "where": (lambda s, x: torch.where(x > 0, x, x + 1), "got bool"),
+    "masked": (lambda s, x: x.masked_fill(x < 0, 7.0), "got bool"),
+    "logical": (lambda s, x: x * torch.logical_not(x), "logical_not: .*got bool"),
+    "is finite": (lambda s, x: x * torch.isfinite(x), "isfinite: .*got bool"),
+    "argmax": (lambda s, x: x + x.argmax(1, keepdim=True), "Tensor.argmax: .*got int64"),
+    "largest entries": (lambda s, x: x.topk(2, 1)[0], "Tensor.topk: .*got int64"),
+    "sorted": (lambda s, x: x.gather(1, torch.argsort(x, 1)), "torch.argsort: .*got int64"),
+    "one of many": (lambda s, x: F.one_hot(x.argmax(1), 4).float(), "argmax: .*got int64"),
+    "index by the input": (lambda s, x: s.w[x.argmax(1)], "argmax: .*got int64"),
+    "embedding": (lambda s, x: F.embedding(x.abs().long().clamp(0, 3)[:, 0], s.w), "long: .*got int64"),
+    # Jumps and slopes without a bound, in floating point.
+    "round": (lambda s, x: x.round(), NO_RULE),
+    "floor": (lambda s, x: torch.floor(x), NO_RULE),
+    "ceil": (lambda s, x: torch.ceil(x), NO_RULE),
+    "trunc": (lambda s, x: x.trunc_(), NO_RULE),
+    "frac": (lambda s, x: torch.frac(x), NO_RULE),
+    "fmod": (lambda s, x: torch.fmod(x, 1), NO_RULE),
+    "remainder": (lambda s, x: x % 1, NO_RULE),
+    "floor division": (lambda s, x: x // 1, NO_RULE),
+    "rounded division": (lambda s, x: torch.div(x, 3, rounding_mode="floor"), "rounding_mode"),
+    "heaviside": (lambda s, x: torch.heaviside(x, s.mid), NO_RULE),
+    "nan_to_num": (lambda s, x: x.nan_to_num(0.0), NO_RULE),
+    "copysign": (lambda s, x: torch.copysign(s.mid, x), NO_RULE),
+    "limit from the input": (lambda s, x: (2 * x).clamp(max=x), "constant limit"),
+    "normalised": (lambda s, x: F.normalize(x), NO_RULE),
+    "divided by its norm": (lambda s, x: x / x.norm(dim=1, keepdim=True), NO_RULE),
+    "reciprocal": (lambda s, x: torch.reciprocal(x), NO_RULE),
+    "prod": (lambda s, x: x.prod(1, keepdim=True), NO_RULE),
+    "variance": (lambda s, x: x.var(1, keepdim=True), NO_RULE),
+    "attention": (lambda s, x: (x[:, :, None].softmax(1) @ x[:, None]).flatten(1), "constant matrix"),
+    "squared by a matrix product": (lambda s, x: (x[:, None] @ x[:, :, None]).flatten(1), "constant matrix"),
+    "einsum with itself": (lambda s, x: torch.einsum("bi,bj->bij", x, x).flatten(1), NO_RULE),
+    "gate": (lambda s, x: F.glu(torch.cat((x, x), 1)), NO_RULE),
+    "multiply-add": (lambda s, x: torch.addcmul(x, x, x), NO_RULE),
+    # Memory.
+    "entries of a tensor": (lambda s, x: x + x.new_tensor(x), "Tensor.new_tensor: .*no rule"),
+    "attribute data": (lambda s, x: s.a(x.data), "Tensor.data"),
+    "data replaced": (lambda s, x: (setattr(x, "data", 9 * x), x)[1], "changes the network"),
+    "memory replaced": (lambda s, x: x.set_(9 * x), "Tensor.set_"),
+    "strides": (lambda s, x: x.as_strided((x.size(0), 4), (4, 0)), "Tensor.as_strided"),
+    "windows": (lambda s, x: x.unfold(1, 2, 1).flatten(1), "Tensor.unfold"),
+    "copied into": (into(lambda y, x: y.copy_(9 * x)), "Tensor.copy_"),
+    "item written": (written_item, "in-place|setitem"),
+    "row written": (into(lambda y, x: y[:, 1:].add_(x[:, 1:])), "in-place"),
+    "index written": (into(lambda y, x: y.index_add_(1, torch.tensor([0, 0]), x[:, :2])), "index_add_"),
+    "result given": (lambda s, x: torch.add(x, x, out=torch.zeros(2, 4)), "changes|out|batches of any size"),
+    "scatter": (lambda s, x: torch.zeros_like(x).scatter_add(1, torch.zeros(2, 4).long(), x), f"{NO_RULE}|any size"),
+    "pieces that overlap": (lambda s, x: torch.cat(torch.tensor_split(x, [3, 1], dim=1), 1), "do not overlap"),
+    "pieces from the end": (lambda s, x: torch.cat(x.tensor_split((-1, 2), 1), 1), "do not overlap"),
+    # What torch.fx does not see.
+    "numpy": (lambda s, x: torch.from_numpy(np.maximum(x.detach().numpy(), 0)), RECORD),
+    "list": (lambda s, x: torch.tensor(x.tolist()), RECORD),
+    "number": (lambda s, x: x * float(x[:, 0].sum()), "row per sample|control|float"),
+    "vmap": (lambda s, x: torch.vmap(lambda row: row * 2)(x), RECORD),
+    "gradient": (lambda s, x: torch.func.grad(lambda z: z.pow(2).sum())(x), RECORD),
+    "custom function": (lambda s, x: Growing.apply(x), "Tensor.exp"),
+    "entries above a number": (lambda s, x: x[x > 0], "got bool"),
+    "places": (lambda s, x: x + x.nonzero().size(0), "nonzero|row per sample"),
+    "branch on a slope": (lambda s, x: 9 * x if x.requires_grad else x, "with and without derivatives"),
+    "branch on recording": (lambda s, x: 9 * x if torch.is_grad_enabled() else x, "with and without derivatives"),
+    "branch on its class": (lambda s, x: x if isinstance(x, torch.fx.Proxy) else 9 * x, "traced graph"),
+    # State.
+    "counter": (counted, "changes 'calls'"),
+    "counter in a tensor": (counted_in_a_tensor, "changes 'free'"),
+    "memory of the last call": (remembered, "control flow|other outputs|changes"),
+    "buffer replaced": (lambda s, x: (setattr(s, "mid", s.mid + x[0]), x)[1], f"{RECORD}|batch"),
+    "noise": (lambda s, x: x + torch.randn_like(x), "random|randn_like"),
+    "gumbel": (lambda s, x: F.gumbel_softmax(x), "gumbel|random|empty_like|exponential_"),
+    # Batches and outputs.
+    "one sample alone": (one_alone, "each sample alone"),
+    "not for one sample": (lambda s, x: x.squeeze().sum(1), "fails for 1 sample"),
+    "distances": (lambda s, x: torch.cdist(x, x), MIXES),
+    "running sum over samples": (lambda s, x: x.cumsum(0), NO_RULE),
+    "samples in order": (lambda s, x: x.sort(0)[0], "got int64"),
+    "Gram matrix": (lambda s, x: x @ (x.mT @ x), f"mT|{MIXES}"),
+    "outer sum": (lambda s, x: x[:, None] + x, MIXES),
+    "batch statistics": (lambda s, x: F.batch_norm(x, None, None, training=True), "evaluation mode"),
+    "dictionary": (lambda s, x: {"y": x}, "one output"),
+    "no output": (lambda s, x: None, "one output|NoneType"),
+    "a number": (lambda s, x: x.size(1), "one output"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+def test_refused(name: str) -> None:
+    f, message = REFUSED[name]
+    with pytest.raises(NoRuleError, match=message):
+        analyze(Net(f).eval(), (4,), restarts=0)
+
+
+def defaults(s, x, factor=1.5, *, shift=None):
+    return factor * x if shift is None else x + shift
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, scale, parts):
+        return scale * self.layer(input=x) + parts["w"]
+
+
+def nested(s, x):
+    return s.inner(x=x, scale=2.0, parts={"w": s.mid})
+
+
+BOUNDED = {
+    "wider and back": lambda s, x: s.a(x.double().float()),
+    "to its own format": lambda s, x: s.a(x.to(torch.float32).type_as(x).cpu()),
+    "wider at the end": lambda s, x: s.a(x).to(torch.float64),
+    "softmax in float64": lambda s, x: torch.softmax(3 * x, 1, dtype=torch.float64).float(),
+    "detached": lambda s, x: s.a(x.detach()) + x,
+    "clamped by tensors": lambda s, x: (2 * x).clamp(-9 * s.mid, 9 * s.mid),
+    "mask of stored numbers": lambda s, x: x * (s.mid > 0),
+    "stored whole numbers": lambda s, x: x * torch.arange(4) + torch.tensor([True, False, True, False]),
+    "closure": lambda s, x: x @ STORED + F.linear(x, STORED),
+    "default arguments": lambda s, x: defaults(s, x) + defaults(s, x, shift=s.mid),
+    "keyword arguments": nested,
+    "custom function with false derivatives": lambda s, x: Lying.apply(s.a(x)),
+    "zeros that are added to": into(lambda y, x: y.add_(x, alpha=2)),
+    "result given": into(lambda y, x: torch.neg(3 * x, out=y)),
+    "pieces": lambda s, x: torch.cat([c * (i + 1) for i, c in enumerate(torch.tensor_split(x, [1, 3], 1))], 1),
+    "largest and smooth largest": lambda s, x: x.amax(1, keepdim=True) + torch.logsumexp(x, 1, keepdim=True),
+    "a dictionary in between": lambda s, x: {"a": s.a(x), "b": x}["a"] + {"b": x}["b"],
+    "no derivatives inside": lambda s, x: torch.no_grad()(s.a)(x) + x,
+    "one output a sample": lambda s, x: s.a(x)[:, :1].squeeze(),
+    "the same format": lambda s, x: x.view(torch.float32) + x.view(x.size(0), 4),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounded(name: str) -> None:
+    torch.manual_seed(0)
+    model = Net(BOUNDED[name]).eval()
+    model.inner = Keywords()
+    found = analyze(model, (4,), restarts=2, steps=5)
+    x = torch.randn(300, 4, generator=torch.Generator().manual_seed(1))
+    best = 0.0
+    for step in (1e-2, 1.0):
+        y = x + step * torch.randn(300, 4, generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            rise = (model(x) - model(y)).double().reshape(300, -1).norm(dim=1)
+        best = max(best, float((rise / (x - y).double().norm(dim=1)).max()))
+    assert best <= found.upper * (1 + 1e-3) <= 4 * best
+    assert 0 < found.lower <= found.upper
+
+
+def test_a_network_of_halves_keeps_to_halves() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    whole = analyze(model, (4,), restarts=0).upper
+    half = analyze(model.half(), (4,), restarts=2, steps=2)
+    assert half.upper == pytest.approx(whole, rel=1e-2)
+    found = analyze(Net(lambda s, x: s.a(x.float().half())).half(), (4,), restarts=1, steps=2)
+    assert 0 < found.lower <= found.upper
+    with pytest.raises(NoRuleError, match=r"Tensor\.bfloat16: .*float16, got bfloat16"):
+        analyze(Net(lambda s, x: x.bfloat16().half()).half(), (4,), restarts=0)
+    with pytest.raises(NoRuleError, match=r"Tensor\.float: .*float64, got float32"):
+        analyze(Net(lambda s, x: x.float().double()).double(), (4,), restarts=0)
+
+
+def test_the_modes_of_the_caller_change_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    expected = analyze(model, (4,), restarts=1, steps=3)
+    with torch.inference_mode():
+        assert analyze(model, (4,), restarts=1, steps=3) == expected
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert analyze(model, (4,), restarts=1, steps=3) == expected
