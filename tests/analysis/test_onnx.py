@@ -82,6 +82,12 @@ def test_every_operator(tmp_path, numbers):
         (("AveragePool", {"kernel_shape": [2, 2], "ceil_mode": 1}), "ceil_mode 0"),
         (("Flatten", {"axis": 0}), "axis 1"),
         (("ReduceMean", {}), "axes"),
+        (("Cast", {"to": 6}), "got Cast"),
+        (("Where", {}), "got Where"),
+        (("ArgMax", {}), "got ArgMax"),
+        (("QuantizeLinear", {}), "got QuantizeLinear"),
+        (("Relu", {"slope": 3.0}), "attributes that its rule covers, got slope"),
+        (("BatchNormalization", {"spatial": 0}), "operand 1|spatial 1"),
     ],
 )
 def test_refused_by_name(tmp_path, node, message):
@@ -91,8 +97,68 @@ def test_refused_by_name(tmp_path, node, message):
         read_onnx(path)
 
 
+def changed(path, change):
+    model = onnx.load(str(path))
+    change(model)
+    onnx.save(model, str(path))
+    return path
+
+
+def test_operators_that_mean_something_else_are_refused(tmp_path):
+    squared = H.make_function(
+        "", "Relu", ["a"], ["b"], [H.make_node("Mul", ["a", "a"], ["b"])], [H.make_opsetid("", 13)]
+    )
+    changes = {
+        "version 7 or later, got 6": lambda model: setattr(model.opset_import[0], "version", 6),
+        r"functions of the file in their place: \['Relu'\]": lambda model: model.functions.append(squared),
+        "floating-point input, got 'x' of type INT32": lambda model: setattr(
+            model.graph.input[0].type.tensor_type, "elem_type", onnx.TensorProto.INT32
+        ),
+    }
+    for message, change in changes.items():
+        path = write(tmp_path / "net.onnx", [H.make_node("Relu", ["x"], ["y"])], {}, [1, 4])
+        assert analyze(read_onnx(path), (4,), restarts=0).upper == 1
+        with pytest.raises(NoRuleError, match=message):
+            read_onnx(changed(path, change))
+
+
+def test_a_name_has_one_meaning(tmp_path):
+    nodes = [H.make_node("Relu", ["x"], ["w"]), H.make_node("MatMul", ["x", "w"], ["y"])]
+    path = write(tmp_path / "net.onnx", nodes, {"w": np.eye(4, dtype=np.float32)}, [1, 4])
+    with pytest.raises(NoRuleError, match="'w', which is defined already"):
+        read_onnx(path)
+    constant = H.make_node("Constant", [], ["w"], value=onnx.numpy_helper.from_array(np.ones(4, np.float32)))
+    path = write(tmp_path / "net.onnx", [constant, H.make_node("Add", ["x", "w"], ["w"])], {}, [1, 4])
+    with pytest.raises(NoRuleError, match="'w', which is defined already"):
+        read_onnx(path)
+    # Names that differ in a dot and an underscore are two tensors.
+    stored = {"a.b": np.full(4, 1, np.float32), "a_b": np.full(4, 10, np.float32)}
+    nodes = [H.make_node("Add", ["x", "a.b"], ["c"]), H.make_node("Add", ["c", "a_b"], ["y"])]
+    net = read_onnx(write(tmp_path / "net.onnx", nodes, stored, [1, 4]))
+    assert net(torch.zeros(1, 4)).tolist() == [[11.0] * 4]
+
+
+def test_a_first_size_of_one_is_the_batch_of_a_file_for_one_sample(tmp_path):
+    nodes, stored = [H.make_node("Reshape", ["x", "s"], ["y"])], {"s": np.array([1, -1])}
+    assert analyze(read_onnx(write(tmp_path / "net.onnx", nodes, stored, [1, 2, 2])), (2, 2), restarts=0).upper == 1
+    with pytest.raises(NoRuleError, match="keeps the batch first"):
+        read_onnx(write(tmp_path / "net.onnx", nodes, stored, ["batch", 2, 2]))
+
+
+def test_formats_that_torch_cannot_read_are_refused(tmp_path):
+    for kind, values in ((onnx.TensorProto.BFLOAT16, [1.0] * 4), (onnx.TensorProto.STRING, [b"a"] * 4)):
+        path = write(tmp_path / "net.onnx", [H.make_node("Add", ["x", "w"], ["y"])], {}, [1, 4])
+        stored = H.make_tensor("w", kind, [4], values)
+        changed(path, lambda model, stored=stored: model.graph.initializer.append(stored))
+        with pytest.raises(DataError, match=r"format of numpy.*'w'"):
+            read_onnx(path)
+
+
 def test_weights_that_are_computed_are_refused(tmp_path):
     path = write(tmp_path / "net.onnx", [H.make_node("MatMul", ["x", "x"], ["y"])], {}, [1, 4, 4])
+    with pytest.raises(NoRuleError, match="stored weights"):
+        read_onnx(path)
+    path = write(tmp_path / "net.onnx", [H.make_node("Reshape", ["x", "x"], ["y"])], {}, [1, 4])
     with pytest.raises(NoRuleError, match="stored weights"):
         read_onnx(path)
 

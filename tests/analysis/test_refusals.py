@@ -97,6 +97,7 @@ def test_refused(name: str) -> None:
         (nn.Dropout(), (4,), "evaluation mode"),
         (nn.Conv2d(1, 1, 3, padding=2, padding_mode="circular"), (1, 4, 4), "circular padding"),
         (nn.MultiheadAttention(4, 1), (2, 4), "MultiheadAttention|record|one tensor"),
+        (torch.jit.ScriptModule(), (4,), "at '0': analyze: expected modules in Python, got ScriptModule"),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (4,), "call .eval"),
         (nn.utils.spectral_norm(nn.Linear(4, 4)), (4,), "call .eval"),
     ],

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lipkit import plain
 from lipkit.attacks import pgd_l2
 from lipkit.certificates import certify
+from lipkit.certificates.certificate_file import describe
 from lipkit.certificates.exported import float64_device
+from lipkit.certificates.verification import verify
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 
 
@@ -233,6 +236,43 @@ def test_refuses_a_network_that_was_tampered_with() -> None:
 def test_refusals(x: Tensor, y: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         certify(linear_network(), x, y)
+
+
+def test_numpy_arrays_are_the_tensors_of_the_same_numbers() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    expected = certify(network, x, y)
+    file = describe(expected, network, x, y, "toy")
+    fixed = x.numpy()
+    fixed.flags.writeable = False
+    swapped, labels = x.numpy()[::-1].astype(">f4")[::-1], y.numpy().astype(">i8")
+    for samples_, labels_ in ((fixed, y.numpy()), (swapped, labels), (x, y.numpy())):
+        found = certify(network, samples_, labels_)
+        assert torch.equal(found.radius, expected.radius)
+        assert torch.equal(found.label, y)
+        assert describe(found, network, samples_, labels_, "toy").data == file.data
+        assert torch.equal(verify(file, network, samples_, labels_).radius, expected.radius)
+
+
+def test_loaders_are_refused_with_the_remedy() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    loader = DataLoader(TensorDataset(x, y), batch_size=7)
+    remedy = r"got DataLoader: collect a DataLoader first, x, y = \(torch\.cat\(parts\) for parts in zip\(\*loader\)\)"
+    for call in (lambda: certify(network, loader), lambda: certify(network, loader, y, delta=0.1)):
+        with pytest.raises(OptionError, match=remedy):
+            call()
+    collected = [torch.cat(parts) for parts in zip(*loader, strict=True)]
+    assert torch.equal(certify(network, *collected).radius, certify(network, x, y).radius)
+    for other, name in (
+        (list(x), "list"),
+        (x.numpy().astype(object), "an array of object"),
+        (loader.dataset, "TensorD"),
+    ):
+        with pytest.raises(OptionError, match=f"two tensors or numpy arrays of numbers, got {name}"):
+            certify(network, other, y)
+    with pytest.raises(OptionError, match="numpy arrays of numbers, got NoneType"):
+        certify(network, x)
 
 
 def test_refuses_an_empty_batch() -> None:

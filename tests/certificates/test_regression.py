@@ -201,6 +201,13 @@ def test_refusals(change: dict, error: type[Exception], message: str) -> None:
         certify(**bad(**change))
 
 
+def test_numpy_arrays_are_taken() -> None:
+    network = linear_network()
+    x, y = samples(network)
+    found, expected = certify(network, x.numpy(), y.numpy(), delta=0.1), certify(network, x, y, delta=0.1)
+    assert torch.equal(found.worst_error, expected.worst_error)
+
+
 def test_targets_without_delta_name_the_remedy() -> None:
     network = linear_network()
     x, y = samples(network)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
+import lipkit
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, Normalize, Residual, Scale, ScaledAvgPool2d
 from lipkit.plain import Affine, ConvexResidual, FourierConv2d, GroupSort, MaxMin, Network
@@ -419,7 +421,7 @@ def test_the_input_shape_travels_through_a_chain() -> None:
     )
     exact = np.linalg.norm(dense(chain[1], (4, 4, 3)), 2) / math.sqrt(12)
     assert value(chain, (1, 8, 6)) == pytest.approx(exact, rel=1e-9)
-    with pytest.raises(NoRuleError, match="input_shape"):
+    with pytest.raises(ShapeError, match="input_shape="):
         lipschitz(chain)
     with pytest.raises(ShapeError):
         lipschitz(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (4,))
@@ -589,6 +591,43 @@ def test_messages_name_the_remedy() -> None:
             lipschitz(FOOLS[name]())
     with pytest.raises(NoRuleError, match=r"expected an nn\.Module"):
         lipschitz(lambda x: x)  # type: ignore[arg-type]
+
+
+def parallel(network: nn.Module) -> nn.Module:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return nn.parallel.DistributedDataParallel(network)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "attribute"),
+    [
+        (nn.DataParallel, "module"),
+        (parallel, "module"),
+        (AveragedModel, "module"),
+        (torch.compile, "_orig_mod"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch.compile's own import
+def test_wrappers_name_the_attribute_that_holds_the_network(wrap: object, attribute: str) -> None:
+    network = nn.Sequential(nn.Linear(2, 2))
+    wrapped = wrap(network)  # type: ignore[operator]
+    calls = {
+        "lipschitz": lambda: lipschitz(wrapped),
+        "export": lambda: export(wrapped, (2,)),
+        "analyze": lambda: lipkit.analyze(wrapped, (2,)),
+        "convert": lambda: lipkit.convert(wrapped),
+        "certify": lambda: lipkit.certify(wrapped, torch.zeros(1, 2), torch.tensor([0])),
+        "at '0': analyze": lambda: lipkit.analyze(nn.Sequential(wrapped), (2,)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NoRuleError, match=rf"^{name}: expected the network itself, .* pass its \.{attribute}$"):
+            call()
+    inner = getattr(wrapped, attribute)
+    bound = float(lipschitz(network).detach())
+    assert float(lipschitz(inner).detach()) == bound == lipkit.analyze(inner, (2,), restarts=0).upper
 
 
 def test_a_hooked_export_is_refused_again() -> None:

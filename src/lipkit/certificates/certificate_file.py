@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lipkit
 from lipkit import plain
 from lipkit.certificates.certificate import Certificate
+from lipkit.certificates.exported import Samples, as_tensors
 from lipkit.errors import OptionError
 from lipkit.files import write_atomic
 
@@ -32,14 +32,14 @@ KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
 COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
 
 
-def data_sha256(x: Tensor, y: Tensor) -> str:
+def data_sha256(x: Samples, y: Samples) -> str:
     """Hash of samples and labels: shapes, dtypes and every byte, in order.
 
     >>> data_sha256(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))[:8]
     '6817504a'
     """
     digest = hashlib.sha256()
-    for values in (x, y):
+    for values in as_tensors(x, y):
         flat = values.detach().cpu().contiguous()
         digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
         digest.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -63,7 +63,7 @@ class CertificateFile:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def describe(certificate: Certificate, network: plain.Network, x: Tensor, y: Tensor, name: str) -> CertificateFile:
+def describe(certificate: Certificate, network: plain.Network, x: Samples, y: Samples, name: str) -> CertificateFile:
     """The file of a certificate that ``certify(network, x, y)`` returned, for samples called ``name``.
 
     Raises:
