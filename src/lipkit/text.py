@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def printable(text: object, longest: int | None = None) -> str:
     r"""One line without a character that moves the cursor, colours, hides or reorders what is read.
@@ -25,6 +27,11 @@ def printable(text: object, longest: int | None = None) -> str:
     if whole.isprintable():
         return whole
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in whole)
+
+
+def visible(value: Any) -> Any:
+    """A value as a template shows it: strings `printable`, all else (numbers, markup) as it is."""
+    return printable(value) if type(value) is str else value
 
 
 def printable_lines(text: str) -> str:

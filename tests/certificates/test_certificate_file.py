@@ -18,7 +18,7 @@ import lipkit
 from lipkit import plain
 from lipkit.certificates.certificate_file import CertificateFile, data_sha256, describe, write_certificate
 from lipkit.certificates.certificate_reader import read_certificate
-from lipkit.certificates.verification import verify
+from lipkit.certificates.verification import unchecked, verify
 from lipkit.errors import CertificateViolation, DataError, LipkitError, OptionError
 
 
@@ -153,6 +153,11 @@ def test_other_networks_and_samples_are_refused(written: Any) -> None:
         (3, {"radius": None}, "expected radius as a number"),
         (3, {"radius": [1]}, "expected radius as a number"),
         (3, {"radius": "1.0"}, "expected radius as a number"),
+        (3, {"note": 1}, "line 4: expected index, .* got 'note' too"),
+        (0, {"norm": "linf"}, "expected norm 'l2', got 'linf'"),
+        (0, {"task": "regression"}, "expected task 'classification'"),
+        (0, {"proof": "none"}, "expected proof 'spectral norms"),
+        (0, {"schema_version": 1.0}, "expected a lipkit certificate of schema version"),
     ],
 )
 def test_altered_files_are_refused(written: Any, number: int, values: dict[str, Any], message: str) -> None:
@@ -175,6 +180,55 @@ def test_a_header_without_a_field_is_refused(written: Any, key: str) -> None:
     path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     with pytest.raises(DataError, match="expected"):
         read_certificate(path)
+
+
+def test_a_key_twice_is_refused(written: Any) -> None:
+    """People and programs may read different ones of the two."""
+    path = written[0]
+    path.write_text(path.read_text().replace('"radius":', '"radius":1.0,"radius":', 1))
+    with pytest.raises(DataError, match="line 2: expected JSON, got: a key twice"):
+        read_certificate(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"body_constant": 0.1}, "expected a body_constant of at least"),
+        ({"body_constant": None}, "expected a body_constant of .*, got None"),
+        ({"method": "global"}, "expected method 'last layer', got 'global'"),
+        ({"dtype": "float32"}, "expected dtype 'float64', got 'float32'"),
+        ({"input_shape": [2, 3]}, "expected input_shape"),
+        ({"architecture": ["Linear", "Tanh", "Linear"]}, "expected architecture"),
+    ],
+)
+def test_what_a_header_says_of_the_network_is_compared(written: Any, values: dict[str, Any], message: str) -> None:
+    path, network, x, y = written
+    changed_line(path, 0, **values)
+    with pytest.raises(CertificateViolation, match=message):
+        verify(read_certificate(path), network, x, y)
+
+
+@pytest.mark.parametrize("sample", [0, 5])  # of radius 0, and of a positive one
+@pytest.mark.parametrize("values", [{"prediction": -1}, {"prediction": 0}, {"margin": 1e3}, {"margin": "NaN"}])
+def test_predictions_and_margins_are_compared(written: Any, sample: int, values: dict[str, Any]) -> None:
+    path, network, x, y = written
+    if values.get("prediction") == read_certificate(path).certificate.prediction[sample]:
+        values = {"prediction": 1}
+    changed_line(path, sample + 1, **values)
+    with pytest.raises(CertificateViolation, match=f"sample {sample}: expected the prediction"):
+        verify(read_certificate(path), network, x, y)
+
+
+def test_what_a_later_version_adds_is_a_claim(written: Any) -> None:
+    path, network, x, y = written
+    changed_line(path, 0, schema_version="1.3", energy={"kWh": 1})
+    file = read_certificate(path)
+    verify(file, network, x, y)
+    claims = unchecked(file)
+    assert (claims["other.energy"], claims["other.schema_version"]) == ('{"kWh": 1}', '"1.3"')
+    changed_line(path, 0, **{f"field{i}": i for i in range(50)})
+    claims = unchecked(read_certificate(path))
+    assert (len(claims), claims["further fields"]) == (25, str(50 + 8 - 24))
 
 
 def test_cut_long_and_missing_files_are_refused(written: Any, tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ from lipkit.errors import OptionError
 from lipkit.files import write_atomic
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
+# What every file states in these words: a reader that finds others does not know what is certified.
+STATEMENTS = {
+    "task": "classification",
+    "norm": "l2",
+    "proof": "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds",
+}
 # Of the lines of samples.
 COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
 
@@ -53,14 +59,16 @@ class CertificateFile:
     Attributes:
         certificate: radii, predictions, labels, constants, evaluator.
         data: name of the data set, number of samples, `data_sha256`, and how inputs are to be prepared.
-        architecture: types of the network's modules, in order; for the reader's eye, the hash decides.
+        architecture: types of the network's modules, in order; empty where the file does not say.
         versions: of lipkit and torch.
+        other: fields of the header that this version does not know.
     """
 
     certificate: Certificate
     data: Mapping[str, Any]
     architecture: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def describe(certificate: Certificate, network: plain.Network, x: Samples, y: Samples, name: str) -> CertificateFile:
@@ -87,15 +95,13 @@ def write_certificate(file: CertificateFile, path: str | Path) -> Path:
     header = {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
-        "task": "classification",
-        "norm": "l2",
+        **STATEMENTS,
         "network_sha256": found.network_sha256,
         "architecture": list(file.architecture),
         "input_shape": list(found.input_shape),
         "constant": found.constant,
         "body_constant": found.body_constant,
         "method": found.method,
-        "proof": "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds",
         "dtype": found.dtype,
         "rounding": found.rounding,
         "evaluator": dataclasses.asdict(found.evaluator),

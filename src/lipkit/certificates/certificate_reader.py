@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from lipkit.certificates.certificate import Certificate
-from lipkit.certificates.certificate_file import COLUMNS, KIND, SCHEMA_VERSION, CertificateFile
+from lipkit.certificates.certificate_file import COLUMNS, KIND, SCHEMA_VERSION, STATEMENTS, CertificateFile
 from lipkit.certificates.rounding.evaluators import Evaluator
 from lipkit.errors import DataError
 from lipkit.files import open_regular
@@ -19,6 +21,8 @@ from lipkit.files import open_regular
 # A line is a few hundred bytes, the header some kilobytes: longer ones are not ours, and are never read whole.
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
+_KNOWN = {"kind", *STATEMENTS, *_PROVED, "architecture", "input_shape", "evaluator", "data", "versions"}
 
 
 def read_certificate(path: str | Path) -> CertificateFile:
@@ -45,16 +49,18 @@ def read_certificate(path: str | Path) -> CertificateFile:
         margin=tensors[5],
         evaluator=_evaluator(path, header.get("evaluator")),
         input_shape=tuple(header["input_shape"]),
-        **{key: header[key] for key in ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")},
+        **{key: header[key] for key in _PROVED},
     )
-    return CertificateFile(certificate, header["data"], tuple(header["architecture"]), header["versions"])
+    known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
+    other = {key: value for key, value in header.items() if key not in known}
+    return CertificateFile(certificate, header["data"], tuple(header["architecture"]), header["versions"], other)
 
 
 def _parse(path: Path, number: int, line: bytes, longest: int) -> dict[str, Any]:
     if len(line) > longest or not line.endswith(b"\n"):
         raise DataError(f"{path}, line {number}: expected a whole line of at most {longest} bytes, got {len(line)}")
     try:
-        values = json.loads(line, parse_constant=_refuse_constant)
+        values = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: expected JSON, got: {error}") from None
     if not isinstance(values, dict):
@@ -66,15 +72,29 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"a bare {text}")
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a key that stands in it twice, people and programs may read different ones."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key twice")
+    return values
+
+
 def _check_header(path: Path, header: dict[str, Any]) -> None:
+    version = header.get("schema_version")
+    major = SCHEMA_VERSION.split(".")[0]
     if (
         header.get("kind") != KIND
-        or str(header.get("schema_version", "")).split(".")[0] != SCHEMA_VERSION.split(".")[0]
+        or not isinstance(version, str)
+        or not re.fullmatch(rf"{major}\.[0-9]{{1,4}}", version)
     ):
         raise DataError(
             f"{path}: expected a {KIND} of schema version {SCHEMA_VERSION}, got {str(header.get('kind'))[:40]!r} of "
             f"{str(header.get('schema_version'))[:40]!r}"
         )
+    for key, statement in STATEMENTS.items():
+        if header.get(key, statement) != statement:
+            raise DataError(f"{path}: expected {key} {statement!r}, got {str(header[key])[:40]!r}")
     for key in ("constant", "body_constant"):
         value = header.get(key)
         if isinstance(value, str):
@@ -102,10 +122,11 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
 
 def _evaluator(path: Path, values: Any) -> Evaluator:
     kinds = {"name": str, "dtype": str, "block": (int, type(None)), "device": str, "torch": str, "settings": dict}
-    if not isinstance(values, dict) or set(values) != set(kinds):
+    known = {field.name for field in dataclasses.fields(Evaluator)}
+    if not isinstance(values, dict) or not kinds.keys() <= values.keys() <= known:
         raise DataError(f"{path}: expected an evaluator with {', '.join(kinds)}, got {str(values)[:80]!r}")
     for key, kind in kinds.items():
-        if not isinstance(values[key], kind):  # type: ignore[arg-type]
+        if not isinstance(values[key], kind) or isinstance(values[key], bool):  # type: ignore[arg-type]
             raise DataError(f"{path}: expected another {key} of the evaluator, got {str(values[key])[:40]!r}")
     return Evaluator(**values)
 
@@ -124,6 +145,10 @@ def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
         if count == samples:
             raise DataError(f"{path}: expected {samples} lines of samples, got more")
         values = _parse(path, count + 2, line, _LONGEST_LINE)
+        if further := set(values) - set(COLUMNS):
+            raise DataError(
+                f"{path}, line {count + 2}: expected {', '.join(COLUMNS)}, got {str(min(further))[:40]!r} too"
+            )
         row = []
         for key in COLUMNS:
             value = values.get(key)

@@ -74,6 +74,7 @@ def attack_run(
     from lipkit.errors import OptionError, RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
     from lipkit.report.attack_page import save_attack
+    from lipkit.text import printable
 
     recipe = read_recipe(folder, [] if root is None else [data_root(root)])
     if recipe.task != "classification":
@@ -104,7 +105,7 @@ def attack_run(
         folder, attempt, attack, certificate, numbers, x, data=data.name, classes=data.classes, images=images,
         seconds=time.perf_counter() - start, device=device,
     )  # fmt: skip
-    return f"{table(attempt, attack)}\n\nfigures  {path}\nimages   {path.with_suffix('.html')}"
+    return f"{table(attempt, attack)}\n\nfigures  {printable(path)}\nimages   {printable(path.with_suffix('.html'))}"
 
 
 def read_radii(text: str) -> tuple[float, ...]:

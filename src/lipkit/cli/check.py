@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from lipkit.certificates import Certificate
+    from lipkit.certificates.certificate_file import CertificateFile
+
+CLAIMED = "claimed, not checked:"
 
 
 @click.command("check")
@@ -20,13 +29,14 @@ def command(
     """Prove every radius in CERTIFICATE again for NETWORK on the test samples of DATA.
 
     CERTIFICATE is RUN/certificate.jsonl, NETWORK an exported network (RUN/network), DATA the name of a data set or
-    folder:PATH, npz:FILE, ... Hashes of network and data must agree; a radius that cannot be proved again is an error.
+    folder:PATH, npz:FILE, ... Hashes of network and data must agree; a radius that cannot be proved again is an error,
+    and so is any other field that is not true. What nobody can prove (the name of the data, how they were prepared,
+    where the file was made) is printed below, as claimed.
     """
     import torch
 
     from lipkit import data as datasets
     from lipkit import plain
-    from lipkit.certificates import format_radius
     from lipkit.certificates.certificate_reader import read_certificate
     from lipkit.certificates.verification import verify
     from lipkit.errors import OptionError
@@ -39,15 +49,40 @@ def command(
         raise OptionError(f"--eps: {error}") from None
     file = read_certificate(certificate)
     stored = plain.load(network)
-    split = datasets.load(data, root=root, limit=limit).test
-    x, y = split.batch(torch.arange(len(split)))
+    loaded = datasets.load(data, root=root, limit=limit)
+    x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)
-    claimed = file.certificate
+    click.echo(report(file, confirmed, loaded.name, radii))
+
+
+def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
+    """What was confirmed, in figures that were all found here, and below it what the file claims besides.
+
+    Args:
+        file: what was verified.
+        confirmed: what `lipkit.certificates.verification.verify` returned for it.
+        data: name of the samples, from who gave them.
+        radii: for certified accuracies.
+    """
+    from lipkit.certificates import format_radius
+    from lipkit.certificates.verification import unchecked
+    from lipkit.text import printable
+
+    larger = int((file.certificate.radius > confirmed.radius).sum())
     lines = [
-        f"confirmed  {len(confirmed)} samples of {file.data['name']}, network {claimed.network_sha256[:16]}...",
+        f"confirmed  {len(confirmed)} samples of {printable(data)}, network {confirmed.network_sha256[:16]}...",
         f"constant   {confirmed.constant:.9g} ({confirmed.method}); rounding {confirmed.rounding}, "
         f"evaluator {confirmed.evaluator.name}",
         f"clean      {100 * confirmed.clean_accuracy:.2f} %",
     ]
     lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r):.2f} %" for r in radii]
-    click.echo("\n".join(lines))
+    if larger:
+        lines.append(f"rounding   {larger} radii of the file are larger than those proved here, which count")
+    lines += ["", CLAIMED]
+    for name, value in unchecked(file).items():
+        # Wrapped here: a terminal would begin its next line with whatever the file wants to stand there.
+        width = 76 if value.isascii() else 52  # letters that take two columns
+        lines += textwrap.wrap(value, width, initial_indent=f"  {name:<24}  ", subsequent_indent=" " * 28) or [
+            f"  {name}"
+        ]
+    return "\n".join(lines)

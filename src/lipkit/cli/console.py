@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from lipkit.text import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
@@ -45,7 +47,7 @@ class Lines:
         self._clock = Clock()
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream or sys.stderr, flush=True)
+        print(printable(text), file=self._stream or sys.stderr, flush=True)
 
     def progress(self, event: Progress) -> None:
         self._clock.see(event)
@@ -64,7 +66,7 @@ class Terminal:
         self._measured = ""
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, event: Progress) -> None:
         self._clock.see(event)
@@ -173,6 +175,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     small    a network
     kwlarge  another
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

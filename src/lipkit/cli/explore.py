@@ -23,6 +23,7 @@ def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, all
     from lipkit.cli.train import data_root
     from lipkit.explorer import open_runs, serve
     from lipkit.explorer.guard import check_host
+    from lipkit.text import printable
 
     check_host(host, allow_remote)  # before data is read
     opened = []
@@ -34,5 +35,5 @@ def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, all
         host=host,
         port=port,
         allow_remote=allow_remote,
-        ready=lambda address: click.echo(f"{address} shows {', '.join(map(str, runs))}; Ctrl-C stops it"),
+        ready=lambda address: click.echo(f"{address} shows {', '.join(map(printable, runs))}; Ctrl-C stops it"),
     )

@@ -40,6 +40,7 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
     from lipkit.cli.train import data_root
     from lipkit.errors import RunError
     from lipkit.shipping import check_runtime
+    from lipkit.text import printable
 
     recipe = pipeline.read_recipe(run, [] if root is None else [data_root(root)])
     if not (run / pipeline.NETWORK).is_dir():
@@ -53,7 +54,7 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
 
     x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
     check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
-    click.echo(f"{check}\nwritten {target}")
+    click.echo(f"{check}\nwritten {printable(target)}")
 
 
 def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:

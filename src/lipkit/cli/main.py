@@ -13,6 +13,7 @@ import click
 import lipkit
 from lipkit.errors import LipkitError
 from lipkit.memory import keep_freed_memory
+from lipkit.text import printable
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
 VERBS = (
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(error: BaseException, debug: bool, message: str) -> None:
     if debug:
         traceback.print_exception(error)
-    click.echo(f"lipkit: {' '.join(message.split())}", err=True)
+    click.echo(f"lipkit: {printable(' '.join(message.split()))}", err=True)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,12 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
     With NAME (lipkit list recipes, or the path of a YAML file): the whole recipe as YAML, every key described,
     defaults filled in and KEY=VALUE applied. The text is itself a recipe.
     """
+    from lipkit.text import printable_lines
     from lipkit.training.recipe import load_recipe
 
     if name is not None and "=" in name:
         raise click.UsageError(f"expected a recipe in front of changes KEY=VALUE, got {name!r}")
-    click.echo(reference() if name is None else commented(load_recipe(name, changes).plain()))
+    click.echo(reference() if name is None else printable_lines(commented(load_recipe(name, changes).plain())))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.text import printable
+
 if TYPE_CHECKING:
     from lipkit.cli.pipeline import Outcome
     from lipkit.training.recipe import Recipe
@@ -105,7 +107,8 @@ def result(outcome: Outcome) -> str:
     from lipkit.report.html import REPORT
     from lipkit.report.tables import summary
 
-    return f"{summary(outcome.record)}\n\nrun     {outcome.folder}\nreport  {outcome.folder / REPORT}"
+    folder = printable(outcome.folder)
+    return f"{summary(outcome.record)}\n\nrun     {folder}\nreport  {printable(outcome.folder / REPORT)}"
 
 
 def spread(metrics: Sequence[Mapping[str, float]], runs: Sequence[str]) -> str:

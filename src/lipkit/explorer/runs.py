@@ -21,6 +21,7 @@ from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
 from lipkit.report.png import data_uri, is_image
 from lipkit.report.run_files import RADII, read_radii
+from lipkit.text import printable
 
 # Points of the certified-accuracy curve, and gradient steps of one attack: a fraction of a second on a small network.
 CURVE_POINTS, ATTACK_STEPS = 121, 40
@@ -63,7 +64,7 @@ class ExploredRun:
         above = len(held) - torch.searchsorted(held, eps, right=True)
         return {
             "name": self.name,
-            "data": self.record.data.name,
+            "data": printable(self.record.data.name),
             "samples": len(self),
             "clean": float(self.correct.double().mean()),
             "constant": self.record.lipschitz.computed,
@@ -160,12 +161,12 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
     if len(radii) != len(split):
         raise RunError(f"{folder}: expected radii of {len(split)} test samples, got {len(radii)}")
     return ExploredRun(
-        name=record.name,
+        name=printable(record.name),
         record=record,
         network=copy.deepcopy(network).float(),
         exact=float64_copy(network),
         split=split,
-        classes=tuple(classes),
+        classes=tuple(map(printable, classes)),
         correct=torch.from_numpy(radii.correct),
         prediction=torch.from_numpy(radii.prediction),
         radius=torch.from_numpy(radii.radius),

@@ -10,6 +10,7 @@ from typing import Any
 from lipkit.errors import LipkitError, OptionError
 from lipkit.explorer.guard import Guard, authorities, check_host
 from lipkit.explorer.runs import ExploredRun
+from lipkit.text import visible
 
 STATIC = {"explore.js": "text/javascript; charset=utf-8", "explore.css": "text/css; charset=utf-8"}
 
@@ -33,7 +34,7 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
     # The interactive documentation of FastAPI loads scripts from elsewhere: off.
     app = FastAPI(title="lipkit explorer", docs_url=None, redoc_url=None, openapi_url=None)
     largest = max(run.largest for run in runs)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=visible)
     template = environment.from_string(_text("templates/explore.html.j2"))
 
     @app.exception_handler(LipkitError)

@@ -21,6 +21,7 @@ from lipkit.files import write_atomic
 from lipkit.report.machine import versions
 from lipkit.report.png import data_uri, is_image
 from lipkit.report.tables import interval, percent
+from lipkit.text import visible
 
 SCHEMA_VERSION = "1.0"
 
@@ -128,7 +129,9 @@ def render(
     """The page, as text: accuracies, and each example beside its sample and the difference."""
     from lipkit.certificates import format_radius
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, finalize=visible, trim_blocks=True
+    )
     environment.filters |= {"percent": percent, "interval": interval, "radius": format_radius}
 
     def name(label: int) -> str:

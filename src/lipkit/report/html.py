@@ -21,6 +21,7 @@ from lipkit.report.png import data_uri, is_image
 from lipkit.report.record import read_record
 from lipkit.report.run_files import read_radii, read_series
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord
+from lipkit.text import visible
 
 REPORT = "report.html"
 
@@ -50,6 +51,7 @@ def render(folder: Path) -> str:
         loader=jinja2.FunctionLoader(_template),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from lipkit.errors import RunError
 from lipkit.files import read_text
+from lipkit.text import printable
 from lipkit.training.run_folder import read_metrics
 
 RADII = "radii.csv"
@@ -72,7 +73,7 @@ def read_series(folder: Path) -> dict[str, list[tuple[float, float]]]:
             continue
         for name, value in row.items():
             if name != "epoch" and _is_number(value):
-                series.setdefault(name, []).append((float(epoch), float(value)))
+                series.setdefault(printable(name, 60), []).append((float(epoch), float(value)))
     return series
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from lipkit.certificates.units import format_radius
 from lipkit.errors import ShapeError
 from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord
+from lipkit.text import printable
 
 
 class _Share(Protocol):
@@ -64,6 +65,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     1           3.0 %
     """
     _check(header, rows)
+    header, *rows = ([printable(cell) for cell in row] for row in (header, *rows))
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -87,7 +89,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     _check(header, rows)
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        return "| " + " | ".join(printable(cell.replace("|", "\\|").replace("\n", " ")) for cell in cells) + " |"
 
     return "\n".join([line(header), "|:--|" + "--:|" * (len(header) - 1), *map(line, rows)])
 
@@ -150,7 +152,7 @@ def summary(record: AnyRecord) -> str:
     if record.latency is not None:
         lines.append(latency(record.latency))
     table = text_table(*(output_rows(record) if isinstance(record, RegressionRecord) else accuracy_rows(record)))
-    return "\n".join([*lines, "", table])
+    return "\n".join([*map(printable, lines), "", table])
 
 
 def rounding(found: RoundingRecord) -> str:

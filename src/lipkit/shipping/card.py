@@ -9,6 +9,7 @@ import yaml
 
 from lipkit.certificates import format_radius
 from lipkit.report import Record, RegressionRecord
+from lipkit.text import printable, printable_lines
 
 _LOAD = """```python
 import lipkit
@@ -33,7 +34,7 @@ def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence:
         {
             "task": {"type": "image-classification" if isinstance(record, Record) else "tabular-regression"},
             "dataset": {"name": _line(record.data.name), "type": _line(record.data.name)},
-            "metrics": [{"type": kind, "name": name, "value": value} for name, kind, value in rows],
+            "metrics": [{"type": kind, "name": _line(name), "value": value} for name, kind, value in rows],
         }
     ]
     front: dict[str, Any] = {
@@ -47,7 +48,7 @@ def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence:
     bound = record.lipschitz
     lines = [
         "---",
-        yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
+        _yaml(front),
         "---",
         f"# {_text(record.name)}",
         "",
@@ -63,14 +64,14 @@ def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence:
         "whatever training made of them. Radii are l2, for inputs in the units of the data (images in [0, 1]); input",
         "normalisation is part of the network. Attacked accuracy is an upper bound of the robust one, certified",
         "accuracy a lower bound.",
-        f"Network sha256: `{record.network_sha256}`.",
+        f"Network sha256: {_text(record.network_sha256)}.",
         "",
         "## Load",
         _LOAD.format(folder=folder),
         "",
         "## Recipe",
         "```yaml",
-        yaml.safe_dump(_plain(record.recipe), sort_keys=False, allow_unicode=True).rstrip().replace("```", "` ` `"),
+        printable_lines(_yaml(_plain(record.recipe))).replace("```", "` ` `"),
         "```",
         "",
         f"Software: {', '.join(f'{_text(k)} {_text(v)}' for k, v in record.versions.items())}. "
@@ -118,7 +119,11 @@ def _text(value: object) -> str:
 
 def _line(value: object) -> str:
     """One line: a name with line breaks could end the front matter."""
-    return " ".join(str(value).split())
+    return printable(" ".join(str(value).split()))
+
+
+def _yaml(content: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def _plain(value: Any) -> Any:
