@@ -71,8 +71,13 @@ def test_fortran_order(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"y_test": None}, "got none named y_test"),
-        ({"x_train": None, "y_train": None}, "got none named x_train, y_train"),
+        ({"y_test": None}, "got 'x_train', 'y_train', 'x_test': y_test missing"),
+        ({"x_train": None, "y_train": None}, "got 'x_test', 'y_test': x_train, y_train missing"),
+        (
+            {**dict.fromkeys(arrays()), "images": np.zeros(2), "labels\033[2J": np.zeros(2)},
+            r"got 'images', 'labels\\x1b\[2J': x_train, y_train, x_test, y_test missing",
+        ),
+        ({**dict.fromkeys(arrays()), **{f"a{i}": np.zeros(1) for i in range(30)}}, r"'a18', 'a19', \.\.\.: x_train"),
         ({"x_train": np.zeros((6, 4, 5, 3), np.uint8)}, r"channels last"),
         ({"y_train": np.zeros((6, 1), np.uint8)}, r"train: expected y as int64 labels .* got shape \(6, 1\)"),
         ({"y_train": np.zeros(5, np.uint8)}, "6 samples and 5 targets"),

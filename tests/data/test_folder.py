@@ -71,7 +71,10 @@ def refused(folder: Path, message: str) -> None:
 
 def test_another_size(folder):
     save(rgb(9, 5, 5), folder / "test" / "cat" / "z.png")
-    refused(folder, r"z\.png: expected an image of shape \(3, 5, 4\) .* got \(3, 5, 5\)")
+    refused(
+        folder, r"z\.png: expected an image of shape \(3, 5, 4\) .* got \(3, 5, 5\); images:SIZE:PATH in place of fol"
+    )
+    assert load(f"images:5:{folder}").input_shape == (3, 5, 5)  # the remedy is one
 
 
 def test_another_number_of_channels(folder):
@@ -82,7 +85,8 @@ def test_another_number_of_channels(folder):
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "I;16"])
 def test_modes_that_would_lose_something(folder, mode):
     save(rgb(9), folder / "train" / "dog" / "z.png", mode)
-    refused(folder, f"without transparency, got mode {mode}")
+    remedy = "; images:SIZE:PATH" if mode != "I;16" else "$"
+    refused(folder, f"without transparency, got mode {mode}{remedy}")
 
 
 def test_a_class_that_is_not_in_train(folder):

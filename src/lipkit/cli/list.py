@@ -38,7 +38,8 @@ def datasets() -> list[list[str]]:
     from lipkit.data import DATASETS
 
     own = [
-        ["folder:PATH", "your images: PATH/train/CLASS/*, PATH/test/CLASS/*", ""],
+        ["folder:PATH", "your images of one size: PATH/train/CLASS/*, PATH/test/CLASS/*", ""],
+        ["images:SIZE:PATH", "your images of any size, the same folders: made RGB of SIZE x SIZE", ""],
         ["npz:PATH", "your arrays: x_train, y_train, x_test, y_test", ""],
         ["pkg.mod:factory", "your function, which is run", ""],
     ]

@@ -16,6 +16,7 @@ from lipkit.errors import DataError
 from lipkit.files import open_regular
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
+SHOWN = 20  # names that a message lists
 
 
 def load_npz(path: Path) -> Data:
@@ -35,7 +36,11 @@ def load_npz(path: Path) -> Data:
     with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         if missing := [name for name in NAMES if name not in members]:
-            raise DataError(f"{path}: expected the arrays {', '.join(NAMES)}, got none named {', '.join(missing)}")
+            there = [repr(name) for name in members][:SHOWN] + ["..."] * (len(members) > SHOWN)
+            raise DataError(
+                f"{path}: expected the arrays {', '.join(NAMES)}, got {', '.join(there) or 'no arrays'}: "
+                f"{', '.join(missing)} missing"
+            )
         wanted = [*NAMES, "classes"] if "classes" in members else [*NAMES]
         arrays = {name: _read(path, archive, members[name]) for name in wanted}
     classes = arrays.get("classes", np.empty(0, "U1"))

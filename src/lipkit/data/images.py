@@ -25,6 +25,8 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp")
 WORKERS = 8
 RESIZE = 256 / 224
 """Short side before the centre crop, as a multiple of the crop: the usual evaluation of ImageNet."""
+# For a folder of images that are not alike.
+REMEDY = "; images:SIZE:PATH in place of folder:PATH makes all of them RGB of SIZE x SIZE"
 # Only decoders of plain raster formats: others of Pillow's start programs of their own (EPS).
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _CHANNELS = {"1": 1, "L": 1, "P": 3, "RGB": 3}
@@ -103,8 +105,9 @@ class ImageFiles:
     def _read(self, file: str) -> np.ndarray:
         pixels = decode(Path(file), self.sample_shape[1:] if self.fit else None, self.convert)
         if pixels.shape != self.sample_shape:
+            remedy = "" if self.convert else REMEDY
             raise DataError(
-                f"{file}: expected an image of shape {tuple(self.sample_shape)} (C, H, W), got {pixels.shape}"
+                f"{file}: expected an image of shape {tuple(self.sample_shape)} (C, H, W), got {pixels.shape}{remedy}"
             )
         return pixels
 
@@ -130,7 +133,10 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
             if convert and image.mode not in _CONVERTIBLE:
                 raise DataError(f"expected an image of 8 bits per channel, got mode {image.mode}")
             if not convert and image.mode not in _CHANNELS:
-                raise DataError(f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}")
+                remedy = REMEDY if image.mode in _CONVERTIBLE else ""
+                raise DataError(
+                    f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}{remedy}"
+                )
             channels = 3 if convert else _CHANNELS[image.mode]
             made = image.convert("L" if channels == 1 else "RGB")
             pixels = np.array(made if fit is None else _fitted(made, *fit), dtype=np.uint8)

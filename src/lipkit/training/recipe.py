@@ -77,12 +77,12 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
         origin: what to call the recipe in an error.
 
     Raises:
-        RecipeError: with one sentence about the first thing that is wrong.
+        RecipeError: with one sentence about the first thing that is wrong, and one that names all missing keys.
     """
     try:
         return Recipe.model_validate(_expanded(content))
     except ValidationError as error:
-        raise RecipeError(f"recipe {origin}: {_sentence(error.errors()[0])}") from None
+        raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -229,13 +229,31 @@ def _expanded(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def _sentences(errors: Sequence[ErrorDetails]) -> str:
+    missing = [key for e in errors if e["type"] == "missing" for key in _required(tuple(map(str, e["loc"])))]
+    wrong = [_sentence(e) for e in errors if e["type"] != "missing"][:1]
+    if missing:
+        keys = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+        whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
+        remedy = f"; the line 'base: {DEFAULT}' takes what is left out from that recipe" if whole else ""
+        wrong.append(f"expected {keys}, got none{remedy}")
+    return "; ".join(wrong)
+
+
+def _required(path: tuple[str, ...]) -> list[str]:
+    """The keys to write for a missing one: itself, or those that a missing section must have."""
+    field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in _SHORT else None
+    kind = None if field is None else field.annotation
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return [".".join(path)]
+    return [f"{path[0]}.{name}" for name, inner in kind.model_fields.items() if inner.is_required()]
+
+
 def _sentence(error: ErrorDetails) -> str:
     path = tuple(str(part) for part in error["loc"])
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_key_hint(path)}"
-    if error["type"] == "missing":
-        return f"expected the key {key!r}, got none"
     known = set(_keys(Recipe))
     while path and path not in known:  # pydantic adds the alternatives of a union and the place in a list
         path = path[:-1]
