@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lipkit import plain
 from lipkit.certificates.certificate import Certificate, certify
