@@ -130,8 +130,8 @@ class Call:
         """
         if self.operand(x).dtype not in self.dtypes:
             raise self.refuse(
-                f"expected a result of the input's dtype {dtype_name(x.dtype)}, got {dtype_name(self.dtypes[0])}: bits "
-                "read in another format are other numbers; convert them with x.to(dtype)"
+                f"expected a result of the input's dtype {x.dtype}, got {self.dtypes[0]}: bits read in another "
+                "format are other numbers; convert them with x.to(dtype)"
             )
         return x.form
 
@@ -190,15 +190,6 @@ def root(count: int) -> float:
     """
     floor = math.isqrt(count)
     return float(floor) if floor * floor == count else math.nextafter(math.sqrt(count), math.inf)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """How a message writes a dtype.
-
-    >>> dtype_name(torch.float32)
-    'float32'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 def _flat(value: Any) -> list[Any]:

@@ -300,12 +300,8 @@ def _flatten(r: _Reader) -> tuple[Step, list[str]]:
 def _reshape(r: _Reader) -> tuple[Step, list[str]]:
     sizes = r.needed(1).tolist()
     # A first size of 1 comes from files that were made for one sample.
-    if (
-        not sizes
-        or sizes[0] not in ((-1, 0, 1) if r.batch == 1 else (-1, 0))
-        or 0 in sizes[1:]
-        or r.take("allowzero", 0)
-    ):
+    first = (-1, 0, 1) if r.batch == 1 else (-1, 0)
+    if not sizes or sizes[0] not in first or 0 in sizes[1:] or r.take("allowzero", 0):
         raise r.refuse("a shape that keeps the batch first", f"{sizes}")
     r.rank = len(sizes)
     return (lambda network, values: values[0].reshape(values[0].size(0), *sizes[1:])), r.inputs[:1]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.analysis.calls import Call, Operand, apply, dtype_name, function_name
+from lipkit.analysis.calls import Call, Operand, apply, function_name
 from lipkit.analysis.folding import NORMS, foldable, folded_bound
 from lipkit.analysis.forms import Form, source
 from lipkit.analysis.methods import layer_bound
@@ -128,7 +128,7 @@ class Propagation:
             )
         raise NoRuleError(
             f"analyze: {self._what(node)}: expected a result in a floating-point format that holds the network's "
-            f"{dtype_name(self._format)}, got {dtype_name(dtype)}: {why}"
+            f"{self._format}, got {dtype}: {why}"
         )
 
     def _sample_shape(self, node: fx.Node, value: Any) -> Shape:
