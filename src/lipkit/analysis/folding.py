@@ -42,7 +42,7 @@ def folded_bound(
     Guarantee:
         Upper, including rounding.
 
-    >>> from lipkit import lipschitz
+    >>> import torch; from lipkit import lipschitz
     >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
     >>> _ = norm.running_var.copy_(torch.tensor([0.25, 4.0])); layer = nn.Linear(2, 2)
     >>> _ = layer.weight.data.copy_(torch.diag(torch.tensor([1.0, 2.0])))

@@ -107,9 +107,9 @@ def _softplus(module: nn.Softplus, input_shape: Shape, arithmetic: Arithmetic) -
     beta, threshold = float(module.beta), float(module.threshold)
     jump = math.exp(-threshold * (1 - 2.0**-20)) / beta * (1 + 2.0**-40)
     found = pointwise(LIBRARY + 8, (2 * LIBRARY + 8) / beta, jump, input_shape, arithmetic, max(beta, threshold))
-    # The exponential must not overflow before the threshold switches it off. With z = beta x and the largest z that
-    # is allowed, m, e^z <= 1 + e^m z / m up to there: a bound that is linear in x and uses up the room at m. Entries of
-    # an input at a distance s are below the largest one of the sample plus s.
+    # The exponential must not overflow: below a low threshold it stays under a 64th of the range. Otherwise, with
+    # z = beta x and the largest z that is allowed, m, e^z <= 1 + e^m z / m up to there: a bound that is linear in x and
+    # uses up the room at m. Entries of an input at a distance s are below the largest one of the sample plus s.
     most = math.log(arithmetic.largest / 64)
     if threshold * (1 + 2.0**-20) <= most:
         return found
