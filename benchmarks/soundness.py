@@ -21,7 +21,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -410,14 +410,14 @@ def graphs(draw: random.Random) -> None:
 KINDS = (matrix_norms, layers, networks, networks, graphs)
 
 
-def attempt(seed: int, index: int) -> tuple[str, str]:
+def attempt(seed: int, index: int, kinds: Sequence[Callable[[random.Random], None]] = KINDS) -> tuple[str, str]:
     """Draw number ``index``: its kind, and "held" or "refused".
 
     Raises:
         Failure: a claim that does not hold.
     """
     draw = random.Random(f"{seed} {index}")
-    kind = draw.choice(KINDS)
+    kind = draw.choice(kinds)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -436,18 +436,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="make this draw alone")
+    parser.add_argument("--kind", choices=[kind.__name__ for kind in dict.fromkeys(KINDS)], help="these draws alone")
     parser.add_argument("--all", action="store_true", help="go on after a failure, and list them")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.backends.nnpack.set_flags(False)
+    kinds = [kind for kind in KINDS if given.kind in (None, kind.__name__)]
     if given.only is not None:
-        print(*attempt(given.seed, given.only))
+        print(*attempt(given.seed, given.only, kinds))
         return
     counts: collections.Counter[str] = collections.Counter()
     end, index, failures = time.monotonic() + 60 * given.minutes, 0, []
     while time.monotonic() < end:
         try:
-            counts[" ".join(attempt(given.seed, index))] += 1
+            counts[" ".join(attempt(given.seed, index, kinds))] += 1
         except Failure as error:
             if not given.all:
                 sys.exit(str(error))
