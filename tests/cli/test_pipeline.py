@@ -75,7 +75,8 @@ def test_the_same_recipe_gives_the_same_network_in_a_new_folder_and_another_seed
 def test_certify_again_keeps_what_training_knew(finished, capsys):
     before = read_record(finished.folder)
     assert main(["certify", str(finished.folder), "certify.eps=0.1,0.25", "certify.attack_samples=null"]) == 0
-    after = read_record(finished.folder)
+    after = read_record(finished.folder / "certify-001")
+    assert read_record(finished.folder) == before
     assert [row.eps for row in after.certified] == [0.1, 0.25]
     assert after.attack.samples is None
     assert (after.lipschitz.claimed, after.parameters) == (before.lipschitz.claimed, before.parameters)
@@ -139,7 +140,7 @@ def test_ctrl_c_then_resume_gives_the_network_of_an_uninterrupted_run(finished, 
     assert main(["train", "--resume", str(folder)]) == 0
     assert read_record(folder).network_sha256 == finished.record.network_sha256
     assert len(run_folder.read_metrics(folder)) == 2
-    assert main(["train", "--resume", str(folder)]) == 0  # already finished: evaluated anew
+    assert main(["train", "--resume", str(folder)]) == 0  # already finished: its record is printed
     with pytest.raises(RunError, match="expected the recipe of the run in"):
         pipeline.train(quick("train.lr=1"), resume=folder)
 
@@ -281,8 +282,9 @@ def test_regression_ends_with_an_error_a_bound_and_a_search(mine, tmp_path, caps
     assert record.mse == pytest.approx(expected, rel=1e-5)
     assert run_folder.read_metrics(folder)[-1]["test_mse"] == pytest.approx(record.mse, rel=1e-5)
     assert main(["certify", str(folder), "certify.delta=0.5", "certify.search_steps=20"]) == 0
-    again = read_record(folder)
+    again = read_record(folder / "certify-001")
     assert (again.delta, again.lipschitz.claimed) == (0.5, record.lipschitz.claimed)
+    assert read_record(folder) == record
     assert main(["report", str(folder)]) == 0
     assert "tightness" in capsys.readouterr().out
 

@@ -19,6 +19,7 @@ from lipkit.certificates.measurement import measure
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
 from lipkit.certificates.rounding import sound
 from lipkit.certificates.rounding.evaluators import Evaluator, check_rounding
+from lipkit.certificates.units import check_radii
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 
@@ -43,6 +44,7 @@ class Certificate:
         rounding: ``"sound"``: `radius` holds for the machine's evaluation; ``"ignore"``: for real arithmetic on
             logits taken as exact.
         evaluator: the evaluation that `radius` holds for, and the settings it was made under.
+        input_range: of the network (`lipkit.plain.Network`); None where it is not known.
     """
 
     radius: Tensor
@@ -58,6 +60,7 @@ class Certificate:
     network_sha256: str
     rounding: str
     evaluator: Evaluator
+    input_range: tuple[float, float] | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -85,8 +88,14 @@ class Certificate:
             raise OptionError("expected a certificate with rounding='sound', got one with rounding='ignore'")
         return self.correct & ((self.radius_ignored if wanted == "ignore" else self.radius) > eps)
 
-    def accuracy(self, eps: float, *, rounding: str | None = None) -> float:
-        """Certified accuracy: share of samples that are correct with a radius above ``eps`` (units of the input)."""
+    def accuracy(self, eps: float, *, rounding: str | None = None, large_eps: bool = False) -> float:
+        """Certified accuracy: share of samples that are correct with a radius above ``eps`` (units of the input).
+
+        Raises:
+            OptionError: see `certified`; or an ``eps`` that the range of the inputs makes a slip (36 for 36/255), see
+                `lipkit.certificates.units.check_radii`: ``large_eps`` asks for a large one.
+        """
+        check_radii([eps], self.input_shape, self.input_range, large=large_eps)
         return float(self.certified(eps, rounding=rounding).double().mean())
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
@@ -179,7 +188,7 @@ def certify(
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
         OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample, ``delta`` is given for labels, an unknown ``rounding`` or ``evaluator``, or settings of torch
+            no sample or one outside of the network's ``input_range``, ``delta`` is given for labels, an unknown ``rounding`` or ``evaluator``, or settings of torch
             under which the evaluator's arithmetic is not IEEE.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
@@ -223,6 +232,7 @@ def certify(
         network_sha256=plain.sha256(network),
         rounding=rounding,
         evaluator=measured.evaluator,
+        input_range=network.input_range,
     )
 
 

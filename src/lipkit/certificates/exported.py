@@ -121,7 +121,7 @@ def _as_tensor(values: object) -> Tensor:
 
 
 def check_inputs(network: object, x: Tensor, batch_size: int) -> None:
-    """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape."""
+    """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape and range."""
     refuse_wrapper(network, "certify")
     if not isinstance(network, plain.Network):
         raise NoRuleError(
@@ -135,6 +135,15 @@ def check_inputs(network: object, x: Tensor, batch_size: int) -> None:
         raise OptionError(f"expected floating-point inputs (images in [0, 1]), got {dtype_name(x)}")
     if len(x) == 0:
         raise OptionError("expected at least one sample to certify, got 0")
+    if network.input_range is not None:
+        low, high = network.input_range
+        found = [float(value) for value in torch.aminmax(x.detach())]
+        slack = 1e-6 * (high - low)  # of whoever scaled them
+        if found[0] < low - slack or found[1] > high + slack:
+            raise OptionError(
+                f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {found[0]:g} "
+                f"to {found[1]:g}: rescale them (8-bit images: / 255), or set network.input_range = None"
+            )
     if batch_size < 1:
         raise OptionError(f"expected batch_size >= 1, got {batch_size}")
 

@@ -138,4 +138,6 @@ def attach(network: Network, multipliers: Mapping[int, Tensor]) -> Network:
     True
     """
     modules = list(Network([network], network.input_shape))
-    return Network(modules, network.input_shape, multipliers)
+    attached = Network(modules, network.input_shape, multipliers)
+    attached.input_range = network.input_range
+    return attached

@@ -28,9 +28,10 @@ NAMES = ("pgd", "apgd", "fab", "cw", "autoattack")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
+@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 def command(
     run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,
-    seed: int, images: int, batch_size: int, root: Path | None, device: str,
+    seed: int, images: int, batch_size: int, root: Path | None, device: str, large_eps: bool,
 ) -> None:  # fmt: skip
     """Attack the network of RUN and compare every example with the certified radii.
 
@@ -45,7 +46,7 @@ def command(
     with display() as show:
         text = attack_run(
             run, name, norm, eps=eps, samples=samples, steps=steps, restarts=restarts, seed=seed, images=images,
-            batch_size=batch_size, root=root, device=device, note=show.note,
+            batch_size=batch_size, root=root, device=device, large_eps=large_eps, note=show.note,
         )  # fmt: skip
     click.echo(text)
 
@@ -53,12 +54,13 @@ def command(
 def attack_run(
     folder: Path, name: str, norm: str, *, eps: str | None, samples: int | None, steps: int | None,
     restarts: int | None, seed: int, images: int, batch_size: int, root: Path | None, device: str,
-    note: Callable[[str], None],
+    large_eps: bool, note: Callable[[str], None],
 ) -> str:  # fmt: skip
     """Attack, compare, write; what to print.
 
     Raises:
         RunError: there is no exported network in the folder, or it is one of a regression.
+        OptionError: a radius that the data make a slip, or images outside of [0, 1].
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     import time
@@ -67,9 +69,9 @@ def attack_run(
 
     from lipkit import plain
     from lipkit.certificates import certify
-    from lipkit.cli.build import load_data
+    from lipkit.certificates.units import check_radii
+    from lipkit.cli.build import input_range, load_data
     from lipkit.cli.pipeline import NETWORK, read_recipe
-    from lipkit.cli.results import _box
     from lipkit.cli.train import data_root
     from lipkit.errors import OptionError, RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
@@ -88,9 +90,11 @@ def attack_run(
         raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
     network = plain.load(folder / NETWORK)
     data = load_data(recipe)
+    box = input_range(data)
+    name_of_radii = "certify.eps" if eps is None else "--eps"
+    check_radii(radii, data.input_shape, box, name=name_of_radii, norm=norm, large=large_eps)
     numbers = choose_samples(len(data.test), samples, seed)
     x, y = data.test.batch(numbers)
-    box = _box(data)
     if box is not None and not bool(((x >= box[0]) & (x <= box[1])).all()):
         raise OptionError(f"expected images in {box}, got values from {float(x.min()):g} to {float(x.max()):g}")
     attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)

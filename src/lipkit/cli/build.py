@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lipkit import data as datasets
 from lipkit import models
+from lipkit.certificates.units import check_radii
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError
 from lipkit.protocol import export, lipschitz
 from lipkit.training import LipschitzPenalty, PgdAdversary
@@ -36,6 +37,28 @@ def load_data(recipe: Recipe) -> datasets.Data:
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
     return data
+
+
+def input_range(data: datasets.Data) -> tuple[float, float] | None:
+    """Where inputs lie, and attacks stay: images are in [0, 1], other inputs have no limits."""
+    return (0.0, 1.0) if len(data.input_shape) == 3 else None
+
+
+def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
+    """Refuse radii of a recipe that these data make a slip, see `lipkit.certificates.units.check_radii`.
+
+    Raises:
+        OptionError: the message names the key.
+    """
+    shape, box, section = data.input_shape, input_range(data), recipe.certify
+    names = ("eps", "attack_eps") if recipe.task == "classification" else ("delta",)
+    for name in names:
+        radii = getattr(section, name)
+        radii = [radii] if isinstance(radii, float | int) else radii or ()
+        check_radii(radii, shape, box, name=f"certify.{name}", large=large)
+    if recipe.adversary is not None:
+        eps, norm = recipe.adversary.eps, recipe.adversary.norm
+        check_radii([eps], shape, box, name="adversary.eps", norm=norm, large=large)
 
 
 def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
@@ -98,8 +121,7 @@ def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdver
     """The recipe's training attack, or None; on images it stays in [0, 1]."""
     if section is None:
         return None
-    box = (0.0, 1.0) if len(data.input_shape) == 3 else None
-    return PgdAdversary(**section.model_dump(), box=box)
+    return PgdAdversary(**section.model_dump(), box=input_range(data))
 
 
 def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool, **jitter: float) -> Tensor:

@@ -12,11 +12,14 @@ import click
 @click.argument("changes", nargs=-1, metavar="[KEY=VALUE ...]")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-def command(run: Path, changes: tuple[str, ...], root: Path | None, device: str) -> None:
-    """Certify the network of RUN anew, attack it, and write its record and report.
+@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+def command(run: Path, changes: tuple[str, ...], root: Path | None, device: str, large_eps: bool) -> None:
+    """Certify the network of RUN once more, attack it, and write a record and a report.
 
-    An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
-    certify or data of the run's recipe: certify.eps=36/255,1 certify.attack_steps=200
+    They go into a folder of their own, RUN/certify-001 and so on, beside those that RUN has; the latter stay what
+    reports, tables and exports of RUN show. An adversarial example inside a certified radius stops the command with an
+    error. KEY=VALUE changes the section certify or data of the run's recipe:
+    certify.eps=36/255,1 certify.attack_steps=200
     """
     for change in changes:
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
@@ -27,5 +30,5 @@ def command(run: Path, changes: tuple[str, ...], root: Path | None, device: str)
 
     recipe = pipeline.read_recipe(run, [*changes, *([] if root is None else [data_root(root)])])
     with display() as show:
-        outcome = pipeline.certify(run, recipe, device=device, display=show)
+        outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
     click.echo(result(outcome))

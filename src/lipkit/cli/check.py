@@ -23,8 +23,15 @@ CLAIMED = "claimed, not checked:"
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets.")
 @click.option("--limit", type=click.IntRange(min=1), help="Samples of the data, if the certificate is of a part.")
 @click.option("--eps", multiple=True, metavar="EPS", help="Radii to print certified accuracies at; default 36/255, ...")
+@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 def command(
-    certificate: Path, network: Path, data: str, root: Path | None, limit: int | None, eps: tuple[str, ...]
+    certificate: Path,
+    network: Path,
+    data: str,
+    root: Path | None,
+    limit: int | None,
+    eps: tuple[str, ...],
+    large_eps: bool,
 ) -> None:
     """Prove every radius in CERTIFICATE again for NETWORK on the test samples of DATA.
 
@@ -38,7 +45,9 @@ def command(
     from lipkit import data as datasets
     from lipkit import plain
     from lipkit.certificates.certificate_reader import read_certificate
+    from lipkit.certificates.units import check_radii
     from lipkit.certificates.verification import verify
+    from lipkit.cli.build import input_range
     from lipkit.errors import OptionError
     from lipkit.evaluation import EPS
     from lipkit.training.recipe_values import parse_number
@@ -50,6 +59,7 @@ def command(
     file = read_certificate(certificate)
     stored = plain.load(network)
     loaded = datasets.load(data, root=root, limit=limit)
+    check_radii(radii if eps else (), loaded.input_shape, input_range(loaded), name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)
     click.echo(report(file, confirmed, loaded.name, radii))
@@ -75,7 +85,7 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
         f"evaluator {confirmed.evaluator.name}",
         f"clean      {100 * confirmed.clean_accuracy:.2f} %",
     ]
-    lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r):.2f} %" for r in radii]
+    lines += [f"certified({format_radius(r)})  {100 * confirmed.accuracy(r, large_eps=True):.2f} %" for r in radii]
     if larger:
         lines.append(f"rounding   {larger} radii of the file are larger than those proved here, which count")
     lines += ["", CLAIMED]

@@ -36,7 +36,7 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
     """
     from lipkit import plain
     from lipkit.cli import pipeline
-    from lipkit.cli.build import load_data
+    from lipkit.cli.build import input_range, load_data
     from lipkit.cli.train import data_root
     from lipkit.errors import RunError
     from lipkit.shipping import check_runtime
@@ -49,6 +49,7 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
         )
     network = plain.load(run / pipeline.NETWORK)
     data = load_data(recipe)
+    network.input_range = input_range(data)
     target, runtime = _write(run, form, out, licence, network)
     import torch
 
@@ -84,7 +85,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
     """The model folder of a run: its recipe says the architecture, its last checkpoint the parameters."""
     from lipkit import shipping
     from lipkit.cli import pipeline
-    from lipkit.cli.build import build_model, load_data
+    from lipkit.cli.build import build_model, input_range, load_data
     from lipkit.errors import RunError
     from lipkit.report import read_record
     from lipkit.training import run_folder
@@ -105,6 +106,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
         name=recipe.model.name,
         options={"input_shape": data.input_shape, "classes": outputs, **recipe.model.options},
         input_shape=data.input_shape,
+        input_range=input_range(data),
         classes=data.classes,
         card=shipping.model_card(read_record(run), folder=folder.name, licence=licence),
     )

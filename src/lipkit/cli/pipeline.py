@@ -6,6 +6,7 @@ RUN/
   record.json, report.html                                    see lipkit.report
   certificate.jsonl, radii.csv, examples.safetensors          of a classification; `lipkit check` verifies the first
   predictions.csv, curve.safetensors                          of a regression
+  certify-001/, ...                                           the same files of each later `lipkit certify`
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ import torch
 from torch import nn
 
 from lipkit import plain
-from lipkit.cli.build import adversary, augmentation, build_model, load_data, penalty
+from lipkit.cli.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
 from lipkit.cli.console import Display, Silent, duration
-from lipkit.cli.results import Outcome, finish
+from lipkit.cli.results import RECIPE, Outcome, finish
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError, RunError
 from lipkit.evaluation import evaluate
 from lipkit.files import write_atomic
 from lipkit.protocol import export, lipschitz
-from lipkit.report import read_record
+from lipkit.report import read_record, write_report
+from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts
 from lipkit.training import fit, losses, run_folder, schedules
 from lipkit.training.loop import make_fabric
 from lipkit.training.recipe import Recipe, load_recipe, to_yaml
 from lipkit.training.recipe_schema import TrainSection
 
-RECIPE, NETWORK = "recipe.yaml", "network"
+NETWORK = "network"
 PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
 
 
@@ -47,6 +49,7 @@ def train(
     resume: str | Path | None = None,
     display: Display | None = None,
     fabric: Any = None,
+    large_eps: bool = False,
 ) -> Outcome | None:
     """Train, export, certify, attack, record, report.
 
@@ -57,19 +60,23 @@ def train(
         resume: the folder of a run to continue instead; its recipe must be ``recipe``.
         display: where to report.
         fabric: a launched Fabric; None makes one as ``recipe.train`` says.
+        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.units.check_radii`.
 
     Returns:
-        The outcome; None in all but the first of several training processes, and if ``train.max_minutes`` ended
-        training before its last epoch.
+        The outcome (of a run that was finished before: as its record says); None in all but the first of several
+        training processes, and if ``train.max_minutes`` ended training before its last epoch.
 
     Raises:
         LipkitError: in the order of cost: data, model, training, certificate.
     """
     display = display or Silent()
     data = load_data(recipe)
+    check_eps(recipe, data, large_eps)
     model = build_model(recipe, data)
     fabric = fabric or open_fabric(recipe)
     folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
+    if resume is not None and (folder / RECORD).exists():
+        return _finished(folder, display) if fabric.is_global_zero else None
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if fabric.is_global_zero:
         display.note(
@@ -126,6 +133,7 @@ def train(
     display.note(_pace(run.history, seconds))
 
     network = export(run.result, data.input_shape)
+    network.input_range = input_range(data)
     plain.save(network, folder / NETWORK)
     facts: Facts = {
         "claimed": float(lipschitz(run.result, data.input_shape).detach()),
@@ -138,17 +146,38 @@ def train(
     return finish(folder, recipe, network, data, facts, display, fabric.device)
 
 
-def certify(folder: str | Path, recipe: Recipe, *, device: str = "cpu", display: Display | None = None) -> Outcome:
-    """Certify and attack the network of a run again, and write its record and report anew.
+def _finished(folder: Path, display: Display) -> Outcome:
+    """The outcome of a run that has its record; the page is made from it if it is missing."""
+    display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
+    record = read_record(folder)
+    if not (folder / REPORT).exists():
+        write_report(folder)
+    return Outcome(folder, record.metrics(), record)
+
+
+def certify(
+    folder: str | Path,
+    recipe: Recipe,
+    *,
+    device: str = "cpu",
+    display: Display | None = None,
+    large_eps: bool = False,
+) -> Outcome:
+    """Certify and attack the network of a run once more; record and report go beside the first ones.
+
+    The first certification of a run lies in its folder. Each later one gets a folder of its own in there
+    (``certify-001``, ...): nothing that was measured is replaced.
 
     Args:
         folder: the run's folder.
         recipe: its recipe, `read_recipe`, perhaps with another ``certify`` or ``data`` section.
         device: where to compute.
         display: where to report.
+        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.units.check_radii`.
 
     Raises:
         RunError: there is no exported network in the folder.
+        OptionError: a radius that the data make a slip.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     folder = Path(folder)
@@ -161,6 +190,7 @@ def certify(folder: str | Path, recipe: Recipe, *, device: str = "cpu", display:
         raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
     network = plain.load(folder / NETWORK)
     data = load_data(recipe)
+    check_eps(recipe, data, large_eps)
     facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
     if (folder / RECORD).exists():
         before = read_record(folder)
@@ -201,7 +231,8 @@ def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Pa
     folder = ""
     if fabric.is_global_zero:
         made = run_folder.create(out, recipe.name) if asked is None else Path(asked)
-        made.mkdir(parents=True, exist_ok=True)  # what is in it already, the loop refuses
+        run_folder.check_new(made, NETWORK, RECORD)
+        made.mkdir(parents=True, exist_ok=True)
         write_atomic(made / RECIPE, to_yaml(recipe).encode())
         folder = str(made)
     return Path(fabric.broadcast(folder, src=0))

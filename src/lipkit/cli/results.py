@@ -10,14 +10,17 @@ import torch
 
 from lipkit import plain
 from lipkit.certificates.certificate_file import describe, write_certificate
+from lipkit.cli.build import input_range
 from lipkit.cli.console import Display
 from lipkit.data import Data, Split
 from lipkit.evaluation import evaluate, evaluate_regression, latency
+from lipkit.files import write_atomic
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
-from lipkit.report.record import Facts, from_evaluation, from_regression
-from lipkit.training.recipe import Recipe
+from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
+from lipkit.training.recipe import Recipe, to_yaml
+from lipkit.training.run_folder import create
 
-CERTIFICATE = "certificate.jsonl"
+RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Outcome:
     """What a run ended with.
 
     Attributes:
-        folder: the run's folder.
+        folder: the run's folder, or the one inside that a later certification got.
         metrics: its figures by name: clean, certified(36/255), pgd(36/255), lipschitz, ... or test_mse, tightness, ...
         record: the record they are in.
     """
@@ -44,7 +47,7 @@ def finish(
     display: Display,
     device: torch.device,
 ) -> Outcome:
-    """Evaluate an exported network as the recipe says, and write record and report into the run's folder.
+    """Evaluate an exported network as the recipe says, and write record and report where `place` says.
 
     Raises:
         CertificateViolation: the certificate was disproved.
@@ -52,7 +55,7 @@ def finish(
     facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
     certify = _regression if recipe.task == "regression" else _classification
     outcome = certify(folder, recipe, network, data, facts, display, device)
-    write_report(folder)
+    write_report(outcome.folder)
     return outcome
 
 
@@ -80,16 +83,18 @@ def _classification(
         attack_restarts=section.attack_restarts,
         attack_samples=section.attack_samples,
         classes=data.classes,
-        box=_box(data),
+        box=input_range(data),
         confidence=section.confidence,
         batch_size=section.batch_size,
         seed=recipe.train.seed,
         device=device,
+        large_eps=True,  # whoever read the recipe has checked its radii
     )
-    record = from_evaluation(evaluation, name=folder.name, data=data.name, classes=data.classes, **facts)
-    save_evaluation(folder, evaluation, test, record)
-    write_certificate(describe(evaluation.certificate, network, x, y, data.name), folder / CERTIFICATE)
-    return Outcome(folder, record.metrics(), record)
+    target, name = place(folder, recipe)
+    record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
+    write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
+    save_evaluation(target, evaluation, test, record)
+    return Outcome(target, record.metrics(), record)
 
 
 def _regression(
@@ -107,11 +112,20 @@ def _regression(
     evaluation = evaluate_regression(
         network, data.test, delta=section.delta, batch_size=section.batch_size, device=device, **search
     )
-    record = from_regression(evaluation, name=folder.name, data=data.name, search=search, **facts)
-    save_regression(folder, evaluation, network, data.test, record)
-    return Outcome(folder, record.metrics(), record)
+    target, name = place(folder, recipe)
+    record = from_regression(evaluation, name=name, data=data.name, search=search, **facts)
+    save_regression(target, evaluation, network, data.test, record)
+    return Outcome(target, record.metrics(), record)
 
 
-def _box(data: Data) -> tuple[float, float] | None:
-    """Where attacks stay: images are in [0, 1], other inputs have no limits."""
-    return (0.0, 1.0) if len(data.input_shape) == 3 else None
+def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
+    """Where a certification goes, and what it is called: what was measured before is never replaced.
+
+    The first one of a run goes into its folder. A later one gets a folder of its own in there, ``certify-001`` and so
+    on, with the recipe that it was made by.
+    """
+    if not (folder / RECORD).exists():
+        return folder, folder.name
+    target = create(folder, AGAIN)
+    write_atomic(target / RECIPE, to_yaml(recipe).encode())
+    return target, f"{folder.name}/{target.name}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from lipkit.cli.table_runs import TableRun, slug
 from lipkit.cli.tables import SCALES, Row, Scale
+from lipkit.errors import RunError
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.report.measurement import MeasurementRecord, read_any_record
 from lipkit.report.record import RECORD, AnyRecord
@@ -42,12 +43,22 @@ class Found:
 
 
 def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
-    """Copy the records of finished runs, without weights, to ``folder/ROW/SCALE-seedN.json``."""
+    """Copy the records of finished runs, without weights, to ``folder/ROW/SCALE-seedN.json``.
+
+    Raises:
+        RunError: the record of another run is there: it is not replaced.
+    """
     made = []
     for run in runs:
         if run.done:
             path = folder / slug(run.row.label) / f"{run.scale}-seed{run.seed}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
+            there = read_any_record(path).created if path.exists() else None
+            if there not in (None, read_any_record(run.folder).created):
+                raise RunError(
+                    f"expected no record of another run at {path}, got one made at {there}: move it, or keep "
+                    "the new ones in another folder"
+                )
             write_atomic(path, without_places(read_bytes(run.folder / RECORD, MAX_TEXT)))
             made.append(path)
     return made

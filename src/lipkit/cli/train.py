@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of machines (train.nodes); torchrun sets it.")
 @click.option("--strategy", metavar="NAME", help="ddp or fsdp (train.strategy).")
 @click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
+@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 def command(
     arguments: tuple[str, ...],
     seeds: int | None,
     resume: Path | None,
     out: Path | None,
     root: Path | None,
+    large_eps: bool,
     **placement: str | int | None,
 ) -> None:
     """Train a network, certify and attack it, and write its report.
@@ -49,16 +51,16 @@ def command(
     if resume is None:
         from lipkit.training.recipe import DEFAULT, load_recipe
 
-        _train(load_recipe(name or DEFAULT, overrides + placed), seeds, out or Path("runs"))
+        _train(load_recipe(name or DEFAULT, overrides + placed), seeds, out or Path("runs"), large_eps)
     elif name is not None or overrides or seeds is not None or out is not None:
         raise click.UsageError(
             "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"
         )
     else:
-        _resume(resume, placed)
+        _resume(resume, placed, large_eps)
 
 
-def _train(recipe: Recipe, seeds: int | None, out: Path) -> None:
+def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> None:
     from lipkit.cli import pipeline  # slow to import: after the recipe was found to be right
     from lipkit.cli.console import display
 
@@ -67,7 +69,9 @@ def _train(recipe: Recipe, seeds: int | None, out: Path) -> None:
     with display() as show:
         fabric = pipeline.open_fabric(recipe)
         for seed in range(first, first + (seeds or 1)):
-            outcome = pipeline.train(pipeline.seeded(recipe, seed), out=out, display=show, fabric=fabric)
+            outcome = pipeline.train(
+                pipeline.seeded(recipe, seed), out=out, display=show, fabric=fabric, large_eps=large_eps
+            )
             if outcome is not None:
                 outcomes.append(outcome)
                 if seeds:
@@ -78,12 +82,13 @@ def _train(recipe: Recipe, seeds: int | None, out: Path) -> None:
         click.echo(result(outcomes[0]))
 
 
-def _resume(folder: Path, placed: Sequence[str]) -> None:
+def _resume(folder: Path, placed: Sequence[str], large_eps: bool) -> None:
     from lipkit.cli import pipeline
     from lipkit.cli.console import display
 
     with display() as show:
-        outcome = pipeline.train(pipeline.read_recipe(folder, placed), resume=folder, display=show)
+        recipe = pipeline.read_recipe(folder, placed)
+        outcome = pipeline.train(recipe, resume=folder, display=show, large_eps=large_eps)
     if outcome is not None:
         click.echo(result(outcome))
 

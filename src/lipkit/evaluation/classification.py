@@ -14,6 +14,7 @@ from lipkit import plain
 from lipkit.attacks.pgd import Box
 from lipkit.certificates import Certificate, certify, format_radius
 from lipkit.certificates.intervals import Share, share
+from lipkit.certificates.units import check_radii
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, attack_certificate
 from lipkit.evaluation.cross_check import CrossCheck
@@ -80,6 +81,7 @@ def evaluate(
     confidence: float = 0.95,
     seed: int = 0,
     device: str | torch.device = "cpu",
+    large_eps: bool = False,
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
@@ -107,14 +109,17 @@ def evaluate(
         confidence: of the Clopper-Pearson intervals.
         seed: of the choice of samples and of the attack.
         device: where logits and the attack are computed (see `lipkit.certify`).
+        large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
-        OptionError: an eps below 0 or not finite, or another value outside its range.
+        OptionError: an eps below 0, not finite, or a slip (`lipkit.certificates.units.check_radii`), or another value
+            outside its range.
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
     eps = _radii("eps", eps)
     attack_eps = eps if attack_eps is None else _radii("attack_eps", attack_eps)
+    check_radii((*eps, *attack_eps), network.input_shape, network.input_range, large=large_eps)
     if attack_samples is not None and attack_samples < 0:
         raise OptionError(f"expected attack_samples >= 0 or None, got {attack_samples}")
     start = time.perf_counter()

@@ -152,12 +152,14 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
     record = read_record(folder)
     if not isinstance(record, Record) or not is_image(tuple(record.data.input_shape)):
         raise RunError(f"{folder}: expected a run that classifies images, got {record.task} of {record.data.name}")
-    network = plain.load(folder / NETWORK)
+    again = f"run lipkit certify {folder}, and open the folder that it makes"
+    # A later certification lies in a folder of its own in the run's.
+    network = plain.load(folder / NETWORK if (folder / NETWORK).is_dir() else folder.parent / NETWORK)
     if plain.sha256(network) != record.network_sha256:
-        raise RunError(f"{folder}: expected the network of its record, got another: run lipkit certify {folder}")
+        raise RunError(f"{folder}: expected the network of its record, got another: {again}")
     radii = read_radii(folder)
     if radii is None:
-        raise RunError(f"{folder}: expected a certified run with {RADII}: run lipkit certify {folder}")
+        raise RunError(f"{folder}: expected a certified run with {RADII}: {again}")
     if len(radii) != len(split):
         raise RunError(f"{folder}: expected radii of {len(split)} test samples, got {len(radii)}")
     return ExploredRun(

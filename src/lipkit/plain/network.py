@@ -37,11 +37,17 @@ class Network(nn.Sequential):
             the LMI (``lipkit.bounds.lmi``) that bounds the whole run of linear layers. They travel with the network
             and are a claim that is checked, never trusted.
 
+    Attributes:
+        input_range: (low, high) of every entry of the inputs that the network was made for, such as (0, 1) of images;
+            None where nobody said. Certificates refuse inputs outside. It is stored, and no part of `plain.sha256`.
+
     >>> import torch
     >>> net = Network([nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Identity())], (1, 2, 2))
     >>> len(net), net(torch.ones(3, 1, 2, 2)).shape
     (2, torch.Size([3, 4]))
     """
+
+    input_range: tuple[float, float] | None = None
 
     def __init__(
         self,

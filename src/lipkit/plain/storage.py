@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,13 @@ def save(network: Network, folder: str | Path) -> Path:
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
     config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
+    if network.input_range is not None:
+        config["input_range"] = list(network.input_range)
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
     try:
         text = json.dumps(config, indent=1, allow_nan=False) + "\n"
         _skeleton(json.loads(text)["network"], tensors)
+        _input_range(config)
     except (DataError, TypeError, ValueError) as error:
         raise OptionError(f"save: expected a network that can be read back, got one that cannot: {error}") from None
     folder = Path(folder)
@@ -98,6 +102,16 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     return skeleton
 
 
+def _input_range(config: dict[str, Any]) -> tuple[float, float] | None:
+    found = config.get("input_range")
+    if found is None:
+        return None
+    numbers = isinstance(found, list) and len(found) == 2 and all(type(n) in (int, float) for n in found)
+    if not numbers or not -math.inf < found[0] < found[1] < math.inf:
+        raise DataError(f"input_range: expected two numbers, the smaller one first, got {str(found)[:80]!r}")
+    return float(found[0]), float(found[1])
+
+
 def load(folder: str | Path) -> Network:
     """Read a network written by :func:`save`.
 
@@ -119,6 +133,7 @@ def load(folder: str | Path) -> Network:
         raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
     try:
         network = _skeleton(config.get("network"), tensors)
+        network.input_range = _input_range(config)
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     network.load_state_dict(tensors, assign=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,15 @@ from torch import Tensor
 from lipkit.certificates import Certificate
 from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Attack, Attempt
-from lipkit.files import write_atomic
+from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.report.machine import versions
 from lipkit.report.png import data_uri, is_image
 from lipkit.report.tables import interval, percent
 from lipkit.text import visible
 
 SCHEMA_VERSION = "1.0"
+# Where, when and how fast figures were found: not what was found.
+_INCIDENTAL = {"created", "seconds", "device", "versions"}
 
 
 def save_attack(
@@ -42,8 +45,9 @@ def save_attack(
 ) -> Path:
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
-    The hash is of the attack's settings, the data and the network: another setting never overwrites a file, and the
-    same one writes the same figures again.
+    The hash is of the attack's settings, the data and the network. What is there is never replaced: where the same
+    settings found something else (on another device, or on data that changed), the name ends in ``-2``, and so on;
+    where they found the same, nothing is written.
 
     Args:
         folder: the run folder.
@@ -104,7 +108,11 @@ def save_attack(
         "seconds": _number(seconds),
         "device": device,
         "versions": versions(),
+        "kept": len(order),
     }
+    path, known = _place(stem, record)
+    if known:
+        return path
     tensors = {
         "image": x[[place[int(examples.index[i])] for i in order]].cpu().float(),
         "adversarial": examples.point[order],
@@ -115,11 +123,27 @@ def save_attack(
         "linf": examples.linf[order],
     }
     shown = [rows[i] for i in order]
-    write_atomic(stem.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))
+    write_atomic(path.with_suffix(".safetensors"), save({name: t.contiguous() for name, t in tensors.items()}))
     page = render(record, shown, tensors["image"], tensors["adversarial"], classes)
-    write_atomic(stem.with_suffix(".html"), page.encode())
-    write_atomic(stem.with_suffix(".json"), json.dumps(record, indent=2, allow_nan=False).encode() + b"\n")
-    return stem.with_suffix(".json")
+    write_atomic(path.with_suffix(".html"), page.encode())
+    write_atomic(path, json.dumps(record, indent=2, allow_nan=False).encode() + b"\n")
+    return path
+
+
+def _place(stem: Path, record: Mapping[str, Any]) -> tuple[Path, bool]:
+    """The JSON file for a record, and whether one with the same figures is there already."""
+    told = json.loads(json.dumps({key: value for key, value in record.items() if key not in _INCIDENTAL}))
+    for number in itertools.count(1):
+        path = stem.with_name(stem.name + (f"-{number}" if number > 1 else "") + ".json")
+        if not path.exists():
+            return path, False
+        try:
+            there = json.loads(read_bytes(path, MAX_TEXT))
+        except (OSError, ValueError, RecursionError):
+            continue  # not ours to replace either
+        if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
+            return path, True
+    raise AssertionError("unreachable")
 
 
 def render(

@@ -37,6 +37,7 @@ def save_pretrained(
     name: str,
     options: Mapping[str, Any],
     input_shape: Shape,
+    input_range: tuple[float, float] | None = None,
     classes: Sequence[str] = (),
     card: str = "",
 ) -> Path:
@@ -47,6 +48,7 @@ def save_pretrained(
         folder: made if needed.
         name, options: of the architecture; plain values (numbers, strings, lists) only.
         input_shape: of one input, without the batch.
+        input_range: (low, high) of their entries, which the exported network then asks for; (0, 1) of images.
         classes: names of the classes.
         card: text of README.md, from `model_card`.
 
@@ -62,6 +64,7 @@ def save_pretrained(
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
     blob = save_safetensors(tensors)
     network = export(model, tuple(input_shape))
+    network.input_range = input_range
     config = {
         "schema_version": SCHEMA_VERSION,
         "library": "lipkit",

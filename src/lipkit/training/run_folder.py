@@ -65,10 +65,19 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         RunError: a run was started there before.
     """
-    if (folder / SETTINGS).exists() or (folder / METRICS).exists() or (folder / CHECKPOINTS).exists():
-        raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
+    check_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / SETTINGS, dict(settings))
+
+
+def check_new(folder: Path, *names: str) -> None:
+    """Refuse a folder with a run in it, or with one of the files ``names``.
+
+    Raises:
+        RunError: a run was started there before.
+    """
+    if any((folder / name).exists() for name in (SETTINGS, METRICS, CHECKPOINTS, *names)):
+        raise RunError(f"expected a new run folder, got {folder} with a run in it: resume it, or name another")
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
