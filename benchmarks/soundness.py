@@ -258,7 +258,8 @@ def networks(draw: random.Random) -> None:
     bias = torch.zeros(classes, dtype=dtype)
     with torch.no_grad():
         logits = (features[:1] @ weight.T)[0].double().nan_to_num()
-    bias[0] = float(logits.max() - logits[0]) * (1 + draw.choice((0.5, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-12)))
+    tie = float(logits.max() - logits[0]) * (1 + draw.choice((0.5, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-12)))
+    bias[0] = min(tie, float(torch.finfo(dtype).max))
     network = Network([*body, linear(weight, bias)], (width,))
     x = torch.where(x.isfinite(), x, torch.zeros_like(x))
     with setting(draw) as changed:

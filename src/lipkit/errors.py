@@ -3,6 +3,11 @@
 Every class also inherits the built-in exception a caller would expect, so that ``except ValueError`` works.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class LipkitError(Exception):
     """Base of every error that lipkit raises on purpose; the command line prints its message alone."""
@@ -34,3 +39,26 @@ class RunError(LipkitError, RuntimeError):
 
 class CertificateViolation(LipkitError, RuntimeError):
     """An adversarial example lies inside a certified radius: the certificate, and so the bound, is wrong."""
+
+
+def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The names that were probably meant: all that go on with ``word``, else the closest one, else none.
+
+    >>> alike("cifar10", ["cifar100_lbdn", "cifar10_cayley", "cifar10_lbdn"]), alike("cifar01_lbdn", ["cifar10_lbdn"])
+    (['cifar10_cayley', 'cifar10_lbdn'], ['cifar10_lbdn'])
+    """
+    names = list(known)
+    for start in (f"{word}_", word):
+        if word and (found := [name for name in names if name.startswith(start)]):
+            return found
+    return difflib.get_close_matches(word, names, 1, cutoff)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The middle of a message about an unknown name; empty if no name is `alike`.
+
+    >>> suggestion("digit", ["digits", "mnist"]), suggestion("a", ["a_b", "a_c", "a_d"])
+    (", did you mean 'digits'?", ", did you mean 'a_b', 'a_c' or 'a_d'?")
+    """
+    *first, last = [repr(name) for name in alike(word, known)] or [""]
+    return f", did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else ""

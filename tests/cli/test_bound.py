@@ -58,6 +58,8 @@ def test_a_factory(module, capsys):
 def test_a_folder(tmp_path, capsys):
     plain = lipkit.export(lipkit.models.build("small", input_shape=(1, 8, 8), classes=10), (1, 8, 8))
     lipkit.save(plain, tmp_path / "net")
+    assert main(["bound", str(tmp_path)]) == 2  # a run
+    assert f"{tmp_path / 'net'} has them" in capsys.readouterr().err
     assert main(["bound", str(tmp_path / "net"), "--restarts", "0", "--all"]) == 0
     assert "upper 1" in capsys.readouterr().out
     assert main(["bound", str(tmp_path / "net"), "--input-shape", "3,8,8"]) == 2

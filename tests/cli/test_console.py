@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from lipkit.cli import console
 from lipkit.training import Progress
@@ -96,6 +97,30 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch):
         assert isinstance(shown, console.Terminal)
         for event in events():
             shown.progress(event)
+
+
+@pytest.mark.parametrize("epochs", [2, 20, 200])
+@pytest.mark.parametrize("width", [40, 48, 60, 72, 80, 140])
+def test_a_narrow_terminal_keeps_epoch_and_certified_accuracy(monkeypatch, width, epochs):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    with console.display() as shown:
+        for event in events(epochs=epochs, start=epochs - 1):
+            shown.progress(event)
+        shown._bar.refresh()
+        with shown._bar.console.capture() as captured:
+            shown._bar.console.print(shown._bar.get_renderable())
+    line = Text.from_ansi(captured.get().splitlines()[-1]).plain
+    assert len(line) <= width
+    assert f"epoch {epochs}/{epochs}" in line
+    assert "certified(36/255) 62.5 %" in line
+    assert all((part in line) or width < 80 for part in ("loss 0.2500", "accuracy 50.0 %", "done"))
+    assert all((part not in line) or width > 40 for part in ("loss", "accuracy", "done"))
 
 
 def test_regression_figures():

@@ -60,7 +60,7 @@ def test_a_table_is_trained_once_and_set_beside_the_paper(monkeypatch, tmp_path,
 def test_an_unknown_table_names_the_closest(capsys):
     assert main(["reproduce", "square_wav"]) == 2
     error = capsys.readouterr().err
-    assert "unknown table 'square_wav', did you mean 'square_wave'?; known: cayley_1 (" in error
+    assert "unknown table 'square_wav', did you mean 'square_wave'? lipkit list tables shows all" in error
 
 
 def test_an_empty_registry_says_so(monkeypatch, capsys):

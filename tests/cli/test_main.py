@@ -62,7 +62,24 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["frobnicate"], "No such command 'frobnicate'"),
+        (["frobnicate"], "No such command 'frobnicate'; known: train, certify, "),
+        (["tran"], "No such command 'tran', did you mean 'train'"),
+        (["tra", "digits_cayley"], "No such command 'tra', did you mean 'train'"),
+        (["train", "--epochs", "5"], "No such option '--epochs': a key of the recipe is written train.epochs=5$"),
+        (["train", "--lr=0.1", "digits_cayley"], "written train.lr=0.1$"),
+        (["train", "--batch-size", "8"], "written train.batch_size=8 or certify.batch_size=8$"),
+        (["train", "--data", "npz:a"], "written data=npz:a$"),
+        (["train", "--train.lr", "train.seed=1"], "written train.lr=VALUE$"),
+        (["train", "--epoch", "-1"], "written train.epochs=VALUE$"),
+        (["certify", "RUN", "--eps", "36/255"], "written certify.eps=36/255$"),
+        (["reproduce", "x", "--seed", "3"], "written train.seed=3$"),
+        (["recipe", "show", "--lr", "3"], "written train.lr=3$"),
+        (["train", "--frobnicate", "3"], "Keys of the recipe are written KEY=VALUE; lipkit recipe show lists them$"),
+        (["report", "--epochs", "3"], r"No such option.*--epochs[^=]*$"),
+        (
+            ["train", "cifar10"],
+            "did you mean 'cifar10_cayley', 'cifar10_lbdn', .* or 'cifar10_wrn28_10_at_lipreg'. lipkit",
+        ),
         (["train", "--nope"], "No such option.*--nope"),
         (["train", "--seeds", "0"], "0 is not in the range"),
         (["train", "a", "b"], "expected one recipe and changes KEY=VALUE, got 'a' and 'b'"),
@@ -77,6 +94,8 @@ def test_version(capsys):
         (["report", "/nowhere"], "expected a run folder, got /nowhere"),
         (["list", "colours"], "'colours' is not one of 'layers', 'models', 'datasets', 'recipes'"),
         (["reproduce", "table1"], "unknown table 'table1'; known: "),
+        (["reproduce", "nope"], r"^.{,240}$"),  # three lines of a terminal
+        (["reproduce", "eco"], "unknown table 'eco', did you mean 'eco_2', 'eco_3', 'eco_5', 'eco_6' or 'eco_8'"),
         (["reproduce", "cayley_1", "x"], "expected one recipe and changes KEY=VALUE, got 'cayley_1' and 'x'"),
     ],
 )

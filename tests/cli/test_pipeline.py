@@ -47,6 +47,8 @@ def test_a_run_leaves_everything_a_report_needs(finished):
     assert {p.name for p in finished.folder.iterdir()} == FILES
     assert finished.folder.name == "digits_cayley-001"
     assert pipeline.read_recipe(finished.folder) == quick()
+    with pytest.raises(RunError, match=rf"recipe\.yaml, got .*network; {finished.folder} is one$"):
+        pipeline.read_recipe(finished.folder / "network")
     record = read_record(finished.folder)
     assert record == finished.record
     assert record.seed == 0

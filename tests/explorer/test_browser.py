@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from lipkit.explorer import ExploredRun, serve
+from lipkit.explorer import ExploredRun, listen, serve
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
@@ -23,16 +23,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def address(runs: list[ExploredRun]) -> str:
-    found: list[str] = []
-    ready = threading.Event()
-
-    def tell(text: str) -> None:
-        found.append(text)
-        ready.set()
-
-    threading.Thread(target=lambda: serve(runs, ready=tell), daemon=True).start()
-    assert ready.wait(60)
-    return found[0]
+    listener, found = listen()
+    threading.Thread(target=lambda: serve(runs, listener), daemon=True).start()
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,7 +20,7 @@ import torch
 from lipkit.cli import pipeline
 from lipkit.cli.build import load_data
 from lipkit.errors import LipkitError, OptionError, RunError
-from lipkit.explorer import ExploredRun, make_app, open_runs
+from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
 from lipkit.explorer.guard import HEADERS, authorities, check_host
 
 HOST = "127.0.0.1:8000"
@@ -173,3 +179,39 @@ def test_the_command_refuses_the_network_before_it_reads_data(tmp_path: Path) ->
     outcome: Any = CliRunner().invoke(command, [str(tmp_path), "--host", "0.0.0.0"])
     assert isinstance(outcome.exception, OptionError)
     assert "expected a loopback address" in str(outcome.exception)
+
+
+def test_the_command_says_its_address_before_it_reads_anything(tmp_path: Path) -> None:
+    """Nothing that is slow to import is there when the address is printed, and the port is open."""
+    code = (
+        "import sys, click; from lipkit.cli.main import main; echo = click.echo;"
+        "heavy = {'torch', 'numpy', 'fastapi', 'pydantic'};"
+        "click.echo = lambda text, **o: echo(f'{text} {sorted(heavy & set(sys.modules))}', **o);"
+        f"sys.exit(main(['explore', {str(tmp_path)!r}]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.rstrip().endswith("[]"), line
+            asked = urlsplit(line.split()[0])
+            socket.create_connection((asked.hostname, asked.port), timeout=10).close()
+        finally:
+            process.terminate()
+
+
+def test_who_asks_before_the_runs_are_read_waits_for_the_page(runs: list[ExploredRun]) -> None:
+    listener, address = listen()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.get, address, timeout=60)
+        threading.Thread(target=lambda: serve(runs, listener), daemon=True).start()
+        assert "first" in answer.result().text
+
+
+def test_the_command_says_at_once_that_a_folder_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lipkit.cli.main import main
+
+    assert main(["explore", str(tmp_path / "none")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "expected the folder of a run, got" in captured.err

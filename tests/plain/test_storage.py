@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -295,6 +296,13 @@ def test_missing_files(folder: Path, name: str) -> None:
     refused(folder, "got no")
     (folder / name).mkdir()
     refused(folder, "cannot be read")
+
+
+def test_the_folder_above_names_the_one_that_was_meant(folder: Path) -> None:
+    run = folder.parent / "run"
+    shutil.copytree(folder, run / "network")
+    with pytest.raises(DataError, match=r"got no .*run/config\.json; .*run/network has them$"):
+        load(run)
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_files_that_are_wrong(tmp_path, text, message):
 
 def test_unknown_recipes_and_missing_files(tmp_path):
     with pytest.raises(
-        RecipeError, match=r"unknown recipe 'digit_cayley', did you mean 'digits_cayley'.; known: cifar10"
+        RecipeError, match=r"unknown recipe 'digit_cayley', did you mean 'digits_cayley'. lipkit list recipes"
     ):
         load_recipe("digit_cayley")
     with pytest.raises(RecipeError, match=r"expected a recipe file, got 'nowhere.yaml': No such file"):

@@ -188,8 +188,8 @@ def certify(
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
         OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample or one outside of the network's ``input_range``, ``delta`` is given for labels, an unknown ``rounding`` or ``evaluator``, or settings of torch
-            under which the evaluator's arithmetic is not IEEE.
+            no sample or one outside of the network's ``input_range``, ``delta`` is given for labels, an unknown
+            ``rounding`` or ``evaluator``, or settings of torch under which the evaluator's arithmetic is not IEEE.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,

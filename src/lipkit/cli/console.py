@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from lipkit.text import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
-    from rich.progress import TaskID
+    from rich.progress import Task, TaskID
 
     from lipkit.training import Progress
+
+
+LEAST_BAR = 8  # columns below which a bar says nothing
 
 
 class Display(Protocol):
@@ -57,7 +61,7 @@ class Lines:
 
 
 class Terminal:
-    """A progress bar on stderr with loss, accuracy, certified accuracy and the time left."""
+    """A progress bar on stderr with loss, accuracy, certified accuracy and the time left, as far as the width goes."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -73,13 +77,14 @@ class Terminal:
         done, total = position(event), event.epochs * event.steps
         if event.row is not None:  # the latest figure: not every epoch is evaluated, and lines are narrow
             self._measured = (measured(event.row) or self._measured).rpartition("%  ")[2]
-        now = {"loss": event.loss} | ({} if event.accuracy is None else {"accuracy": event.accuracy})
-        text = "  ".join(part for part in (describe(now), self._measured) if part)
         left = f"{duration(self._clock.left(event))} left" if done < total else "done"
         label = f"epoch {event.epoch}/{event.epochs}"
+        accuracy = "" if event.accuracy is None else f"accuracy {100 * event.accuracy:.1f} %"
+        parts = (f"loss {event.loss:.4f}", accuracy, self._measured, left)
+        fields = fitted(parts, self._bar.console.width - len(label))
         if self._task is None:
-            self._task = self._bar.add_task(label, total=total, completed=done, text=text, left=left)
-        self._bar.update(self._task, description=label, completed=done, text=text, left=left)
+            self._task = self._bar.add_task(label, total=total, completed=done, **fields)
+        self._bar.update(self._task, description=label, completed=done, **fields)
         if event.row is not None and event.epoch == event.epochs:
             self._task = None
 
@@ -112,16 +117,51 @@ def display() -> Iterator[Display]:
         yield Lines()
         return
     from rich.console import Console
+
+    with progress_bar(Console(stderr=True)) as bar:
+        yield Terminal(bar)
+
+
+def progress_bar(console: Console) -> Bar:
+    """rich's progress bar with the columns of `Terminal`; the bar itself only where there is room for one."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
+    from rich.text import Text
+
+    class Roomy(BarColumn):
+        def render(self, task: Task) -> Any:
+            return super().render(task) if task.fields["room"] >= LEAST_BAR else Text("")
 
     texts = [
         TextColumn(f"{{task.{part}}}", markup=False, table_column=Column(no_wrap=True))
         for part in ("description", "fields[text]", "fields[left]")
     ]
-    with Bar(texts[0], BarColumn(bar_width=None), *texts[1:], console=Console(stderr=True)) as bar:
-        yield Terminal(bar)
+    return Bar(texts[0], Roomy(bar_width=None), *texts[1:], console=console)
+
+
+def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
+    """What of (loss, accuracy, certified accuracy, time left) fits behind the epoch, the most telling first.
+
+    Args:
+        parts: in the order of the line; empty where there is none.
+        width: columns that are left of the terminal's.
+
+    Returns:
+        Fields of the line: ``text``, ``left``, and ``room``, the columns left for the bar.
+
+    >>> line = ("loss 0.1234", "accuracy 95.0 %", "certified(36/255) 92.0 %", "0:07 left")
+    >>> fitted(line, 29)
+    {'text': 'certified(36/255) 92.0 %', 'left': '', 'room': 0}
+    >>> fitted(line, 90)["text"]
+    'loss 0.1234  accuracy 95.0 %  certified(36/255) 92.0 %'
+    """
+    room, kept = width - 3, [""] * 4  # a space before each of the bar, the text and the time
+    for place in (2, 3, 0, 1):
+        if parts[place] and (not any(kept) or len(parts[place]) + 2 <= room):
+            kept[place] = parts[place]
+            room -= len(parts[place]) + 2
+    return {"text": "  ".join(part for part in kept[:3] if part), "left": kept[3], "room": room}
 
 
 def position(event: Progress) -> int:

@@ -18,22 +18,23 @@ def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, all
 
     Two runs on the same test samples are compared side by side. Stop it with Ctrl-C.
     """
-    from lipkit.cli import pipeline
-    from lipkit.cli.build import load_data
-    from lipkit.cli.train import data_root
-    from lipkit.explorer import open_runs, serve
-    from lipkit.explorer.guard import check_host
+    from lipkit.explorer import listen
     from lipkit.text import printable
 
-    check_host(host, allow_remote)  # before data is read
-    opened = []
     for run in runs:
-        data = load_data(pipeline.read_recipe(run, [] if root is None else [data_root(root)]))
-        opened.append((run, data.test, data.classes))
-    serve(
-        open_runs(opened),
-        host=host,
-        port=port,
-        allow_remote=allow_remote,
-        ready=lambda address: click.echo(f"{address} shows {', '.join(map(printable, runs))}; Ctrl-C stops it"),
-    )
+        if not run.is_dir():
+            raise click.UsageError(f"expected the folder of a run, got {run}")
+    listener, address = listen(host, port, allow_remote)
+    with listener:
+        # Said before torch is imported and data is read: a browser that asks early waits for the answer.
+        click.echo(f"{address} shows {', '.join(map(printable, runs))} as soon as it is read; Ctrl-C stops it")
+        from lipkit.cli import pipeline
+        from lipkit.cli.build import load_data
+        from lipkit.cli.train import data_root
+        from lipkit.explorer import open_runs, serve
+
+        opened = []
+        for run in runs:
+            data = load_data(pipeline.read_recipe(run, [] if root is None else [data_root(root)]))
+            opened.append((run, data.test, data.classes))
+        serve(open_runs(opened), listener, host)

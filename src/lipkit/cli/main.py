@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 import lipkit
+from lipkit.cli import hints
 from lipkit.errors import LipkitError
 from lipkit.memory import keep_freed_memory
 from lipkit.text import printable
@@ -36,6 +37,13 @@ class _Lazy(click.Group):
         module = importlib.import_module(f"lipkit.cli.{name}")
         command: click.Command = module.command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise click.UsageError(hints.no_command(args[0], VERBS), ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(given, prog_name="lipkit", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return 2
+    except click.NoSuchOption as error:
+        _show(error, debug, hints.no_option(error, given))
         return 2
     except click.ClickException as error:
         _show(error, debug, error.format_message())

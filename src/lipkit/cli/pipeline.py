@@ -207,7 +207,9 @@ def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(folder) / RECIPE
     if not path.is_file():
-        raise RunError(f"expected a run folder with {RECIPE}, got {folder}")
+        above = Path(folder).resolve().parent
+        hint = f"; {above} is one" if (above / RECIPE).is_file() else ""
+        raise RunError(f"expected a run folder with {RECIPE}, got {folder}{hint}")
     return load_recipe(path, overrides)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,20 +87,19 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
     """The tables asked for.
 
     Raises:
-        OptionError: an unknown name; the message has the closest one and lists all.
+        OptionError: an unknown name; the message has the closest ones, or all.
     """
     from lipkit.cli.tables import TABLES
-    from lipkit.errors import OptionError
+    from lipkit.errors import OptionError, suggestion
 
     if everything == (name is not None):
         raise click.UsageError(f"expected a table or --all, got {'both' if everything else 'neither'}")
     if name is None:
         return dict(TABLES)
     if name not in TABLES:
-        known = "; ".join(f"{key} ({t.description})" for key, t in TABLES.items()) or "none yet"
-        similar = difflib.get_close_matches(name, TABLES, 1)
-        hint = f", did you mean {similar[0]!r}?" if similar else ""
-        raise OptionError(f"unknown table {name!r}{hint}; known: {known}")
+        hint = suggestion(name, TABLES)
+        rest = " lipkit list tables shows all" if hint else f"; known: {', '.join(TABLES) or 'none yet'}"
+        raise OptionError(f"unknown table {name!r}{hint}{rest}")
     return {name: TABLES[name]}
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lipkit.errors import LipkitError, OptionError
 from lipkit.explorer.guard import Guard, authorities, check_host
-from lipkit.explorer.runs import ExploredRun
 from lipkit.text import visible
+
+if TYPE_CHECKING:
+    from lipkit.explorer.runs import ExploredRun
 
 STATIC = {"explore.js": "text/javascript; charset=utf-8", "explore.css": "text/css; charset=utf-8"}
 
@@ -75,44 +78,50 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
     return Guard(app, allowed)
 
 
-def serve(
-    runs: Sequence[ExploredRun],
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    allow_remote: bool = False,
-    ready: Callable[[str], None] | None = None,
-) -> None:
-    """Serve until interrupted.
+def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> tuple[socket.socket, str]:
+    """Open the port of the page; who asks for it waits until `serve` answers.
 
     Args:
-        runs: from `lipkit.explorer.open_runs`.
         host: address to listen on; only loopback without ``allow_remote``.
         port: 0 takes a free one.
         allow_remote: serve to other machines as well. There are no passwords.
-        ready: called with the address of the page once the port is open.
+
+    Returns:
+        (the listening socket, the address of the page).
 
     Raises:
         OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.
     """
     check_host(host, allow_remote)
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise OptionError('expected uvicorn to explore: pip install "lipkit[serve]"') from error
+    if importlib.util.find_spec("uvicorn") is None:
+        raise OptionError('expected uvicorn to explore: pip install "lipkit[serve]"')
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except (OSError, OverflowError) as error:
         raise OptionError(f"expected a free port on {host}, got port {port}: {error}") from error
+    return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
+
+
+def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127.0.0.1") -> None:
+    """Serve until interrupted; the listener is closed then.
+
+    Args:
+        runs: from `lipkit.explorer.open_runs`.
+        listener: from `listen`.
+        host: as `listen` got it.
+
+    Raises:
+        OptionError: fastapi or jinja2 is not installed.
+    """
+    import uvicorn
+
     with listener:
-        port = listener.getsockname()[1]
-        app = make_app(runs, authorities(host, port))
+        app = make_app(runs, authorities(host, listener.getsockname()[1]))
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
-        if ready is not None:
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
         uvicorn.Server(config).run(sockets=[listener])
 
 

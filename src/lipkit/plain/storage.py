@@ -123,7 +123,9 @@ def load(folder: str | Path) -> Network:
         config = json.loads(read_text(folder / CONFIG), parse_constant=_not_a_number)
         tensors = load_safetensors(read_bytes(folder / WEIGHTS))
     except FileNotFoundError as error:
-        raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}") from None
+        inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG}"))]  # a run keeps its network in a folder
+        hint = f"; {' and '.join(map(str, inner))} has them" if inner else ""
+        raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}{hint}") from None
     except OSError as error:
         raise DataError(f"{folder}: {CONFIG} and {WEIGHTS} cannot be read: {error}") from None
     except (ValueError, RecursionError, SafetensorError) as error:

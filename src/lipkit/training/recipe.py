@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lipkit.errors import RecipeError
+from lipkit.errors import RecipeError, suggestion
 from lipkit.files import read_bytes
 from lipkit.text import printable
 from lipkit.training.recipe_schema import LossSection, Recipe, ScheduleSection
@@ -26,7 +26,7 @@ DEFAULT = "digits_cayley"
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
 # Sections that may be written as one string, and the key it then stands for.
-_SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
+SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
 # Parts whose options belong to their name, and the name of a part that gives none.
 _NAMED = {("model",): None, ("loss",): LossSection().name, ("train", "schedule"): ScheduleSection().name}
 
@@ -123,9 +123,11 @@ def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
         except OSError as error:
             raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
     if text not in names():
-        raise RecipeError(
-            f"unknown recipe {text!r}{_hint(text, names())}; known: {', '.join(names())}, or the path of a YAML file"
+        hint = suggestion(text, names())
+        rest = (
+            " lipkit list recipes shows all" if hint else f"; known: {', '.join(names())}, or the path of a YAML file"
         )
+        raise RecipeError(f"unknown recipe {text!r}{hint}{rest}")
     packaged = importlib.resources.files("lipkit.recipes") / f"{text}.yaml"
     return text, _parse(packaged.read_bytes(), text)
 
@@ -200,8 +202,8 @@ def _override(content: dict[str, Any], override: str) -> None:
     place = content
     for depth, part in enumerate(path[:-1], 1):
         inner = place.get(part)
-        if isinstance(inner, str) and path[:depth] in _SHORT:
-            inner = {_SHORT[path[:depth]]: inner}
+        if isinstance(inner, str) and path[:depth] in SHORT:
+            inner = {SHORT[path[:depth]]: inner}
         elif inner is None:
             inner = {}
         elif not isinstance(inner, dict):
@@ -216,7 +218,7 @@ def _override(content: dict[str, Any], override: str) -> None:
 def _expanded(content: dict[str, Any]) -> dict[str, Any]:
     """Sections written as one string, written out."""
     content = dict(content)
-    for path, key in _SHORT.items():
+    for path, key in SHORT.items():
         place = content
         for part in path[:-1]:
             if not isinstance(place.get(part), dict):
@@ -242,7 +244,7 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
 
 def _required(path: tuple[str, ...]) -> list[str]:
     """The keys to write for a missing one: itself, or those that a missing section must have."""
-    field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in _SHORT else None
+    field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in SHORT else None
     kind = None if field is None else field.annotation
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return [".".join(path)]
@@ -292,11 +294,6 @@ def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tupl
 
 def _short(value: Any) -> str:
     return printable(repr(value), 80)
-
-
-def _hint(word: str, known: Sequence[str]) -> str:
-    similar = difflib.get_close_matches(word, known, 1, 0.6)
-    return f", did you mean {similar[0]!r}?" if similar else ""
 
 
 __all__ = ["DEFAULT", "Recipe", "check", "load_recipe", "names", "to_yaml"]
