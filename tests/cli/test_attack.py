@@ -70,6 +70,14 @@ def test_figures_examples_and_page_are_written_and_kept(run, capsys):
     }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_page_fits_every_screen(run, flaws):
+    assert main(["attack", str(run), "--attack", "pgd", "--steps", "6", "--eps", "36/255,2", "--images", "3"]) == 0
+    page = max(run.glob("attack_*.html"), key=lambda path: path.stat().st_mtime)
+    for width in (390, 768, 1280):
+        assert flaws(page.as_uri(), width) == [], width
+
+
 def test_an_example_inside_a_radius_is_an_error_and_nothing_is_written(run, monkeypatch, capsys):
     before = written(run)
 

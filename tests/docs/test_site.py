@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +71,25 @@ def test_documents_name_their_figures_command() -> None:
         text = page.read_text()
         for name in re.findall(r"images/(\w+)\.svg", text):
             assert f"`python benchmarks/docs_figures.py {name}`" in text, f"{page}: {name}"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("page", ["index", "layers", "rounding", "guide/protocol", "reference/layers"])
+def test_pages_fit_every_screen(flaws: Callable[..., list[str]], site: Path, page: str) -> None:
+    for width in (390, 768, 1280):
+        assert flaws((site / f"{page}.html").as_uri(), width) == [], width
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_code_and_the_table_of_layers_fit_a_laptop(browser: Any, site: Path) -> None:
+    shown = browser.new_page(viewport={"width": 1280, "height": 900})
+    cut = "[...document.querySelectorAll('.md-content pre code, .md-typeset__scrollwrap')]"
+    for page in ("index", "layers", "tutorials/classifier", "tutorials/pretrained", "adding_a_family"):
+        shown.goto((site / f"{page}.html").as_uri())
+        assert not shown.evaluate(f"{cut}.filter(box => box.scrollWidth > box.clientWidth + 1).length"), page
+    shown.close()
+
+
+def test_the_first_page_shows_a_certified_curve_and_its_command() -> None:
+    first = (ROOT / "docs/index.md").read_text()
+    assert first.index("images/first_page.svg") < first.index("docs_figures.py first_page") < first.index("\n## ")

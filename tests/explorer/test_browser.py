@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,11 +14,7 @@ import torch
 from lipkit.explorer import ExploredRun, listen, serve
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None and "CI" not in os.environ, reason="no Chromium on this machine"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +22,6 @@ def address(runs: list[ExploredRun]) -> str:
     listener, found = listen()
     threading.Thread(target=lambda: serve(runs, listener), daemon=True).start()
     return found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield made
-        made.close()
 
 
 @pytest.fixture
@@ -100,12 +88,20 @@ def test_keys_move_the_slider_and_samples_can_be_picked(page: sync_api.Page) -> 
     page.keyboard.press("ArrowRight")
     sync_api.expect(page.locator("#radius")).to_have_attribute("data-shown", "2", timeout=60_000)
     assert page.locator("#radius-text").inner_text() == "2/255"
+    label = page.locator("#samples button").first.get_attribute("aria-label")
+    assert label is not None
+    assert re.fullmatch("sample 0, (certified|not certified|misclassified)", label)
     assert page.locator("#samples button").count() == 24
     page.locator("#later").click()
     page.wait_for_selector("#samples button[data-index='24']")
     page.locator("#samples button[data-index='25']").click()
     sync_api.expect(page.locator("#index")).to_have_value("25")
     sync_api.expect(page.locator("#samples [aria-current=true]")).to_have_attribute("data-index", "25")
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_nothing_is_cut_or_too_small(flaws: Callable[..., list[str]], address: str, width: int) -> None:
+    assert flaws(address, width, "#radius[data-shown='0']") == []
 
 
 def test_names_stay_text_and_the_page_can_be_photographed(page: sync_api.Page) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Page(HTMLParser):
     """Tags, addresses and text of a page; complains about tags that do not close."""
 
-    VOID = frozenset({"meta", "br", "img", "hr", "link", "input"})
+    VOID = frozenset({"meta", "br", "img", "hr", "link", "input", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Page(HTMLParser):
 def test_page_is_complete(run: Path) -> None:
     page = Page(write_report(run).read_text("utf-8"))
     record = read_record(run)
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("svg") == 2 * 2  # for wide and for narrow pages
     assert page.tags.count("img") == 8 + 8 + 5
     assert page.tags.count("h1") == 1
     for expected in (
@@ -138,7 +139,7 @@ def test_made_from_the_folder_alone(run: Path, tmp_path: Path) -> None:
 def test_inputs_that_are_no_images_and_no_training(tmp_path: Path, shape: tuple[int, ...]) -> None:
     make_run(tmp_path, shape=shape, metrics=False)
     page = Page(write_report(tmp_path).read_text("utf-8"))
-    assert page.tags.count("svg") == 1
+    assert page.tags.count("svg") == 2
     assert page.tags.count("img") == 0
 
 
@@ -146,7 +147,7 @@ def test_the_record_is_enough(tmp_path: Path) -> None:
     make_run(tmp_path, metrics=False)
     (tmp_path / "radii.csv").unlink()
     (tmp_path / "examples.safetensors").unlink()
-    assert Page(write_report(tmp_path).read_text("utf-8")).tags.count("svg") == 1
+    assert Page(write_report(tmp_path).read_text("utf-8")).tags.count("svg") == 2
 
 
 def test_no_run(tmp_path: Path) -> None:
@@ -162,8 +163,8 @@ def test_plots_are_svg_with_the_page_s_colours(run: Path) -> None:
     training = training_curves({"loss": [(1, 2.0), (2, 1.0)], "certified(36/255)": [(1, 0.5)]})
     identifiers = []
     for svg in (curve, training):
-        root = ElementTree.fromstring(svg)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        root = ElementTree.fromstring(f"<div>{svg}</div>")
+        assert len(root.findall("div/{http://www.w3.org/2000/svg}svg")) == 2
         identifiers += [element.get("id") for element in root.iter() if element.get("id")]
         assert "#0102" not in svg
         assert "var(--plot-1" in svg
@@ -182,6 +183,20 @@ def test_a_record_without_attack_or_radii(run: Path) -> None:
     record = read_record(run)
     assert "<svg" in accuracy_curve(record.model_copy(update={"attacked": []}))
     assert "<svg" in accuracy_curve(record.model_copy(update={"attacked": [], "certified": []}))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_nothing_is_cut_small_or_covered(
+    flaws: Callable[..., list[str]], run: Path, tmp_path: Path, width: int
+) -> None:
+    assert flaws(write_report(run).as_uri(), width) == []
+    # level curves so close that a legend among them covers one
+    levels = {f"certified({number}/255)": number / 16 for number in range(17)}
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    rows = [{"epoch": epoch, "loss": 1 / epoch, **levels} for epoch in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert flaws(write_report(tmp_path).as_uri(), width) == []
 
 
 def test_tables(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,15 @@ def test_the_page_has_the_curve_and_the_figures(run: Path) -> None:
         "The network against the data",
     ):
         assert expected in plain_text, expected
-    assert text.count("<svg") == 1
-    assert 'id="curve-cone"' in text
+    assert text.count("<svg") == 2  # for wide and for narrow pages
+    assert 'id="curve-wide-cone"' in text
     assert "Clean accuracy" not in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_nothing_is_cut_small_or_covered(flaws: Callable[..., list[str]], run: Path, width: int) -> None:
+    assert flaws(write_report(run).as_uri(), width) == []
 
 
 def test_vector_valued_runs_get_a_table_instead_of_a_curve(tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def test_errors_during_training_are_drawn(run: Path) -> None:
     rows = [{"epoch": e, "loss": 1 / e, "test_mse": 2 / e} for e in range(1, 4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = write_report(run).read_text("utf-8")
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 2 * 2
     assert "test mse" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def test_the_card_holds_the_figures_of_the_record(run: Path) -> None:
     info = robustbench_info(record)
     assert info["clean_acc"] == f"{100 * record.clean.value:.2f}"
     assert info["autoattack_acc"] is None
+    named = [name for name, value in info.items() if "36/255" in str(value)]
+    assert named == re.findall(r"they stand in ``(\w+)``", " ".join((robustbench_info.__doc__ or "").split()))
 
 
 @pytest.mark.parametrize("form", ["onnx", "torch", "safetensors", "hub", "robustbench"])

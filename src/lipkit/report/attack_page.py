@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from safetensors.torch import save
 from torch import Tensor
 
@@ -19,10 +18,9 @@ from lipkit.certificates import Certificate
 from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Attack, Attempt
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
+from lipkit.report.html import environment
 from lipkit.report.machine import versions
 from lipkit.report.png import data_uri, is_image
-from lipkit.report.tables import interval, percent
-from lipkit.text import visible
 
 SCHEMA_VERSION = "1.0"
 # Where, when and how fast figures were found: not what was found.
@@ -151,12 +149,6 @@ def render(
     classes: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """The page, as text: accuracies, and each example beside its sample and the difference."""
-    from lipkit.certificates import format_radius
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, finalize=visible, trim_blocks=True
-    )
-    environment.filters |= {"percent": percent, "interval": interval, "radius": format_radius}
 
     def name(label: int) -> str:
         return classes[label] if 0 <= label < len(classes) else str(label)
@@ -172,7 +164,7 @@ def render(
         {"eps": row["eps"], "robust": Share(**row["robust"]), "certified": Share(**row["certified"])}
         for row in record["attacked"]
     ]
-    return environment.from_string(_PAGE).render(record=record, rows=rows, figures=figures)
+    return environment().get_template("attack.html.j2").render(record=record, rows=rows, figures=figures)
 
 
 def _ratio(row: Mapping[str, float]) -> float:
@@ -188,46 +180,3 @@ def _number(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{{ record.run }} · attack</title>
-<style>
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1.25rem; }
-table { border-collapse: collapse; } th, td { text-align: right; padding: .4rem .9rem; border-bottom: 1px solid #8885; }
-.images { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: 1rem; }
-figure { margin: 0; } img { width: 31%; image-rendering: pixelated; }
-figcaption, .soft { font-size: .88rem; opacity: .8; }
-</style></head><body>
-<h1>{{ record.run }}</h1>
-<p>{{ record.ran | join("; ") }}. {{ record.norm }}, {{ record.clean.total }} samples,
-{{ record.clean.count }} of them classified correctly.</p>
-<table>
-<tr><th>radius ({{ record.norm }})</th><th>under attack</th><th>interval</th><th>certified</th></tr>
-{% for row in rows %}
-<tr><td>{{ row.eps | radius }}</td><td>{{ row.robust.value | percent }}</td><td>{{ row.robust | interval }}</td>
-<td>{{ row.certified.value | percent }}</td></tr>
-{% endfor %}
-</table>
-<p>{{ record.compared }} adversarial examples were compared with the certified radii in float64; none lies inside.
-{% if record.closest is number %}
-The closest one is at {{ "%.4f" | format(record.closest) }} times the radius.{% endif %}
-Accuracy under attack is what this attack could not break: an upper bound of the true one.</p>
-{% if figures %}
-<h2>Examples</h2>
-<p class="soft">The sample, the adversarial example, and their difference, scaled to the full range.</p>
-<div class="images">
-{% for figure in figures %}
-<figure>{% for uri in figure.uris %}<img src="{{ uri }}" alt="">{% endfor %}
-<figcaption>{{ figure.label }} → {{ figure.prediction }} <span class="soft">#{{ figure.sample }}</span><br>
-l2 {{ "%.4f" | format(figure.l2) }}, linf {{ "%.4f" | format(figure.linf) }},
-certified {{ "%.4f" | format(figure.radius) }}</figcaption></figure>
-{% endfor %}
-</div>
-{% endif %}
-</body></html>
-"""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -22,7 +23,7 @@ from lipkit.certificates.exported import float64_copy
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
 from lipkit.files import read_bytes, write_atomic
-from lipkit.report.drawing import GRID, SERIES, figure_of, legend, svg
+from lipkit.report.drawing import GRID, SERIES, both, figure_of, legend
 from lipkit.report.schema import RegressionRecord
 
 if TYPE_CHECKING:
@@ -104,8 +105,12 @@ def load_curve(folder: Path) -> Curve | None:
 
 
 def curve_plot(record: RegressionRecord, curve: Curve) -> str:
-    """Data and network on the left; on the right the steepest place, with the cone that the graph cannot leave."""
-    figure, (whole, close) = figure_of(2)
+    """Data and network; beside it the steepest place, with the cone that the graph cannot leave."""
+    return both(lambda narrow: _curve(record, curve, narrow), "curve")
+
+
+def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
+    figure, (whole, close) = figure_of(2, narrow)
     centre = float(curve.centre)
     x, y = curve.x.numpy(), curve.y.numpy()
     outputs = y.shape[1]
@@ -135,7 +140,7 @@ def curve_plot(record: RegressionRecord, curve: Curve) -> str:
     close.set_ylim(float(shown.min()) - margin, float(shown.max()) + margin)
     legend(whole)
     legend(close)
-    return svg(figure, "curve")
+    return figure
 
 
 def _cone(axis: Axes, x: float, y: float, slope: float, reach: float) -> None:

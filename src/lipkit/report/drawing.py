@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 # matplotlib draws with these, each of which occurs nowhere else; the SVG gets the variable instead
 INK, GRID = "#010203", "#010204"
@@ -27,11 +29,16 @@ _VARIABLES = {
 }
 
 
-def figure_of(panels: int) -> tuple[Figure, list[Axes]]:
-    """A figure of panels side by side."""
-    figure = Figure(figsize=(7.6, 3.9), layout="constrained")
+# A phone's page is 332 px wide: at this width in points its 9-point text is more than 11 px high.
+NARROW = 3.7
+
+
+def figure_of(panels: int, narrow: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure of panels side by side, or, for narrow pages, one below the other."""
+    figure = Figure(figsize=(NARROW, 3.5 * panels) if narrow else (7.6, 3.9), layout="constrained")
     FigureCanvasSVG(figure)
-    axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
+    rows, columns = (panels, 1) if narrow else (1, panels)
+    axes = [figure.add_subplot(rows, columns, number + 1) for number in range(panels)]
     for axis in axes:
         axis.patch.set_visible(False)
         axis.grid(color=GRID, linewidth=0.8)
@@ -46,11 +53,29 @@ def figure_of(panels: int) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def legend(axis: Axes) -> None:
-    """A legend without a frame, if there is anything to name."""
-    handles, _ = axis.get_legend_handles_labels()
-    if handles:
-        axis.legend(frameon=False, labelcolor=INK, fontsize=9)
+def legend(axis: Axes, above: float = 3) -> None:
+    """A legend that many points above the axes, where it covers no curve, if there is anything to name."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure, grid = axis.get_figure(root=True), axis.get_gridspec()
+    if not handles or figure is None or grid is None:
+        return
+    # from the panel's left edge on, over the labels of the axis
+    corner = axis.transAxes + ScaledTranslation(-36 / 72, above / 72, figure.dpi_scale_trans)
+    for columns in range(min(4, len(labels)), 0, -1):
+        made = axis.legend(
+            handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), bbox_transform=corner,
+            frameon=False, labelcolor=INK, fontsize=9, borderaxespad=0, handlelength=1.8, columnspacing=1.2,
+        )  # fmt: skip
+        if made.get_window_extent().width <= figure.bbox.width / grid.ncols - 8:
+            return
+
+
+def both(draw: Callable[[bool], Figure], name: str) -> str:
+    """A plot twice, for wide and for narrow pages: ``.wide`` and ``.narrow``, of which the page shows one."""
+    return "\n".join(
+        f'<div class="{width}">{svg(draw(narrow), f"{name}-{width}")}</div>'
+        for narrow, width in ((False, "wide"), (True, "narrow"))
+    )
 
 
 def svg(figure: Figure, name: str) -> str:
@@ -64,7 +89,8 @@ def svg(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :]  # no XML prologue, no document type: it goes into HTML
     text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
-    text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r'<svg \1class="plot" role="img"', text, count=1)
+    spoken = f'class="plot" role="img" aria-label="plot: {name.partition("-")[0]}"'
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*"', rf"<svg \1{spoken}", text, count=1)
     text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
     text = text.replace('id="', f'id="{name}-').replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     for colour, variable in _VARIABLES.items():

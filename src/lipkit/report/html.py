@@ -47,7 +47,22 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
 def render(folder: Path) -> str:
     """The page of a run folder, as text; see `write_report`."""
     record = read_record(folder)
-    environment = jinja2.Environment(
+    # SVG text was escaped by matplotlib; nothing else enters the page unescaped
+    return (
+        environment()
+        .get_template(f"{record.task}.html.j2")
+        .render(
+            record=record,
+            training=markupsafe.Markup(plots.training_curves(read_series(folder))),
+            recipe=list(flatten(record.recipe)),
+            **_results(folder, record),
+        )
+    )
+
+
+def environment() -> jinja2.Environment:
+    """What the pages of a run are made with: their templates, and how figures are written in them."""
+    made = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -55,21 +70,24 @@ def render(folder: Path) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    made.filters |= {
         "percent": tables.percent,
         "interval": tables.interval,
         "radius": format_radius,
         "seconds": tables.seconds,
         "latency": tables.latency,
+        "breakable": _breakable,
         "number": lambda value: f"{value:.8g}",
     }
-    # SVG text was escaped by matplotlib; nothing else enters the page unescaped
-    return environment.get_template(f"{record.task}.html.j2").render(
-        record=record,
-        training=markupsafe.Markup(plots.training_curves(read_series(folder))),
-        recipe=list(flatten(record.recipe)),
-        **_results(folder, record),
-    )
+    return made
+
+
+def _breakable(name: str) -> markupsafe.Markup:
+    """A dotted name that may go on in the next line after each of its parts."""
+    escaped = markupsafe.escape(name)
+    for mark in "._":
+        escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
+    return escaped
 
 
 def _template(name: str) -> str:

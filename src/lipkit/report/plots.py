@@ -1,4 +1,4 @@
-"""Plots of a run as SVG strings: accuracy against the radius, training against the epoch."""
+"""Plots of a run as SVG in HTML: accuracy against the radius, training against the epoch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from lipkit.certificates.units import format_radius
-from lipkit.report.drawing import INK, SERIES, figure_of, legend, svg
+from lipkit.report.drawing import INK, SERIES, both, figure_of, legend
 from lipkit.report.run_files import Radii
 from lipkit.report.schema import Record
 
@@ -21,8 +23,11 @@ def accuracy_curve(record: Record, radii: Radii | None = None) -> str:
 
     Bars are Clopper-Pearson intervals. The true robust accuracy of the network lies between the two.
     """
-    figure, axes = figure_of(1)
-    axis = axes[0]
+    return both(lambda narrow: _accuracy(record, radii, narrow), "accuracy")
+
+
+def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
+    figure, (axis,) = figure_of(1, narrow)
     marked = [row.eps for row in record.certified] + [row.eps for row in record.attacked]
     right = 1.15 * max([*marked, 1e-3])
     if radii is not None and radii.correct.any():
@@ -61,11 +66,21 @@ def accuracy_curve(record: Record, radii: Radii | None = None) -> str:
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     top = axis.secondary_xaxis("top")
     ticks = sorted({row.eps for row in record.certified if row.eps > 0})
-    top.set_xticks(ticks, [format_radius(eps) for eps in ticks])
+    top.set_xticks(ticks, _apart([format_radius(eps) for eps in ticks], [eps / right for eps in ticks], narrow))
     top.tick_params(colors=INK, length=3, labelsize=9)
     top.spines["top"].set_visible(False)
-    legend(axis)
-    return svg(figure, "accuracy")
+    legend(axis, above=20)  # over the labels of the top axis
+    return figure
+
+
+def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list[str]:
+    """Labels at places in [0, 1] without those that would run into the one before."""
+    kept, end = [], -1.0
+    for label, place in zip(labels, places, strict=True):
+        half = (0.013 if narrow else 0.006) * (len(label) + 1)  # half the label, in widths of the axes
+        kept.append(label if place - half >= end else "")
+        end = place + half if kept[-1] else end
+    return kept
 
 
 def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
@@ -80,7 +95,13 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", shares)) if names]
     if not panels:
         return ""
-    figure, axes = figure_of(len(panels))
+    return both(lambda narrow: _training(panels, series, narrow), "training")
+
+
+def _training(
+    panels: Sequence[tuple[str, Sequence[str]]], series: Mapping[str, Sequence[tuple[float, float]]], narrow: bool
+) -> Figure:
+    figure, axes = figure_of(len(panels), narrow)
     for axis, (title, names) in zip(axes, panels, strict=True):
         for number, name in enumerate(names):
             epochs, values = zip(*series[name], strict=True)
@@ -98,9 +119,18 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         if title == "accuracy":
             axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         elif all(value > 0 for name in names for _, value in series[name]):
-            axis.set_yscale("log")
+            _log_scale(axis, [value for name in names for _, value in series[name]])
         legend(axis)
-    return svg(figure, "training")
+    return figure
+
+
+def _log_scale(axis: Axes, values: Sequence[float]) -> None:
+    """Ticks as plain numbers: powers have exponents too small to read on a phone."""
+    axis.set_yscale("log")
+    few = max(values) < 30 * min(values)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _is_share(name: str, points: Sequence[tuple[float, float]]) -> bool:

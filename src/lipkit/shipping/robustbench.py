@@ -52,8 +52,9 @@ def robustbench_info(
 ) -> dict[str, Any]:
     """The facts of a run under the names of RobustBench's model descriptions, in per cent, threat model l2.
 
-    ``autoattack_acc`` and ``eps`` are None: that figure exists only after AutoAttack ran. Certified accuracies stand
-    in ``additional_data``, whatever the leaderboard makes of them.
+    ``autoattack_acc``, ``reported`` and ``eps`` are None: those figures exist only after AutoAttack ran. The
+    leaderboard has no column for certified accuracies: they stand in ``footnote``. ``additional_data`` says whether
+    data beyond the named set were trained on, and is False.
     """
     certified = ", ".join(f"{100 * row.share.value:.2f} at {format_radius(row.eps)}" for row in record.certified)
     recipe = record.recipe if isinstance(record.recipe, dict) else {}

@@ -7,6 +7,7 @@ const VERDICTS = {
   broken: "an adversarial example exists within this radius",
   wrong: "misclassified already",
 };
+const STANDINGS = { certified: "certified", unknown: "not certified", wrong: "misclassified" };
 const state = { runs: [], largest: 1, index: 0, start: 0, asked: 0, samples: [] };
 const element = (id) => document.getElementById(id);
 const part = (run, name) => element(`run-${run}`).querySelector(`.${name}`);
@@ -33,23 +34,30 @@ function draw(name, attributes, text) {
   return node;
 }
 
-const across = (eps) => 46 + (660 * eps) / state.largest;
-const up = (share) => 205 - 190 * share;
+// The curve is drawn in pixels of the page, so that its text is as large as other text, and again at each new width.
+const [LEFT, TOP, BOTTOM] = [52, 15, 205];
+const across = (eps) => LEFT + ((element("curve").clientWidth - LEFT - 14) * eps) / state.largest;
+const up = (share) => BOTTOM - (BOTTOM - TOP) * share;
 
 function drawCurve() {
+  const [start, end] = [across(0), across(state.largest)];
+  element("curve").replaceChildren();
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    draw("line", { class: "axis", x1: 46, x2: 706, y1: up(share), y2: up(share) });
-    draw("text", { x: 40, y: up(share) + 4, "text-anchor": "end" }, `${100 * share} %`);
+    draw("line", { class: "axis", x1: start, x2: end, y1: up(share), y2: up(share) });
+    draw("text", { x: start - 6, y: up(share) + 4, "text-anchor": "end" }, `${100 * share} %`);
   }
-  for (let i = 0; i <= 4; i += 1) {
-    const eps = (state.largest * i) / 4;
-    draw("text", { x: across(eps), y: 226, "text-anchor": i === 4 ? "end" : "middle" }, `${Math.round(255 * eps)}/255`);
+  const intervals = end - start < 320 ? 2 : 4;
+  for (let i = 0; i <= intervals; i += 1) {
+    const eps = (state.largest * i) / intervals;
+    const anchor = i === intervals ? "end" : "middle";
+    draw("text", { x: across(eps), y: 226, "text-anchor": anchor }, `${Math.round(255 * eps)}/255`);
   }
   state.runs.forEach((run, number) => {
     const points = run.curve.eps.map((eps, i) => `${across(eps)},${up(run.curve.certified[i])}`);
     draw("polyline", { class: `line${number}`, points: points.join(" ") });
   });
-  draw("line", { class: "cursor", id: "cursor", x1: 46, x2: 46, y1: 15, y2: 205 });
+  draw("line", { class: "cursor", id: "cursor", y1: TOP, y2: BOTTOM });
+  moveCursor();
 }
 
 function moveCursor() {
@@ -57,13 +65,11 @@ function moveCursor() {
   element("radius-text").textContent = `${element("radius").value}/255`;
   element("cursor").setAttribute("x1", across(eps));
   element("cursor").setAttribute("x2", across(eps));
-  element("legend").textContent = state.runs
-    .map((run) => {
-      const after = run.curve.eps.findIndex((value) => value > eps);
-      const share = run.curve.certified[after <= 0 ? run.curve.eps.length - 1 : after - 1];
-      return `${run.name}: ${percent(share)} certified`;
-    })
-    .join(" · ");
+  state.runs.forEach((run, number) => {
+    const after = run.curve.eps.findIndex((value) => value > eps);
+    const share = run.curve.certified[after <= 0 ? run.curve.eps.length - 1 : after - 1];
+    element("legend").children[number].querySelector("output").textContent = `${percent(share)} certified`;
+  });
   paintSamples();
 }
 
@@ -76,6 +82,7 @@ function paintSamples() {
   for (const button of element("samples").children) {
     const sample = state.samples.find((s) => s.index === Number(button.dataset.index));
     button.className = standing(sample);
+    button.setAttribute("aria-label", `sample ${sample.index}, ${STANDINGS[button.className]}`);
     button.setAttribute("aria-current", String(sample.index === state.index));
   }
 }
@@ -88,7 +95,6 @@ async function showPage() {
       const image = document.createElement("img");
       button.type = "button";
       button.dataset.index = sample.index;
-      button.setAttribute("aria-label", `sample ${sample.index}`);
       image.src = sample.image;
       image.alt = "";
       button.append(image);
@@ -112,8 +118,10 @@ async function showSample() {
     setPicture(run, "clean", sample.image);
     part(run, "truth").textContent = sample.label;
     part(run, "prediction").textContent = sample.prediction;
-    part(run, "margin").textContent = sample.margin.toPrecision(4);
-    part(run, "certified-radius").textContent = sample.radius_text;
+    part(run, "margin").textContent = sample.margin.toFixed(4);
+    // rounded down: what is shown is proved
+    const shownRadius = Math.floor(1e4 * sample.radius) / 1e4;
+    part(run, "certified-radius").textContent = sample.radius === null ? sample.radius_text : shownRadius.toFixed(4);
   }
 }
 
@@ -129,7 +137,7 @@ async function showAttack() {
     setPicture(run, "adversarial", found.image);
     setPicture(run, "difference", found.difference);
     part(run, "fooled").textContent = found.found ? `seen as ${found.prediction}` : "none found";
-    part(run, "norm").textContent = found.found ? found.norm.toPrecision(4) : "";
+    part(run, "norm").textContent = found.found ? found.norm.toFixed(4) : "–";
     part(run, "scale").textContent = found.found ? `largest change ${(255 * found.largest_change).toFixed(1)}/255` : "";
   }
   element("radius").dataset.shown = String(Math.round(255 * eps));
@@ -171,9 +179,9 @@ async function begin() {
   element("index").addEventListener("change", (event) => choose(Number(event.target.value)));
   element("earlier").addEventListener("click", () => turn(-PER_PAGE));
   element("later").addEventListener("click", () => turn(PER_PAGE));
-  drawCurve();
   await showPage();
-  moveCursor();
+  new ResizeObserver(drawCurve).observe(element("curve"));
+  drawCurve();
   await choose(0);
 }
 

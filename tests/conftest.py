@@ -1,0 +1,68 @@
+"""A headless Chromium, and what must hold for every page at every width."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+# Wide things may scroll inside boxes of their own; scripts of formulas and text that is not shown may be small.
+FLAWS = """() => {
+  const flaws = [], page = document.documentElement.clientWidth, scrolls = "table, pre, math, .md-typeset__table";
+  const flaw = (what, node, more) => flaws.push(`${what}: ${node.nodeName} ${node.getAttribute("class")} ${more}`);
+  const box = (node) => node.getBoundingClientRect();
+  if (document.documentElement.scrollWidth > page) flaw("wider than the page", document.body, page);
+  for (const node of document.body.querySelectorAll("*"))
+    if (box(node).width > 1 && box(node).right > page + 1 && !node.closest(scrolls)) flaw("cut", node, box(node).right);
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode.parentElement, matrix = node.getScreenCTM?.();
+    const size = parseFloat(getComputedStyle(node).fontSize) * (matrix ? Math.hypot(matrix.a, matrix.b) : 1);
+    const shown = texts.currentNode.data.trim() && box(node).width > 1 && !node.closest("math");
+    if (shown && size < 10.99) flaw("small text", node, `${size} ${texts.currentNode.data}`);
+  }
+  for (const plot of document.querySelectorAll("svg.plot")) {
+    const legends = [...plot.querySelectorAll("[id*=legend_]")].map(box).filter((r) => r.width);
+    const outside = (r) => r.right > box(plot).right + 1 || r.left < box(plot).left - 1;
+    for (const text of plot.querySelectorAll("text")) if (outside(box(text))) flaw("cut", text, text.textContent);
+    for (const curve of plot.querySelectorAll("[id*=axes_] > [id*=line2d_] > path")) {
+      const top = box(curve.closest("[id*=axes_]").querySelector("[id*=patch_]")).top; // above it, curves are clipped
+      for (let i = 0; i <= 50 && box(plot).width; i += 1) {
+        const p = curve.getPointAtLength((i / 50) * curve.getTotalLength()).matrixTransform(curve.getScreenCTM());
+        const under = (r) => p.x > r.left && p.x < r.right && p.y > Math.max(r.top, top) && p.y < r.bottom;
+        if (legends.some(under)) flaw("covered", curve, i);
+      }
+    }
+  }
+  return flaws;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None and "CI" not in os.environ:
+        pytest.skip("no Chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def flaws(browser: Any) -> Iterator[Callable[..., list[str]]]:
+    """Of an address at a width: what is cut, too small to read, or covered by a legend."""
+    page = browser.new_page()
+
+    def found(address: str, width: int, ready: str = "body") -> list[str]:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(address)
+        page.wait_for_selector(ready, timeout=60_000)
+        return page.evaluate(FLAWS)
+
+    yield found
+    page.close()
