@@ -139,7 +139,10 @@ def test_flushing_by_workers_alone_is_found() -> None:
         with pytest.raises(OptionError, match="and on torch's own"):
             check_underflow()
         with pytest.raises(OptionError, match="flush_denormal"):
-            lipkit.lipschitz(nn.Linear(2, 2))
+            lipkit.lipschitz(nn.Linear(256, 256))
+        with pytest.raises(OptionError, match="flush_denormal"):
+            lipkit.certify(tiny_network(), torch.ones(1, 1), torch.tensor([0]), evaluator="float32")
+        assert float(lipkit.lipschitz(tiny_network())) > 0  # what is small never leaves this thread
         with pytest.raises(OptionError, match="flush_denormal"):
             to_double(many)
         assert bool((to_double(many[:100]) > 0).all())

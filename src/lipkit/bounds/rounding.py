@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg.precision import check_underflow
+from lipkit.linalg.precision import SERIAL, check_underflow
 
 UNIT = 2.0**-53
 WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -80,8 +80,7 @@ def check_readable(a: Tensor) -> None:
     if a.layout is not torch.strided or a.is_meta:
         remedy = "load its numbers first" if a.is_meta else "use .to_dense()"
         raise OptionError(f"expected a dense tensor with numbers, got layout {a.layout} on {a.device}: {remedy}")
-    # Fewer numbers than this are read on the calling thread.
-    check_underflow(workers=a.numel() >= 1 << 15)
+    check_underflow(workers=a.numel() >= SERIAL)
 
 
 def to_double(a: Tensor) -> Tensor:

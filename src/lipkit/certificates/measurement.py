@@ -13,6 +13,7 @@ from lipkit.certificates.exported import float64_copy, float64_device, proved_pa
 from lipkit.certificates.rounding import evaluators, sound
 from lipkit.certificates.rounding.arithmetic import Arithmetic
 from lipkit.certificates.rounding.evaluators import Evaluator, inner_products_only
+from lipkit.linalg.precision import check_underflow
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +60,8 @@ def measure(
 
     Raises:
         NoRuleError: the network holds a module without a rule.
-        OptionError: an unknown ``rounding`` or ``evaluator``, or settings of torch whose arithmetic is not IEEE.
+        OptionError: an unknown ``rounding`` or ``evaluator``, or settings of torch whose arithmetic is not IEEE or
+            flushes.
 
     >>> net = plain.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
@@ -68,6 +70,7 @@ def measure(
     >>> round(found.constant, 6), found.body_constant, found.outputs.tolist()
     (3.0, 1.0, [[3.0, 1.0], [3.0, 1.0]])
     """
+    check_underflow()
     where = float64_device(device)
     made_for = evaluators.named(rounding, evaluator, where, network)
     exact = float64_copy(network, where)

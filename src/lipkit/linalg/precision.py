@@ -108,6 +108,10 @@ def flushes(workers: bool = True) -> bool:
     return bool((F.avg_pool2d(each, (1, 2)).view(torch.int64) == 0).any())
 
 
+# Operations on fewer numbers than this run on the calling thread (torch's grain size).
+SERIAL = 1 << 15
+
+
 def check_underflow(workers: bool = True) -> None:
     """Raise ``OptionError`` where :func:`flushes`: a proof reads every number, however small."""
     if flushes(workers):

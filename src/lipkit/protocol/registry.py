@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.linalg.precision import check_underflow, without_autocast
+from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.plain import Network
 from lipkit.protocol.guarding import guard, refuse_wrapper, remember, type_name
 
@@ -137,7 +137,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     1.0
     """
     rule = _rule(_LIPSCHITZ, module, "lipschitz")
-    check_underflow()
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    check_underflow(workers=any(t.numel() >= SERIAL for t in own))
     with without_autocast():
         value = rule(module, None if input_shape is None else _checked(input_shape))
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
