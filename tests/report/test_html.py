@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,20 @@ def test_nothing_is_cut_small_or_covered(
     rows = [{"epoch": epoch, "loss": 1 / epoch, **levels} for epoch in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert flaws(write_report(tmp_path).as_uri(), width) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_figures_of_the_tiles_stand_in_line(browser: Any, run: Path) -> None:
+    page = browser.new_page()
+    page.goto(write_report(run).as_uri())
+    page.evaluate("document.querySelector('.tile span').textContent = 'a label of several lines '.repeat(4)")
+    text = "b => { const r = document.createRange(); r.selectNodeContents(b); return r.getBoundingClientRect(); }"
+    for width, edge in ((390, "right"), (1280, "bottom")):
+        page.set_viewport_size({"width": width, "height": 900})
+        edges = page.evaluate(f"[...document.querySelectorAll('.tile b')].map({text}).map(box => box.{edge})")
+        assert len(edges) == 4
+        assert max(edges) - min(edges) < 1, edge
+    page.close()
 
 
 def test_tables(run: Path) -> None:

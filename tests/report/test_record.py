@@ -14,6 +14,7 @@ from lipkit import plain
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, evaluate
+from lipkit.report.machine import hardware
 from lipkit.report.record import Record, from_evaluation, read_record, write_record
 
 
@@ -55,7 +56,24 @@ def test_holds_the_figures_of_the_evaluation(record: Record, evaluation: Evaluat
     assert set(record.times) == {"train", "certify", "attack"}
     assert record.versions["torch"] == torch.__version__
     assert record.hardware.cores >= 1
+    assert record.hardware.threads == torch.get_num_threads()
     assert record.schema_version == "1.0"
+
+
+def test_the_threads_of_torch_are_named_and_old_records_load_without(record: Record, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert hardware().threads == count
+    finally:
+        torch.set_num_threads(before)
+    content = json.loads(record.model_dump_json())
+    assert content["hardware"].pop("threads") == record.hardware.threads
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    old = read_record(tmp_path)
+    assert old.hardware.threads is None
+    assert old.model_copy(update={"hardware": record.hardware}).model_dump_json() == record.model_dump_json()
 
 
 def test_round_trip(record: Record, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_the_card_holds_the_figures_of_the_record(run: Path) -> None:
     assert values["certified accuracy, l2 radius 36/255"] == record.certified[0].share.value
     assert f"{100 * record.certified[0].share.value:.2f} %" in body
     assert record.network_sha256 in body
+    assert f"cores, {record.hardware.threads} threads, cpu." in body
     assert f"{record.lipschitz.computed:.9g}" in body
     evil = record.model_copy(update={"name": "a\n---\n<script>|x"})
     page = model_card(evil)

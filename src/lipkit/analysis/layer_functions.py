@@ -167,6 +167,7 @@ def _batch_norm(
     statistics = [call.constant(t, "statistic") for t in (running_mean, running_var)]
     channels = call.operand(input).shape[0]
     module = nn.BatchNorm2d(channels, eps, device="meta").train(training)
+    module.num_batches_tracked = None  # it counts batches and enters no output
     module.running_mean, module.running_var = statistics
     return call.module(input, _with_affine(call, module, weight, bias))
 

@@ -20,6 +20,8 @@ from lipkit.text import printable
 TOLERANCE = 1e-9
 # More lines of claims than these would only push what was proved off the screen.
 MOST_CLAIMS = 24
+# Characters of one claim: all settings of torch together fit.
+LONGEST_CLAIM = 2000
 
 
 def verify(
@@ -99,7 +101,9 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
     claims |= {f"evaluator.{key}": v for key, v in evaluator.items() if key not in ("name", "dtype", "block")}
     claims |= {"versions": dict(file.versions)} | {f"other.{key}": value for key, value in file.other.items()}
     shown = list(claims.items())[:MOST_CLAIMS]
-    lines = {printable(key, 40): printable(json.dumps(value, ensure_ascii=False), 400) for key, value in shown}
+    lines = {
+        printable(key, 40): printable(json.dumps(value, ensure_ascii=False), LONGEST_CLAIM) for key, value in shown
+    }
     return lines | ({"further fields": str(len(claims) - len(lines))} if len(claims) > len(lines) else {})
 
 

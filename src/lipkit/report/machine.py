@@ -15,12 +15,16 @@ import lipkit
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Processor, cores this process may use, accelerator (or cpu), operating system."""
+    """Processor, cores this process may use, accelerator (or cpu), operating system, threads of torch.
+
+    The threads decide the order of sums, so the last bits of a training on a CPU.
+    """
 
     cpu: str
     cores: int
     device: str
     platform: str
+    threads: int
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +50,13 @@ def hardware(device: str = "cpu") -> Hardware:
     cuda = index.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(index) if cuda else index.type
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Hardware(cpu=_processor(), cores=cores, device=name, platform=f"{platform.system()} {platform.machine()}")
+    return Hardware(
+        cpu=_processor(),
+        cores=cores,
+        device=name,
+        platform=f"{platform.system()} {platform.machine()}",
+        threads=torch.get_num_threads(),
+    )
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -53,7 +54,6 @@ def measurement_record(
     >>> measurement_record("a", "kernel_bounds", {}, 0, {"ratio": 1.0}, 0.1).metrics()
     {'ratio': 1.0}
     """
-    facts = hardware()
     return MeasurementRecord(
         name=name,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -62,7 +62,7 @@ def measurement_record(
         seed=seed,
         figures=dict(figures),
         versions=versions(),
-        hardware=HardwareRecord(cpu=facts.cpu, cores=facts.cores, device=facts.device, platform=facts.platform),
+        hardware=HardwareRecord(**dataclasses.asdict(hardware())),
         times={"measure": seconds},
     )
 

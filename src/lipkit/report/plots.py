@@ -14,6 +14,7 @@ from lipkit.certificates.units import format_radius
 from lipkit.report.drawing import INK, SERIES, both, figure_of, legend
 from lipkit.report.run_files import Radii
 from lipkit.report.schema import Record
+from lipkit.text import printable
 
 _SHARES = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
 
@@ -111,7 +112,7 @@ def _training(
                 color=SERIES[number % len(SERIES)],
                 linestyle=("-", "--", ":", "-.")[number // len(SERIES) % 4],
                 marker="o" if len(epochs) == 1 else None,
-                label=name.replace("_", " ").replace("$", r"\$"),
+                label=printable(name.replace("_", " "), 40).replace("$", r"\$"),
             )
         axis.set_xlabel("epoch")
         axis.set_ylabel(title)

@@ -99,12 +99,16 @@ class DataRecord(_Model):
 
 
 class HardwareRecord(_Model):
-    """The machine: processor, usable cores, accelerator (or cpu)."""
+    """The machine: processor, usable cores, accelerator (or cpu), threads of torch; None in records of old.
+
+    They are those of the process that wrote the record.
+    """
 
     cpu: str
     cores: int
     device: str
     platform: str
+    threads: int | None = None
 
 
 class LatencyRecord(_Model):

@@ -75,7 +75,9 @@ def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence:
         "```",
         "",
         f"Software: {', '.join(f'{_text(k)} {_text(v)}' for k, v in record.versions.items())}. "
-        f"Machine: {_text(record.hardware.cpu)}, {record.hardware.cores} cores, {_text(record.hardware.device)}.",
+        f"Machine: {_text(record.hardware.cpu)}, {record.hardware.cores} cores, "
+        + ("" if record.hardware.threads is None else f"{record.hardware.threads} threads, ")
+        + f"{_text(record.hardware.device)}.",
         "",
     ]
     return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Lists, defaults and names in the documents are those of the code."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lipkit.attacks import NAMES
+from lipkit.cli.export import FORMS
+from lipkit.cli.main import VERBS
+from lipkit.cli.tables import TABLES
+from lipkit.layers.families import FAMILIES
+from lipkit.testing import LAWS
+from lipkit.training.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+# What a finished run holds; tests/cli/test_pipeline.py sees that it does.
+RUN = {
+    "recipe.yaml", "settings.json", "metrics.jsonl", "metrics.csv", "checkpoints/", "network/", "record.json",
+    "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html",
+}  # fmt: skip
+
+
+def _first_cells(page: str, heading: str) -> list[str]:
+    """The code in the first cells of the table under a heading of that start."""
+    section = (ROOT / page).read_text().partition(f"| {heading} |")[2].partition("\n\n")[0]
+    return [code for row in section.splitlines()[2:] for code in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "expected"),
+    [
+        ("docs/guide/shipping.md", "form", FORMS),
+        ("docs/guide/evaluation.md", "file", RUN),
+        ("docs/attacks.md", "attack", {*NAMES, "ensemble", "rounding_attack"}),
+        ("docs/reproduce.md", "table", TABLES),
+        ("docs/layers.md", "family", FAMILIES),
+    ],
+)
+def test_tables_list_what_there_is(page: str, heading: str, expected: Any) -> None:
+    found = _first_cells(page, heading)
+    assert sorted(found) == sorted(expected)
+
+
+def test_verbs_and_laws_are_all_listed() -> None:
+    verbs = [code.split()[1] for code in _first_cells("docs/guide/command_line.md", "verb")]
+    assert sorted(verbs) == sorted(VERBS)
+    laws = (ROOT / "docs/guide/testing.md").read_text().partition("\n1. ")
+    assert [int(n) for n in re.findall(r"(?:^|[.\n] ?)(\d+)\. ", laws[1] + laws[2])] == list(LAWS)
+
+
+def test_stated_defaults_of_recipes_are_theirs() -> None:
+    settings = load_recipe("digits_cayley", ["train.evaluate_every=1"]).train
+    rows = re.findall(r"^\| (`train\.[^|]*) \| ([^|]*) \|", (ROOT / "docs/training.md").read_text(), re.M)
+    assert len(rows) == 5
+    for names, values in rows:
+        stated = values.split(", ")
+        actual = [getattr(settings, name) for name in re.findall(r"`train\.(\w+)`", names)]
+        assert stated == [{None: "null", False: "false"}.get(value, str(value)) for value in actual]
+
+
+def test_dotted_names_exist() -> None:
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for name in re.findall(r"`(lipkit(?:\.\w+)+)", prose):
+            try:
+                pkgutil.resolve_name(name)
+            except (AttributeError, ImportError) as missing:
+                pytest.fail(f"{page.relative_to(ROOT)}: {name}: {missing}")
