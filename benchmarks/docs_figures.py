@@ -197,18 +197,19 @@ def certified_accuracy() -> plt.Figure:
 
 
 def first_page() -> plt.Figure:
-    radii = torch.linspace(0, 1.2, 241, dtype=torch.float64)
-    figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
-    models = (("Cayley layers", lipkit.models.small), ("ordinary layers", lipkit.models.convnet))
+    radii = torch.linspace(0, 1.2, 121, dtype=torch.float64)
+    plt.rcParams["font.size"] = 10.5  # of the first page only: it stays readable on a phone
+    figure, axis = plt.subplots(figsize=(4.6, 3.1), layout="constrained")
+    models = (("Cayley layers", lipkit.models.small), ("ordinary", lipkit.models.convnet))
     for number, (name, model) in enumerate(models):
         plain, data = on_digits(model)
         proved, attacked = proved_and_attacked(plain, *data.test.batch(slice(None)), radii)
         axis.plot(radii, proved, color=f"C{number}", lw=2, label=f"{name}: proved")
-        axis.plot(radii, attacked, color=f"C{number}", lw=1, ls="--", label=f"{name}: found by attack")
+        axis.plot(radii, attacked, color=f"C{number}", lw=1, ls="--", label=f"{name}: attacked")
         axis.fill_between(radii, proved, attacked, color=f"C{number}", alpha=0.12, lw=0)
     axis.set(xlabel="largest change of the image (l2)", ylabel="accuracy", xlim=(0, 1.2), ylim=(0, 1.02))
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(-0.16, 1), handlelength=1.5, columnspacing=1)
     return figure
 
 

@@ -91,6 +91,8 @@ def activation(draw: random.Random, dtype: torch.dtype, width: int) -> nn.Module
         lambda: nn.Softplus(beta=number(), threshold=number()),
         lambda: nn.Softplus(beta=draw.choice((1, 1000, 1e-3)), threshold=draw.choice((20, 80, 100, 700, 710, 1e6))),
         lambda: nn.LeakyReLU(number()),
+        # A slope below the normal range, which the format rounds by much more than a unit in the last place.
+        lambda: nn.LeakyReLU(math.ldexp(draw.uniform(1, 2), draw.choice(EXPONENTS[dtype][:4]))),
         lambda: prelu,
         lambda: nn.ELU(number()),
         lambda: nn.CELU(number() or 1.0),
