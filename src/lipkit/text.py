@@ -35,7 +35,7 @@ def visible(value: Any) -> Any:
 
 
 def printable_lines(text: str) -> str:
-    r"""The same for a text of several lines, whose line breaks stay.
+    r"""`printable` for a text of several lines, whose line breaks stay.
 
     >>> printable_lines("a\nb\x1b")
     'a\nb\\x1b'

@@ -264,7 +264,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> bool:
-    """Whether a copy of the network in float64 computes every value that depends on its input in float64.
+    """True if a copy of the network in float64 computes every value that depends on its input in float64.
 
     Casts to a fixed format do not, nor do products with tensors that are no parameters or buffers.
     """

@@ -29,7 +29,7 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
-    """Whether the result of a call does not depend on the values of its first argument.
+    """True if the result of a call does not depend on the values of its first argument.
 
     >>> graph = fx.symbolic_trace(nn.Identity()).graph
     >>> [reads_metadata_only(node) for node in graph.nodes]

@@ -90,7 +90,7 @@ def verify(
 
 
 def unchecked(file: CertificateFile) -> dict[str, str]:
-    """What a file says that no verification can prove, as one printable line by dotted name.
+    """The claims of a file that no verification can prove, as one printable line by dotted name.
 
     The name of the data and how they were prepared, the machine and the versions that the certificate was made with,
     and whatever this version does not know. Hash and number of the samples, and all that `verify` compares, are not
@@ -131,7 +131,7 @@ def _check_header(file: CertificateFile, proved: Certificate, network: plain.Net
 
 
 def _near(claimed: Tensor, measured: Tensor) -> Tensor:
-    """Whether margins agree up to rounding; it acts on logits, so all margins together set the scale."""
+    """True where margins agree up to rounding; it acts on logits, so all margins together set the scale."""
     finite = measured[measured.isfinite()].abs()
     allowed = TOLERANCE * float(finite.max()) if len(finite) else 0.0
     return ((claimed - measured).abs() <= allowed) | (claimed == measured) | (claimed.isnan() & measured.isnan())

@@ -66,7 +66,7 @@ def command(
 
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
-    """What was confirmed, in figures that were all found here, and below it what the file claims besides.
+    """The figures that were confirmed, all found here, and below them the further claims of the file.
 
     Args:
         file: what was verified.

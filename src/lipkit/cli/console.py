@@ -141,7 +141,7 @@ def progress_bar(console: Console) -> Bar:
 
 
 def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
-    """What of (loss, accuracy, certified accuracy, time left) fits behind the epoch, the most telling first.
+    """As much of (loss, accuracy, certified accuracy, time left) as fits behind the epoch, the most telling first.
 
     Args:
         parts: in the order of the line; empty where there is none.

@@ -1,4 +1,4 @@
-"""What was probably meant by a command or an option that does not exist."""
+"""Suggestions for commands and options that do not exist."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
 
 
 def _value(given: Sequence[str], place: int) -> str:
-    """What was given to the option at this place."""
+    """The value given to the option at this place."""
     _, equals, value = given[place].partition("=")
     if equals:
         return value

@@ -1,4 +1,4 @@
-"""What layers need after an optimiser step: they declare it, and one function does it for a whole model."""
+"""Work of layers after an optimiser step: they declare it, and one function does it for a whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether torch computes in IEEE arithmetic: what it has been told of float32 products, and whether it flushes."""
+"""Checks that torch computes in IEEE arithmetic: its settings for float32 products, and whether it flushes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 
 
 def flushes(workers: bool = True) -> bool:
-    """Whether numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
+    """True if numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
 
     Each thread has a mode of its own, which the threads that it starts inherit: torch's workers may differ from here.
 

@@ -1,4 +1,4 @@
-"""What makes a forward pass another one than the module's type names: looked for, and refused.
+"""Refusal of modules whose forward pass is not the one that their type names.
 
 Seen are hooks, methods replaced on the instance or on a class, parametrizations, weights that are not ordinary tensors
 of numbers, and modes that change the operations of torch. Not seen is code that was changed below the classes: torch's

@@ -61,7 +61,7 @@ def render(folder: Path) -> str:
 
 
 def environment() -> jinja2.Environment:
-    """What the pages of a run are made with: their templates, and how figures are written in them."""
+    """The jinja environment of a run's pages: their templates, and how figures are written in them."""
     made = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template),
         autoescape=True,

@@ -64,7 +64,7 @@ class Arithmetic:
 
     @property
     def room(self) -> float:
-        """What bounds of the numbers on the way must stay below: they are norms, so a quarter of the range is left."""
+        """The limit for bounds of the numbers on the way: they are norms, so a quarter of the range is left."""
         return self.largest / 4
 
     @property

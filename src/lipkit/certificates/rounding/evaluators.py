@@ -122,7 +122,7 @@ def machine(network: plain.Network, name: str) -> plain.Network:
 
 
 def settings(kind: str) -> dict[str, str]:
-    """What torch and its libraries are told about arithmetic on a type of device, and which algorithms they may take.
+    """The settings of torch and its libraries for arithmetic on a type of device, and which algorithms they may take.
 
     `violations` names what breaks the model of arithmetic; the rest is for the record.
     """
