@@ -21,10 +21,9 @@ from lipkit.attacks import fab, pgd_l2, shrink
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.pgd import norms
 from lipkit.certificates import certify
-from lipkit.certificates.exported import float64_copy
+from lipkit.certificates.measurement import float64_copy
 from lipkit.layers import MaxMin, families
-from lipkit.plain import Network
-from lipkit.protocol import export
+from lipkit.modules import Network, export
 
 SHAPE = (1, 4, 4)
 

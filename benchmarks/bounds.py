@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.bounds import symbol_sup
-from lipkit.cli.measures.kernels import methods, random_kernel, true_norm
+from lipkit.experiments.measures.kernels import methods, random_kernel, true_norm
 
 N = 32
 SHAPES = {

@@ -166,7 +166,7 @@ def lmi() -> plt.Figure:
     return figure
 
 
-def on_digits(model: Callable[..., nn.Module]) -> tuple[lipkit.plain.Network, lipkit.data.Dataset]:
+def on_digits(model: Callable[..., nn.Module]) -> tuple[lipkit.modules.Network, lipkit.data.Dataset]:
     """A model trained on the digits for ten epochs and exported, and the digits."""
     data = lipkit.data.load("digits")
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def on_digits(model: Callable[..., nn.Module]) -> tuple[lipkit.plain.Network, li
     return lipkit.export(network, (1, 8, 8)), data
 
 
-def proved_and_attacked(plain: lipkit.plain.Network, x: Tensor, y: Tensor, radii: Tensor) -> list[np.ndarray]:
+def proved_and_attacked(plain: lipkit.modules.Network, x: Tensor, y: Tensor, radii: Tensor) -> list[np.ndarray]:
     """Certified accuracy, and accuracy under FAB's nearest examples, at each radius."""
     certificate = lipkit.certify(plain, x, y)
     distance = (lipkit.attacks.fab(plain, x, y, targets=3, steps=20) - x).flatten(1).double().norm(dim=1)

@@ -29,14 +29,13 @@ import numpy as np
 import torch
 
 import lipkit
-from lipkit import models, plain
-from lipkit.certificates.certificate_file import describe, write_certificate
-from lipkit.certificates.certificate_reader import read_certificate
+from lipkit import models, modules
+from lipkit.certificates.certificate_file import describe, read_certificate, write_certificate
 from lipkit.data.cifar10 import read_binary, read_python
-from lipkit.data.idx import read_idx
+from lipkit.data.mnist import read_idx
 from lipkit.data.stl10 import read_images
 from lipkit.errors import LipkitError
-from lipkit.shipping import from_pretrained, save_pretrained
+from lipkit.interop import from_pretrained, save_pretrained
 
 SECONDS, BYTES = 20, 1 << 29
 WORDS = (
@@ -78,7 +77,7 @@ def corpus(folder: Path) -> dict[str, tuple[Path, Path, Reader]]:
     options = {"input_shape": (1, 6, 6), "classes": 3, "layer": "cayley"}
     model = models.build("small", **options)
     network = lipkit.export(model, (1, 6, 6))
-    plain.save(network, folder / "network")
+    modules.save(network, folder / "network")
     save_pretrained(
         model, folder / "hub", name="small", options=options, input_shape=(1, 6, 6), classes=["a", "b", "c"]
     )
@@ -107,8 +106,8 @@ def corpus(folder: Path) -> dict[str, tuple[Path, Path, Reader]]:
 
     return {
         "certificate": alone("certificate.jsonl", read_certificate),
-        "network config": (folder / "network" / "config.json", folder / "network", plain.load),
-        "network weights": (folder / "network" / "model.safetensors", folder / "network", plain.load),
+        "network config": (folder / "network" / "config.json", folder / "network", modules.load),
+        "network weights": (folder / "network" / "model.safetensors", folder / "network", modules.load),
         "hub config": (folder / "hub" / "config.json", folder / "hub", from_pretrained),
         "hub weights": (folder / "hub" / "model.safetensors", folder / "hub", rehashed),
         "idx": alone("images", lambda path: read_idx(path, 3)),

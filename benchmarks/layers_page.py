@@ -16,9 +16,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from lipkit.benchmark.clock import cpu_clock, interleaved, measuring
-from lipkit.benchmark.shapes import Shape
-from lipkit.benchmark.work import PHASES, REFERENCE, contenders
+from benchmarks.speed.clock import cpu_clock, interleaved, measuring
+from benchmarks.speed.shapes import Shape
+from benchmarks.speed.work import PHASES, REFERENCE, contenders
+
 from lipkit.files import write_atomic
 from lipkit.layers.families import FAMILIES
 

@@ -20,7 +20,7 @@ from torch import nn
 from lipkit.bounds.lmi import lmi_matrix, proves_gain
 from lipkit.bounds.lmi_solver import _Barrier, _newton
 from lipkit.certificates import lipsdp
-from lipkit.plain import Network
+from lipkit.modules import Network
 
 Result = TypeVar("Result")
 LIMIT = 300  # default max_steps of lipsdp.solve

@@ -15,7 +15,7 @@ from collections import Counter
 import torch
 
 from lipkit.bounds import METHODS
-from lipkit.cli.measures.networks import NETWORKS, Conv, measure
+from lipkit.experiments.measures.networks import NETWORKS, Conv, measure
 
 # Those of docs/networks.md; the others by --networks.
 USUAL = ("AlexNet", "SqueezeNet", "ResNet-18", "DenseNet-121", "ResNet-50", "ResNet-152", "WRN-50-2", "VGG-16")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from lipkit import certify, export, models, plain
-from lipkit.certificates.rounding import machine
+from lipkit import certify, export, models, modules
+from lipkit.certificates.evaluators import machine
 from lipkit.data import Data
 from lipkit.data.cifar10 import load_cifar10
 from lipkit.data.mnist import load_mnist
@@ -33,7 +33,7 @@ STATEMENTS: dict[str, dict[str, str]] = {
 }
 
 
-def trained(name: str, data: Data, samples: int, epochs: int, batch_size: int) -> plain.Network:
+def trained(name: str, data: Data, samples: int, epochs: int, batch_size: int) -> modules.Network:
     """The recipe's model after ``epochs`` passes over the first ``samples`` training images."""
     torch.manual_seed(0)
     model = models.small(input_shape=(1, 28, 28)) if name == "mnist" else models.kwlarge()
@@ -51,7 +51,7 @@ def trained(name: str, data: Data, samples: int, epochs: int, batch_size: int) -
     return export(model.eval(), tuple(data.train.batch(torch.arange(1))[0].shape[1:]))
 
 
-def measure(network: plain.Network, x: torch.Tensor, y: torch.Tensor) -> list[list[str]]:
+def measure(network: modules.Network, x: torch.Tensor, y: torch.Tensor) -> list[list[str]]:
     """One row for each statement."""
     rows = []
     for name, options in STATEMENTS.items():
@@ -72,7 +72,7 @@ def measure(network: plain.Network, x: torch.Tensor, y: torch.Tensor) -> list[li
     return rows
 
 
-def actual(network: plain.Network, x: torch.Tensor) -> list[tuple[str, float]]:
+def actual(network: modules.Network, x: torch.Tensor) -> list[tuple[str, float]]:
     """What float32 evaluations of these samples really lose: largest error of a difference of two logits."""
     with torch.no_grad():
         exact = machine(network, "float64")(x.double())
@@ -101,7 +101,7 @@ def main() -> None:
         network = trained(args.data, data, args.train, args.epochs, args.batch_size)
         print(f"trained on {args.train} images in {time.process_time() - start:.0f} s")
     else:
-        network = plain.load(args.network)
+        network = modules.load(args.network)
     x, y = data.test.batch(torch.arange(args.test))
     header = ["statement", "clean %", "certified % at 36/255", "radius lost / 255: median", "largest", "seconds"]
     print(markdown_table(header, measure(network, x, y)))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import lipkit
 from lipkit.errors import LipkitError
 from lipkit.layers import families
-from lipkit.plain import Affine, GroupSort, MaxMin, Network
+from lipkit.modules import Affine, GroupSort, MaxMin, Network
 from lipkit.testing import dense_matrix
 
 FORMATS = {"float64": torch.float64, "float32": torch.float32}

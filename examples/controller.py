@@ -112,7 +112,7 @@ def train(steps: int, seed: int = 0) -> nn.Sequential:
     return model
 
 
-def write_onnx(plain: lipkit.plain.Network, gamma: float, path: Path) -> None:
+def write_onnx(plain: lipkit.modules.Network, gamma: float, path: Path) -> None:
     """Plain ONNX of any batch size, with the gain and the multipliers that prove it among its metadata."""
     import onnx
 
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     certificate = lipkit.certify(inner, x / scale, u, delta=0.01)
     # The part that gamma bounds: lower by search, upper by the best multipliers.
     core = lipkit.export(model[1], (12,))
-    lower = lipkit.attacks.lipschitz_lower_bound(core, start=x[:64] / scale).lower
+    lower = lipkit.analysis.lipschitz_lower_bound(core, start=x[:64] / scale).lower
     print(f"lipkit: between the scalings {lower:.3f} (found) <= gain <= {lipsdp.solve(core).gain:.3f} <= {GAMMA:g}")
     rows = zip(COMMANDS, certificate.error.square().mean(0).sqrt(), certificate.output_deviation, strict=True)
     for (name, unit), error, deviation in rows:

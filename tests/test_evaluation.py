@@ -10,10 +10,11 @@ import scipy.stats
 import torch
 from torch import nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks import pgd_l2
 from lipkit.attacks.pgd import Model
-from lipkit.certificates import certify, exported, format_radius
+from lipkit.certificates import certify, format_radius
+from lipkit.certificates import measurement as exported
 from lipkit.certificates.intervals import clopper_pearson, share
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
@@ -26,13 +27,13 @@ from lipkit.evaluation import (
     evaluate,
     per_class,
 )
-from lipkit.protocol import lipschitz
+from lipkit.modules import lipschitz
 
 
-def network(*, deep: bool = False) -> plain.Network:
+def network(*, deep: bool = False) -> modules.Network:
     torch.manual_seed(0)
     body = [nn.Flatten(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 3)] if deep else [nn.Flatten(), nn.Linear(16, 3)]
-    return plain.Network(body, (1, 4, 4))
+    return modules.Network(body, (1, 4, 4))
 
 
 def split(count: int = 60) -> Split:
@@ -77,7 +78,7 @@ def test_on_a_linear_network_the_closest_example_lies_just_outside_the_radius() 
 
 def test_examples_are_moved_close_before_they_are_compared() -> None:
     torch.manual_seed(0)
-    net = plain.Network([nn.Linear(5, 2)], (5,))
+    net = modules.Network([nn.Linear(5, 2)], (5,))
     x = torch.rand(20, 5)
     result = evaluate(net, Split(x, net(x).argmax(dim=1)), eps=(5.0,), attack_steps=1, box=None)
     assert result.attacked[0].share.count == 0  # every one overshoots by far in its single step
@@ -108,7 +109,7 @@ def test_a_wrong_constant_stops_the_evaluation(deep: bool, monkeypatch: pytest.M
     monkeypatch.setattr(exported, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
     net = network(deep=deep)
     if not deep:  # an identity for a body, so that there is a constant to get wrong
-        net = plain.Network([plain.Affine(torch.ones(1), torch.zeros(1)), *net], (1, 4, 4))
+        net = modules.Network([modules.Affine(torch.ones(1), torch.zeros(1)), *net], (1, 4, 4))
     data = split()
     labels = net(data.x).argmax(dim=1)
     with pytest.raises(CertificateViolation, match=r"sample \d+: .* radius [\d.e-]+, got one at l2 norm [\d.e-]+"):
@@ -178,16 +179,16 @@ def test_uint8_images_are_certified_in_units_of_0_to_1() -> None:
 
 def test_the_network_of_the_caller_is_not_changed() -> None:
     net = network(deep=True)
-    before = plain.sha256(net)
+    before = modules.sha256(net)
     evaluate(net, split(), eps=(0.1,))
-    assert plain.sha256(net) == before
+    assert modules.sha256(net) == before
     assert {tensor.dtype for tensor in net.state_dict().values()} == {torch.float32}
 
 
 def test_attack_certificate_survives_infinite_radii() -> None:
     last = nn.Linear(2, 2)
     last.weight.data, last.bias.data = torch.zeros(2, 2), torch.tensor([1.0, 0.0])
-    net = plain.Network([last], (2,))
+    net = modules.Network([last], (2,))
     x, y = torch.rand(5, 2), torch.zeros(5, dtype=torch.int64)
     attack = Attack(eps=(0.5,), steps=3, restarts=1, samples=None, box=(0.0, 1.0), seed=0)
     attacked, check = attack_certificate(net, certify(net, x, y), x, y, attack)

@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import nn
 
-from lipkit import plain
-from lipkit.certificates import exported
+from lipkit import modules
+from lipkit.certificates import measurement as exported
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import evaluate_regression, latency
 from lipkit.evaluation.regression import check_slopes
-from lipkit.protocol import lipschitz
+from lipkit.modules import lipschitz
 
 QUICK = {"restarts": 8, "steps": 20}
 
 
-def network(seed: int = 0) -> plain.Network:
+def network(seed: int = 0) -> modules.Network:
     torch.manual_seed(seed)
-    return plain.Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
+    return modules.Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
 
 
-def split(net: plain.Network, count: int = 30) -> Split:
+def split(net: modules.Network, count: int = 30) -> Split:
     x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
     y = net(x)
     return Split(x, y + torch.tensor([0.1, -0.2])[: y.shape[1]])
@@ -50,7 +50,7 @@ def test_figures() -> None:
 
 
 def test_a_linear_network_is_tight() -> None:
-    net = plain.Network([nn.Linear(3, 2)], (3,))
+    net = modules.Network([nn.Linear(3, 2)], (3,))
     found = evaluate_regression(net, split(net), **QUICK)
     truth = np.linalg.norm(net[0].weight.double().numpy(), 2)
     assert found.lower == pytest.approx(truth, rel=1e-6)
@@ -63,7 +63,7 @@ def test_a_linear_network_is_tight() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 0.9])
 def test_a_wrong_constant_stops_the_evaluation(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = plain.Network([nn.Linear(3, 2)], (3,))
+    net = modules.Network([nn.Linear(3, 2)], (3,))
     monkeypatch.setattr(exported, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
     with pytest.raises(CertificateViolation, match=r"the network: expected no secant steeper .* got one of slope"):
         evaluate_regression(net, split(net), **QUICK)
@@ -80,7 +80,7 @@ def test_a_wrong_constant_of_one_output_is_named() -> None:
 def test_a_constant_network() -> None:
     layer = nn.Linear(3, 1)
     nn.init.zeros_(layer.weight)
-    net = plain.Network([layer], (3,))
+    net = modules.Network([layer], (3,))
     found = evaluate_regression(net, split(net, 4), **QUICK)
     assert (found.certificate.constant, found.lower) == (0, 0)
     assert math.isnan(found.tightness)

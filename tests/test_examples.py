@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lipkit.certificates import lipsdp
-from lipkit.protocol.slopes import slope_restricted
+from lipkit.modules.activations import slope_restricted
 
 ROOT = Path(__file__).parents[1]
 

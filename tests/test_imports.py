@@ -14,8 +14,8 @@ import lipkit
 
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
-    *("errors", "text", "files", "memory", "linalg", "conv", "bounds", "plain", "protocol"),
-    *("layers", "conversion", "models", "data"),
+    *("errors", "text", "files", "memory", "linalg", "conv", "proof", "bounds", "modules"),
+    *("layers", "models", "data"),
     "attacks",
     "analysis",
     *(
@@ -24,9 +24,9 @@ ORDER = [
         "wasserstein",
         "evaluation",
         "report",
-        "shipping",
+        "interop",
         "explorer",
-        "benchmark",
+        "experiments",
         "cli",
         "testing",
     ),

@@ -21,12 +21,12 @@ __version__ = "0.1.0"
 # Public name -> the module it lives in.
 _HOME = {
     "analyze": "lipkit.analysis",
-    "lipschitz": "lipkit.protocol",
-    "export": "lipkit.protocol",
-    "save": "lipkit.plain",
-    "load": "lipkit.plain",
+    "lipschitz": "lipkit.modules",
+    "export": "lipkit.modules",
+    "save": "lipkit.modules",
+    "load": "lipkit.modules",
     "certify": "lipkit.certificates",
-    "convert": "lipkit.conversion",
+    "convert": "lipkit.models",
     "fit": "lipkit.training",
 }
 _PACKAGES = (
@@ -35,18 +35,18 @@ _PACKAGES = (
     "bounds",
     "certificates",
     "conv",
-    "conversion",
     "data",
     "errors",
     "evaluation",
+    "experiments",
     "explorer",
+    "interop",
     "layers",
     "linalg",
     "models",
-    "plain",
-    "protocol",
+    "modules",
+    "proof",
     "report",
-    "shipping",
     "testing",
     "training",
     "wasserstein",
@@ -57,11 +57,11 @@ __all__ = ["__version__", *sorted(_HOME), *_PACKAGES]
 if TYPE_CHECKING:
     from lipkit.analysis import analyze as analyze
     from lipkit.certificates import certify as certify
-    from lipkit.conversion import convert as convert
-    from lipkit.plain import load as load
-    from lipkit.plain import save as save
-    from lipkit.protocol import export as export
-    from lipkit.protocol import lipschitz as lipschitz
+    from lipkit.models import convert as convert
+    from lipkit.modules import export as export
+    from lipkit.modules import lipschitz as lipschitz
+    from lipkit.modules import load as load
+    from lipkit.modules import save as save
     from lipkit.training import fit as fit
 
 

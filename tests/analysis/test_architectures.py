@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit.analysis import analyze
-from lipkit.attacks import lipschitz_lower_bound
+from lipkit.analysis import analyze, lipschitz_lower_bound
 from lipkit.testing.reference import jacobians
 
 

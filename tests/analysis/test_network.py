@@ -204,7 +204,7 @@ def test_a_wrong_rule_is_found_by_the_search() -> None:
         def forward(self, x):
             return 2 * x
 
-    @lipkit.protocol.lipschitz_rule(Wrong)
+    @lipkit.modules.lipschitz_rule(Wrong)
     def _(module, input_shape):
         return 1.0
 

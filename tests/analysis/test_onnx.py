@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from lipkit.analysis import analyze
-from lipkit.analysis.onnx_reader import read_onnx
 from lipkit.errors import DataError, NoRuleError
+from lipkit.interop.onnx_reader import read_onnx
 
 onnx = pytest.importorskip("onnx")
 H = onnx.helper

@@ -11,18 +11,18 @@ import torch
 from scipy.optimize import linprog, minimize, nnls
 from torch import Tensor, nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks import apgd, carlini_wagner, ensemble, fab, pgd_l2, shrink
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.balls import ball
-from lipkit.attacks.hyperplane import towards_hyperplane
+from lipkit.attacks.fab import towards_hyperplane
 from lipkit.certificates import certify
-from lipkit.certificates.exported import float64_copy
+from lipkit.certificates.measurement import float64_copy
 
 
-def network() -> plain.Network:
+def network() -> modules.Network:
     torch.manual_seed(0)
-    return plain.Network([nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3)], (16,))
+    return modules.Network([nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3)], (16,))
 
 
 def least_distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -36,7 +36,7 @@ def least_distance(a: np.ndarray, b: np.ndarray) -> float:
     return math.inf if np.linalg.norm(rest) < 1e-9 else float(np.linalg.norm(rest[:-1] / rest[-1]))
 
 
-def exact_distance(net: plain.Network, x: Tensor, label: int) -> float:
+def exact_distance(net: modules.Network, x: Tensor, label: int) -> float:
     """Over all patterns of the ReLU and all rivals: a quadratic program on the polytope where the network is affine."""
     wide = float64_copy(net)
     (w1, b1), (w2, b2) = [(layer.weight.numpy(), layer.bias.numpy()) for layer in (wide[0], wide[2])]

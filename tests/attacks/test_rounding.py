@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks.rounding import exact_distance, rounding_attack
 from lipkit.certificates import certify
 from lipkit.errors import OptionError, ShapeError
@@ -17,7 +17,7 @@ from lipkit.errors import OptionError, ShapeError
 OFFSET = {torch.float32: 2.0**12, torch.float64: 2.0**30}
 
 
-def crafted(seed: int, dtype: torch.dtype) -> plain.Network:
+def crafted(seed: int, dtype: torch.dtype) -> modules.Network:
     """An orthogonal layer, a large offset that is taken away again, a last layer: its radii are tight."""
     generator = torch.Generator().manual_seed(seed)
     first, middle, last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
@@ -26,7 +26,7 @@ def crafted(seed: int, dtype: torch.dtype) -> plain.Network:
     middle.weight.data, middle.bias.data = torch.eye(4, dtype=dtype), torch.full((4,), -OFFSET[dtype], dtype=dtype)
     last.weight.data = torch.randn(3, 4, generator=generator, dtype=torch.float64).to(dtype)
     last.bias.data = torch.zeros(3, dtype=dtype)
-    return plain.Network([first, nn.ReLU(), middle, last], (4,))
+    return modules.Network([first, nn.ReLU(), middle, last], (4,))
 
 
 def cases(dtype: torch.dtype, networks: int) -> tuple[int, int, int]:

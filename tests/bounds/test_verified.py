@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lipkit.bounds import spectral_norm, spectral_norms
-from lipkit.bounds.rounding import UNIT, gamma, multiply_up, reciprocal_up, round_up, to_double, up
-from lipkit.bounds.verified import power_of_two, scale_to
 from lipkit.errors import ShapeError
+from lipkit.proof.norms import power_of_two, scale_to
+from lipkit.proof.roundoff import UNIT, gamma, multiply_up, reciprocal_up, round_up, to_double, up
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -158,7 +158,7 @@ def test_batches_chunks_and_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = spectral_norms(a)
     assert whole.shape == (3, 4)
     assert whole.dtype == torch.float64
-    monkeypatch.setattr("lipkit.bounds.verified._CHUNK_BYTES", 1)
+    monkeypatch.setattr("lipkit.proof.norms._CHUNK_BYTES", 1)
     assert torch.allclose(spectral_norms(a), whole, rtol=1e-11)
     assert torch.allclose(spectral_norms(a.mT), whole, rtol=1e-11)
     assert torch.allclose(spectral_norms(torch.complex(a, a).conj()), whole * math.sqrt(2), rtol=1e-11)

@@ -13,26 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks import pgd_l2
 from lipkit.certificates import certify
 from lipkit.certificates.certificate_file import describe
-from lipkit.certificates.exported import float64_device
+from lipkit.certificates.measurement import float64_device
 from lipkit.certificates.verification import verify
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 
 
-def linear_network(seed: int = 0, features: int = 6, classes: int = 4) -> plain.Network:
+def linear_network(seed: int = 0, features: int = 6, classes: int = 4) -> modules.Network:
     torch.manual_seed(seed)
-    return plain.Network([nn.Linear(features, classes)], (features,))
+    return modules.Network([nn.Linear(features, classes)], (features,))
 
 
-def samples(network: plain.Network, count: int = 40) -> tuple[Tensor, Tensor]:
+def samples(network: modules.Network, count: int = 40) -> tuple[Tensor, Tensor]:
     x = torch.rand(count, *network.input_shape, generator=torch.Generator().manual_seed(1))
     return x, network(x).argmax(dim=1)
 
 
-def distances(network: plain.Network, x: Tensor, y: Tensor) -> np.ndarray:
+def distances(network: modules.Network, x: Tensor, y: Tensor) -> np.ndarray:
     """Distance from each sample to the nearest point where its class loses, for one linear layer."""
     last = network[-1]
     weight, bias = last.weight.double().numpy(), last.bias.double().numpy()
@@ -80,7 +80,7 @@ def test_constant_is_the_spectral_norm_from_above() -> None:
 
 
 def test_a_network_without_a_last_linear_layer_uses_the_global_constant() -> None:
-    network = plain.Network([nn.Linear(6, 4), plain.MaxMin()], (6,))
+    network = modules.Network([nn.Linear(6, 4), modules.MaxMin()], (6,))
     x, y = samples(network)
     certificate = certify(network, x, y)
     assert certificate.method == "global"
@@ -94,8 +94,8 @@ def test_input_normalisation_multiplies_radii_by_the_smallest_std() -> None:
     torch.manual_seed(0)
     last = nn.Linear(3 * 4 * 4, 5)
     std, mean = torch.tensor([0.25, 0.5, 0.125]), torch.tensor([0.5, 0.4, 0.3])
-    normalised = plain.Network([plain.Affine(1 / std, -mean / std), nn.Flatten(), last], (3, 4, 4))
-    bare = plain.Network([nn.Flatten(), last], (3, 4, 4))
+    normalised = modules.Network([modules.Affine(1 / std, -mean / std), nn.Flatten(), last], (3, 4, 4))
+    bare = modules.Network([nn.Flatten(), last], (3, 4, 4))
     x, _ = samples(bare)
     z = (x - mean.view(3, 1, 1)) / std.view(3, 1, 1)
     y = bare(z).argmax(dim=1)
@@ -105,12 +105,12 @@ def test_input_normalisation_multiplies_radii_by_the_smallest_std() -> None:
     assert inside.constant == pytest.approx(8 * outside.constant, rel=1e-6)
 
 
-def random_networks() -> list[plain.Network]:
+def random_networks() -> list[modules.Network]:
     torch.manual_seed(3)
     dense = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5)]
-    conv = [nn.Conv2d(1, 4, 3, padding=1), plain.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)]
-    tanh = [nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 6), plain.MaxMin()]
-    return [plain.Network(modules, (1, 8, 8)) for modules in (dense, conv, tanh)]
+    conv = [nn.Conv2d(1, 4, 3, padding=1), modules.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)]
+    tanh = [nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 6), modules.MaxMin()]
+    return [modules.Network(chain, (1, 8, 8)) for chain in (dense, conv, tanh)]
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -158,14 +158,14 @@ def test_wrong_labels_ties_and_nan_get_no_radius() -> None:
     assert spoilt.prediction[0] == -1
     last = nn.Linear(2, 2)
     last.weight.data, last.bias.data = torch.ones(2, 2), torch.zeros(2)
-    tied = certify(plain.Network([last], (2,)), torch.rand(9, 2), torch.zeros(9, dtype=torch.int64))
+    tied = certify(modules.Network([last], (2,)), torch.rand(9, 2), torch.zeros(9, dtype=torch.int64))
     assert tied.radius.eq(0).all()
 
 
 def test_a_constant_network_is_certified_at_every_radius() -> None:
     last = nn.Linear(2, 2)
     last.weight.data, last.bias.data = torch.zeros(2, 2), torch.tensor([1.0, 0.0])
-    certificate = certify(plain.Network([last], (2,)), torch.rand(3, 2), torch.tensor([0, 0, 1]))
+    certificate = certify(modules.Network([last], (2,)), torch.rand(3, 2), torch.tensor([0, 0, 1]))
     assert certificate.radius.tolist() == [math.inf, math.inf, 0.0]
     assert certificate.accuracy(1e9) == pytest.approx(2 / 3)
 
@@ -187,7 +187,7 @@ def test_certificate_is_frozen_and_names_its_network() -> None:
     network = linear_network()
     x, y = samples(network)
     certificate = certify(network, x, y)
-    assert certificate.network_sha256 == plain.sha256(network)
+    assert certificate.network_sha256 == modules.sha256(network)
     assert certificate.network_sha256 != certify(linear_network(1), x, y).network_sha256
     assert (certificate.dtype, certificate.input_shape, len(certificate)) == ("float64", (6,), 40)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -15,20 +15,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lipkit
-from lipkit import plain
-from lipkit.certificates.certificate_file import CertificateFile, data_sha256, describe, write_certificate
-from lipkit.certificates.certificate_reader import read_certificate
+from lipkit import modules
+from lipkit.certificates.certificate_file import (
+    CertificateFile,
+    data_sha256,
+    describe,
+    read_certificate,
+    write_certificate,
+)
 from lipkit.certificates.verification import unchecked, verify
 from lipkit.errors import CertificateViolation, DataError, LipkitError, OptionError
 
 
-def problem(dtype: torch.dtype = torch.float32) -> tuple[plain.Network, Tensor, Tensor]:
+def problem(dtype: torch.dtype = torch.float32) -> tuple[modules.Network, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     first, last = nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 3, dtype=dtype)
     with torch.no_grad():
         for parameter in (*first.parameters(), *last.parameters()):
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    network = plain.Network([first, nn.ReLU(), last], (6,))
+    network = modules.Network([first, nn.ReLU(), last], (6,))
     x = torch.rand(20, 6, generator=generator)
     with torch.no_grad():
         y = network(x.to(dtype)).argmax(1)
@@ -37,7 +42,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[plain.Network, Tensor, 
 
 
 @pytest.fixture(params=["sound", "ignore"])
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, plain.Network, Tensor, Tensor]:
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, modules.Network, Tensor, Tensor]:
     network, x, y = problem()
     certificate = lipkit.certify(network, x, y, rounding=request.param)
     return write_certificate(describe(certificate, network, x, y, "toy"), tmp_path / "c.jsonl"), network, x, y
@@ -285,7 +290,7 @@ def test_the_command_confirms_and_refuses(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     network = lipkit.export(lipkit.models.build("small", input_shape=(1, 8, 8), classes=10), (1, 8, 8))
-    plain.save(network, tmp_path / "network")
+    modules.save(network, tmp_path / "network")
     split = datasets.load("digits", limit=30).test
     x, y = split.batch(torch.arange(len(split)))
     certificate = lipkit.certify(network, x, y)

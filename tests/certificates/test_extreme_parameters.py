@@ -13,13 +13,14 @@ import torch
 from mpmath import mpf
 from torch import Tensor, nn
 
-from lipkit import certify, export, lipschitz, plain
+from lipkit import certify, export, lipschitz, modules
 from lipkit.certificates import Certificate
-from lipkit.certificates.rounding import local_error, machine
-from lipkit.certificates.rounding.arithmetic import FLOAT32, FLOAT64
-from lipkit.certificates.rounding.evaluators import arithmetic as evaluator_arithmetic
+from lipkit.certificates.evaluators import arithmetic as evaluator_arithmetic
+from lipkit.certificates.evaluators import machine
 from lipkit.conv import kernel_symbol
 from lipkit.errors import ShapeError
+from lipkit.modules import local_error
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
 Scalar = Callable[[mpf], mpf]
 FORMATS = [(torch.float32, FLOAT32), (torch.float64, FLOAT64)]
@@ -189,12 +190,12 @@ def statistics(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def fourier() -> plain.FourierConv2d:
-    return plain.FourierConv2d.from_symbol(kernel_symbol(torch.randn(2, 2, 3, 3) / 4, 4, 4), 4, 4, torch.randn(2))
+def fourier() -> modules.FourierConv2d:
+    return modules.FourierConv2d.from_symbol(kernel_symbol(torch.randn(2, 2, 3, 3) / 4, 4, 4), 4, 4, torch.randn(2))
 
 
 def phase(complex_pairs: bool) -> nn.Module:
-    return statistics(plain.PhaseConv2d(2, 2, 4, 4, (2, 2), complex_pairs=complex_pairs))
+    return statistics(modules.PhaseConv2d(2, 2, 4, 4, (2, 2), complex_pairs=complex_pairs))
 
 
 IMAGE = (2, 4, 4)
@@ -204,7 +205,7 @@ TENSORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv": (lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2), IMAGE),
     "conv, circular": (lambda: nn.Conv2d(2, 2, 3, padding="same", padding_mode="circular"), IMAGE),
     "transposed": (lambda: nn.ConvTranspose2d(2, 2, 3, stride=2), IMAGE),
-    "affine": (lambda: statistics(plain.Affine(torch.ones(2), torch.ones(2))), IMAGE),
+    "affine": (lambda: statistics(modules.Affine(torch.ones(2), torch.ones(2))), IMAGE),
     "batch norm": (lambda: statistics(nn.BatchNorm2d(2)), IMAGE),
     "batch norm, eps 0": (lambda: statistics(nn.BatchNorm2d(2, eps=0.0)), IMAGE),
     "instance norm, running": (
@@ -218,17 +219,17 @@ TENSORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "average": (lambda: nn.AvgPool2d(2, divisor_override=7), IMAGE),
     "prelu": (lambda: statistics(nn.PReLU(2)), IMAGE),
     "softmax": (lambda: nn.Softmax(1), (5,)),
-    "maxmin": (plain.MaxMin, IMAGE),
-    "group sort": (plain.GroupSort, IMAGE),
+    "maxmin": (modules.MaxMin, IMAGE),
+    "group sort": (modules.GroupSort, IMAGE),
     "max pool": (lambda: nn.MaxPool2d(3, 2, 1), IMAGE),
     "fourier": (fourier, IMAGE),
     "phase": (lambda: phase(False), IMAGE),
     "phase, complex": (lambda: phase(True), IMAGE),
-    "taylor": (lambda: statistics(plain.TaylorConv2d(2, 2, (3, 3), terms=4)), IMAGE),
-    "sandwich": (lambda: plain.SandwichBlock(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), torch.ones(3)), (4,)),
-    "slope residual": (lambda: plain.SlopeResidual(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), torch.ones(3)), (4,)),
-    "convex residual": (lambda: plain.ConvexResidual(nn.Linear(4, 4), torch.tensor(0.3)), (4,)),
-    "sum": (lambda: plain.Sum(nn.Linear(4, 4), nn.LeakyReLU(-0.5), nn.Identity()), (4,)),
+    "taylor": (lambda: statistics(modules.TaylorConv2d(2, 2, (3, 3), terms=4)), IMAGE),
+    "sandwich": (lambda: modules.SandwichBlock(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), torch.ones(3)), (4,)),
+    "slope residual": (lambda: modules.SlopeResidual(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), torch.ones(3)), (4,)),
+    "convex residual": (lambda: modules.ConvexResidual(nn.Linear(4, 4), torch.tensor(0.3)), (4,)),
+    "sum": (lambda: modules.Sum(nn.Linear(4, 4), nn.LeakyReLU(-0.5), nn.Identity()), (4,)),
 }
 
 
@@ -236,7 +237,7 @@ def check_tensors(name: str, scales: list[float], sizes: list[float]) -> None:
     """Each tensor of the module alone scaled, and all together: float32 stays within its bound of float64."""
     maker, shape = TENSORS[name]
     torch.manual_seed(sum(map(ord, name)))
-    base = plain.Network([maker()], shape).double()
+    base = modules.Network([maker()], shape).double()
     names = [n for n, t in base.state_dict().items() if t.is_floating_point() and "multiplier" not in n]
     usable = 0
     for chosen in ([], *([n] for n in names), names):
@@ -253,7 +254,7 @@ def check_tensors(name: str, scales: list[float], sizes: list[float]) -> None:
     assert usable > 0
 
 
-def _check_float32(network: plain.Network, shape: tuple[int, ...], sizes: list[float]) -> int:
+def _check_float32(network: modules.Network, shape: tuple[int, ...], sizes: list[float]) -> int:
     exact, twin = copy.deepcopy(network).double(), machine(network, "float32")
     arithmetic = evaluator_arithmetic("float32", network)
     gain = float(lipschitz(exact))
@@ -297,7 +298,7 @@ def test_tensors_over_the_whole_range_in_small_steps(name: str, flush: bool) -> 
 # Whole certificates.
 
 
-def attacked(network: plain.Network, x: Tensor, evaluator: str) -> tuple[Certificate, bool]:
+def attacked(network: modules.Network, x: Tensor, evaluator: str) -> tuple[Certificate, bool]:
     """The certificate, and whether an input inside a radius, with its logits, breaks it."""
     twin = machine(network, evaluator)
     y = network.double()(x.double()).argmax(1)
@@ -336,10 +337,10 @@ def test_softplus_never_overflows_inside_a_radius(
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, -1.0], [-0.5, 0.7]]))
         layer.bias.copy_(torch.tensor([2 * size, 0.0]))
-    network = plain.Network([activation, layer], (2,)).to(getattr(torch, evaluator))
-    plain.save(network, tmp_path)
+    network = modules.Network([activation, layer], (2,)).to(getattr(torch, evaluator))
+    modules.save(network, tmp_path)
     x = size * torch.rand(20, 2, dtype=torch.float64).float()
-    for net in (network, plain.load(tmp_path)):
+    for net in (network, modules.load(tmp_path)):
         certificate, broken = attacked(net, x, evaluator)
         assert not broken
         assert bool((certificate.radius > 0).any()) == certified
@@ -388,13 +389,13 @@ def test_numbers_that_float32_cannot_hold_certify_nothing_there() -> None:
     with torch.no_grad():
         last.weight.fill_(1e-45).view(-1)[0] = 0.0
         last.bias.copy_(torch.tensor([1.0, 0.0]))
-    for layer in (plain.Affine(torch.ones(1).double(), torch.zeros(1).double()), prelu(1e39)):
-        network = plain.Network([layer, last], (2,))
-        if isinstance(layer, plain.Affine):
+    for layer in (modules.Affine(torch.ones(1).double(), torch.zeros(1).double()), prelu(1e39)):
+        network = modules.Network([layer, last], (2,))
+        if isinstance(layer, modules.Affine):
             layer.scale.fill_(1e39)
         assert float(certify(network, x, y, evaluator="float64").radius) > 0, layer
         assert float(certify(network, x, y, evaluator="float32").radius) == 0, layer
     # Numbers of Python are refused by torch itself.
     for layer in (nn.LeakyReLU(1e39), nn.ELU(1e39), nn.CELU(1e-39), nn.Hardtanh(-1e39, 1e39), nn.Softplus(1e39)):
         with pytest.raises(ShapeError, match="cannot be converted to type float without overflow"):
-            certify(plain.Network([layer, last], (2,)), x, y, evaluator="float32")
+            certify(modules.Network([layer, last], (2,)), x, y, evaluator="float32")

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import lipkit
-from lipkit import plain
+from lipkit import modules
 from lipkit.certificates import verification
-from lipkit.certificates.certificate_file import describe, write_certificate
-from lipkit.certificates.certificate_reader import read_certificate
+from lipkit.certificates.certificate_file import describe, read_certificate, write_certificate
 from lipkit.certificates.verification import verify
 from lipkit.cli.check import report
 from lipkit.errors import LipkitError
@@ -35,13 +34,13 @@ CLAIMS = {"data.name", "data.preprocessing", "evaluator.device", "evaluator.torc
 FORGED = "a\n\ncertified(36/255)  100.00 %\x1b[2K\x1b[1A\u202e\u2028\x85\r\x9b1m"
 
 
-def problem() -> tuple[plain.Network, Tensor, Tensor]:
+def problem() -> tuple[modules.Network, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     first, last = nn.Linear(4, 5), nn.Linear(5, 3)
     with torch.no_grad():
         for parameter in (*first.parameters(), *last.parameters()):
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    network = plain.Network([first, nn.ReLU(), last], (4,))
+    network = modules.Network([first, nn.ReLU(), last], (4,))
     x = torch.rand(8, 4, generator=generator)
     y = network(x).argmax(1)
     y[:3] = (y[:3] + 1) % 3

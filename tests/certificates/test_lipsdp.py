@@ -14,8 +14,7 @@ from torch import nn
 from lipkit.bounds.lmi import lmi_matrix
 from lipkit.certificates import lipsdp
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.plain import Affine, Network
-from lipkit.protocol import lipschitz
+from lipkit.modules import Affine, Network, lipschitz
 
 
 def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit import export, models, plain
+from lipkit import export, models, modules
 from lipkit.bounds.lmi import gain_bound
 from lipkit.certificates import RegressionCertificate, certify, certify_regression
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import Normalize, Rescale, Scale
-from lipkit.plain import Affine, Network
+from lipkit.modules import Affine, Network
 
 WEIGHT = [[3.0, 4.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
 
@@ -45,7 +45,7 @@ def deep_network(seed: int = 0) -> Network:
 
 def jacobians(network: Network, count: int = 200) -> np.ndarray:
     """(count, d, n) by autograd in float64 at random points."""
-    twin = plain.Network([m.double() for m in network], network.input_shape)
+    twin = modules.Network([m.double() for m in network], network.input_shape)
     x = 2 * torch.randn(count, *network.input_shape, dtype=torch.float64)
     return torch.func.vmap(torch.func.jacrev(lambda v: twin(v[None])[0]))(x).numpy()
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.certificates import Certificate, certify, certify_regression
-from lipkit.certificates.rounding import machine, rounding_rule
-from lipkit.certificates.rounding.evaluators import evaluator, violations
-from lipkit.certificates.rounding.registry import _RULES
+from lipkit.certificates.evaluators import evaluator, machine, violations
 from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules import rounding_rule
+from lipkit.modules.machine import _RULES
 
 EVALUATORS = ("float64", "float32", "float32_blocked")
 
@@ -30,12 +30,12 @@ def without_nnpack() -> Iterator[None]:
         yield
 
 
-def linear(weight: list[list[float]], bias: list[float], dtype: torch.dtype = torch.float64) -> plain.Network:
+def linear(weight: list[list[float]], bias: list[float], dtype: torch.dtype = torch.float64) -> modules.Network:
     layer = nn.Linear(len(weight[0]), len(weight), dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor(weight, dtype=dtype))
         layer.bias.copy_(torch.tensor(bias, dtype=dtype))
-    return plain.Network([layer], (len(weight[0]),))
+    return modules.Network([layer], (len(weight[0]),))
 
 
 @pytest.mark.parametrize(("name", "dtype", "bits"), [("float64", torch.float64, 53), ("float32", torch.float32, 24)])
@@ -62,17 +62,17 @@ def test_numbers_that_cancel_inside_the_body_count() -> None:
         difference.bias.fill_(0.0)
         last.weight.copy_(torch.tensor([[0.0], [1.0]]))
         last.bias.copy_(torch.tensor([0.0, 1.0]))
-    network = plain.Network([body, nn.ReLU(), difference, last], (1,))
+    network = modules.Network([body, nn.ReLU(), difference, last], (1,))
     x, y = torch.full((1, 1), 100.0, dtype=torch.float64), torch.tensor([1])
     naive, sound = certify(network, x, y, rounding="ignore"), certify(network, x, y)
     assert naive.radius.item() > 0.5
     assert sound.radius.item() == 0
 
 
-def near_the_boundary(seed: int, dtype: torch.dtype) -> tuple[plain.Network, Tensor, Tensor, Tensor]:
+def near_the_boundary(seed: int, dtype: torch.dtype) -> tuple[modules.Network, Tensor, Tensor, Tensor]:
     """A linear network, inputs within a few roundings of its boundary, their classes, the direction across it."""
     torch.manual_seed(seed)
-    network = plain.Network([nn.Linear(30, 2, dtype=dtype)], (30,))
+    network = modules.Network([nn.Linear(30, 2, dtype=dtype)], (30,))
     weight, bias = network[0].weight.double(), network[0].bias.double()
     x = torch.rand(200, 30, dtype=torch.float64)
     across = weight[1] - weight[0]
@@ -83,7 +83,7 @@ def near_the_boundary(seed: int, dtype: torch.dtype) -> tuple[plain.Network, Ten
     return network, x, network(x).argmax(dim=1), across / across.norm()
 
 
-def flips(network: plain.Network, x: Tensor, y: Tensor, across: Tensor, radius: Tensor) -> int:
+def flips(network: modules.Network, x: Tensor, y: Tensor, across: Tensor, radius: Tensor) -> int:
     """How many points of the open balls, found by steps of a few last places, the machine gives to another class."""
     found = 0
     sign = torch.where(y == 1, -1.0, 1.0).double()[:, None]
@@ -132,8 +132,8 @@ def test_the_same_search_beats_the_convention(name: str) -> None:
 @given(st.integers(0, 10**6), st.floats(1e-2, 1e4), st.sampled_from(EVALUATORS))
 def test_no_step_inside_a_sound_radius_changes_the_class(seed: int, size: float, name: str) -> None:
     torch.manual_seed(seed)
-    layers = [nn.Linear(8, 12), plain.MaxMin(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 3)]
-    network = plain.Network(layers, (8,))
+    layers = [nn.Linear(8, 12), modules.MaxMin(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 3)]
+    network = modules.Network(layers, (8,))
     run = machine(network, name)
     dtype = torch.float64 if name == "float64" else torch.float32
     x = (size * torch.randn(40, 8)).to(dtype)
@@ -221,7 +221,7 @@ def test_a_zero_bound_certifies_everything_only_beyond_its_rounding() -> None:
 
 
 def test_the_global_constant_is_charged_too() -> None:
-    network = plain.Network([nn.Linear(6, 4), plain.MaxMin()], (6,))
+    network = modules.Network([nn.Linear(6, 4), modules.MaxMin()], (6,))
     x = torch.rand(20, 6)
     y = network(x).argmax(dim=1)
     double, single = certify(network, x, y), certify(network, x, y, evaluator="float32")
@@ -231,10 +231,10 @@ def test_the_global_constant_is_charged_too() -> None:
     assert (double.radius_ignored - single.radius)[certified].max() < 1e-4
 
 
-def convolutional() -> tuple[plain.Network, Tensor, Tensor]:
+def convolutional() -> tuple[modules.Network, Tensor, Tensor]:
     torch.manual_seed(0)
-    modules = [nn.Conv2d(1, 4, 3, padding=1), plain.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)]
-    network, x = plain.Network(modules, (1, 8, 8)), torch.rand(10, 1, 8, 8)
+    chain = [nn.Conv2d(1, 4, 3, padding=1), modules.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 5)]
+    network, x = modules.Network(chain, (1, 8, 8)), torch.rand(10, 1, 8, 8)
     return network, x, network(x).argmax(dim=1)
 
 
@@ -352,13 +352,13 @@ def flushing() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def tiny(weight: float, then: float) -> plain.Network:
+def tiny(weight: float, then: float) -> modules.Network:
     """Two dense layers in float32 whose product is weight * then, once with either sign."""
     layers = [nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)]
     with torch.no_grad():
         layers[0].weight.fill_(weight)
         layers[1].weight.copy_(torch.tensor([[then], [-then]]))
-    return plain.Network(layers, (1,))
+    return modules.Network(layers, (1,))
 
 
 @pytest.mark.usefixtures("flushing")
@@ -434,7 +434,7 @@ def test_unknown_names_are_refused() -> None:
 def test_a_module_without_a_rounding_rule_names_the_remedy() -> None:
     kept = _RULES.pop(nn.ReLU)
     try:
-        network = plain.Network([nn.Linear(2, 2), nn.ReLU()], (2,))
+        network = modules.Network([nn.Linear(2, 2), nn.ReLU()], (2,))
         x, y = torch.rand(2, 2), torch.zeros(2, dtype=torch.int64)
         with pytest.raises(NoRuleError, match=r"nn\.modules\.activation\.ReLU, .* or certify with rounding='ignore'"):
             certify(network, x, y)
@@ -446,7 +446,7 @@ def test_a_module_without_a_rounding_rule_names_the_remedy() -> None:
 @pytest.mark.parametrize("name", EVALUATORS)
 def test_deviations_of_a_regression_include_rounding(name: str) -> None:
     torch.manual_seed(0)
-    network = plain.Network([nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2)], (3,))
+    network = modules.Network([nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2)], (3,))
     run = machine(network, name)
     dtype = next(run.parameters()).dtype
     x, y = torch.randn(50, 3).to(dtype), torch.zeros(50, 2, dtype=dtype)

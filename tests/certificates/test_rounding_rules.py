@@ -13,34 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit import export, plain
-from lipkit.certificates.rounding import local_error, machine, rounding_rule, rounding_rules
-from lipkit.certificates.rounding.arithmetic import FLOAT32, FLOAT64
-from lipkit.certificates.rounding.chain import gain_of, runner
-from lipkit.certificates.rounding.registry import Local, nothing
+from lipkit import export, modules
+from lipkit.certificates.evaluators import machine
 from lipkit.conv import kernel_symbol
 from lipkit.errors import NoRuleError
 from lipkit.layers.families import FAMILIES, names
-from lipkit.plain.blocked import blocked
-from lipkit.protocol.registry import rules
+from lipkit.modules import local_error, rounding_rule, rounding_rules
+from lipkit.modules.blocked import blocked
+from lipkit.modules.machine import Local, gain_of, nothing, runner
+from lipkit.modules.registry import rules
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
 VECTOR, IMAGE = (12,), (4, 6, 6)
 
 
-def fourier(cin: int, cout: int, side: int) -> plain.FourierConv2d:
+def fourier(cin: int, cout: int, side: int) -> modules.FourierConv2d:
     symbol = kernel_symbol(torch.randn(cout, cin, 3, 3) / (3 * cin**0.5), side, side)
-    return plain.FourierConv2d.from_symbol(symbol, side, side, torch.randn(cout))
+    return modules.FourierConv2d.from_symbol(symbol, side, side, torch.randn(cout))
 
 
-def phase(complex_pairs: bool) -> plain.PhaseConv2d:
-    layer = plain.PhaseConv2d(4, 4, 6, 6, (3, 3), complex_pairs=complex_pairs)
+def phase(complex_pairs: bool) -> modules.PhaseConv2d:
+    layer = modules.PhaseConv2d(4, 4, 6, 6, (3, 3), complex_pairs=complex_pairs)
     for tensor in layer.state_dict().values():
         tensor.normal_(std=0.5)
     return layer
 
 
-def taylor() -> plain.TaylorConv2d:
-    layer = plain.TaylorConv2d(4, 3, (3, 3), terms=6)
+def taylor() -> modules.TaylorConv2d:
+    layer = modules.TaylorConv2d(4, 3, (3, 3), terms=6)
     layer.kernel.normal_(std=0.1)
     return layer
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "conv, dilated": (lambda: nn.Conv2d(4, 5, 2, dilation=3), IMAGE, 150),
     "conv1d": (lambda: nn.Conv1d(4, 5, 3, padding=1), (4, 9), 150),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), IMAGE, 200),
-    "affine": (lambda: plain.Affine(torch.randn(4), torch.randn(4)), IMAGE, 20),
+    "affine": (lambda: modules.Affine(torch.randn(4), torch.randn(4)), IMAGE, 20),
     "batch norm": (norm_with_statistics, IMAGE, 60),
     "average": (lambda: nn.AvgPool2d(2), IMAGE, 60),
     "average, padded": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), IMAGE, 150),
@@ -97,27 +97,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "softmax": (lambda: nn.Softmax(1), VECTOR, 4000),
     "relu": (nn.ReLU, VECTOR, math.inf),
     "relu6": (nn.ReLU6, VECTOR, math.inf),
-    "maxmin": (plain.MaxMin, IMAGE, math.inf),
-    "group sort": (lambda: plain.GroupSort(2), IMAGE, math.inf),
+    "maxmin": (modules.MaxMin, IMAGE, math.inf),
+    "group sort": (lambda: modules.GroupSort(2), IMAGE, math.inf),
     "max pool": (lambda: nn.MaxPool2d(3, 2, 1), IMAGE, math.inf),
-    "resize": (lambda: plain.ResizeChannels(4, 6), IMAGE, math.inf),
+    "resize": (lambda: modules.ResizeChannels(4, 6), IMAGE, math.inf),
     "fourier, dense": (lambda: fourier(4, 5, 6), IMAGE, 1000),
     "fourier, separable": (lambda: fourier(3, 4, 12), (3, 12, 12), 1000),
     "phase, real": (lambda: phase(False), IMAGE, 600),
     "phase, complex": (lambda: phase(True), IMAGE, 600),
     "taylor": (taylor, IMAGE, 2500),
     "sandwich": (
-        lambda: plain.SandwichBlock(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5), torch.ones(8)),
+        lambda: modules.SandwichBlock(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5), torch.ones(8)),
         VECTOR,
         600,
     ),
     "slope residual": (
-        lambda: plain.SlopeResidual(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 12), torch.ones(8)),
+        lambda: modules.SlopeResidual(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 12), torch.ones(8)),
         VECTOR,
         200,
     ),
-    "convex residual": (lambda: plain.ConvexResidual(nn.Linear(12, 12), torch.tensor(0.3)), VECTOR, 200),
-    "sum": (lambda: plain.Sum(nn.Linear(12, 12), nn.Tanh(), nn.Identity()), VECTOR, 400),
+    "convex residual": (lambda: modules.ConvexResidual(nn.Linear(12, 12), torch.tensor(0.3)), VECTOR, 200),
+    "sum": (lambda: modules.Sum(nn.Linear(12, 12), nn.Tanh(), nn.Identity()), VECTOR, 400),
     "sequential": (lambda: nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 3)), VECTOR, 300),
 }
 
@@ -153,7 +153,7 @@ def test_the_bound_holds_and_is_not_idle(name: str) -> None:
             assert (error <= bound).all(), f"{name}, {size}, {far}"
             with torch.no_grad():
                 assert (module(h).flatten(1).abs().amax(1) <= local.peak.at + local.peak.slope * distance).all() or (
-                    type(module) in (plain.ResizeChannels,)
+                    type(module) in (modules.ResizeChannels,)
                 )
             closest = max(closest, float((error / bound).amax()))
     if not math.isinf(factor):
@@ -208,8 +208,8 @@ def test_float64_inner_products_against_fractions(weight: list[float], x: list[f
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(1e-3, 10.0), st.booleans())
 def test_a_chain_is_never_below_what_it_loses(seed: int, size: float, spread: float, blocks: bool) -> None:
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(40, 30), plain.MaxMin(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 5)).eval()
-    network = plain.Network(module, (40,))
+    module = nn.Sequential(nn.Linear(40, 30), modules.MaxMin(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 5)).eval()
+    network = modules.Network(module, (40,))
     exact = copy.deepcopy(network).double()
     name = "float32_blocked" if blocks else "float32"
     arithmetic = type(FLOAT32)(FLOAT32.unit, FLOAT32.tiny, FLOAT32.largest, block=32 if blocks else None)
@@ -228,7 +228,7 @@ def test_a_chain_is_never_below_what_it_loses(seed: int, size: float, spread: fl
 def test_the_error_grows_with_the_distance_from_the_sample() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(40, 30, bias=False), nn.ReLU(), nn.Linear(30, 20, bias=False), nn.ReLU()]
-    network = plain.Network(layers, (40,))
+    network = modules.Network(layers, (40,))
     exact = copy.deepcopy(network).double()
     walk = runner(nn.Sequential(*exact), (40,), FLOAT32)(torch.zeros(1, 40, dtype=torch.float64))
     assert float(walk.error.at) < 1e-30  # nothing is lost at 0
@@ -262,9 +262,9 @@ def test_the_jump_of_softplus_counts() -> None:
 def test_every_family_has_rules(name: str) -> None:
     family = FAMILIES[name]
     torch.manual_seed(0)
-    model = nn.Sequential(family.conv(2, 4, 3), plain.MaxMin(), nn.Flatten(), family.linear(4 * 36, 8)).eval()
+    model = nn.Sequential(family.conv(2, 4, 3), modules.MaxMin(), nn.Flatten(), family.linear(4 * 36, 8)).eval()
     if name == "eco":
-        assert any(isinstance(m, plain.PhaseConv2d) for m in export(model, (2, 6, 6)))
+        assert any(isinstance(m, modules.PhaseConv2d) for m in export(model, (2, 6, 6)))
     network = export(model, (2, 6, 6))
     exact = copy.deepcopy(network).double()
     x = torch.rand(4, 2, 6, 6)
@@ -276,9 +276,15 @@ def test_every_family_has_rules(name: str) -> None:
 
 
 def test_every_type_that_can_be_exported_and_stored_has_a_rule() -> None:
-    from lipkit.plain import configuration
+    from lipkit.modules import configuration
 
-    stored = {*configuration.ARGUMENTS, plain.Affine, plain.ConvexResidual, plain.Sum, *configuration._BLOCKS.values()}
+    stored = {
+        *configuration.ARGUMENTS,
+        modules.Affine,
+        modules.ConvexResidual,
+        modules.Sum,
+        *configuration._BLOCKS.values(),
+    }
     assert stored <= set(rounding_rules())
     torch_modules = {kind for kind, (_, exports) in rules().items() if exports and kind.__module__.startswith("torch.")}
     assert torch_modules - {nn.Conv3d, nn.ConvTranspose3d} <= set(rounding_rules())

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 import lipkit.certificates
-from lipkit import plain
-from lipkit.cli import attack, pipeline
+from lipkit import modules
+from lipkit.cli import attack
 from lipkit.cli.main import main
-from lipkit.training.recipe import load_recipe
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_figures_examples_and_page_are_written_and_kept(run, capsys):
     for row in record["attacked"]:
         assert row["certified"]["count"] <= row["robust"]["count"] <= record["clean"]["count"]
         assert row["robust"]["total"] == record["clean"]["total"] == 40
-    assert record["network_sha256"] == plain.sha256(plain.load(run / "network"))
+    assert record["network_sha256"] == modules.sha256(modules.load(run / "network"))
     assert record["ran"] == ["PGD l2, margin loss"]
     assert all(row["l2"] >= row["radius"] for row in record["examples"])
     assert all(row["prediction"] != row["label"] for row in record["examples"])

@@ -17,11 +17,11 @@ from lipkit.analysis import analyze
 from lipkit.cli import console
 from lipkit.cli.bound import describe
 from lipkit.cli.main import main
-from lipkit.cli.table_records import Found
-from lipkit.cli.table_text import render
-from lipkit.cli.tables import TABLES
+from lipkit.experiments.table_runs import Found
+from lipkit.experiments.table_text import render
+from lipkit.experiments.tables import TABLES
+from lipkit.interop import model_card
 from lipkit.report import read_record, write_report
-from lipkit.shipping import model_card
 from lipkit.text import printable, printable_lines
 
 RUN = Path(__file__).parent / "run_of_schema_1"
@@ -164,4 +164,4 @@ def test_a_certificate_is_confirmed_under_the_name_that_the_user_gave(
     assert above.startswith("confirmed  12 samples of digits, network 940093a1")
     assert all(line.startswith("  ") and len(line) < 80 for line in below.splitlines())
     assert "other.later" in below
-    assert lipkit.plain.sha256(lipkit.load(RUN / "network")).startswith("940093a1")
+    assert lipkit.modules.sha256(lipkit.load(RUN / "network")).startswith("940093a1")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lipkit import plain
-from lipkit.cli import build, pipeline
+from lipkit import modules
 from lipkit.data import load
 from lipkit.errors import RecipeError
-from lipkit.plain import Affine
-from lipkit.training import LipschitzPenalty, PgdAdversary, run_folder
-from lipkit.training.recipe import load_recipe
+from lipkit.experiments import build
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.recipe import load_recipe
+from lipkit.modules import Affine
+from lipkit.training import LipschitzPenalty, PgdAdversary
+from lipkit.training import checkpoints as run_folder
 
 QUICK = [
     "data.limit=60", "train.epochs=1", "train.batch_size=20", "train.accelerator=cpu", "adversary.steps=2",
@@ -20,7 +22,7 @@ QUICK = [
 
 def test_a_plain_network_is_trained_certified_and_reported(tmp_path) -> None:
     outcome = pipeline.train(load_recipe("digits_at_lipreg", QUICK), out=tmp_path)
-    network = plain.load(outcome.folder / "network")
+    network = modules.load(outcome.folder / "network")
     assert any(isinstance(m, Affine) for m in network)  # batch norm as it is in evaluation
     assert outcome.metrics["lipschitz"] > 1
     assert (outcome.folder / "report.html").exists()

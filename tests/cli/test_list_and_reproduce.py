@@ -4,14 +4,14 @@ import statistics
 
 import pytest
 
-from lipkit.cli import tables
 from lipkit.cli.main import main
-from lipkit.cli.tables import TABLES, Row, Table
 from lipkit.data import DATASETS
+from lipkit.experiments import tables
+from lipkit.experiments.recipe import names
+from lipkit.experiments.tables import TABLES, Row, Table
 from lipkit.layers.families import FAMILIES
 from lipkit.models import MODELS
 from lipkit.report import read_record
-from lipkit.training.recipe import names
 
 
 @pytest.mark.parametrize(

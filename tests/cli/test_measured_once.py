@@ -12,19 +12,20 @@ import torch
 from torch import nn
 
 import lipkit
-from lipkit import plain
-from lipkit.certificates.certificate_reader import read_certificate
-from lipkit.certificates.units import check_radii
-from lipkit.cli import pipeline, table_records
+from lipkit import modules
+from lipkit.certificates.certificate_file import read_certificate
+from lipkit.certificates.intervals import check_radii
 from lipkit.cli.main import main
-from lipkit.cli.table_runs import TableRun
-from lipkit.cli.tables import TABLES
 from lipkit.data import Split, load
 from lipkit.errors import DataError, OptionError, RunError
 from lipkit.evaluation import evaluate
+from lipkit.experiments import run as pipeline
+from lipkit.experiments import table_runs as table_records
+from lipkit.experiments.table_runs import TableRun
+from lipkit.experiments.tables import TABLES
 from lipkit.explorer import open_runs
+from lipkit.interop import from_pretrained
 from lipkit.report import read_record
-from lipkit.shipping import from_pretrained
 
 # A run as lipkit 0.1.0 wrote it, record and certificate of schema 1.0: later versions read it.
 OLD = Path(__file__).parent / "run_of_schema_1"
@@ -137,9 +138,9 @@ def test_radii_that_are_meant_pass() -> None:
             check_radii(radii, images, unit, **options)  # type: ignore[arg-type]
 
 
-def images_network() -> plain.Network:
+def images_network() -> modules.Network:
     torch.manual_seed(0)
-    network = plain.Network([nn.Flatten(), nn.Linear(144, 3)], (1, 12, 12))
+    network = modules.Network([nn.Flatten(), nn.Linear(144, 3)], (1, 12, 12))
     network.input_range = (0.0, 1.0)
     return network
 
@@ -147,11 +148,11 @@ def images_network() -> plain.Network:
 def test_a_network_of_images_in_the_unit_interval_refuses_others(tmp_path: Path) -> None:
     network = images_network()
     x, y = torch.rand(5, 1, 12, 12), torch.arange(5) % 3
-    plain.save(network, tmp_path / "network")
+    modules.save(network, tmp_path / "network")
     loaded = lipkit.load(tmp_path / "network")
     assert loaded.input_range == (0.0, 1.0)
-    unknown = plain.Network(list(network), (1, 12, 12))
-    assert plain.sha256(loaded) == plain.sha256(unknown)  # what a certificate names has not changed
+    unknown = modules.Network(list(network), (1, 12, 12))
+    assert modules.sha256(loaded) == modules.sha256(unknown)  # what a certificate names has not changed
     assert torch.equal(lipkit.certify(loaded, x, y).radius, lipkit.certify(unknown, x, y).radius)
     for wrong in (255 * x, x - 0.5, 2 * x):
         with pytest.raises(
@@ -182,7 +183,7 @@ def test_accuracies_at_a_slip_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [[1, 0], [0, 0], [0], 3, "01", [0, 1e999], [0, True], [None, 1], {}])
 def test_ranges_that_are_none_are_refused(tmp_path: Path, value: object) -> None:
-    plain.save(images_network(), tmp_path)
+    modules.save(images_network(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["input_range"] = value
     (tmp_path / "config.json").write_text(json.dumps(config).replace("Infinity", "1e999"))
@@ -253,7 +254,7 @@ def test_a_run_of_the_first_schema_still_opens(run: Path, capsys: pytest.Capture
     network = lipkit.load(run / "network")
     assert network.input_range is None
     assert (
-        plain.sha256(network)
+        modules.sha256(network)
         == record.network_sha256
         == read_certificate(run / "certificate.jsonl").certificate.network_sha256
     )
@@ -264,5 +265,5 @@ def test_a_run_of_the_first_schema_still_opens(run: Path, capsys: pytest.Capture
     model = from_pretrained(run / "hub")
     x = load("digits", limit=12).test.batch(slice(None))[0]
     torch.testing.assert_close(model(x), network(x), rtol=1e-5, atol=1e-6)
-    assert plain.sha256(lipkit.load(run / "hub" / "network")) == record.network_sha256
+    assert modules.sha256(lipkit.load(run / "hub" / "network")) == record.network_sha256
     assert pipeline.read_recipe(run).certify.eps == (36 / 255,)

@@ -15,22 +15,21 @@ from PIL import Image
 
 import lipkit
 from lipkit import files
-from lipkit.certificates.certificate_reader import read_certificate
-from lipkit.data.arrays import load_npz
+from lipkit.certificates.certificate_file import read_certificate
+from lipkit.data.arrays import load_npz, read_npy
 from lipkit.data.cifar10 import read_binary, read_python
-from lipkit.data.idx import read_idx
 from lipkit.data.images import decode
-from lipkit.data.npy import read_npy
+from lipkit.data.mnist import read_idx
 from lipkit.data.stl10 import read_images
 from lipkit.errors import LipkitError, RecipeError
+from lipkit.experiments.recipe import load_recipe
+from lipkit.interop import from_pretrained
 from lipkit.report import read_record
 from lipkit.report.curve import load_curve
 from lipkit.report.examples import load_examples
 from lipkit.report.measurement import read_any_record
 from lipkit.report.run_files import read_radii
-from lipkit.shipping import from_pretrained
-from lipkit.training.recipe import load_recipe
-from lipkit.training.run_folder import read_json, read_metrics
+from lipkit.training.checkpoints import read_json, read_metrics
 
 RUN = Path(__file__).parent / "run_of_schema_1"
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -125,7 +124,7 @@ def test_links_to_regular_files_are_followed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "linked.png").symlink_to(tmp_path / "a.png")
     assert decode(tmp_path / "linked.png").tolist() == [[[7, 7], [7, 7]]]
     (tmp_path / "network").symlink_to(run / "network")
-    assert lipkit.plain.sha256(lipkit.load(tmp_path / "network")) == read_record(run).network_sha256
+    assert lipkit.modules.sha256(lipkit.load(tmp_path / "network")) == read_record(run).network_sha256
 
 
 @pytest.mark.parametrize("name", ["record.json", "settings.json", "metrics.jsonl", "network/config.json"])

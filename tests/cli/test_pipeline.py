@@ -8,20 +8,20 @@ import torch
 from PIL import Image
 from torch import nn
 
-from lipkit import plain
-from lipkit.certificates.certificate_file import data_sha256
-from lipkit.certificates.certificate_reader import read_certificate
-from lipkit.cli import build, pipeline
-from lipkit.cli.console import Silent
+from lipkit import modules
+from lipkit.certificates.certificate_file import data_sha256, read_certificate
 from lipkit.cli.main import main
-from lipkit.cli.results import finish
 from lipkit.data import Data, ImageFiles, Split
 from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
+from lipkit.experiments import build
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.display import Silent
+from lipkit.experiments.outcome import finish
+from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record
 from lipkit.report.examples import load_examples
-from lipkit.training import run_folder
-from lipkit.training.recipe import load_recipe
+from lipkit.training import checkpoints as run_folder
 
 QUICK = [
     "data.limit=60", "train.epochs=2", "train.batch_size=20", "train.accelerator=cpu", "train.evaluate_every=1",
@@ -57,7 +57,7 @@ def test_a_run_leaves_everything_a_report_needs(finished):
     assert record.recipe["data"]["limit"] == 60
     assert record.lipschitz.claimed == pytest.approx(1, abs=1e-5)
     assert set(record.times) >= {"train", "certify", "attack"}
-    assert plain.sha256(plain.load(finished.folder / "network")) == record.network_sha256
+    assert modules.sha256(modules.load(finished.folder / "network")) == record.network_sha256
     rows = run_folder.read_metrics(finished.folder)
     assert [row["epoch"] for row in rows] == [1, 2]
     assert {"loss", "accuracy", "clean", "certified(36/255)", "lipschitz", "lr", "seconds"} <= rows[1].keys()
@@ -99,7 +99,7 @@ def test_image_files_are_decoded_once_for_evaluation_examples_and_certificate(tm
     read = ImageFiles._read
     monkeypatch.setattr(ImageFiles, "_read", lambda self, file: decoded.append(file) or read(self, file))
     torch.manual_seed(0)
-    network = plain.Network([nn.Flatten(), nn.Linear(75, 2)], (3, 5, 5))
+    network = modules.Network([nn.Flatten(), nn.Linear(75, 2)], (3, 5, 5))
     facts = {"claimed": 1.0, "parameters": 152, "seed": 0, "train_samples": 7, "times": {}, "device": "cpu"}
     finish(tmp_path, quick(), network, Data("files", split, split, ("a", "b")), facts, Silent(), torch.device("cpu"))
     assert sorted(decoded) == sorted(files.files)
@@ -280,7 +280,7 @@ def test_regression_ends_with_an_error_a_bound_and_a_search(mine, tmp_path, caps
     assert record.search.steps == 20
     assert record.deviation == pytest.approx(0.2, rel=1e-3)
     x = torch.linspace(-1, 1, 64)[:, None]
-    expected = (plain.load(folder / "network")(x) - x.abs()).square().mean().item()
+    expected = (modules.load(folder / "network")(x) - x.abs()).square().mean().item()
     assert record.mse == pytest.approx(expected, rel=1e-5)
     assert run_folder.read_metrics(folder)[-1]["test_mse"] == pytest.approx(record.mse, rel=1e-5)
     assert main(["certify", str(folder), "certify.delta=0.5", "certify.search_steps=20"]) == 0

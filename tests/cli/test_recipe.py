@@ -7,8 +7,8 @@ import yaml
 
 from lipkit.cli.main import main
 from lipkit.cli.recipe import keys
-from lipkit.training.recipe import check, load_recipe, names
-from lipkit.training.recipe_schema import Recipe
+from lipkit.experiments.recipe import check, load_recipe, names
+from lipkit.experiments.recipe_schema import Recipe
 
 
 def paths(content: dict[str, object], prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from lipkit import plain
-from lipkit.cli import pipeline, tables
+from lipkit import modules
 from lipkit.cli.main import main
-from lipkit.cli.stand_in import DIGITS, Available
-from lipkit.cli.table_runs import plan
-from lipkit.cli.tables import After, Row, Table
 from lipkit.data import Split
 from lipkit.errors import ShapeError
 from lipkit.evaluation import evaluate_regression
+from lipkit.experiments import run as pipeline
+from lipkit.experiments import tables
+from lipkit.experiments.table_runs import plan
+from lipkit.experiments.tables import DIGITS, After, Available, Row, Table
 from lipkit.report import read_record, write_record
 from lipkit.report.measurement import MeasurementRecord, read_any_record
 from lipkit.report.record import from_regression
@@ -32,7 +32,7 @@ QUICK = (
 
 def save_record(folder: Path, tightness: float, recipe: dict[str, Any] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    network = plain.Network([nn.Linear(1, 1)], (1,))
+    network = modules.Network([nn.Linear(1, 1)], (1,))
     x = torch.linspace(-1, 1, 5)[:, None]
     evaluation = evaluate_regression(network, Split(x, network(x)), restarts=2, steps=2)
     search = {"restarts": 2, "steps": 2, "seed": 0}
@@ -190,7 +190,7 @@ def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys)
     assert 0 < error < 0.042
     assert ["measured", "error", "full", "1", "0.04", f"{error:.4g}", f"{error - 0.04:+.4g}"] in shown
     folder = next((tmp_path / "t2").glob("trained-seed0-*"))
-    network = plain.load(folder / "network")
+    network = modules.load(folder / "network")
     expected = 1.0
     for layer in network.modules():
         if isinstance(layer, nn.Linear):

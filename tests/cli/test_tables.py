@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from lipkit.cli import measures
-from lipkit.cli.table_runs import plan, slug
-from lipkit.cli.tables import SCALES, TABLES, Row, Table, is_share
+from lipkit.experiments import measures
+from lipkit.experiments.recipe import load_recipe, names
+from lipkit.experiments.table_runs import plan, slug
+from lipkit.experiments.tables import SCALES, TABLES, Row, Table, is_share
 from lipkit.models import MODELS
-from lipkit.training.recipe import load_recipe, names
 
 # Figures that a record has without further measurements, by task.
 OWN = {"classification": ("clean", "certified", "pgd", "lipschitz"), "regression": ("tightness", "test_mse", "lower")}

@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
-from lipkit import plain
-from lipkit.cli import build, pipeline
+from lipkit import modules
 from lipkit.cli.main import main
-from lipkit.protocol import export
+from lipkit.experiments import build
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.recipe import load_recipe
+from lipkit.experiments.recipe_schema import Recipe
+from lipkit.modules import export
 from lipkit.report import read_record
-from lipkit.training import run_folder
-from lipkit.training.recipe import load_recipe
-from lipkit.training.recipe_schema import Recipe
+from lipkit.training import checkpoints as run_folder
 
 QUICK = [
     "data.limit=60", "train.epochs=1", "train.batch_size=2", "train.accelerator=cpu", "certify.eps=36/255",
@@ -80,7 +81,7 @@ def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
     hashes = []
     for values in (weights, weights | state["average"]):
         model.load_state_dict(values)
-        hashes.append(plain.sha256(export(model, data.input_shape)))
+        hashes.append(modules.sha256(export(model, data.input_shape)))
     assert hashes[0] != hashes[1] == read_record(folder).network_sha256
 
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from lipkit.data import color_jitter
-from lipkit.data.jitter import grey, rotate_hue
+from lipkit.data.augment import grey, rotate_hue
 from lipkit.errors import OptionError, ShapeError
 
 NAMES = ("brightness", "contrast", "saturation", "hue")

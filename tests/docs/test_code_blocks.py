@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipkit.protocol import guarding, registry
+from lipkit.modules import guarding, registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])

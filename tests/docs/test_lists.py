@@ -12,10 +12,10 @@ import pytest
 from lipkit.attacks import NAMES
 from lipkit.cli.export import FORMS
 from lipkit.cli.main import VERBS
-from lipkit.cli.tables import TABLES
+from lipkit.experiments.recipe import load_recipe
+from lipkit.experiments.tables import TABLES
 from lipkit.layers.families import FAMILIES
 from lipkit.testing import LAWS
-from lipkit.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 # What a finished run holds; tests/cli/test_pipeline.py sees that it does.

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.named import NAMES
 from lipkit.certificates import certify
-from lipkit.certificates.exported import float64_copy
+from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import Attack, attack_samples, evaluate
 
 
-def network() -> plain.Network:
+def network() -> modules.Network:
     torch.manual_seed(0)
-    return plain.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
+    return modules.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
 
 
 def split(count: int = 24) -> Split:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lipkit.cli import pipeline
-from lipkit.cli.build import load_data
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.build import load_data
+from lipkit.experiments.recipe import load_recipe
 from lipkit.explorer import ExploredRun, open_runs
-from lipkit.training.recipe import load_recipe
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,9 @@ import httpx
 import pytest
 import torch
 
-from lipkit.cli import pipeline
-from lipkit.cli.build import load_data
 from lipkit.errors import LipkitError, OptionError, RunError
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
 from lipkit.explorer.guard import HEADERS, authorities, check_host
 

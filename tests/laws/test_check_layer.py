@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import CayleyLinear
-from lipkit.protocol import export_rule, lipschitz_rule, registry
+from lipkit.modules import export_rule, lipschitz_rule, registry
 from lipkit.testing import Case, LawBroken, Refusal, check_layer, dense_matrix, is_affine, jacobians, run_law, tolerance
 
 

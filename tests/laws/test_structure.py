@@ -11,7 +11,7 @@ from torch import nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, GroupSort, MaxMin, Normalize, Residual, Scale, ScaledAvgPool2d
-from lipkit.protocol import lipschitz, output_shape
+from lipkit.modules import lipschitz, output_shape
 from lipkit.testing import LAWS, Refusal, check_layer
 
 

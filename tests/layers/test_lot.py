@@ -13,7 +13,7 @@ from lipkit import export, lipschitz
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.lot import LotConv2d
 from lipkit.linalg import ORTHOGONALIZE, bjorck, cayley
-from lipkit.plain import FourierConv2d
+from lipkit.modules import FourierConv2d
 from lipkit.testing import dense_matrix
 
 # in, out, kernel, stride, height, width

@@ -10,8 +10,7 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Rescale
-from lipkit.plain import Affine
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import Affine, export, lipschitz
 
 
 def test_values_per_channel_of_vectors_and_images() -> None:

@@ -10,7 +10,7 @@ from lipkit.errors import OptionError
 from lipkit.layers import families
 from lipkit.layers.rko import RkoConv2d, reshaped_bound
 from lipkit.linalg import ORTHOGONALIZE, polar
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import export, lipschitz
 from lipkit.testing import check_layer, conv_options, conv_refusals, dense_matrix
 
 LAYERS = [(3, 8, 3, 1), (8, 3, 3, 1), (2, 9, 3, 3), (3, 12, 2, 2)]

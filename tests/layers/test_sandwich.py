@@ -17,8 +17,7 @@ from lipkit.layers import MaxMin, SandwichConv2d, SandwichLinear
 from lipkit.layers.activations import ACTIVATIONS, slope_activation
 from lipkit.layers.cayley_pair import ContractionLinear, free_pair
 from lipkit.linalg import cayley
-from lipkit.plain import FourierConv2d, SandwichBlock, load, save
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import FourierConv2d, SandwichBlock, export, lipschitz, load, save
 from lipkit.testing import dense_matrix
 
 DTYPES = (torch.float32, torch.float64)

@@ -14,8 +14,8 @@ from lipkit import export, lipschitz
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import MaxMin
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
-from lipkit.plain import Network, load, save
-from lipkit.plain.slope_residual import SlopeResidual
+from lipkit.modules import Network, load, save
+from lipkit.modules.residual import SlopeResidual
 
 DENSE = (SllLinear, CplLinear)
 CONV = (SllConv2d, CplConv2d)

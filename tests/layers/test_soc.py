@@ -15,8 +15,8 @@ from lipkit.bounds import symbol_sup
 from lipkit.conv import adjoint
 from lipkit.errors import OptionError
 from lipkit.layers.soc import SocConv2d, reshaped_norm
-from lipkit.plain import FourierConv2d, TaylorConv2d, load, save
-from lipkit.protocol.plain_rules import _taylor
+from lipkit.modules import FourierConv2d, TaylorConv2d, load, save
+from lipkit.modules.taylor import _taylor
 from lipkit.testing import check_layer, dense_matrix
 
 # in, out, kernel, stride, height, width

@@ -16,10 +16,10 @@ import lipkit
 from lipkit.analysis import analyze
 from lipkit.bounds import aol, fantastic_four, gram, lipbound, reshaped, spectral_norm, spectral_norms, symbol_sup
 from lipkit.bounds.lmi import proves_gain
-from lipkit.bounds.rounding import to_double
 from lipkit.errors import OptionError
 from lipkit.layers.families import FAMILIES
 from lipkit.linalg.precision import check_underflow, flushes, without_autocast
+from lipkit.proof.roundoff import to_double
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def flushing() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def tiny_network() -> lipkit.plain.Network:
+def tiny_network() -> lipkit.modules.Network:
     """The constant of 1e-40, 1e38: 0.01."""
     layers = [nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)]
     with torch.no_grad():
         layers[0].weight.fill_(1e-40)
         layers[1].weight.copy_(torch.tensor([[1e38], [-1e38]]))
-    return lipkit.plain.Network(layers, (1,))
+    return lipkit.modules.Network(layers, (1,))
 
 
 TINY = torch.full((2, 2), 1e-40)
@@ -231,7 +231,7 @@ def everything(module: nn.Module, shape: tuple[int, ...]) -> list[Tensor]:
     dtype = next((t.dtype for t in plain.state_dict().values() if t.is_floating_point()), torch.float32)
     x = torch.linspace(-1, 1, 2 * int(np.prod(shape)), dtype=torch.float64).reshape(2, *shape).to(dtype)
     found = [lipkit.lipschitz(module, shape), *plain.state_dict().values(), lipkit.lipschitz(plain)]
-    if len(lipkit.protocol.output_shape(plain, shape)) == 1:
+    if len(lipkit.modules.output_shape(plain, shape)) == 1:
         found.append(lipkit.certify(plain, x, torch.tensor([0, 1])).radius)
     return [t.detach().clone() for t in found]
 

@@ -16,8 +16,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin
 from lipkit.models import LBDN, build, lbdn
 from lipkit.models.lbdn import from_network
-from lipkit.plain import Network, load, save
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import Network, export, lipschitz, load, save
 from lipkit.testing import check_layer
 
 DTYPES = (torch.float32, torch.float64)
@@ -294,7 +293,7 @@ def test_an_infeasible_lmi_is_refused(factor: float) -> None:
 
 def test_networks_that_cannot_be_imported() -> None:
     linear = nn.Linear(2, 2)
-    with pytest.raises(OptionError, match=r"expected a lipkit\.plain\.Network or nn\.Sequential, got .*Linear"):
+    with pytest.raises(OptionError, match=r"expected a lipkit\.modules\.Network or nn\.Sequential, got .*Linear"):
         from_network(linear)
     chain = nn.Sequential(linear, nn.GELU(), linear)
     with pytest.raises(OptionError, match=r"expected Linear, activation .* got Linear, GELU, Linear"):

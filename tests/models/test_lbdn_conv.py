@@ -9,7 +9,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import AolConv2d, CayleyConv2d, MaxMin, NormalizedLinear, SandwichConv2d, SandwichLinear
 from lipkit.models import build, kwlarge, lbdn_conv
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import export, lipschitz
 
 
 def millions(name: str, **options: object) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, MaxMin, SandwichConv2d, SandwichLinear
 from lipkit.models import build, mlp
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import export, lipschitz
 
 
 @pytest.mark.parametrize("layer", ["cayley", "rko", "lot", "sandwich", "aol", "sll", "cpl"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
 from lipkit.models import build, kwlarge, small
-from lipkit.protocol import export, lipschitz
+from lipkit.modules import export, lipschitz
 
 
 def parameters(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from lipkit.layers import Normalize, Rescale
 from lipkit.models import build, lbdn
 
 
-def to_onnx(network: lipkit.plain.Network) -> onnx.ModelProto:
+def to_onnx(network: lipkit.modules.Network) -> onnx.ModelProto:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)

@@ -11,12 +11,11 @@ import torch
 from matplotlib.image import imread
 from torch import nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.certificates import Certificate, certify
 from lipkit.data import Split
 from lipkit.errors import RunError, ShapeError
-from lipkit.report.examples import EXAMPLES, choose, load_examples, save_examples
-from lipkit.report.png import data_uri, png
+from lipkit.report.examples import EXAMPLES, choose, data_uri, load_examples, png, save_examples
 from lipkit.report.run_files import RADII, read_radii, read_series
 
 
@@ -42,7 +41,7 @@ def test_png_refuses_what_is_no_image() -> None:
 @pytest.fixture
 def certified() -> tuple[Certificate, Split]:
     torch.manual_seed(0)
-    network = plain.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
+    network = modules.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
     x = torch.rand(30, 1, 4, 4)
     y = network(x).argmax(dim=1)
     y[:4] = (y[:4] + 1) % 3

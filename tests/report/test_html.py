@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import evaluate
@@ -33,7 +33,7 @@ def make_run(folder: Path, *, shape: tuple[int, ...] = (1, 4, 4), metrics: bool 
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     features = torch.Size(shape).numel()
-    network = plain.Network([nn.Flatten(), nn.Linear(features, 3)], shape)
+    network = modules.Network([nn.Flatten(), nn.Linear(features, 3)], shape)
     x = torch.rand(40, *shape)
     y = network(x).argmax(dim=1)
     y[:5] = (y[:5] + 1) % 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, evaluate
@@ -21,7 +21,7 @@ from lipkit.report.record import Record, from_evaluation, read_record, write_rec
 @pytest.fixture(scope="module")
 def evaluation() -> Evaluation:
     torch.manual_seed(0)
-    network = plain.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
+    network = modules.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
     x = torch.rand(30, 1, 4, 4)
     data = Split(x, network(x).argmax(dim=1))
     return evaluate(network, data, eps=(36 / 255, 0.5), attack_steps=5, classes=("a", "b", "c"))

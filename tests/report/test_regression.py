@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import evaluate_regression, latency
@@ -24,10 +24,10 @@ from lipkit.report.tables import output_rows, summary
 SEARCH = {"restarts": 4, "steps": 10, "seed": 0}
 
 
-def make_run(folder: Path, inputs: int = 1, outputs: int = 1) -> tuple[plain.Network, RegressionRecord]:
+def make_run(folder: Path, inputs: int = 1, outputs: int = 1) -> tuple[modules.Network, RegressionRecord]:
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    network = plain.Network([nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)], (inputs,))
+    network = modules.Network([nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)], (inputs,))
     x = torch.randn(40, inputs)
     split = Split(x, network(x) + 0.1)
     evaluation = evaluate_regression(network, split, delta=0.2, **SEARCH)
@@ -154,7 +154,7 @@ def test_a_corrupt_curve_is_one_clear_line(run: Path) -> None:
 def test_a_constant_network_has_a_page(tmp_path: Path) -> None:
     layer = nn.Linear(1, 1)
     nn.init.zeros_(layer.weight)
-    network = plain.Network([layer], (1,))
+    network = modules.Network([layer], (1,))
     split = Split(torch.randn(5, 1), torch.ones(5, 1))
     evaluation = evaluate_regression(network, split, **SEARCH)
     record = from_regression(evaluation, name="flat", data="toy", search=SEARCH)

@@ -14,7 +14,7 @@ from lipkit.attacks import pgd_linf
 from lipkit.attacks.ascent import misclassified
 from lipkit.errors import OptionError, RunError
 from lipkit.layers import CayleyLinear, MaxMin
-from lipkit.plain import Network
+from lipkit.modules import Network
 from lipkit.training import PgdAdversary
 from lipkit.training.adversarial import frozen
 

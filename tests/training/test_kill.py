@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipkit.training import run_folder
+from lipkit.training import checkpoints as run_folder
 
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {here!r})
-import lipkit.files, lipkit.training.run_folder as run_folder
+import lipkit.files, lipkit.training.checkpoints as run_folder
 import kill_subject
 where = sys.argv[2]
 writes = [0]

@@ -15,8 +15,10 @@ from torch import nn
 from lipkit import training
 from lipkit.data import random_flip
 from lipkit.errors import OptionError, RunError
-from lipkit.training import average, progress, run_folder
-from lipkit.training.clock import Clock
+from lipkit.training import checkpoints as run_folder
+from lipkit.training import progress
+from lipkit.training import trainee as average
+from lipkit.training.progress import Clock
 
 
 def samples(n=90):

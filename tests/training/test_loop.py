@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 from lipkit import training
 from lipkit.data import Split, random_crop
 from lipkit.errors import DataError, OptionError, RunError
-from lipkit.protocol import export
-from lipkit.training import run_folder, schedules
+from lipkit.modules import export
+from lipkit.training import checkpoints as run_folder
+from lipkit.training import schedules
 from lipkit.training.sources import batches
 
 COMMON = {"batch_size": 16, "accelerator": "cpu"}

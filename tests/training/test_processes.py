@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lipkit.protocol import lipschitz
-from lipkit.training import devices, run_folder
+from lipkit.modules import lipschitz
+from lipkit.training import checkpoints as run_folder
+from lipkit.training import devices
 
 # 45 samples in batches of 8, so that the last batch has 5, and one rank has more of it than the other.
 SUBJECT = """

@@ -8,10 +8,9 @@ import yaml
 from pydantic import BaseModel
 
 from lipkit.errors import RecipeError
-from lipkit.training import recipe as recipes
-from lipkit.training.recipe import load_recipe
-from lipkit.training.recipe_schema import Recipe
-from lipkit.training.recipe_values import parse_number
+from lipkit.experiments import recipe as recipes
+from lipkit.experiments.recipe import load_recipe
+from lipkit.experiments.recipe_schema import Recipe, parse_number
 
 SMALL = "name: a\ndata: digits\nmodel: small\ntrain: {epochs: 1}\n"
 

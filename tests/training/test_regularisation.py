@@ -14,7 +14,7 @@ from lipkit.bounds import METHODS
 from lipkit.errors import NoRuleError, OptionError, RunError
 from lipkit.layers import CayleyConv2d
 from lipkit.models import convnet, wrn_plain
-from lipkit.protocol import lipschitz
+from lipkit.modules import lipschitz
 from lipkit.training import LipschitzPenalty
 from lipkit.training.regularisation import layer_bound, log_product, regularised
 

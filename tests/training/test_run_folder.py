@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lipkit.errors import RunError
-from lipkit.training import run_folder
+from lipkit.training import checkpoints as run_folder
 
 
 def save(folder, epoch, model=None):

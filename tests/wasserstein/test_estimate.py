@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lipkit
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
 from lipkit.models import mlp
-from lipkit.plain import Network
+from lipkit.modules import Network
 from lipkit.wasserstein import Estimate, assignment, distance, hinge_kr_loss
 from lipkit.wasserstein.critics import critic
 

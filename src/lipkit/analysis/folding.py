@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from lipkit.bounds.rounding import gamma, to_double, up
+from lipkit.proof.roundoff import gamma, to_double, up
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import up
-from lipkit.bounds.verified import spectral_norm
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import up
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lipkit.analysis.calls import Call, Operand, Result, function_rule, root
 from lipkit.analysis.forms import Form, added, cut, stacked
-from lipkit.bounds.rounding import gamma, reciprocal_up, to_double
-from lipkit.bounds.verified import spectral_norm
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import gamma, reciprocal_up, to_double
 
 # Reading entries, or the same entries under another shape. Whether the samples stay apart shows in the result: its
 # first dimension is the batch, and entries keep their order.

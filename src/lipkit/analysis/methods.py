@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lipkit.bounds import METHODS
 from lipkit.errors import OptionError
-from lipkit.protocol import lipschitz
-from lipkit.protocol.conv_rules import kernel_with_stride
+from lipkit.modules import lipschitz
+from lipkit.modules.convolutions import kernel_with_stride
 
 
 def check_method(method: str) -> str:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from lipkit.analysis import functions as functions
 from lipkit.analysis import layer_functions as layer_functions
+from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
 from lipkit.analysis.methods import check_method
 from lipkit.analysis.prepare import constant_copy, sample
 from lipkit.analysis.propagation import LayerBound, Propagation
 from lipkit.analysis.running import BATCHES, check_outputs, observe, stays_float64
 from lipkit.analysis.tracing import Root, trace
-from lipkit.attacks import lipschitz_lower_bound
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ def analyze(
     by ``chunk`` or ``split``). Batch normalisation is folded into the linear layer beside it where that is smaller.
 
     Args:
-        model: a module in evaluation mode. Modules with a rule (``lipkit.protocol.rules()``) count by it, functions and
+        model: a module in evaluation mode. Modules with a rule (``lipkit.modules.rules()``) count by it, functions and
             tensor methods by those of :func:`lipkit.analysis.function_rules`; other modules are looked into. It is
             left as it is.
         input_shape: shape of one sample, without the batch.
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
-        restarts, steps: of the search for ``lower``; see :func:`lipkit.attacks.lipschitz_lower_bound`. No restarts, no
+        restarts, steps: of the search for ``lower``; see :func:`lipkit.analysis.lipschitz_lower_bound`. No restarts, no
             search.
         seed: of the search.
 

@@ -14,8 +14,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError
-from lipkit.protocol import guard
-from lipkit.protocol.guarding import refuse_wrapper
+from lipkit.modules import guard
+from lipkit.modules.guarding import refuse_wrapper
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = (_SpectralNorm, _WeightNorm, _Orthogonal)

@@ -16,8 +16,8 @@ from lipkit.analysis.methods import layer_bound
 from lipkit.analysis.running import Observed, Sizes, Varies
 from lipkit.analysis.tracing import Root, fetch
 from lipkit.errors import NoRuleError
-from lipkit.protocol import Shape
-from lipkit.protocol.registry import ELSEWHERE
+from lipkit.modules import Shape
+from lipkit.modules.registry import ELSEWHERE
 
 Key = tuple[int, Shape]
 # Formats that torch computes in; the narrower ones only store numbers.

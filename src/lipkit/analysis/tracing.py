@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError
-from lipkit.plain import Network
-from lipkit.protocol import rules
+from lipkit.modules import Network, rules
 
 # What a tensor tells without its values.
 METADATA = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")

@@ -7,9 +7,7 @@ from lipkit.attacks.apgd import apgd
 from lipkit.attacks.autoattack import Found, autoattack
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.ensemble import ensemble
-from lipkit.attacks.fab import fab
-from lipkit.attacks.lipschitz_search import SecantSearch, lipschitz_lower_bound
-from lipkit.attacks.minimum_norm import shrink
+from lipkit.attacks.fab import fab, shrink
 from lipkit.attacks.named import NAMES, run_attack
 from lipkit.attacks.pgd import pgd_l2
 from lipkit.attacks.pgd_linf import pgd_linf
@@ -18,13 +16,11 @@ from lipkit.attacks.random_search import random_search
 __all__ = [
     "NAMES",
     "Found",
-    "SecantSearch",
     "apgd",
     "autoattack",
     "carlini_wagner",
     "ensemble",
     "fab",
-    "lipschitz_lower_bound",
     "pgd_l2",
     "pgd_linf",
     "random_search",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified
+from lipkit.attacks.fab import shrink
 from lipkit.attacks.losses import correct_samples, nearest_rivals, rise
-from lipkit.attacks.minimum_norm import shrink
 from lipkit.attacks.pgd import norms
 from lipkit.errors import OptionError
 

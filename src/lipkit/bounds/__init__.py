@@ -12,7 +12,7 @@ from lipkit.bounds.lipbound import lipbound, lipbound_estimate
 from lipkit.bounds.polyphase import polyphase
 from lipkit.bounds.reshaped import reshaped
 from lipkit.bounds.symbol_sup import grid_correction, symbol_sup
-from lipkit.bounds.verified import spectral_norm, spectral_norms
+from lipkit.proof.norms import spectral_norm, spectral_norms
 
 METHODS: dict[str, Callable[..., Tensor]] = {
     "symbol_sup": symbol_sup,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import constant, finite_groups, unscaled
-from lipkit.bounds.rounding import gamma, up
 from lipkit.conv.autocorrelation import half_autocorrelation
+from lipkit.proof.roundoff import gamma, up
 
 
 def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import largest, split_groups, symbol_error
-from lipkit.bounds.rounding import to_double
-from lipkit.bounds.verified import spectral_norm
 from lipkit.conv import check_kernel, symbol_at
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import to_double
 
 
 def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:

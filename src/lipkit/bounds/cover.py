@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.peak import half_turn
-from lipkit.bounds.rounding import UNIT
+from lipkit.proof.roundoff import UNIT
 
 # Divisions that are planned.
 _DEPTH = 10

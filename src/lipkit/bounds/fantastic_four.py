@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipkit.bounds.kernels import constant, finite_groups, unscaled
 from lipkit.bounds.reshaped import smallest_reshape
-from lipkit.bounds.rounding import up
+from lipkit.proof.roundoff import up
 
 
 def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:

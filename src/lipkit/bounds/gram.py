@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import check_kernel, largest, split_groups, symbol_error
-from lipkit.bounds.rounding import UNIT, gamma, to_double, up
 from lipkit.bounds.symbol_sup import grid_correction
-from lipkit.bounds.verified import power_of_two, scale_to
 from lipkit.conv import symbol_at
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import differentiated
+from lipkit.proof.norms import power_of_two, scale_to
+from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
 _CHUNK_BYTES = 1 << 26
 

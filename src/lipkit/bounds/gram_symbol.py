@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipkit.bounds.definite import cholesky_succeeds, stored_entries
-from lipkit.bounds.rounding import UNIT, gamma
 from lipkit.conv.autocorrelation import half_autocorrelation, half_lags
+from lipkit.proof.definite import cholesky_succeeds, stored_entries
+from lipkit.proof.roundoff import UNIT, gamma
 
 # Matrices formed at once.
 _CHUNK_BYTES = 1 << 24

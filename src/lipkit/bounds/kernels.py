@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import check_readable, gamma, to_double, up
 from lipkit.conv import check_kernel
 from lipkit.errors import OptionError
+from lipkit.proof.roundoff import check_readable, gamma, to_double, up
 
 
 def split_groups(kernel: Tensor, groups: int) -> Tensor:

@@ -18,9 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import UNIT, gamma, to_double
-from lipkit.bounds.verified import power_of_two
 from lipkit.errors import OptionError, ShapeError
+from lipkit.proof.norms import power_of_two
+from lipkit.proof.roundoff import UNIT, gamma, to_double
 
 # A diagonal between this and its inverse makes at most 1e-60 of what a product below the normal range can lose.
 _SMALL = 1e-250

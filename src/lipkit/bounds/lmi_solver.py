@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.lmi import gain_bound, lmi_matrix
-from lipkit.bounds.rounding import to_double
-from lipkit.bounds.verified import spectral_norms
 from lipkit.errors import OptionError
+from lipkit.proof.norms import spectral_norms
+from lipkit.proof.roundoff import to_double
 
 # Norms between this and its inverse keep all that is made of them in range.
 _SMALLEST = 2.0**-120

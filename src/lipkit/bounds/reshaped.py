@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import constant, finite_groups, unscaled
-from lipkit.bounds.rounding import up
-from lipkit.bounds.verified import scale_to, spectral_norm, spectral_norms
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated
+from lipkit.proof.norms import scale_to, spectral_norm, spectral_norms
+from lipkit.proof.roundoff import up
 
 
 def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] = 1) -> Tensor:

@@ -22,8 +22,8 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.rounding import UNIT, gamma, to_double, up
-from lipkit.bounds.verified import spectral_norm
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
 
 def stacked_norm(first: Tensor, second: Tensor, multiplier: Tensor) -> Tensor:

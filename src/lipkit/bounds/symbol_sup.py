@@ -23,11 +23,11 @@ from lipkit.bounds.kernels import (
     unscaled,
 )
 from lipkit.bounds.peak import find_peak
-from lipkit.bounds.rounding import to_double, up
-from lipkit.bounds.verified import scale_to, spectral_norm
 from lipkit.conv import symbol_at
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated, outside
+from lipkit.proof.norms import scale_to, spectral_norm
+from lipkit.proof.roundoff import to_double, up
 
 # As many tests as a tighter bound may cost.
 _FEW = 32

@@ -12,14 +12,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from lipkit import plain
-from lipkit.certificates import margins
-from lipkit.certificates.exported import Samples, as_tensors, check_inputs, dtype_name
-from lipkit.certificates.measurement import measure
+from lipkit import modules
+from lipkit.certificates import margins, sound
+from lipkit.certificates.evaluators import Evaluator, check_rounding
+from lipkit.certificates.intervals import check_radii
+from lipkit.certificates.measurement import Samples, as_tensors, check_inputs, dtype_name, measure
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
-from lipkit.certificates.rounding import sound
-from lipkit.certificates.rounding.evaluators import Evaluator, check_rounding
-from lipkit.certificates.units import check_radii
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 
@@ -44,7 +42,7 @@ class Certificate:
         rounding: ``"sound"``: `radius` holds for the machine's evaluation; ``"ignore"``: for real arithmetic on
             logits taken as exact.
         evaluator: the evaluation that `radius` holds for, and the settings it was made under.
-        input_range: of the network (`lipkit.plain.Network`); None where it is not known.
+        input_range: of the network (`lipkit.modules.Network`); None where it is not known.
     """
 
     radius: Tensor
@@ -93,7 +91,7 @@ class Certificate:
 
         Raises:
             OptionError: see `certified`; or an ``eps`` that the range of the inputs makes a slip (36 for 36/255), see
-                `lipkit.certificates.units.check_radii`: ``large_eps`` asks for a large one.
+                `lipkit.certificates.intervals.check_radii`: ``large_eps`` asks for a large one.
         """
         check_radii([eps], self.input_shape, self.input_range, large=large_eps)
         return float(self.certified(eps, rounding=rounding).double().mean())
@@ -114,7 +112,7 @@ class Certificate:
 
 @overload
 def certify(
-    network: plain.Network,
+    network: modules.Network,
     x: Samples,
     y: Samples,
     *,
@@ -128,7 +126,7 @@ def certify(
 
 @overload
 def certify(
-    network: plain.Network,
+    network: modules.Network,
     x: Samples,
     y: Samples,
     *,
@@ -141,7 +139,7 @@ def certify(
 
 
 def certify(
-    network: plain.Network,
+    network: modules.Network,
     x: Samples,
     y: Samples | None = None,
     *,
@@ -170,14 +168,14 @@ def certify(
     it. An input normalisation is a layer of the network and so part of L.
 
     Args:
-        network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
+        network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N,) int64 labels; with ``delta`` (N, d) floating-point targets; as `x`.
         delta: for regression: l2 norm of the input deviation that output deviations are certified for; see
             `lipkit.certificates.certify_regression`, which is then called.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, or ``"float32_blocked"``, which
-            sums inner products in blocks of 16 (`lipkit.certificates.rounding.machine` returns that network).
+            sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network).
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
 
@@ -229,7 +227,7 @@ def certify(
         method="global" if measured.weight is None else "last layer",
         dtype="float64",
         input_shape=tuple(network.input_shape),
-        network_sha256=plain.sha256(network),
+        network_sha256=modules.sha256(network),
         rounding=rounding,
         evaluator=measured.evaluator,
         input_range=network.input_range,

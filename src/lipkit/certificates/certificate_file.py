@@ -14,18 +14,20 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lipkit
-from lipkit import plain
+from lipkit import modules
 from lipkit.certificates.certificate import Certificate
-from lipkit.certificates.exported import Samples, as_tensors
-from lipkit.errors import OptionError
-from lipkit.files import write_atomic
+from lipkit.certificates.evaluators import Evaluator
+from lipkit.certificates.measurement import Samples, as_tensors
+from lipkit.errors import DataError, OptionError
+from lipkit.files import open_regular, write_atomic
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
 # What every file states in these words: a reader that finds others does not know what is certified.
@@ -71,13 +73,13 @@ class CertificateFile:
     other: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def describe(certificate: Certificate, network: plain.Network, x: Samples, y: Samples, name: str) -> CertificateFile:
+def describe(certificate: Certificate, network: modules.Network, x: Samples, y: Samples, name: str) -> CertificateFile:
     """The file of a certificate that ``certify(network, x, y)`` returned, for samples called ``name``.
 
     Raises:
         OptionError: a certificate of another network, or of another number of samples.
     """
-    if plain.sha256(network) != certificate.network_sha256 or len(x) != len(certificate):
+    if modules.sha256(network) != certificate.network_sha256 or len(x) != len(certificate):
         raise OptionError("expected the network and the samples that the certificate was made for, got others")
     data = {
         "name": name,
@@ -124,3 +126,155 @@ def _worded(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+# A line is a few hundred bytes, the header some kilobytes: longer ones are not ours, and are never read whole.
+_LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
+_WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
+_KNOWN = {"kind", *STATEMENTS, *_PROVED, "architecture", "input_shape", "evaluator", "data", "versions"}
+
+
+def read_certificate(path: str | Path) -> CertificateFile:
+    """Read a file of `write_certificate`; what it claims is not checked against anything but its own form.
+
+    Raises:
+        DataError: the file is missing, truncated or altered in form, or of another schema version.
+    """
+    path = Path(path)
+    try:
+        with open_regular(path) as stream:
+            header = _parse(path, 1, stream.readline(_LONGEST_HEADER + 1), _LONGEST_HEADER)
+            _check_header(path, header)
+            rows = _rows(path, stream, header["data"]["samples"])
+            columns = list(zip(*rows, strict=True))
+    except OSError as error:
+        raise DataError(f"{path}: expected a certificate, got: {error}") from None
+    tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
+    certificate = Certificate(
+        label=tensors[1].long(),
+        prediction=tensors[2].long(),
+        radius=tensors[3],
+        radius_ignored=tensors[4],
+        margin=tensors[5],
+        evaluator=_evaluator(path, header.get("evaluator")),
+        input_shape=tuple(header["input_shape"]),
+        **{key: header[key] for key in _PROVED},
+    )
+    known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
+    other = {key: value for key, value in header.items() if key not in known}
+    return CertificateFile(certificate, header["data"], tuple(header["architecture"]), header["versions"], other)
+
+
+def _parse(path: Path, number: int, line: bytes, longest: int) -> dict[str, Any]:
+    if len(line) > longest or not line.endswith(b"\n"):
+        raise DataError(f"{path}, line {number}: expected a whole line of at most {longest} bytes, got {len(line)}")
+    try:
+        values = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, line {number}: expected JSON, got: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{path}, line {number}: expected an object, got {type(values).__name__}")
+    return values
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"a bare {text}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a key that stands in it twice, people and programs may read different ones."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key twice")
+    return values
+
+
+def _check_header(path: Path, header: dict[str, Any]) -> None:
+    version = header.get("schema_version")
+    major = SCHEMA_VERSION.split(".")[0]
+    if (
+        header.get("kind") != KIND
+        or not isinstance(version, str)
+        or not re.fullmatch(rf"{major}\.[0-9]{{1,4}}", version)
+    ):
+        raise DataError(
+            f"{path}: expected a {KIND} of schema version {SCHEMA_VERSION}, got {str(header.get('kind'))[:40]!r} of "
+            f"{str(header.get('schema_version'))[:40]!r}"
+        )
+    for key, statement in STATEMENTS.items():
+        if header.get(key, statement) != statement:
+            raise DataError(f"{path}: expected {key} {statement!r}, got {str(header[key])[:40]!r}")
+    for key in ("constant", "body_constant"):
+        value = header.get(key)
+        if isinstance(value, str):
+            value = _WORDS.get(value)
+        if not (value is None and key == "body_constant"):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise DataError(f"{path}: expected {key} as a number >= 0, got {str(header.get(key))[:40]!r}")
+            value = _float(path, value)
+        header[key] = value
+    data, shape = header.get("data"), header.get("input_shape")
+    good = isinstance(data, dict) and isinstance(data.get("sha256"), str) and isinstance(data.get("name"), str)
+    if not good or not isinstance(data, dict) or type(data.get("samples")) is not int or data["samples"] < 1:
+        raise DataError(f"{path}: expected data with a name, a sha256 and samples >= 1, got {str(data)[:80]!r}")
+    if not isinstance(shape, list) or not shape or not all(type(n) is int and n > 0 for n in shape):
+        raise DataError(f"{path}: expected input_shape as positive integers, got {str(shape)[:80]!r}")
+    for key in ("method", "dtype", "network_sha256", "rounding"):
+        if not isinstance(header.get(key), str):
+            raise DataError(f"{path}: expected {key} as a string, got {str(header.get(key))[:40]!r}")
+    if header["rounding"] not in ("sound", "ignore"):
+        raise DataError(f"{path}: expected rounding 'sound' or 'ignore', got {header['rounding'][:40]!r}")
+    for key, kind, empty in (("architecture", list, []), ("versions", dict, {})):
+        if not isinstance(header.setdefault(key, empty), kind):
+            raise DataError(f"{path}: expected {key} as a {kind.__name__}, got {str(header[key])[:40]!r}")
+
+
+def _evaluator(path: Path, values: Any) -> Evaluator:
+    kinds = {"name": str, "dtype": str, "block": (int, type(None)), "device": str, "torch": str, "settings": dict}
+    known = {field.name for field in dataclasses.fields(Evaluator)}
+    if not isinstance(values, dict) or not kinds.keys() <= values.keys() <= known:
+        raise DataError(f"{path}: expected an evaluator with {', '.join(kinds)}, got {str(values)[:80]!r}")
+    for key, kind in kinds.items():
+        if not isinstance(values[key], kind) or isinstance(values[key], bool):  # type: ignore[arg-type]
+            raise DataError(f"{path}: expected another {key} of the evaluator, got {str(values[key])[:40]!r}")
+    return Evaluator(**values)
+
+
+def _float(path: Path, value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise DataError(f"{path}: expected a number that float64 holds, got {str(value)[:20]}...") from None
+
+
+def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
+    """The numbers of each line, in the order of the columns."""
+    count = 0
+    while line := stream.readline(_LONGEST_LINE + 1):
+        if count == samples:
+            raise DataError(f"{path}: expected {samples} lines of samples, got more")
+        values = _parse(path, count + 2, line, _LONGEST_LINE)
+        if further := set(values) - set(COLUMNS):
+            raise DataError(
+                f"{path}, line {count + 2}: expected {', '.join(COLUMNS)}, got {str(min(further))[:40]!r} too"
+            )
+        row = []
+        for key in COLUMNS:
+            value = values.get(key)
+            value = _WORDS.get(value) if isinstance(value, str) else value
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise DataError(
+                    f"{path}, line {count + 2}: expected {key} as a number, got {str(values.get(key))[:40]!r}"
+                )
+            row.append(_float(path, value))
+        index, label, prediction, radius, ignored = row[:5]
+        whole = all(number == int(number) if math.isfinite(number) else False for number in (label, prediction))
+        if index != count or not whole or not 0 <= label < 2**31 or not -1 <= prediction < 2**31:
+            raise DataError(f"{path}, line {count + 2}: expected index {count} and whole labels, got {line[:80]!r}")
+        if not radius >= 0 or not ignored >= 0:
+            raise DataError(f"{path}, line {count + 2}: expected radii >= 0, got {radius} and {ignored}")
+        count += 1
+        yield row
+    if count != samples:
+        raise DataError(f"{path}: expected {samples} lines of samples, got {count}: the file is cut")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import proves_gain
 from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.plain import Network
-from lipkit.protocol import lipschitz
-from lipkit.protocol.slopes import SlopeRun, slope_restricted, slope_runs
+from lipkit.modules import Network, lipschitz
+from lipkit.modules.activations import slope_restricted
+from lipkit.modules.slope_runs import SlopeRun, slope_runs
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lipkit import plain
-from lipkit.certificates.exported import float64_copy, float64_device, proved_parts, split_last_layer
-from lipkit.certificates.rounding import evaluators, sound
-from lipkit.certificates.rounding.arithmetic import Arithmetic
-from lipkit.certificates.rounding.evaluators import Evaluator, inner_products_only
+from lipkit import modules
+from lipkit.certificates import evaluators, margins, sound
+from lipkit.certificates.evaluators import Evaluator, inner_products_only
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
+from lipkit.modules import lipschitz
+from lipkit.modules.guarding import guard, refuse_wrapper
+from lipkit.modules.registry import output_shape
+from lipkit.proof.arithmetic import Arithmetic, grow_number
+from lipkit.proof.roundoff import multiply_up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +50,7 @@ class Measurement:
 
 
 def measure(
-    network: plain.Network,
+    network: modules.Network,
     x: Tensor,
     *,
     rounding: str,
@@ -54,7 +62,7 @@ def measure(
     """Prove the constants of a network in float64 and evaluate it, batch by batch.
 
     Args:
-        network: exported; ``x`` (N, *input_shape) fits it, see `lipkit.certificates.exported.check_inputs`.
+        network: exported; ``x`` (N, *input_shape) fits it, see `lipkit.certificates.measurement.check_inputs`.
         rounding, evaluator, batch_size, device: as in `lipkit.certify`.
         check: called with the outputs of each batch, to refuse them before the next one is evaluated.
 
@@ -63,7 +71,7 @@ def measure(
         OptionError: an unknown ``rounding`` or ``evaluator``, or settings of torch whose arithmetic is not IEEE or
             flushes.
 
-    >>> net = plain.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
+    >>> net = modules.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
     >>> options = {"evaluator": "float64", "batch_size": 1, "device": "cpu"}
     >>> found = measure(net, torch.ones(2, 2), rounding="sound", **options)
@@ -101,3 +109,141 @@ def measure(
         arithmetic=arithmetic,
         evaluator=made_for,
     )
+
+
+Samples = Tensor | np.ndarray[Any, Any]
+"""Numbers of a data set."""
+
+
+def float64_copy(network: modules.Network, device: str | torch.device = "cpu") -> modules.Network:
+    """A copy in float64 that holds exactly the same numbers; on the CPU where ``device`` has no float64."""
+    return copy.deepcopy(network).cpu().double().to(float64_device(device))  # mps cannot even hold a float64 tensor
+
+
+def float64_device(device: str | torch.device) -> torch.device:
+    """``device``, or the CPU where that device has no float64.
+
+    >>> float64_device("mps")
+    device(type='cpu')
+    """
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def split_last_layer(network: modules.Network) -> tuple[nn.Sequential, nn.Linear] | None:
+    """(everything before it, the last layer) of a network that ends in exactly an ``nn.Linear``, else None."""
+    modules = list(network)
+    if not modules or type(modules[-1]) is not nn.Linear:
+        return None
+    return nn.Sequential(*modules[:-1]), modules[-1]
+
+
+def proved_bound(network: nn.Sequential, input_shape: tuple[int, ...]) -> float:
+    """``lipschitz`` of a chain, rounded up once more; 1 for an empty one.
+
+    Raises:
+        OptionError: the bound is NaN.
+    """
+    if len(network) == 0:
+        return 1.0
+    return _rounded(lipschitz(network, input_shape).detach())
+
+
+def proved_parts(network: modules.Network) -> tuple[float, float | None, list[float]]:
+    """Bounds of a network, of everything before its last ``nn.Linear`` (None without one), and of each module.
+
+    Those of the modules are the factors of the others, rounded up once more; each is computed once.
+
+    Raises:
+        OptionError: a bound is NaN.
+    """
+    guard(network)
+    if type(network) is not modules.Network or network.multipliers():
+        # Another type is refused; the proofs of multipliers bound runs of modules at once.
+        split = split_last_layer(network)
+        body = None if split is None else proved_bound(split[0], network.input_shape)
+        return proved_bound(network, network.input_shape), body, _each(network)[1]
+    lipschitz(modules.Network([], network.input_shape))  # refuses a forward method that was replaced on the class
+    factors, gains = _each(network)
+    ends_linear = split_last_layer(network) is not None
+    products = [torch.ones((), dtype=torch.float64)]
+    for factor in factors:
+        products.append(multiply_up(products[-1], factor))
+    body = _rounded(products[-2]) if ends_linear else None
+    return _rounded(products[-1]), 1.0 if ends_linear and len(factors) == 1 else body, gains
+
+
+def _each(network: modules.Network) -> tuple[list[Tensor], list[float]]:
+    shape, factors = network.input_shape, []
+    for module in network:
+        factors.append(lipschitz(module, shape).detach())
+        shape = output_shape(module, shape)
+    return factors, [grow_number(float(factor) * (1 + 2.0**-44)) for factor in factors]
+
+
+def _rounded(bound: Tensor) -> float:
+    value = float(bound)
+    margins.check_constant(value)
+    return math.nextafter(value, math.inf) if value > 0 else 0.0
+
+
+def as_tensors(x: object, y: object) -> tuple[Tensor, Tensor]:
+    """Samples and labels as tensors; numpy arrays are copied.
+
+    Raises:
+        OptionError: anything else, such as a DataLoader.
+
+    >>> [t.dtype for t in as_tensors(np.zeros((1, 2), np.float32), np.zeros(1, np.int32))]
+    [torch.float32, torch.int32]
+    """
+    return _as_tensor(x), _as_tensor(y)
+
+
+def _as_tensor(values: object) -> Tensor:
+    if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":
+        # In the machine's byte order, with rows in order: torch takes no others.
+        return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+    if isinstance(values, Tensor):
+        return values
+    got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+    raise OptionError(
+        f"expected samples and labels as two tensors or numpy arrays of numbers, got {got}: collect a DataLoader "
+        "first, x, y = (torch.cat(parts) for parts in zip(*loader))"
+    )
+
+
+def check_inputs(network: object, x: Tensor, batch_size: int) -> None:
+    """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape and range."""
+    refuse_wrapper(network, "certify")
+    if not isinstance(network, modules.Network):
+        raise NoRuleError(
+            f"expected an exported network (lipkit.modules.Network), got {type(network).__name__}: "
+            "certify lipkit.export(model, input_shape)"
+        )
+    shape = tuple(network.input_shape)
+    if tuple(x.shape[1:]) != shape or x.ndim != len(shape) + 1:
+        raise ShapeError(f"expected inputs of shape (N, {', '.join(map(str, shape))}), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise OptionError(f"expected floating-point inputs (images in [0, 1]), got {dtype_name(x)}")
+    if len(x) == 0:
+        raise OptionError("expected at least one sample to certify, got 0")
+    if network.input_range is not None:
+        low, high = network.input_range
+        found = [float(value) for value in torch.aminmax(x.detach())]
+        slack = 1e-6 * (high - low)  # of whoever scaled them
+        if found[0] < low - slack or found[1] > high + slack:
+            raise OptionError(
+                f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {found[0]:g} "
+                f"to {found[1]:g}: rescale them (8-bit images: / 255), or set network.input_range = None"
+            )
+    if batch_size < 1:
+        raise OptionError(f"expected batch_size >= 1, got {batch_size}")
+
+
+def dtype_name(values: Tensor) -> str:
+    """How a message writes the dtype of a tensor.
+
+    >>> dtype_name(torch.zeros(1))
+    'float32'
+    """
+    return str(values.dtype).removeprefix("torch.")

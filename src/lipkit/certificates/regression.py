@@ -16,21 +16,28 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_balance import balance
-from lipkit.bounds.rounding import gamma
-from lipkit.certificates.exported import Samples, as_tensors, check_inputs, dtype_name, float64_copy, proved_bound
+from lipkit.certificates import sound
+from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.margins import round_up
-from lipkit.certificates.measurement import measure
-from lipkit.certificates.rounding import sound
-from lipkit.certificates.rounding.arithmetic import size
-from lipkit.certificates.rounding.evaluators import Evaluator
+from lipkit.certificates.measurement import (
+    Samples,
+    as_tensors,
+    check_inputs,
+    dtype_name,
+    float64_copy,
+    measure,
+    proved_bound,
+)
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
-from lipkit.plain import Affine, Network
-from lipkit.protocol.slopes import SlopeRun, slope_runs
+from lipkit.modules import Affine, Network
+from lipkit.modules.slope_runs import SlopeRun, slope_runs
+from lipkit.proof.arithmetic import size
+from lipkit.proof.roundoff import gamma
 
 # An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
 _MOST_LMI_OUTPUTS = 64
@@ -138,7 +145,7 @@ def certify_regression(
     delta is in the input's units, deviations are in the outputs' units.
 
     Args:
-        network: a `lipkit.plain.Network`, from `lipkit.export` or `lipkit.plain.load`.
+        network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N, d) floating-point targets, as `x`.
         delta: l2 norm of the input deviation, >= 0 and finite.
@@ -183,7 +190,7 @@ def certify_regression(
         method=method,
         dtype="float64",
         input_shape=tuple(network.input_shape),
-        network_sha256=plain.sha256(network),
+        network_sha256=modules.sha256(network),
         rounding=rounding,
         evaluator=measured.evaluator,
         prediction_error=centre,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.certificate_file import CertificateFile, data_sha256
-from lipkit.certificates.exported import Samples, as_tensors
+from lipkit.certificates.measurement import Samples, as_tensors
 from lipkit.errors import CertificateViolation, DataError, OptionError
 from lipkit.text import printable
 
@@ -25,13 +25,13 @@ LONGEST_CLAIM = 2000
 
 
 def verify(
-    file: CertificateFile, network: plain.Network, x: Samples, y: Samples, *, batch_size: int = 256
+    file: CertificateFile, network: modules.Network, x: Samples, y: Samples, *, batch_size: int = 256
 ) -> Certificate:
     r"""Prove every radius of a certificate again, from the network and the samples alone.
 
     Args:
-        file: from `lipkit.certificates.certificate_reader.read_certificate`.
-        network: the exported network, from `lipkit.plain.load`.
+        file: from `lipkit.certificates.certificate_file.read_certificate`.
+        network: the exported network, from `lipkit.modules.load`.
         x, y: the samples, in order; tensors or numpy arrays.
 
     Every other field of the file is compared with what is found here, but for those of `unchecked`.
@@ -48,10 +48,10 @@ def verify(
     """
     x, y = as_tensors(x, y)
     claimed = file.certificate
-    if plain.sha256(network) != claimed.network_sha256:
+    if modules.sha256(network) != claimed.network_sha256:
         raise DataError(
             f"expected the network with sha256 {printable(claimed.network_sha256, 80)}, got one with "
-            f"{plain.sha256(network)}"
+            f"{modules.sha256(network)}"
         )
     if len(x) != len(claimed) or data_sha256(x, y) != file.data["sha256"]:
         raise DataError(
@@ -107,7 +107,7 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
     return lines | ({"further fields": str(len(claims) - len(lines))} if len(claims) > len(lines) else {})
 
 
-def _check_header(file: CertificateFile, proved: Certificate, network: plain.Network) -> None:
+def _check_header(file: CertificateFile, proved: Certificate, network: modules.Network) -> None:
     """Compare what a file says about the network with what was proved of it."""
     claimed = file.certificate
     for name, bound, known in (

@@ -67,14 +67,14 @@ def attack_run(
 
     import torch
 
-    from lipkit import plain
+    from lipkit import modules
     from lipkit.certificates import certify
-    from lipkit.certificates.units import check_radii
-    from lipkit.cli.build import input_range, load_data
-    from lipkit.cli.pipeline import NETWORK, read_recipe
+    from lipkit.certificates.intervals import check_radii
     from lipkit.cli.train import data_root
     from lipkit.errors import OptionError, RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
+    from lipkit.experiments.build import input_range, load_data
+    from lipkit.experiments.run import NETWORK, read_recipe
     from lipkit.report.attack_page import save_attack
     from lipkit.text import printable
 
@@ -88,7 +88,7 @@ def attack_run(
         torch.zeros(1, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
-    network = plain.load(folder / NETWORK)
+    network = modules.load(folder / NETWORK)
     data = load_data(recipe)
     box = input_range(data)
     name_of_radii = "certify.eps" if eps is None else "--eps"
@@ -120,7 +120,7 @@ def read_radii(text: str) -> tuple[float, ...]:
     """
     import math
 
-    from lipkit.training.recipe_values import parse_numbers
+    from lipkit.experiments.recipe_schema import parse_numbers
 
     try:
         radii: tuple[float, ...] = tuple(float(value) for value in parse_numbers(text))

@@ -60,7 +60,7 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     """The network that the argument names, in evaluation mode, and the shape of its inputs."""
     path = Path(model)
     if path.is_dir():
-        from lipkit.plain import load
+        from lipkit.modules import load
 
         network = load(path)
         return network, _agreed(model, network.input_shape, shape)
@@ -70,7 +70,7 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
             "runs the code in it; build the network in Python and call lipkit.analyze, or give a factory that does"
         )
     if path.suffix.lower() == ".onnx":
-        from lipkit.analysis.onnx_reader import read_onnx
+        from lipkit.interop.onnx_reader import read_onnx
 
         onnx_network = read_onnx(path)
         return onnx_network, _agreed(model, onnx_network.input_shape, shape)
@@ -80,7 +80,7 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
         )
     if shape is None:
         raise click.UsageError("expected --input-shape C,H,W for a factory, got none")
-    from lipkit.cli.build import _call, _custom
+    from lipkit.experiments.build import _call, _custom
 
     click.echo(f"importing {model}: this runs the code of its module", err=True)
     return _call(model, _custom(model), {}).eval(), shape
@@ -96,7 +96,7 @@ def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
 
 def describe(found: NetworkBound, everything: bool = False) -> str:
     """The bounds and the table of layers, what raises the bound most first."""
-    from lipkit.cli.console import columns
+    from lipkit.experiments.display import columns
 
     # Below 1 the logarithm is negative, and so are the shares of what raises the bound.
     layers = sorted(found.layers, key=lambda layer: layer.share if found.upper < 1 else -layer.share)

@@ -24,9 +24,9 @@ def command(run: Path, changes: tuple[str, ...], root: Path | None, device: str,
     for change in changes:
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")
-    from lipkit.cli import pipeline
     from lipkit.cli.console import display
     from lipkit.cli.train import data_root, result
+    from lipkit.experiments import run as pipeline
 
     recipe = pipeline.read_recipe(run, [*changes, *([] if root is None else [data_root(root)])])
     with display() as show:

@@ -43,21 +43,21 @@ def command(
     import torch
 
     from lipkit import data as datasets
-    from lipkit import plain
-    from lipkit.certificates.certificate_reader import read_certificate
-    from lipkit.certificates.units import check_radii
+    from lipkit import modules
+    from lipkit.certificates.certificate_file import read_certificate
+    from lipkit.certificates.intervals import check_radii
     from lipkit.certificates.verification import verify
-    from lipkit.cli.build import input_range
     from lipkit.errors import OptionError
     from lipkit.evaluation import EPS
-    from lipkit.training.recipe_values import parse_number
+    from lipkit.experiments.build import input_range
+    from lipkit.experiments.recipe_schema import parse_number
 
     try:
         radii = [float(parse_number(text)) for text in eps] or list(EPS)
     except ValueError as error:
         raise OptionError(f"--eps: {error}") from None
     file = read_certificate(certificate)
-    stored = plain.load(network)
+    stored = modules.load(network)
     loaded = datasets.load(data, root=root, limit=limit)
     check_radii(radii if eps else (), loaded.input_shape, input_range(loaded), name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from lipkit.experiments.display import Display, duration
 from lipkit.text import printable
 
 if TYPE_CHECKING:
@@ -19,24 +20,6 @@ if TYPE_CHECKING:
 
 
 LEAST_BAR = 8  # columns below which a bar says nothing
-
-
-class Display(Protocol):
-    """Where a pipeline reports to."""
-
-    def note(self, text: str) -> None:
-        """Show one line."""
-
-    def progress(self, event: Progress) -> None:
-        """Show where training stands."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    def note(self, text: str) -> None: ...
-
-    def progress(self, event: Progress) -> None: ...
 
 
 class Lines:
@@ -193,29 +176,3 @@ def measured(row: Mapping[str, Any]) -> str:
     if "test_mse" in row:
         parts.append(f"test mse {row['test_mse']:.4g}")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a clock shows them.
-
-    >>> duration(7), duration(75), duration(3700), duration(float("nan"))
-    ('0:07', '1:15', '1:01:40', '-:--')
-    """
-    if seconds != seconds:
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in aligned columns, all to the left.
-
-    >>> print(columns([["small", "a network"], ["kwlarge", "another"]]))
-    small    a network
-    kwlarge  another
-    """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

@@ -28,9 +28,9 @@ def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, all
     with listener:
         # Said before torch is imported and data is read: a browser that asks early waits for the answer.
         click.echo(f"{address} shows {', '.join(map(printable, runs))} as soon as it is read; Ctrl-C stops it")
-        from lipkit.cli import pipeline
-        from lipkit.cli.build import load_data
         from lipkit.cli.train import data_root
+        from lipkit.experiments import run as pipeline
+        from lipkit.experiments.build import load_data
         from lipkit.explorer import open_runs, serve
 
         opened = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from lipkit.shipping.runtimes import Runtime
+    from lipkit.interop.runtimes import Runtime
 
 FORMS = ("onnx", "torch", "safetensors", "hub", "robustbench")
 
@@ -28,18 +28,18 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
     onnx         network.onnx, dynamic batch, standard operators, real arithmetic
     torch        network.pt2, a torch.export program, dynamic batch
     safetensors  a folder of config.json and model.safetensors (lipkit.load)
-    hub          a model folder with card: lipkit.shipping.from_pretrained, and the network inside
-    robustbench  the network's folder and model_info.json; lipkit.shipping.RobustBenchModel wraps the network
+    hub          a model folder with card: lipkit.interop.from_pretrained, and the network inside
+    robustbench  the network's folder and model_info.json; lipkit.interop.RobustBenchModel wraps the network
 
     After writing, the file is read back in its runtime and evaluated on test samples: outputs, predictions and
     certified accuracy are compared with the float64 network.
     """
-    from lipkit import plain
-    from lipkit.cli import pipeline
-    from lipkit.cli.build import input_range, load_data
+    from lipkit import modules
     from lipkit.cli.train import data_root
     from lipkit.errors import RunError
-    from lipkit.shipping import check_runtime
+    from lipkit.experiments import run as pipeline
+    from lipkit.experiments.build import input_range, load_data
+    from lipkit.interop import check_runtime
     from lipkit.text import printable
 
     recipe = pipeline.read_recipe(run, [] if root is None else [data_root(root)])
@@ -47,7 +47,7 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
         raise RunError(
             f"expected a finished run with a folder {pipeline.NETWORK}, got {run}: train it to the end first"
         )
-    network = plain.load(run / pipeline.NETWORK)
+    network = modules.load(run / pipeline.NETWORK)
     data = load_data(recipe)
     network.input_range = input_range(data)
     target, runtime = _write(run, form, out, licence, network)
@@ -60,9 +60,10 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
 
 def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:
     """Write one form; the path, and what runs it."""
-    from lipkit import plain, shipping
+    from lipkit import interop as shipping
+    from lipkit import modules
 
-    assert isinstance(network, plain.Network)
+    assert isinstance(network, modules.Network)
     folder = run / "export"
     if form == "onnx":
         path = shipping.write_onnx(network, out or folder / "network.onnx")
@@ -71,24 +72,24 @@ def _write(run: Path, form: str, out: Path | None, licence: str | None, network:
         path = shipping.write_program(network, out or folder / "network.pt2")
         return path, shipping.program_runtime(path)
     if form == "safetensors":
-        path = plain.save(network, out or folder / "network")
-        return path, shipping.module_runtime(plain.load(path))
+        path = modules.save(network, out or folder / "network")
+        return path, shipping.module_runtime(modules.load(path))
     if form == "hub":
         path = _write_hub(run, out or folder / "hub", licence)
-        return path, shipping.module_runtime(plain.load(path / "network"))
-    path = plain.save(network, out or folder / "robustbench")
+        return path, shipping.module_runtime(modules.load(path / "network"))
+    path = modules.save(network, out or folder / "robustbench")
     _write_info(run, path)
-    return path, shipping.module_runtime(shipping.RobustBenchModel(plain.load(path)))
+    return path, shipping.module_runtime(shipping.RobustBenchModel(modules.load(path)))
 
 
 def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
     """The model folder of a run: its recipe says the architecture, its last checkpoint the parameters."""
-    from lipkit import shipping
-    from lipkit.cli import pipeline
-    from lipkit.cli.build import build_model, input_range, load_data
+    from lipkit import interop as shipping
     from lipkit.errors import RunError
+    from lipkit.experiments import run as pipeline
+    from lipkit.experiments.build import build_model, input_range, load_data
     from lipkit.report import read_record
-    from lipkit.training import run_folder
+    from lipkit.training import checkpoints as run_folder
 
     recipe = pipeline.read_recipe(run)
     data = load_data(recipe)
@@ -115,8 +116,8 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
 def _write_info(run: Path, folder: Path) -> None:
     from lipkit.errors import OptionError
     from lipkit.files import write_atomic
+    from lipkit.interop import robustbench_info
     from lipkit.report import Record, read_record
-    from lipkit.shipping import robustbench_info
 
     record = read_record(run)
     if not isinstance(record, Record):

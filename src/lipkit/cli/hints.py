@@ -47,7 +47,7 @@ def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
     """
     from lipkit.cli.recipe import keys
-    from lipkit.training.recipe import SHORT
+    from lipkit.experiments.recipe import SHORT
 
     word = option.lstrip("-").replace("-", "_")
     known = [k.path for k in keys() if not k.section or k.path in SHORT]

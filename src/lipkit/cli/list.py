@@ -13,7 +13,7 @@ KINDS = ("layers", "models", "datasets", "recipes", "tables")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
     """List layers, models, datasets, recipes, or the published tables of lipkit reproduce."""
-    from lipkit.cli.console import columns
+    from lipkit.experiments.display import columns
 
     known = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "tables": tables}
     click.echo(columns(known[kind]()))
@@ -48,13 +48,13 @@ def datasets() -> list[list[str]]:
 
 def recipes() -> list[list[str]]:
     """Name and what it does."""
-    from lipkit.training.recipe import load_recipe, names
+    from lipkit.experiments.recipe import load_recipe, names
 
     return [[name, load_recipe(name).description] for name in names()]
 
 
 def tables() -> list[list[str]]:
     """Name, source, what it is about."""
-    from lipkit.cli.tables import TABLES
+    from lipkit.experiments.tables import TABLES
 
     return [[name, table.source, table.description] for name, table in TABLES.items()]

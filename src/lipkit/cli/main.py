@@ -19,7 +19,7 @@ from lipkit.text import printable
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
 VERBS = (
     *("train", "certify", "check", "attack", "report", "bound", "wasserstein"),
-    *("list", "recipe", "reproduce", "export", "explore", "bench"),
+    *("list", "recipe", "reproduce", "export", "explore"),
 )
 # Verbs that take the same large tensors again and again.
 TRAINING = ("train", "reproduce")

@@ -32,8 +32,8 @@ def show(name: str | None, changes: tuple[str, ...]) -> None:
     With NAME (lipkit list recipes, or the path of a YAML file): the whole recipe as YAML, every key described,
     defaults filled in and KEY=VALUE applied. The text is itself a recipe.
     """
+    from lipkit.experiments.recipe import load_recipe
     from lipkit.text import printable_lines
-    from lipkit.training.recipe import load_recipe
 
     if name is not None and "=" in name:
         raise click.UsageError(f"expected a recipe in front of changes KEY=VALUE, got {name!r}")
@@ -65,7 +65,7 @@ def keys() -> list[Key]:
     >>> [(k.values, k.default) for k in keys() if k.path == ("train", "lr")]
     [('number > 0', '0.001')]
     """
-    from lipkit.training.recipe_schema import Recipe
+    from lipkit.experiments.recipe_schema import Recipe
 
     return list(_keys(Recipe, ()))
 
@@ -196,7 +196,7 @@ def _plain(value: Any) -> str:
 def commented(content: Mapping[str, Any]) -> str:
     """A whole recipe as YAML with a comment behind every key.
 
-    >>> from lipkit.training.recipe import check, load_recipe
+    >>> from lipkit.experiments.recipe import check, load_recipe
     >>> import yaml
     >>> recipe = load_recipe("digits_cayley")
     >>> check(yaml.safe_load(commented(recipe.plain())), "shown") == recipe

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from lipkit.cli.console import Display
-    from lipkit.cli.stand_in import Available
-    from lipkit.cli.tables import Scale, Table
+    from lipkit.experiments.display import Display
+    from lipkit.experiments.tables import Available, Scale, Table
 
 
 @click.command("reproduce")
@@ -55,8 +54,8 @@ def command(
     every row, for example train.epochs=1. Tables: lipkit list tables.
     """
     from lipkit.cli.console import display
-    from lipkit.cli.stand_in import Available
     from lipkit.cli.train import data_root, split_arguments
+    from lipkit.experiments.tables import Available
 
     name, overrides = split_arguments(arguments)
     chosen = {key: only_rows(table, labels) for key, table in choose(name, everything).items()}
@@ -89,8 +88,8 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
     Raises:
         OptionError: an unknown name; the message has the closest ones, or all.
     """
-    from lipkit.cli.tables import TABLES
     from lipkit.errors import OptionError, suggestion
+    from lipkit.experiments.tables import TABLES
 
     if everything == (name is not None):
         raise click.UsageError(f"expected a table or --all, got {'both' if everything else 'neither'}")
@@ -135,8 +134,9 @@ def run_table(
     keep_going: bool,
 ) -> tuple[str, list[str]]:
     """Make the runs that are missing; the table as text, and what failed."""
-    from lipkit.cli import table_records, table_runs
-    from lipkit.cli.table_text import render
+    from lipkit.experiments import table_runs
+    from lipkit.experiments import table_runs as table_records
+    from lipkit.experiments.table_text import render
 
     runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root)
     failed: list[str] = []
@@ -152,9 +152,10 @@ def run_table(
 
 def print_kept(name: str, table: Table, folder: Path, scale: Scale | None) -> str:
     """The table from kept records, as text."""
-    from lipkit.cli import table_records, table_runs
-    from lipkit.cli.table_text import render
-    from lipkit.cli.tables import SCALES
+    from lipkit.experiments import table_runs
+    from lipkit.experiments import table_runs as table_records
+    from lipkit.experiments.table_text import render
+    from lipkit.experiments.tables import SCALES
 
     runs = [run for each in SCALES for run in table_runs.plan(table, Path("runs") / name, scale=each)]
     return render(table, {row.label: table_records.kept(folder / name, row, runs, scale) for row in table.rows})

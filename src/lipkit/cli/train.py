@@ -12,8 +12,8 @@ import click
 from lipkit.text import printable
 
 if TYPE_CHECKING:
-    from lipkit.cli.pipeline import Outcome
-    from lipkit.training.recipe import Recipe
+    from lipkit.experiments.recipe import Recipe
+    from lipkit.experiments.run import Outcome
 
 
 @click.command("train")
@@ -49,7 +49,7 @@ def command(
         overrides.append(data_root(root))
     placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
     if resume is None:
-        from lipkit.training.recipe import DEFAULT, load_recipe
+        from lipkit.experiments.recipe import DEFAULT, load_recipe
 
         _train(load_recipe(name or DEFAULT, overrides + placed), seeds, out or Path("runs"), large_eps)
     elif name is not None or overrides or seeds is not None or out is not None:
@@ -61,8 +61,8 @@ def command(
 
 
 def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> None:
-    from lipkit.cli import pipeline  # slow to import: after the recipe was found to be right
     from lipkit.cli.console import display
+    from lipkit.experiments import run as pipeline  # slow to import: after the recipe was found to be right
 
     first = recipe.train.seed
     outcomes = []
@@ -83,8 +83,8 @@ def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> Non
 
 
 def _resume(folder: Path, placed: Sequence[str], large_eps: bool) -> None:
-    from lipkit.cli import pipeline
     from lipkit.cli.console import display
+    from lipkit.experiments import run as pipeline
 
     with display() as show:
         recipe = pipeline.read_recipe(folder, placed)

@@ -3,10 +3,9 @@
 Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model.
 """
 
-from lipkit.data.augment import random_crop, random_flip
+from lipkit.data.augment import color_jitter, random_crop, random_flip
 from lipkit.data.convert import as_data, as_split
 from lipkit.data.images import ImageFiles
-from lipkit.data.jitter import color_jitter
 from lipkit.data.registry import DATASETS, Entry, data_root, load
 from lipkit.data.split import Data, Split
 

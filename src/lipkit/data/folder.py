@@ -100,3 +100,25 @@ def _visible(folder: Path, layout: str) -> list[str]:
         raise DataError(f"expected a folder at {folder}, got none; {layout}")
     with reading(folder):
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+INPUT_SHAPE = (3, 224, 224)
+SOURCE = (
+    "put the images into imagenet/train/WNID/*.JPEG and imagenet/val/WNID/*.JPEG under the data root ($LIPKIT_DATA or "
+    "./data), the validation images sorted into the folders of their classes; they are at https://image-net.org/"
+)
+
+
+def load_imagenet(root: Path) -> Data:
+    """Load ImageNet: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
+
+    Args:
+        root: the data root; the folders are `root/imagenet/train/WNID` and `root/imagenet/val/WNID`.
+
+    Raises:
+        DataError: see `load_images`.
+
+    References:
+        Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
+    """
+    return load_images(root / "imagenet", INPUT_SHAPE[1], name="imagenet", layout=SOURCE)

@@ -9,16 +9,16 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks.ascent import clip
 from lipkit.attacks.autoattack import Found
 from lipkit.attacks.balls import ball
-from lipkit.attacks.minimum_norm import shrink
+from lipkit.attacks.fab import shrink
 from lipkit.attacks.named import MINIMUM_NORM, run_attack
 from lipkit.attacks.pgd import Box, misclassified, norms, pgd_l2
 from lipkit.certificates.certificate import Certificate
-from lipkit.certificates.exported import float64_copy
 from lipkit.certificates.intervals import Share, share
+from lipkit.certificates.measurement import float64_copy
 from lipkit.evaluation.cross_check import CrossCheck, check_accuracy, check_examples
 
 
@@ -88,7 +88,7 @@ class Attempt:
 
 
 def attack_certificate(
-    network: plain.Network,
+    network: modules.Network,
     certificate: Certificate,
     x: Tensor,
     y: Tensor,
@@ -108,7 +108,7 @@ def attack_certificate(
 
 
 def attack_samples(
-    network: plain.Network,
+    network: modules.Network,
     certificate: Certificate,
     x: Tensor,
     y: Tensor,
@@ -214,7 +214,7 @@ def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
 
 
 def _run(
-    model: plain.Network, x: Tensor, y: Tensor, eps: float | Tensor, attack: Attack, generator: torch.Generator
+    model: modules.Network, x: Tensor, y: Tensor, eps: float | Tensor, attack: Attack, generator: torch.Generator
 ) -> Found:
     if attack.name == "pgd" and attack.norm == "l2":
         steps, restarts = attack.steps or 50, attack.restarts or 1
@@ -228,7 +228,7 @@ def _run(
     )  # fmt: skip
 
 
-def _confirmed(exact: plain.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
+def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
     """The points in float64; those the float64 network gets right, moved outward by what float32 may have hidden."""
     clean, points = clean.double(), points.double()
     result = points
@@ -247,7 +247,7 @@ def _diagonal(eps: float, entries: int) -> float:
     return math.nextafter(math.nextafter(math.sqrt(entries), math.inf) * eps, math.inf) if eps else 0.0
 
 
-def _examples(exact: plain.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:
+def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:
     clean, near = clean[found], near[found]
     with torch.no_grad():
         prediction = exact(near).argmax(dim=1) if len(near) else index[found]

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks.pgd import Box
 from lipkit.certificates import Certificate, certify, format_radius
-from lipkit.certificates.intervals import Share, share
-from lipkit.certificates.units import check_radii
+from lipkit.certificates.intervals import Share, check_radii, share
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, attack_certificate
 from lipkit.evaluation.cross_check import CrossCheck
@@ -66,7 +65,7 @@ class Evaluation:
 
 
 def evaluate(
-    network: plain.Network,
+    network: modules.Network,
     split: Split,
     *,
     eps: Sequence[float] = EPS,
@@ -113,8 +112,8 @@ def evaluate(
 
     Raises:
         CertificateViolation: an adversarial example lies inside a certified radius: the bound is wrong.
-        OptionError: an eps below 0, not finite, or a slip (`lipkit.certificates.units.check_radii`), or another value
-            outside its range.
+        OptionError: an eps below 0, not finite, or a slip (`lipkit.certificates.intervals.check_radii`), or another
+            value outside its range.
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
     eps = _radii("eps", eps)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.errors import OptionError
 
 
@@ -27,7 +27,7 @@ class Latency:
     device: str
 
 
-def latency(network: plain.Network, *, runs: int = 100, seconds: float = 2.0, threads: int = 1) -> Latency:
+def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, threads: int = 1) -> Latency:
     """Time a forward pass of batch 1 in float32 on the CPU.
 
     The number of threads is torch's own setting for the time of the measurement, and given back.
@@ -42,7 +42,7 @@ def latency(network: plain.Network, *, runs: int = 100, seconds: float = 2.0, th
         OptionError: ``runs`` or ``threads`` below 1.
 
     >>> from torch import nn
-    >>> measured = latency(plain.Network([nn.Linear(3, 2)], (3,)), runs=5)
+    >>> measured = latency(modules.Network([nn.Linear(3, 2)], (3,)), runs=5)
     >>> measured.runs, measured.threads, 0 < measured.low <= measured.median <= measured.high
     (5, 1, True)
     """

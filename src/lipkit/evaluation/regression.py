@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipkit import plain
-from lipkit.attacks import SecantSearch, lipschitz_lower_bound
+from lipkit import modules
+from lipkit.analysis import SecantSearch, lipschitz_lower_bound
 from lipkit.certificates import RegressionCertificate, certify_regression
-from lipkit.certificates.exported import float64_copy
+from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RegressionEvaluation:
 
 
 def evaluate_regression(
-    network: plain.Network,
+    network: modules.Network,
     split: Split,
     *,
     delta: float = 0.1,
@@ -76,7 +76,7 @@ def evaluate_regression(
 ) -> RegressionEvaluation:
     """Certify a regression network, measure its error, search for its steepest secant, and stop if they disagree.
 
-    The search (`lipkit.attacks.lipschitz_lower_bound`) starts at the samples and may leave their range, as the
+    The search (`lipkit.analysis.lipschitz_lower_bound`) starts at the samples and may leave their range, as the
     certified bound holds everywhere.
 
     **Guarantee.** If this returns, no secant that was seen, found by the search or between neighbouring samples, is
@@ -138,7 +138,7 @@ def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tenso
             )
 
 
-def _slopes(network: plain.Network, x: Tensor, y: Tensor) -> Tensor:
+def _slopes(network: modules.Network, x: Tensor, y: Tensor) -> Tensor:
     """(d,) the steepest slope of each output on the secants from x to y, in float64; 0 where they are too short."""
     exact, x, y = float64_copy(network), x.detach().cpu().double(), y.detach().cpu().double()
     with torch.no_grad():

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.attacks.pgd import misclassified, norms, pgd_l2
 from lipkit.certificates import format_radius
-from lipkit.certificates.exported import float64_copy
+from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
-from lipkit.report.png import data_uri, is_image
+from lipkit.report.examples import data_uri, is_image
 from lipkit.report.run_files import RADII, read_radii
 from lipkit.text import printable
 
@@ -38,8 +38,8 @@ class ExploredRun:
 
     name: str
     record: Record
-    network: plain.Network
-    exact: plain.Network
+    network: modules.Network
+    exact: modules.Network
     split: Split
     classes: tuple[str, ...]
     correct: Tensor
@@ -154,8 +154,8 @@ def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:
         raise RunError(f"{folder}: expected a run that classifies images, got {record.task} of {record.data.name}")
     again = f"run lipkit certify {folder}, and open the folder that it makes"
     # A later certification lies in a folder of its own in the run's.
-    network = plain.load(folder / NETWORK if (folder / NETWORK).is_dir() else folder.parent / NETWORK)
-    if plain.sha256(network) != record.network_sha256:
+    network = modules.load(folder / NETWORK if (folder / NETWORK).is_dir() else folder.parent / NETWORK)
+    if modules.sha256(network) != record.network_sha256:
         raise RunError(f"{folder}: expected the network of its record, got another: {again}")
     radii = read_radii(folder)
     if radii is None:

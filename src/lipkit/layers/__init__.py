@@ -18,7 +18,7 @@ from lipkit.layers.soc import SocConv2d
 from lipkit.layers.steps import AfterStep, after_step, register_after_step
 from lipkit.layers.structure import Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
-from lipkit.plain import GroupSort, MaxMin, Sum
+from lipkit.modules import GroupSort, MaxMin, Sum
 
 __all__ = [
     "FAMILIES",

@@ -12,8 +12,7 @@ from lipkit.conv import Symbol, fold, patch_kernel
 from lipkit.errors import ShapeError
 from lipkit.layers._base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32
-from lipkit.plain import FourierConv2d
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
 
 def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:

@@ -7,7 +7,7 @@ import copy
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
+from lipkit.modules.activations import SLOPE_RESTRICTED, slope_restricted
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.bounds.rounding import up
 from lipkit.conv.block import bcop_kernel
 from lipkit.layers._base import KernelConv2d
 from lipkit.layers._export import export_kernel_conv
 from lipkit.layers.dense import orthogonal_free
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
+from lipkit.proof.roundoff import up
 
 
 class BcopConv2d(KernelConv2d):

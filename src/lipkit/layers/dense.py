@@ -12,7 +12,7 @@ from lipkit.layers._base import ConstrainedLinear, check_positive
 from lipkit.layers._export import export_linear, register_one_lipschitz
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def orthogonal_free(shape: tuple[int, ...], device: Any, dtype: Any) -> nn.Parameter:

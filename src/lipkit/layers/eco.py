@@ -18,8 +18,8 @@ from lipkit.linalg.exponential import check_terms, taylor_range
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.skew_polynomial import taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
-from lipkit.plain.phase import PhaseConv2d
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
+from lipkit.modules.phase import PhaseConv2d
 
 EVALUATIONS = ("phase", "dilated")
 TRAIN_TERMS, EVAL_TERMS = 5, 10

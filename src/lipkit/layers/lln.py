@@ -12,7 +12,7 @@ from lipkit.bounds import spectral_norm
 from lipkit.layers._base import ConstrainedLinear
 from lipkit.layers._export import export_linear
 from lipkit.linalg import at_least_float32
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def unit_rows(v: Tensor) -> Tensor:

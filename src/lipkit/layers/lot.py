@@ -15,7 +15,7 @@ from lipkit.layers._base import SymbolConv2d
 from lipkit.layers._export import export_symbol_conv, resampled_size
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 class LotConv2d(SymbolConv2d):

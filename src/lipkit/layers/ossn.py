@@ -15,7 +15,7 @@ from lipkit.layers._base import ConstrainedConv2d, check_positive, half_through_
 from lipkit.layers._export import circular_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def delta_orthogonal_free(shape: tuple[int, int, int, int], device: Any, dtype: Any) -> nn.Parameter:
@@ -64,7 +64,7 @@ class OssnConv2d(ConstrainedConv2d):
         OptionError: an argument that is not supported. ShapeError: an input that does not fit, or ``lipschitz``
         without an input shape.
 
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> layer = OssnConv2d(3, 8, 3)
     >>> 0.9999 < lipschitz(layer, (3, 7, 5)).item() < 1.001
     True

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from lipkit.bounds import circular, spectral_norm, symbol_sup
-from lipkit.bounds.rounding import up
 from lipkit.conv.reshape import contraction_from_matrix, kernel_to_matrix
 from lipkit.layers._base import KernelConv2d
 from lipkit.layers._export import export_kernel_conv, resampled_size
 from lipkit.layers.dense import orthogonal_free
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
+from lipkit.proof.roundoff import up
 
 
 def reshaped_bound(kernel: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ from lipkit.layers.cayley import rescaled
 from lipkit.layers.cayley_pair import CayleyPairLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
-from lipkit.plain import SandwichBlock
-from lipkit.protocol import Shape, export_rule, guard, lipschitz_rule
-from lipkit.protocol.slopes import slope_restricted
+from lipkit.modules import SandwichBlock, Shape, export_rule, guard, lipschitz_rule
+from lipkit.modules.activations import slope_restricted
 
 SQRT2 = math.sqrt(2.0)
 
@@ -44,7 +43,7 @@ class SandwichLinear(CayleyPairLinear):
     ``y_scale`` h (0-d), ``log_psi`` d (out_features; not in the linear form) and ``bias``.
 
     Guarantee:
-        1-Lipschitz. Exports as a :class:`lipkit.plain.SandwichBlock` whose bound is proved from its numbers with the
+        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` whose bound is proved from its numbers with the
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
 
     Cost:

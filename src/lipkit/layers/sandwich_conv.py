@@ -25,8 +25,7 @@ from lipkit.layers.cayley_pair import BALANCED, BIRTH_TURN
 from lipkit.layers.sandwich import SQRT2, add_log_psi, bound_with_activation, plain_activation
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off
-from lipkit.plain import FourierConv2d, SandwichBlock
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, lipschitz_rule
 
 
 class SandwichConv2d(SymbolConv2d):
@@ -55,8 +54,9 @@ class SandwichConv2d(SymbolConv2d):
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
-        1-Lipschitz. Exports as a :class:`lipkit.plain.SandwichBlock` of two Fourier convolutions (of two ``nn.Conv2d``
-        for a 1 x 1 kernel), whose bound is proved from its numbers with the multiplier :math:`\Psi^2`; the linear form
+        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` of two Fourier convolutions (of two
+        ``nn.Conv2d`` for a 1 x 1 kernel), whose bound is proved from its
+        numbers with the multiplier :math:`\Psi^2`; the linear form
         as one of them.
 
     Cost:

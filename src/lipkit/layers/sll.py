@@ -20,7 +20,7 @@ from lipkit.layers.slope_residual import (
     export_residual_linear,
 )
 from lipkit.linalg import at_least_float32
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def safe_reciprocal(t: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ from lipkit.layers._export import circular_module, resampled_size, stride_module
 from lipkit.layers.activations import slope_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
-from lipkit.plain.slope_residual import ResizeChannels, SlopeResidual
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
+from lipkit.modules.rearrange import ResizeChannels
+from lipkit.modules.residual import SlopeResidual
 
 
 class SlopeResidualLinear(nn.Module, ABC):

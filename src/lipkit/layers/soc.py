@@ -18,9 +18,8 @@ from lipkit.linalg import at_least_float32
 from lipkit.linalg.exponential import check_terms, taylor
 from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.precision import autocast_off
-from lipkit.plain import FourierConv2d
-from lipkit.plain.taylor import TaylorConv2d
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
+from lipkit.modules.taylor import TaylorConv2d
 
 
 def reshaped_norm(kernel: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lipkit.errors import LipkitError, ShapeError
 from lipkit.layers._base import check_positive
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 class AfterStep(ABC):

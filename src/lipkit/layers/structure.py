@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds.rounding import reciprocal_up, up
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers._base import check_dtype, check_positive
-from lipkit.plain import Affine, ConvexResidual
-from lipkit.protocol import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.protocol.plain_rules import refuse_inplace
+from lipkit.modules import Affine, ConvexResidual, Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.residual import refuse_inplace
+from lipkit.proof.roundoff import reciprocal_up, up
 
 
 class Normalize(nn.Module):

@@ -15,7 +15,7 @@ from lipkit.layers._export import export_kernel_conv, resampled_size
 from lipkit.layers.ossn import delta_orthogonal_free
 from lipkit.layers.steps import AfterStep
 from lipkit.linalg import at_least_float32
-from lipkit.protocol import Shape, export_rule, lipschitz_rule
+from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def clip(matrices: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit.
 
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> layer = SvcmConv2d(2, 2, 3)
     >>> _ = torch.nn.init.normal_(layer.free)
     >>> layer.project_((6, 6))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
+from lipkit.models.convert import Conversion, Converted, Kept, convert
 from lipkit.models.convnet import convnet
 from lipkit.models.kwlarge import kwlarge
 from lipkit.models.lbdn import LBDN, from_network, lbdn
@@ -56,7 +57,11 @@ def build(name: str, **options: Any) -> nn.Module:
 __all__ = [
     "LBDN",
     "MODELS",
+    "Conversion",
+    "Converted",
+    "Kept",
     "build",
+    "convert",
     "convnet",
     "from_network",
     "kwlarge",

@@ -31,8 +31,7 @@ from lipkit.layers.cayley_pair import ContractionLinear
 from lipkit.layers.sandwich import SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
-from lipkit.plain import Network
-from lipkit.protocol import Shape, export_rule, lipschitz, lipschitz_rule
+from lipkit.modules import Network, Shape, export_rule, lipschitz, lipschitz_rule
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
 
@@ -64,7 +63,7 @@ class LBDN(nn.Module):
     Raises:
         OptionError: sizes, gamma or activations that are not as above.
 
-    >>> from lipkit.protocol import export
+    >>> from lipkit.modules import export
     >>> net = LBDN([12, 16, 16, 4], gamma=2.0, dtype=torch.float64)
     >>> plain = export(net, (12,))
     >>> [type(m).__name__ for m in plain], bool(lipschitz(plain) <= 2.0)

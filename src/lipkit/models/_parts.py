@@ -11,9 +11,8 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Family, MaxMin, Normalize, Scale
-from lipkit.plain import GroupSort
-from lipkit.protocol import Shape
-from lipkit.protocol.slopes import SLOPE_RESTRICTED, slope_restricted
+from lipkit.modules import GroupSort, Shape
+from lipkit.modules.activations import SLOPE_RESTRICTED, slope_restricted
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "maxmin": MaxMin,

@@ -11,7 +11,7 @@ from lipkit.errors import OptionError
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.models._unconstrained import find, strided_kernel
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 def kwlarge(
@@ -47,7 +47,7 @@ def kwlarge(
         mean, std: input normalisation, part of the network.
         options: options of the family's convolution.
 
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> float(lipschitz(kwlarge(input_shape=(3, 8, 8))))
     1.0
 

@@ -15,9 +15,8 @@ from lipkit.errors import OptionError
 from lipkit.layers.sandwich import SandwichLinear
 from lipkit.models._lbdn import LBDN, Activations
 from lipkit.models._parts import bounded, flat_size
-from lipkit.plain import Network
-from lipkit.protocol import Shape
-from lipkit.protocol.slopes import slope_restricted
+from lipkit.modules import Network, Shape
+from lipkit.modules.activations import slope_restricted
 
 __all__ = ["LBDN", "from_network", "lbdn"]
 
@@ -94,7 +93,7 @@ def from_network(
               A_k = (I - B_k B_k^\top)^{1/2}
 
     Args:
-        network: ``lipkit.plain.Network`` or ``nn.Sequential`` of ``nn.Linear`` and activations with slope in [0, 1]
+        network: ``lipkit.modules.Network`` or ``nn.Sequential`` of ``nn.Linear`` and activations with slope in [0, 1]
             between them, perhaps with an ``nn.Flatten`` in front. It is left as it is.
         gamma: gain of the result; by default the smallest that the multipliers prove.
         multipliers: positive diagonals, in the order of the activations or by their index in the network; by default
@@ -157,7 +156,7 @@ def _taken_apart(
 ) -> tuple[nn.Module | None, list[nn.Linear], list[nn.Module], list[Tensor]]:
     """The Flatten in front, the linear layers, the activations and the multipliers in their order."""
     if type(network) not in (Network, nn.Sequential):
-        raise OptionError(f"expected a lipkit.plain.Network or nn.Sequential, got {type(network).__qualname__}")
+        raise OptionError(f"expected a lipkit.modules.Network or nn.Sequential, got {type(network).__qualname__}")
     # A copy: Network sets modes and gradients of what it is given.
     chain = Network([copy.deepcopy(network)], getattr(network, "input_shape", (1,)))
     modules = list(chain)

@@ -12,7 +12,7 @@ from lipkit.layers import NormalizedLinear
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.models._unconstrained import find, strided_kernel
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 def lbdn_conv(

@@ -11,7 +11,7 @@ from lipkit.errors import OptionError
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image
 from lipkit.models._unconstrained import find, strided_kernel
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 # (channels of group 1, channels of group 2, stride of group 2) of each block.
 BLOCKS = ((32, 64, 2), (64, 128, 2), (128, 256, 2), (256, 512, 3), (512, 1024, 1))
@@ -61,7 +61,7 @@ def lipconvnet(
         OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
 
     >>> net = lipconvnet(5, layer="cayley", width=0.125)
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> lipschitz(net).item()
     1.0
 

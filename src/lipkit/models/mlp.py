@@ -14,7 +14,7 @@ from lipkit.errors import OptionError
 from lipkit.layers import Scale, families
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import bounded, check_options, flat_size, make_activation
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 def mlp(
@@ -52,7 +52,7 @@ def mlp(
     Raises:
         OptionError: sizes, a gain or an activation that are not as above. ShapeError: another input shape.
 
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> net = mlp([16, 16], "sandwich", gamma=4.0, input_shape=(1, 4, 4), classes=3)
     >>> [type(m).__name__ for m in net], float(lipschitz(net))
     (['Flatten', 'Scale', 'SandwichLinear', 'SandwichLinear', 'Scale', 'SandwichLinear'], 4.0)

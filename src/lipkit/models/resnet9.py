@@ -10,7 +10,7 @@ from torch import nn
 from lipkit.layers import Residual, ScaledAvgPool2d
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.models._unconstrained import find
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 def resnet9(
@@ -39,7 +39,7 @@ def resnet9(
         mean, std: input normalisation, part of the network.
         options: options of the family's convolution.
 
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> lipschitz(resnet9(width=4)).item()
     1.0
 

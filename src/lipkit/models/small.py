@@ -9,7 +9,7 @@ from torch import nn
 
 from lipkit.layers import families
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 def small(

@@ -12,7 +12,7 @@ from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d
 from lipkit.layers._base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
 from lipkit.models._unconstrained import find, strided_kernel
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 
 def wide_resnet(
@@ -49,7 +49,7 @@ def wide_resnet(
     Raises:
         OptionError: depth is not 6 n + 4 with n >= 1, or widen is below 1.
 
-    >>> from lipkit.protocol import lipschitz
+    >>> from lipkit.modules import lipschitz
     >>> lipschitz(wide_resnet(10, 1, input_shape=(3, 16, 16))).item()
     1.0
 

@@ -18,9 +18,9 @@ from lipkit.certificates import Certificate
 from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Attack, Attempt
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
+from lipkit.report.examples import data_uri, is_image
 from lipkit.report.html import environment
 from lipkit.report.machine import versions
-from lipkit.report.png import data_uri, is_image
 
 SCHEMA_VERSION = "1.0"
 # Where, when and how fast figures were found: not what was found.

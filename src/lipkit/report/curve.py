@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lipkit import plain
-from lipkit.certificates.exported import float64_copy
+from lipkit import modules
+from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
 from lipkit.files import read_bytes, write_atomic
-from lipkit.report.drawing import GRID, SERIES, both, figure_of, legend
+from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
 from lipkit.report.schema import RegressionRecord
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Curve:
             raise ValueError("expected one centre, and as many outputs as targets")
 
 
-def curve_of(network: plain.Network, evaluation: RegressionEvaluation, split: Split) -> Curve | None:
+def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: Split) -> Curve | None:
     """The graph of a network with inputs of shape (1,), sampled in float64; None for others."""
     if tuple(network.input_shape) != (1,):
         return None

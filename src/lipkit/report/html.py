@@ -11,13 +11,12 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from lipkit.certificates.units import format_radius
+from lipkit.certificates.intervals import format_radius
 from lipkit.errors import RunError
 from lipkit.files import write_atomic
 from lipkit.report import plots, tables
 from lipkit.report.curve import curve_plot, load_curve
-from lipkit.report.examples import GROUPS, load_examples
-from lipkit.report.png import data_uri, is_image
+from lipkit.report.examples import GROUPS, data_uri, is_image, load_examples
 from lipkit.report.record import read_record
 from lipkit.report.run_files import read_radii, read_series
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord

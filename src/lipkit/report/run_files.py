@@ -13,7 +13,7 @@ import numpy as np
 from lipkit.errors import RunError
 from lipkit.files import read_text
 from lipkit.text import printable
-from lipkit.training.run_folder import read_metrics
+from lipkit.training.checkpoints import read_metrics
 
 RADII = "radii.csv"
 

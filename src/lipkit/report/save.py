@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lipkit import plain
+from lipkit import modules
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, RegressionEvaluation
 from lipkit.report.curve import curve_of, save_curve
@@ -45,7 +45,7 @@ def save_evaluation(
 def save_regression(
     folder: str | os.PathLike[str],
     evaluation: RegressionEvaluation,
-    network: plain.Network,
+    network: modules.Network,
     split: Split,
     record: RegressionRecord,
 ) -> None:

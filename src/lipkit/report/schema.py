@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from lipkit.certificates.units import format_radius
+from lipkit.certificates.intervals import format_radius
 
 SCHEMA_VERSION = "1.0"
 
@@ -77,7 +77,7 @@ class LipschitzRecord(_Model):
 
 
 class RoundingRecord(_Model):
-    """What certificates say about rounding, and the evaluation they hold for (`lipkit.certificates.rounding`)."""
+    """What certificates say about rounding, and the evaluation they hold for (`lipkit.modules`)."""
 
     rounding: str
     evaluator: str

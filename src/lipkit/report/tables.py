@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from lipkit.certificates.units import format_radius
+from lipkit.certificates.intervals import format_radius
 from lipkit.errors import ShapeError
 from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord
 from lipkit.text import printable

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 from lipkit.testing.tolerance import tolerance
 
 CLAIMS = ("orthogonal", "contraction", "none")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 from lipkit.testing.case import Case, LawBroken, Refusal
 from lipkit.testing.laws import LAWS
 

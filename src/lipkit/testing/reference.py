@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 from lipkit.testing.tolerance import tolerance
 
 Function = Callable[[Tensor], Tensor]

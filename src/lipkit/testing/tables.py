@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
-from lipkit.protocol import export, output_shape
+from lipkit.modules import export, output_shape
 from lipkit.testing.case import Refusal
 
 Make = Callable[..., nn.Module]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipkit.attacks import pgd_l2, pgd_linf
 from lipkit.attacks.ascent import LOSSES, Box
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.protocol import export
+from lipkit.modules import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
 

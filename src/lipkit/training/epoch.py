@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.layers import after_step
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 from lipkit.training import saving
-from lipkit.training.average import update
-from lipkit.training.clock import Clock
-from lipkit.training.progress import Progress, Totals
+from lipkit.training.progress import Clock, Progress, Totals
 from lipkit.training.randomness import attack_generator, augment_generator
 from lipkit.training.schedules import Schedule
 from lipkit.training.sources import Augment, Source, batches, share
 from lipkit.training.step import Objective, set_rate, take_step
-from lipkit.training.trainee import Trainee
+from lipkit.training.trainee import Trainee, update
 
 PostStep = Callable[[nn.Module, int, bool], None]
 

@@ -13,16 +13,25 @@ from torch import nn
 from lipkit.errors import OptionError, RunError
 from lipkit.layers import after_step
 from lipkit.layers.steps import after_step_layers
-from lipkit.protocol import Shape
-from lipkit.training import logs, losses, run_folder, saving, schedules
+from lipkit.modules import Shape
+from lipkit.training import checkpoints as run_folder
+from lipkit.training import losses, saving, schedules
+from lipkit.training import progress as logs
 from lipkit.training import trainee as trainees
 from lipkit.training.adversarial import Adversary
-from lipkit.training.clock import Clock
-from lipkit.training.devices import check_precision, make_fabric, on_first
+from lipkit.training.devices import (
+    check_counts,
+    check_folder,
+    check_numbers,
+    check_precision,
+    make_fabric,
+    name_of,
+    on_first,
+    optimizer_factory,
+)
 from lipkit.training.epoch import Plan, PostStep, run_epoch
-from lipkit.training.progress import Divergence, Progress, Totals, peak_memory
+from lipkit.training.progress import Clock, Divergence, Progress, Totals, peak_memory
 from lipkit.training.randomness import derived_seed, kept_random_state, own_random_state
-from lipkit.training.settings import check_counts, check_folder, check_numbers, name_of, optimizer_factory
 from lipkit.training.sources import Augment, Source, source
 from lipkit.training.step import Objective, Penalty
 from lipkit.training.trainee import Trainee

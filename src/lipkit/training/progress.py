@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lipkit.errors import RunError
+from lipkit.errors import OptionError, RunError
+from lipkit.files import write_atomic
 
 # Losses are read back from the device once in so many steps: each reading waits for all work queued there.
 READ_EVERY = 20
@@ -161,3 +166,124 @@ def peak_memory(device: torch.device) -> float | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+Wish = Literal["", "save", "stop"]
+
+
+class Clock:
+    """Wall-clock limits of one call of ``fit``, which the first process keeps for all.
+
+    Args:
+        max_minutes: after which training stops at a checkpoint; None for no limit.
+        checkpoint_seconds: between checkpoints in the middle of an epoch; None for none there.
+
+    Raises:
+        OptionError: a limit that is not a finite number > 0.
+
+    >>> Clock(max_minutes=None, checkpoint_seconds=60).wish_alone()
+    ''
+    """
+
+    def __init__(self, max_minutes: float | None, checkpoint_seconds: float | None) -> None:
+        for name, value in (("max_minutes", max_minutes), ("checkpoint_seconds", checkpoint_seconds)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise OptionError(f"expected {name} as a finite number > 0 or None, got {value}")
+        self._limited = max_minutes is not None or checkpoint_seconds is not None
+        self._end = time.monotonic() + 60 * max_minutes if max_minutes is not None else math.inf
+        self._pause = checkpoint_seconds if checkpoint_seconds is not None else math.inf
+        self._saved = time.monotonic()
+
+    def wish_alone(self) -> Wish:
+        """What this process' clock says now."""
+        now = time.monotonic()
+        if now >= self._end:
+            return "stop"
+        return "save" if now - self._saved >= self._pause else ""
+
+    def wish(self, fabric: Any) -> Wish:
+        """What the first process' clock says now, in all processes: they must save and stop together."""
+        if not self._limited:
+            return ""
+        mine = self.wish_alone()
+        return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
+
+    def saved(self) -> None:
+        """Take note of a checkpoint."""
+        self._saved = time.monotonic()
+
+
+CSV, TENSORBOARD = "metrics.csv", "tensorboard"
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line for each row under a line of names; what a row does not have is left empty.
+
+    >>> print(csv_text([{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 0.25, "clean": 0.9}]), end="")
+    epoch,loss,clean
+    1,0.5,
+    2,0.25,0.9
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def write_csv(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows to the run's ``metrics.csv``, atomically."""
+    write_atomic(folder / CSV, csv_text(rows).encode())
+
+
+class TensorBoard:
+    """Scalars of each epoch as TensorBoard events in the run's folder ``tensorboard``.
+
+    Args:
+        folder: the run's folder.
+        epochs_done: events of later epochs, which a resume repeats, are hidden.
+
+    Raises:
+        OptionError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, epochs_done: int = 0) -> None:
+        require_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=epochs_done + 1)
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write the finite numbers of one epoch's row, at step ``row["epoch"]``."""
+        for name, value in row.items():
+            if name != "epoch" and isinstance(value, int | float) and math.isfinite(value):
+                self._writer.add_scalar(name, value, row["epoch"])
+        self._writer.flush()
+
+
+class NoBoard:
+    """Writes nothing."""
+
+    def add(self, row: Mapping[str, Any]) -> None: ...
+
+
+def board(folder: Path | None, wanted: bool, epochs_done: int) -> AbstractContextManager[TensorBoard | NoBoard]:
+    """A `TensorBoard` if one is wanted, else what writes nothing."""
+    return TensorBoard(folder, epochs_done) if wanted and folder is not None else nullcontext(NoBoard())
+
+
+def require_tensorboard() -> None:
+    """Raise OptionError unless the package tensorboard is installed."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            f"expected the package tensorboard for tensorboard=True (pip install tensorboard), got none: {error}"
+        ) from error

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import METHODS
-from lipkit.bounds.rounding import to_double
 from lipkit.errors import NoRuleError, OptionError
+from lipkit.proof.roundoff import to_double
 
 _PLAIN = (nn.Conv1d, nn.Conv2d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.training import run_folder, trainee
+from lipkit.training import checkpoints as run_folder
+from lipkit.training import trainee
 from lipkit.training.devices import on_first
 from lipkit.training.progress import Divergence
 from lipkit.training.randomness import random_state, set_random_state

@@ -10,7 +10,7 @@ from torch import nn
 
 from lipkit.layers import MaxMin, families
 from lipkit.models import mlp
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 
 HIDDEN = (64, 64)
 CHANNELS = (16, 32)

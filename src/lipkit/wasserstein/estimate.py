@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates.exported import float64_copy, proved_bound
+from lipkit.certificates.measurement import float64_copy, proved_bound
 from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
-from lipkit.plain import Network
-from lipkit.protocol import export
+from lipkit.modules import Network, export
 from lipkit.training.randomness import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, moments, student

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import after_step
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 from lipkit.training.randomness import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.estimate import one_output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lipkit.protocol import lipschitz
+from lipkit.modules import lipschitz
 from lipkit.testing.case import Case, require, states
 from lipkit.testing.reference import operators, singular_values
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from lipkit.errors import OptionError
-from lipkit.plain import load, save
-from lipkit.plain.configuration import describe
-from lipkit.protocol import export
+from lipkit.modules import export, load, save
+from lipkit.modules.configuration import describe
 from lipkit.testing.case import Case, forward, require, require_same
 
 

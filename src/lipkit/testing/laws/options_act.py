@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import LipkitError
-from lipkit.protocol import lipschitz
+from lipkit.modules import lipschitz
 from lipkit.testing.case import Case, forward, require
 
 

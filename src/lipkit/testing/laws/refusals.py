@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import LipkitError, ShapeError
-from lipkit.protocol import export
+from lipkit.modules import export
 from lipkit.testing.case import Case, Refusal, require
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.protocol import Shape
+from lipkit.modules import Shape
 from lipkit.testing.case import Case, forward, require, require_same
 
 

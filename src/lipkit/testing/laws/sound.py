@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from lipkit.protocol import Shape, export, lipschitz
+from lipkit.modules import Shape, export, lipschitz
 from lipkit.testing.case import Case, require, states
 from lipkit.testing.reference import operators, singular_values, steepest_secant
 from lipkit.testing.tolerance import tolerance

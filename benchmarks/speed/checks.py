@@ -1,0 +1,114 @@
+"""What is checked before anything is timed: a fast layer that is wrong is worth nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from benchmarks.speed import textbook
+from benchmarks.speed.shapes import Shape
+from torch import Tensor, nn
+
+from lipkit.errors import RunError
+from lipkit.layers.families import Family
+from lipkit.modules import export
+
+TOLERANCE = 1e-5
+CHANNELS, SIDE = 4, 9
+
+
+def singular_values(f: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """Singular values (float64) of an affine map, from its values at 0 and at all unit vectors.
+
+    >>> singular_values(lambda x: 2 * x + 1, (1, 1, 2)).tolist()
+    [2.0, 2.0]
+    """
+    n = math.prod(shape)
+    points = torch.cat((torch.zeros(1, n), torch.eye(n))).reshape(n + 1, *shape)
+    with torch.no_grad():
+        y = f(points).flatten(1).double()
+    return torch.linalg.svdvals(y[1:] - y[0])
+
+
+def check_small(family: Family) -> float:
+    """Check a new float32 layer of 4 channels on 9 x 9: its export against itself, and both against the promise.
+
+    Orthogonal families: every singular value within 1e-5 of 1. Others: no two outputs are farther apart than their
+    inputs, up to 1e-5.
+
+    Returns:
+        The largest deviation found, relative.
+
+    Raises:
+        RunError: it is above the tolerance.
+    """
+    torch.manual_seed(0)
+    shape = (CHANNELS, SIDE, SIDE)
+    layer = family.conv(CHANNELS, CHANNELS, 3).eval()
+    plain = export(layer, shape)
+    found = []
+    if family.claim == "orthogonal":
+        for name, f in (("layer", layer), ("export", plain)):
+            error = float((singular_values(f, shape) - 1).abs().max())
+            found.append((f"singular values of the {name}", error))
+    else:
+        with torch.no_grad():
+            a, b = torch.randn(2, 64, *shape)
+            apart = (plain(a) - plain(b)).flatten(1).norm(dim=1) / (a - b).flatten(1).norm(dim=1)
+        found.append(("distances of outputs over those of inputs", float((apart - 1).clamp_min(0).max())))
+    with torch.no_grad():
+        x = torch.randn(4, *shape)
+        found.append(("outputs of the export", float((plain(x) - layer(x)).norm() / layer(x).norm())))
+    return _worst(family.name, found)
+
+
+def check_textbook(name: str) -> float:
+    """The same for the textbook layer of an orthogonal family; the sandwich layer's distances do not grow.
+
+    Raises:
+        RunError: it is not what its paper says.
+    """
+    torch.manual_seed(0)
+    shape = (CHANNELS, SIDE, SIDE)
+    built = textbook.build(name, CHANNELS, CHANNELS, 3, 1)
+    assert built is not None
+    layer = textbook.evaluated(built, SIDE)
+    if name == "sandwich":
+        with torch.no_grad():
+            a, b = torch.randn(2, 64, *shape)
+            apart = (layer(a) - layer(b)).flatten(1).norm(dim=1) / (a - b).flatten(1).norm(dim=1)
+        error = float((apart - 1).clamp_min(0).max())
+    else:
+        error = float((singular_values(layer, shape) - 1).abs().max())
+    return _worst(f"textbook {name}", [("singular values", error)])
+
+
+def check_timed(family: Family, shape: Shape, layer: nn.Module, plain: nn.Module, x: Tensor) -> float:
+    """At the shape that is timed: the export computes the layer's function, and an isometry keeps norms.
+
+    Args:
+        family, shape: what is timed.
+        layer, plain: the layer and its export; the layer is put into evaluation mode and back.
+        x: the inputs that are timed; the first two are used.
+
+    Raises:
+        RunError: a deviation above the tolerance.
+    """
+    training = layer.training
+    layer.eval()
+    with torch.no_grad():
+        x = x[:2].detach()
+        y, exported, origin = layer(x), plain(x), plain(torch.zeros_like(x))
+    layer.train(training)
+    found = [("outputs of the export", float((exported - y).norm() / y.norm()))]
+    if family.claim == "orthogonal" and shape.cout >= shape.inner:
+        found.append(("norms of outputs", abs(float((exported - origin).norm() / x.norm()) - 1)))
+    return _worst(f"{family.name} {shape}", found)
+
+
+def _worst(what: str, found: list[tuple[str, float]]) -> float:
+    for name, error in found:
+        if not error <= TOLERANCE:
+            raise RunError(f"{what}: expected {name} within {TOLERANCE} in float32, got an error of {error:.2e}")
+    return max(error for _, error in found)

@@ -1,0 +1,70 @@
+"""Whole networks: one training step at CIFAR-10's size, against the same network of plain layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from benchmarks.speed.clock import Work, clock_of, interleaved
+from torch import nn
+
+from lipkit.models import kwlarge, lipconvnet
+
+INPUT, CLASSES, IMAGES = (3, 32, 32), 10, 50_000
+Build = Callable[[], nn.Module]
+
+
+CIRCULAR: dict[str, Any] = {"padding_mode": "circular"}
+# By title: the constrained network, and the same one of plain layers with circular convolutions.
+NETWORKS: dict[str, tuple[Build, Build]] = {
+    "KWLarge (cayley)": (lambda: kwlarge("cayley"), lambda: kwlarge("plain", **CIRCULAR)),
+    "LBDN small (sandwich)": (
+        lambda: kwlarge("sandwich", dense=(512, 512)),
+        lambda: kwlarge("plain", dense=(512, 512), activation="relu", **CIRCULAR),
+    ),
+    "LipConvnet-20 (soc, eco)": (
+        lambda: lipconvnet(20),
+        lambda: lipconvnet(20, layer="plain", first_options=CIRCULAR, last_options=CIRCULAR),
+    ),
+    "LipConvnet-20 (eco)": (
+        lambda: lipconvnet(20, layer="eco"),
+        lambda: lipconvnet(20, layer="plain", first_options=CIRCULAR, last_options=CIRCULAR),
+    ),
+}
+
+
+def step(network: nn.Module, batch: int, device: str = "cpu") -> Work:
+    """One step of training: cross-entropy, backward, Adam."""
+    network = network.to(device).train()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(batch, *INPUT, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (batch,), generator=generator).to(device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), labels).backward()
+        optimizer.step()
+
+    return run
+
+
+def measure(
+    title: str, batch: int, device: str = "cpu", *, seconds: float = 3.0, repeats: int = 10
+) -> dict[str, list[float | None]]:
+    """Samples of ``plain`` and ``lipkit`` for one network, in turns."""
+    torch.manual_seed(0)
+    build, plain = NETWORKS[title]
+    work = {"plain": step(plain(), batch, device), "lipkit": step(build(), batch, device)}
+    return interleaved(work, clock_of(device), seconds=seconds, repeats=repeats, least=min(2, repeats))
+
+
+def epoch(seconds: float, batch: int) -> float:
+    """Seconds of one epoch of CIFAR-10 at this pace, without data loading and evaluation.
+
+    >>> epoch(0.5, 128)
+    195.5
+    """
+    return seconds * -(-IMAGES // batch)

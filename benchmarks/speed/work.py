@@ -1,0 +1,192 @@
+"""What is timed: training steps and evaluation passes of one convolution, by contender."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from benchmarks.speed import rivals, textbook
+from benchmarks.speed.checks import check_timed
+from benchmarks.speed.clock import Work
+from benchmarks.speed.shapes import Shape
+from torch import Tensor, nn
+
+from lipkit.layers.families import Family
+from lipkit.modules import export
+
+PHASES = ("train", "forward")
+REFERENCE = "conv"
+"""The plain convolution that all are compared with: circular, same channels and stride, kernel 3."""
+MAKERS = ("lipkit", "textbook", *rivals.LIBRARIES)
+LAST = "channels last"
+"""A further maker: lipkit's layer on tensors in the ``channels_last`` memory format, where it returns that format."""
+LAST_FAMILIES = ("eco",)
+COMPILED = "compiled"
+"""A further maker: ``torch.compile`` of lipkit's layer, which takes up to a minute for each shape."""
+
+
+def conv(shape: Shape, padding_mode: Literal["circular", "zeros"] = "circular") -> nn.Conv2d:
+    """The plain convolution of a shape.
+
+    >>> conv(Shape(3, 8, 16, 2))(torch.zeros(1, 3, 16, 16)).shape
+    torch.Size([1, 8, 8, 8])
+    """
+    return nn.Conv2d(shape.cin, shape.cout, 3, shape.stride, padding=1, padding_mode=padding_mode)
+
+
+def train_step(layer: nn.Module, x: Tensor, gradient: Tensor) -> Work:
+    """Forward (the constrained weight is built in it) and backward, to the parameters and to the input."""
+    x = x.detach().clone().requires_grad_()
+    parameters = list(layer.parameters())
+
+    def step() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        layer(x).backward(gradient)
+
+    return step
+
+
+def forward_pass(layer: nn.Module, x: Tensor) -> Work:
+    """One pass in inference mode."""
+    x = x.detach()
+
+    @torch.inference_mode()
+    def run() -> Tensor:
+        y: Tensor = layer(x)
+        return y
+
+    return run
+
+
+def tensors(shape: Shape, batch: int, device: str) -> tuple[Tensor, Tensor]:
+    """Inputs, and the gradient that arrives at the outputs."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, *shape.input_shape, generator=generator)
+    gradient = torch.randn(batch, shape.cout, shape.out, shape.out, generator=generator)
+    return x.to(device), gradient.to(device)
+
+
+def make(family: Family, shape: Shape) -> nn.Module:
+    """The convolution of a family at this shape."""
+    return family.conv(shape.cin, shape.cout, shape.kernel, stride=shape.stride)
+
+
+def accepts(family: Family, shape: Shape) -> bool:
+    """Whether the family has a layer of this shape.
+
+    >>> from lipkit.layers.families import get
+    >>> accepts(get("eco"), Shape(8, 8, 16)), accepts(get("eco"), Shape(8, 8, 12))
+    (False, True)
+    """
+    if family.conv.__name__ in ("SllConv2d", "CplConv2d") and shape.inner != shape.cout:
+        return False
+    return family.accepts(shape.kernel, shape.out, shape.out)
+
+
+def contenders(
+    families: Iterable[Family],
+    shape: Shape,
+    batch: int,
+    phase: str,
+    device: str = "cpu",
+    *,
+    makers: Collection[str] = MAKERS,
+    absent: dict[str, str] | None = None,
+) -> dict[str, Work]:
+    """Everything to be timed at one shape, batch and phase: the plain convolution first, then ``family:maker``.
+
+    Each family's layer passes `check_timed` on the way. What another library cannot build or run is left out.
+
+    Args:
+        families: of lipkit; those that do not accept the shape are left out.
+        shape, batch, phase, device: what is timed; phase is 'train' or 'forward'.
+        makers: whose layers; of the libraries those that are installed.
+        absent: filled with the reasons of what was left out.
+
+    Raises:
+        RunError: a layer of lipkit is wrong.
+    """
+    torch.manual_seed(0)
+    absent = {} if absent is None else absent
+    x, gradient = tensors(shape, batch, device)
+
+    def work(layer: nn.Module, fixed: Callable[[], nn.Module], images: Tensor = x, arriving: Tensor = gradient) -> Work:
+        if phase == "train":
+            return train_step(layer.to(images).train(), images, arriving)
+        return forward_pass(fixed().to(images).eval(), images)
+
+    def plain(padding_mode: Literal["circular", "zeros"] = "circular") -> nn.Conv2d:
+        return conv(shape, padding_mode).to(device)
+
+    reference, zero = plain(), plain("zeros")
+    found = {REFERENCE: work(reference, lambda: reference), "zero": work(zero, lambda: zero)}
+    families = list(families)
+    last = [t.contiguous(memory_format=torch.channels_last) for t in (x, gradient)]
+    if any(family.name in LAST_FAMILIES and accepts(family, shape) for family in families):
+        other = plain()
+        found[f"{REFERENCE} {LAST}"] = work(other, lambda: other, *last)
+    if torch.device(device).type == "cuda":
+        half, tf32 = plain().bfloat16(), plain()
+        found["conv bf16"] = work(half, lambda: half, x.bfloat16(), gradient.bfloat16())
+        found["conv tf32"] = _with_tf32(work(tf32, lambda: tf32))
+    for family in families:
+        if not accepts(family, shape):
+            continue
+        layer = make(family, shape).to(device)
+        exported = export(layer, shape.input_shape)
+        check_timed(family, shape, layer, exported, x)
+        name = family.name
+        if "lipkit" in makers:
+            found[f"{name}:lipkit"] = work(layer, partial(_same, exported))
+            if name in LAST_FAMILIES:
+                found[f"{name}:{LAST}"] = work(layer, partial(_same, exported), *last)
+        if COMPILED in makers:
+            twin = cast(nn.Module, torch.compile(copy.deepcopy(layer) if phase == "train" else exported))
+            _try(found, f"{name}:{COMPILED}", partial(work, twin, partial(_same, twin)), absent)
+        book = textbook.build(name, shape.cin, shape.cout, shape.kernel, shape.stride)
+        if "textbook" in makers and book is not None:
+            found[f"{name}:textbook"] = work(book, partial(textbook.evaluated, book, shape.out))
+        for library in rivals.installed():
+            if library in makers and (library, name) in rivals.LAYERS:
+                build = partial(_other, library, name, shape, device, work)
+                _try(found, f"{name}:{library}", build, absent)
+    return found
+
+
+def _same(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _other(library: str, family: str, shape: Shape, device: str, work: Callable[..., Work]) -> Work:
+    layer = rivals.build(library, family, shape).to(device)
+    with torch.no_grad():
+        found = tuple(layer(torch.zeros(1, *shape.input_shape, device=device)).shape[1:])
+    if found != (shape.cout, shape.out, shape.out):
+        raise ValueError(f"expected outputs of {shape.cout} x {shape.out} x {shape.out}, got {found}")
+    return work(layer, lambda: rivals.evaluated(layer))
+
+
+def _try(found: dict[str, Work], name: str, build: Callable[[], Work], absent: dict[str, str]) -> None:
+    try:
+        run = build()
+        run()
+    except Exception as error:  # another library's code may fail in any way; its column is then empty
+        absent[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    else:
+        found[name] = run
+
+
+def _with_tf32(work: Work) -> Work:
+    def run() -> None:
+        torch.backends.cudnn.allow_tf32 = True
+        try:
+            work()
+        finally:
+            torch.backends.cudnn.allow_tf32 = False
+
+    return run

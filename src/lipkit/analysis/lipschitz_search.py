@@ -1,0 +1,171 @@
+"""Empirical lower bounds of a Lipschitz constant: search for the pair of inputs that a network tells apart most."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.attacks.ascent import clip
+from lipkit.errors import OptionError, ShapeError
+
+Box = tuple[float, float]
+
+
+class SecantSearch(NamedTuple):
+    """The steepest secant found: its slope, and the two inputs (without the batch dimension)."""
+
+    lower: float
+    x: Tensor
+    y: Tensor
+
+
+def lipschitz_lower_bound(
+    model: nn.Module,
+    box: Box | None = None,
+    *,
+    input_shape: tuple[int, ...] | None = None,
+    start: Tensor | None = None,
+    restarts: int = 64,
+    steps: int = 200,
+    seed: int = 0,
+) -> SecantSearch:
+    r"""Ascend :math:`\|f(x + d) - f(x)\|_2 / \|d\|_2` over both x and d, from many starting points.
+
+    First Adam on (x, d) from steps of many lengths, which finds the steep regions even where f is piecewise linear;
+    then, at the best points, power iteration on the Jacobian for the direction. What is returned is a secant that
+    was evaluated in float64.
+
+    Args:
+        model: any module; :class:`lipkit.modules.Network` knows its input shape.
+        box: (low, high) that both inputs stay in, or None for all of space.
+        input_shape: shape of one input, where the model does not know it.
+        start: points to search around ``(n, *input_shape)``, for instance test images; otherwise uniform in the box,
+            or normal in all of space.
+        restarts: starting points.
+        steps: ascent steps.
+        seed: of the starting points and directions.
+
+    Returns:
+        :class:`SecantSearch`; ``lower`` is the tightness numerator (lower / certified upper).
+
+    Guarantee:
+        LOWER, up to the rounding of one float64 evaluation: never a certificate.
+
+    Raises:
+        ShapeError: the input shape is unknown or does not fit. OptionError: a bad box, restarts or steps.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> found = lipschitz_lower_bound(layer, input_shape=(2,), restarts=4, steps=20)
+    >>> abs(found.lower - torch.linalg.matrix_norm(layer.weight, 2).item()) < 1e-4
+    True
+
+    References:
+        Yang et al., NeurIPS 2020 (local search around test points); [LBDN] section 6 (global search).
+    """
+    shape = tuple(input_shape or getattr(model, "input_shape", ()) or (start.shape[1:] if start is not None else ()))
+    if not shape:
+        raise ShapeError("expected input_shape=(...) for a model that does not know its own, got None")
+    if restarts < 1 or steps < 1:
+        raise OptionError(f"restarts and steps: expected at least 1, got {restarts} and {steps}")
+    if box is not None and not box[0] < box[1]:
+        raise OptionError(f"box: expected (low, high) with low < high, got {box}")
+    f = _float64(model)
+    generator = torch.Generator().manual_seed(seed)
+    x = _starting_points(shape, box, start, restarts, generator)
+    # Step lengths over four decades: short ones see the Jacobian, long ones see across kinks.
+    length = 10 ** (-4 * torch.rand(restarts, generator=generator, dtype=torch.float64))
+    d = torch.randn(restarts, *shape, generator=generator, dtype=torch.float64)
+    d = d * _per_sample(length / _norms(d).clamp_min(1e-300), d)
+    x, y = _ascend(f, x, x + d, box, steps)
+    slopes = _slopes(f, x, y)
+    best = slopes.argsort(descending=True)[: max(1, restarts // 4)]
+    px, py = _polish(f, x[best], y[best] - x[best], box)
+    x, y = torch.cat((x[best], px)), torch.cat((y[best], py))
+    slopes = _slopes(f, x, y)
+    winner = int(slopes.argmax())
+    return SecantSearch(float(slopes[winner]), x[winner], y[winner])
+
+
+def _float64(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    twin = copy.deepcopy(model).cpu().double().eval().requires_grad_(False)
+
+    def f(x: Tensor) -> Tensor:
+        return twin(x).reshape(len(x), -1)
+
+    return f
+
+
+def _starting_points(
+    shape: tuple[int, ...], box: Box | None, start: Tensor | None, count: int, generator: torch.Generator
+) -> Tensor:
+    if start is not None:
+        if tuple(start.shape[1:]) != shape or not len(start):
+            raise ShapeError(f"start: expected shape (n, *{shape}) with n >= 1, got {tuple(start.shape)}")
+        pick = torch.randint(len(start), (count,), generator=generator)
+        return start.detach().cpu().double()[pick]
+    if box is not None:
+        return box[0] + (box[1] - box[0]) * torch.rand(count, *shape, generator=generator, dtype=torch.float64)
+    return 3 * torch.randn(count, *shape, generator=generator, dtype=torch.float64)
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *(1,) * (like.ndim - 1))
+
+
+def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Slopes of the secants; zero for points so close that rounding could raise the quotient."""
+    with torch.no_grad():
+        distance, fx, fy = _norms(y - x), f(x), f(y)
+        floor = 1e-9 * (1 + _norms(x) + _norms(fx))
+        return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-300), torch.zeros_like(distance))
+
+
+def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Box | None, steps: int) -> tuple[Tensor, Tensor]:
+    """Adam on both ends of the secants; the best pair of each start."""
+    x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
+    best_x, best_y, best = x.detach().clone(), y.detach().clone(), _slopes(f, x, y)
+    optimizer = torch.optim.Adam([x, y], lr=0.02)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / steps) + 1e-4
+        optimizer.zero_grad()
+        distance = _norms(y - x).clamp_min(1e-7)
+        # The logarithm makes the gradient independent of the scale of the network.
+        objective = (_norms(f(y) - f(x)).clamp_min(1e-30).log() - distance.log()).sum()
+        (-objective).backward()
+        optimizer.step()
+        with torch.no_grad():
+            if box is not None:
+                x.clamp_(*box)
+                y.clamp_(*box)
+            now = _slopes(f, x, y)
+            better = now > best
+            best = torch.where(better, now, best)
+            best_x[better], best_y[better] = x[better], y[better]
+    return best_x, best_y
+
+
+def _polish(f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Box | None) -> tuple[Tensor, Tensor]:
+    """Power iteration on the Jacobian at x, then a short secant along its strongest direction."""
+    with torch.no_grad():
+        d = torch.where(_per_sample(_norms(d) > 0, d), d, torch.ones_like(d))
+    for _ in range(20):
+        d = d / _per_sample(_norms(d).clamp_min(1e-300), d)
+        _, pushed = torch.autograd.functional.jvp(f, x, d)
+        _, pulled = torch.autograd.functional.vjp(f, x, pushed)
+        moved = _norms(pulled) > 0
+        d = torch.where(_per_sample(moved, d), pulled, d)
+    d = d / _per_sample(_norms(d).clamp_min(1e-300), d)
+    step = 1e-5 * d
+    if box is not None:
+        # A corner of the box may block the direction: step back into it where that helps.
+        inward = (x + step < box[0]) | (x + step > box[1])
+        step = torch.where(_per_sample(inward.flatten(1).any(1), step), -step, step)
+    return x, clip(x + step, box)

@@ -1,1 +1,0 @@
-"""How fast the layers are beside a plain convolution: work, clocks, checks, targets and tables of ``lipkit bench``."""

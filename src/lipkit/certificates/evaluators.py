@@ -1,0 +1,228 @@
+r"""Evaluators: the arithmetic that a certificate speaks about, and the settings under which torch keeps to it.
+
+The statement of a certificate is about *every* evaluation in the model of `lipkit.proof.arithmetic`:
+IEEE operations in the evaluator's format, inner products in any order, flushing to zero or not. What breaks the model
+(products in TF32 or bfloat16, autocast, algorithms that are not inner products such as Winograd's or a fast Fourier
+transform) is looked for in torch's settings and refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lipkit import modules
+from lipkit.errors import OptionError
+from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
+from lipkit.modules.blocked import BLOCK, blocked
+from lipkit.modules.convolutions import windows_overlap
+from lipkit.proof.arithmetic import Arithmetic, arithmetic_of
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, modules.TaylorConv2d)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Which evaluation a certificate holds for, and where it was made. Plain values only.
+
+    Attributes:
+        name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), or ``"real"``: no
+            machine, rounding was ignored.
+        dtype: format of numbers and operations.
+        block: inner products of dense layers and convolutions are summed in blocks of this many terms; None for any
+            order.
+        device: type of the device (cpu, cuda).
+        torch: version of torch.
+        settings: what torch and its libraries were told about arithmetic, by name, from `settings`.
+    """
+
+    name: str
+    dtype: str
+    block: int | None
+    device: str
+    torch: str
+    settings: dict[str, str]
+
+    def check(self, network: nn.Module | None = None) -> None:
+        """Raise unless an evaluation under the present settings of torch is one that the certificate speaks about.
+
+        Args:
+            network: what is evaluated; None takes one with convolutions.
+
+        Raises:
+            OptionError: another version of torch, or settings that break the model; the message names them.
+        """
+        if self.name == "real":
+            return
+        if torch.__version__ != self.torch:
+            raise OptionError(
+                f"made for torch {self.torch}: expected that version, got {torch.__version__}; certify again"
+            )
+        _refuse(self.name, violations(self.name, self.device, network))
+
+
+def evaluator(name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
+    """The evaluator of this name under the present settings.
+
+    Raises:
+        OptionError: an unknown name, or settings that break its model of arithmetic.
+    """
+    if name not in _DTYPES:
+        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    kind = torch.device(device).type
+    _refuse(name, violations(name, kind, network))
+    dtype = str(_DTYPES[name]).removeprefix("torch.")
+    return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, settings(kind))
+
+
+def named(rounding: str, name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
+    """The evaluator of a certificate: the machine of this name, or none where rounding is ignored.
+
+    Raises:
+        OptionError: as `evaluator`, or an unknown ``rounding``.
+    """
+    if check_rounding(rounding) == "sound":
+        return evaluator(name, device, network)
+    if name != "float64":
+        raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
+    return Evaluator("real", "real", None, torch.device(device).type, torch.__version__, {})
+
+
+def arithmetic(name: str, network: nn.Module) -> Arithmetic:
+    """The arithmetic of an evaluator on a network as stored."""
+    dtype = _DTYPES[name]
+    found = arithmetic_of(dtype)
+    wider = any(
+        torch.finfo(t.dtype).eps < torch.finfo(dtype).eps
+        for t in (*network.parameters(), *network.buffers())
+        if t.is_floating_point()
+    )
+    return dataclasses.replace(found, block=BLOCK if name.endswith("blocked") else None, rounds_weights=wider)
+
+
+def machine(network: modules.Network, name: str) -> modules.Network:
+    """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype.
+
+    >>> type(machine(modules.Network([nn.Linear(2, 2)], (2,)), "float32_blocked")[0]).__name__
+    'BlockedLinear'
+    """
+    if name not in _DTYPES:
+        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    check_underflow()  # small float32 numbers would be lost on their way to float64
+    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])
+    made = blocked(twin) if name.endswith("blocked") else twin
+    assert isinstance(made, modules.Network)
+    return made
+
+
+def settings(kind: str) -> dict[str, str]:
+    """The settings of torch and its libraries for arithmetic on a type of device, and which algorithms they may take.
+
+    `violations` names what breaks the model of arithmetic; the rest is for the record.
+    """
+    found = product_settings(kind) | {
+        "autocast": str(torch.is_autocast_enabled(kind)),
+        "flush_denormal": str(flushes()),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "threads": str(torch.get_num_threads()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    backends = torch.backends
+    if kind != "cuda":
+        return found | {"nnpack": str(_nnpack_enabled()), "mkldnn": str(backends.mkldnn.enabled)}
+    names = ("enabled", "allow_tf32", "benchmark", "deterministic")
+    sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    return (
+        found
+        | {f"cudnn.{name}": str(getattr(backends.cudnn, name)) for name in names}
+        | {f"cuda.matmul.{name}": str(getattr(backends.cuda.matmul, name)) for name in sums}
+        | {
+            "cuda.blas": str(backends.cuda.preferred_blas_library()).split(".")[-1],
+            "cuda.linalg": str(backends.cuda.preferred_linalg_library()).split(".")[-1],
+        }
+    )
+
+
+def _nnpack_enabled() -> bool:
+    if not torch.backends.nnpack.is_available():
+        return False
+    # torch has no public getter; where the private one is missing it counts as enabled.
+    getter = getattr(torch._C, "_get_nnpack_enabled", None)
+    return True if getter is None else bool(getter())
+
+
+def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
+    """What breaks the model of arithmetic of this evaluator now, with the remedy; empty if nothing does."""
+    found = settings(kind)
+    if name == "float64":
+        # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
+        wrong = [reason for reason in reduced_products(found) if "DOUBLE" in reason]
+        if found["flush_denormal"] == "True":
+            wrong.append("torch.set_flush_denormal(True) loses small float32 numbers where they become float64")
+        return wrong
+    wrong = reduced_products(found)
+    if found["autocast"] == "True":
+        wrong.append("autocast is on")
+    blocks = name.endswith("blocked")
+    modules = [] if network is None else [m for m in network.modules() if _convolves(m, blocks)]
+    if kind == "cuda" and (network is None or modules):
+        wrong.append("cuDNN may evaluate convolutions by Winograd's algorithm or in TF32 (certify for the CPU)")
+    if kind == "cpu" and found["nnpack"] == "True" and (network is None or any(map(_shares_windows, modules))):
+        wrong.append(
+            "NNPACK may evaluate convolutions by Winograd's algorithm (torch.backends.nnpack.set_flags(False), in the "
+            "certifying and in the evaluating process)"
+        )
+    if kind not in ("cpu", "cuda"):
+        wrong.append(f"nothing is known about the arithmetic of {kind}")
+    return wrong
+
+
+def _convolves(module: nn.Module, blocks: bool) -> bool:
+    """Whether the module calls a convolution of torch."""
+    if isinstance(module, modules.PhaseConv2d):
+        return module.kernel_size == (1, 1)
+    return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
+
+
+def _shares_windows(module: nn.Module) -> bool:
+    """Whether an algorithm can share work between windows; without overlap a convolution is a product of matrices."""
+    if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
+        return windows_overlap(module)
+    return not isinstance(module, modules.PhaseConv2d)
+
+
+def check_rounding(rounding: str) -> str:
+    """``rounding`` if it is ``"sound"`` or ``"ignore"``.
+
+    >>> check_rounding("sound")
+    'sound'
+    """
+    if rounding not in ("sound", "ignore"):
+        raise OptionError(f"rounding: expected 'sound' or 'ignore', got {rounding!r}")
+    return rounding
+
+
+def _refuse(name: str, wrong: list[str]) -> None:
+    if wrong:
+        other = "" if name == "float64" else ", or use evaluator='float64'"
+        raise OptionError(
+            f"rounding='sound': expected IEEE {name.removesuffix('_blocked')} arithmetic, got settings that break it: "
+            f"{'; '.join(wrong)}; change them{other}"
+        )
+
+
+@contextlib.contextmanager
+def inner_products_only(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """Without cuDNN on CUDA, whose algorithms for convolutions are not all inner products."""
+    if wanted and device.type == "cuda":
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    else:
+        yield

@@ -1,0 +1,199 @@
+r"""Radii that hold for the machine: the margins less every rounding error, on the whole ball.
+
+With t the label, i another class, the machine's logits :math:`\hat y` and the exact ones y,
+
+.. math::
+    \hat y_t(x') - \hat y_i(x') \ge m_{ti} - c_{ti} - e_{ti}(s) - K_{ti} s \qquad\text{for } \|x' - x\| \le s
+
+with the margin :math:`m_{ti}` measured in float64 at the sample, the error :math:`c_{ti}` of that measurement, the
+error :math:`e_{ti}(s) = a_{ti} + b_{ti} s` of the machine anywhere in the ball, and the proved constant
+:math:`K_{ti}` of the exact difference. All are positive and known before s, so that
+
+.. math:: r = \min_i \frac{m_{ti} - c_{ti} - a_{ti}}{K_{ti} + b_{ti}}
+
+certifies the open ball. It is cut where a number on the way could overflow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.certificates.margins import round_down
+from lipkit.modules.dense import last_layer
+from lipkit.modules.fourier import StoredSymbol
+from lipkit.modules.machine import Step, Walk, prepare, through
+from lipkit.modules.registry import Shape
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number, size
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    r"""Outputs at N samples, and the rounding errors around them.
+
+    Attributes:
+        values: (N, K) computed in float64.
+        walk: of everything before the last dense layer, or of the whole network without one (without its outputs).
+        own64: (N, K) error of the last layer in float64 at the sample, for each output; None without a last layer.
+        own_at, own_slope: (N, K) and (K,): the same for the machine, and what it grows by per distance.
+        peak: bounds every number on the way.
+    """
+
+    values: Tensor
+    walk: Walk
+    own64: Tensor | None
+    own_at: Tensor | None
+    own_slope: Tensor | None
+    peak: Line
+
+    @staticmethod
+    def join(parts: Sequence[Logits]) -> Logits:
+        """The logits of several batches."""
+
+        def line(name: str) -> Line:
+            lines = [getattr(part.walk, name) for part in parts]
+            return Line(torch.cat([p.at for p in lines]), lines[0].slope)
+
+        def tensors(name: str) -> Tensor | None:
+            found = [getattr(part, name) for part in parts]
+            return None if found[0] is None else torch.cat(found)
+
+        walk = Walk(
+            centre=torch.empty(0),
+            centre_error=torch.cat([part.walk.centre_error for part in parts]),
+            error=line("error"),
+            move=line("move"),
+            peak=line("peak"),
+        )
+        peak = Line(torch.cat([part.peak.at for part in parts]), parts[0].peak.slope)
+        values = torch.cat([part.values for part in parts])
+        return Logits(values, walk, tensors("own64"), tensors("own_at"), parts[0].own_slope, peak)
+
+
+class Evaluation:
+    """Outputs of a network with their rounding errors, batch by batch.
+
+    Args:
+        modules: the network in float64.
+        input_shape: of one input.
+        arithmetic: of the evaluator.
+        gains: proved constants of the modules.
+        split: whether the last module is an ``nn.Linear`` whose outputs are bounded one by one.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        input_shape: Shape,
+        arithmetic: Arithmetic,
+        gains: Sequence[float],
+        split: bool,
+    ) -> None:
+        body = list(modules)[:-1] if split else list(modules)
+        self.steps: list[Step] = prepare(body, input_shape, arithmetic, gains)[0]
+        self.last = modules[-1] if split else None
+        if isinstance(self.last, nn.Linear):
+            self.machine = last_layer(self.last, arithmetic)
+            self.double = last_layer(self.last, FLOAT64)
+
+    def __call__(self, x: Tensor) -> Logits:
+        walk = through(self.steps, x)
+        if not isinstance(self.last, nn.Linear):
+            return _to_cpu(Logits(walk.centre, walk, None, None, None, walk.peak))
+        features = walk.centre
+        at, slope, numbers = self.machine
+        largest = self.last.weight.abs().amax()
+        norm = float(size(self.last.weight).amax()) if bool(largest > 0) else 0.0
+        biggest = Line(numbers(features).amax(1) + largest, norm)
+        peak = walk.peak.most(biggest.below(walk.spread))
+        with torch.no_grad():
+            values = self.last(features)
+        return _to_cpu(Logits(values, walk, self.double[0](features), at(features), slope, peak))
+
+
+def _to_cpu(logits: Logits) -> Logits:
+    def line(found: Line) -> Line:
+        return Line(found.at.cpu(), found.slope)
+
+    def tensor(found: Tensor | None) -> Tensor | None:
+        return None if found is None else found.cpu()
+
+    walk = logits.walk
+    walk = Walk(torch.empty(0), walk.centre_error.cpu(), line(walk.error), line(walk.move), line(walk.peak))
+    own = (tensor(logits.own64), tensor(logits.own_at), tensor(logits.own_slope))
+    return Logits(logits.values.cpu(), walk, *own, line(logits.peak))
+
+
+def transform_slack(network: nn.Module) -> float:
+    """What the exact transforms of Fourier layers can add to a constant proved for the stored ones, as a factor."""
+    return 1 + 2.0**-43 * sum(isinstance(module, StoredSymbol) for module in network.modules())
+
+
+def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    """Radii of the module docstring, (N,) float64, rounded down; 0 where nothing is certified.
+
+    Args:
+        logits: from `Evaluation`.
+        labels: (N,) int64.
+        constants: (K, K) proved constants of the differences.
+        rows: (K, K) norms of the differences of the last layer's rows, rounded up; None without such a layer.
+        arithmetic: of the evaluator.
+    """
+    values, walk = logits.values, logits.walk
+    difference = round_down(values.gather(1, labels[:, None]) - values)
+    spread = walk.spread
+    if logits.own64 is None or logits.own_at is None or logits.own_slope is None or rows is None:
+        # Two outputs of a vector that is off by E: their difference is off by at most sqrt(2) E.
+        two = grow_number(math.sqrt(2.0))
+        at = grow(two * (walk.centre_error + walk.error.at))[:, None].expand_as(values)
+        slope = torch.full_like(values, grow_number(two * walk.error.slope))
+    else:
+        apart = rows[labels]
+        pair = _both(logits.own_slope.expand(len(labels), -1), labels)
+        at = grow(_both(logits.own64, labels) + _both(logits.own_at, labels))
+        at = grow(at + pair * spread.at[:, None])
+        at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
+        slope = _grown(_grown(pair * spread.slope) + _grown(apart * walk.error.slope))
+    top = round_down(difference - at)
+    bottom = _grown(constants[labels] + slope)
+    fits = (top > 0) & bottom.isfinite()
+    moving = fits & (bottom > 0)
+    quotient = round_down(top / torch.where(moving, bottom, 1.0))
+    pair_radius = torch.where(moving, quotient, torch.where(fits, math.inf, 0.0)).clamp_min(0.0)
+    radius = pair_radius.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    room = arithmetic.room - logits.peak.at
+    cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
+    known = values.isfinite().all(dim=1) & (room > 0)
+    return torch.where(known, torch.minimum(radius, cap), 0.0)
+
+
+def output_errors(
+    logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Errors (N, K) of each output: of the float64 values at the samples, and of the machine within ``distance``."""
+    walk = logits.walk
+    peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
+    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]
+    if logits.own64 is None or logits.own_at is None or logits.own_slope is None or weight is None:
+        centre = walk.centre_error[:, None].expand_as(logits.values)
+        machine = grow(walk.error.at + walk.error.slope * distance)[:, None].expand_as(logits.values)
+        return centre, machine + overflow
+    norms, spread = size(weight), walk.spread
+    centre = grow(logits.own64 + norms * walk.centre_error[:, None])
+    reached = grow(spread.at + spread.slope * distance)[:, None]
+    body = grow(walk.error.at + walk.error.slope * distance)[:, None]
+    return centre, grow(logits.own_at + grow(logits.own_slope * reached) + grow(norms * body)) + overflow
+
+
+def _both(each: Tensor, labels: Tensor) -> Tensor:
+    """Of the label and of every class, added."""
+    return each.gather(1, labels[:, None]) + each
+
+
+def _grown(values: Tensor) -> Tensor:
+    """Enlarged, but an exact 0 stays 0: what does not move never will."""
+    return torch.where(values > 0, grow(values), values)

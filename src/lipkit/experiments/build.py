@@ -1,0 +1,186 @@
+"""From a recipe to data and network, with what the user's own code does wrong said in one sentence."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit import data as datasets
+from lipkit import models
+from lipkit.certificates.intervals import check_radii
+from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError
+from lipkit.experiments.recipe import Recipe
+from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
+from lipkit.modules import export, lipschitz
+from lipkit.training import LipschitzPenalty, PgdAdversary
+
+
+def load_data(recipe: Recipe) -> datasets.Data:
+    """The recipe's data.
+
+    Raises:
+        DataError, OptionError: see `lipkit.data.load`.
+        RecipeError: the data is not for the recipe's task.
+    """
+    section = recipe.data
+    _see_working_directory(section.spec)
+    data = datasets.load(section.spec, root=None if section.root is None else Path(section.root), limit=section.limit)
+    if data.task != recipe.task:
+        raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
+    return data
+
+
+def input_range(data: datasets.Data) -> tuple[float, float] | None:
+    """Where inputs lie, and attacks stay: images are in [0, 1], other inputs have no limits."""
+    return (0.0, 1.0) if len(data.input_shape) == 3 else None
+
+
+def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
+    """Refuse radii of a recipe that these data make a slip, see `lipkit.certificates.intervals.check_radii`.
+
+    Raises:
+        OptionError: the message names the key.
+    """
+    shape, box, section = data.input_shape, input_range(data), recipe.certify
+    names = ("eps", "attack_eps") if recipe.task == "classification" else ("delta",)
+    for name in names:
+        radii = getattr(section, name)
+        radii = [radii] if isinstance(radii, float | int) else radii or ()
+        check_radii(radii, shape, box, name=f"certify.{name}", large=large)
+    if recipe.adversary is not None:
+        eps, norm = recipe.adversary.eps, recipe.adversary.norm
+        check_radii([eps], shape, box, name="adversary.eps", norm=norm, large=large)
+
+
+def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
+    """The recipe's network for this data, its initial weights drawn from ``train.seed``.
+
+    The input shape and the number of outputs come from the data; a factory of the user's gets them as ``input_shape``
+    and ``classes`` if it has parameters of these names. torch's global random state is given back as it was found.
+
+    Raises:
+        OptionError: unknown name or option, or a factory that cannot be imported or fails.
+        ShapeError, NoRuleError: the network does not fit the data, or cannot be bounded and exported: said before
+            hours of training rather than after.
+    """
+    name, options = recipe.model.name, dict(recipe.model.options)
+    outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
+    given = {"input_shape": data.input_shape, "classes": outputs}
+    factory = _custom(name) if ":" in name else functools.partial(models.build, name)
+    if ":" not in name or _takes_all(factory):
+        accepted = given
+    else:
+        accepted = {key: value for key, value in given.items() if key in inspect.signature(factory).parameters}
+    if "input_shape" in options:
+        options["input_shape"] = tuple(options["input_shape"])
+        if options["input_shape"] != data.input_shape:
+            raise ShapeError(
+                f"expected model.options.input_shape {data.input_shape} as in the data {data.name}, "
+                f"got {options['input_shape']}"
+            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        model = _call(name, factory, {**accepted, **options})
+        _check_model(model, name, data.input_shape, outputs)
+    return model
+
+
+def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tensor, torch.Generator], Tensor] | None:
+    """The recipe's augmentation as one function of (x, generator), or None.
+
+    Raises:
+        RecipeError: augmentation of data that is not images.
+    """
+    amounts = {name: getattr(section, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    jitter = {name: amount for name, amount in amounts.items() if amount}
+    if not section.crop and not section.flip and not jitter:
+        return None
+    if len(data.input_shape) != 3:
+        raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
+    channels = data.input_shape[0]
+    if jitter and not (channels == 3 or (channels == 1 and not jitter.keys() & {"saturation", "hue"})):
+        raise RecipeError(f"expected images of 3 channels for {', '.join(jitter)}, got {data.input_shape}")
+    return functools.partial(augment, crop=section.crop, flip=section.flip, **jitter)
+
+
+def penalty(section: PenaltySection | None) -> LipschitzPenalty | None:
+    """The recipe's regularisation, or None."""
+    return None if section is None else LipschitzPenalty(section.method, section.weight, section.l1)
+
+
+def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdversary | None:
+    """The recipe's training attack, or None; on images it stays in [0, 1]."""
+    if section is None:
+        return None
+    return PgdAdversary(**section.model_dump(), box=input_range(data))
+
+
+def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool, **jitter: float) -> Tensor:
+    """Shift by up to ``crop`` pixels, mirror with probability 1/2 if ``flip``, then `lipkit.data.color_jitter`."""
+    if crop:
+        x = datasets.random_crop(x, crop, generator)
+    x = datasets.random_flip(x, generator) if flip else x
+    return datasets.color_jitter(x, generator, **jitter) if jitter else x
+
+
+def _custom(spec: str) -> Callable[..., Any]:
+    """The function named ``pkg.mod:factory``. Its module is imported, so run: use only what you trust."""
+    _see_working_directory(spec)
+    module_name, _, attribute = spec.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # the module is the user's code and may raise anything
+        raise OptionError(
+            f"model {spec}: expected a function to import, got {type(error).__name__}: {error}"
+        ) from error
+    if not callable(factory):
+        raise OptionError(f"model {spec}: expected a function that makes a network, got {type(factory).__name__}")
+    return factory
+
+
+def _call(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
+    try:
+        model = factory(**options)
+    except LipkitError:
+        raise
+    except Exception as error:
+        raise OptionError(f"model {name}: expected a network, got {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model {name}: expected an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outputs: int) -> None:
+    model.eval()
+    lipschitz(model, input_shape)
+    try:
+        with torch.no_grad():
+            shape = tuple(export(model, input_shape)(torch.zeros(1, *input_shape)).shape)
+    except (RuntimeError, IndexError) as error:
+        if isinstance(error, LipkitError):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
+    if shape != (1, outputs):
+        raise ShapeError(
+            f"model {name}: expected outputs of shape (n, {outputs}), got (n, {', '.join(map(str, shape[1:]))})"
+        )
+
+
+def _takes_all(factory: Callable[..., Any]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
+
+
+def _see_working_directory(spec: str) -> None:
+    """Let ``pkg.mod:factory`` name a module beside the user, after all installed ones, as `python -m` would."""
+    if ":" in spec and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

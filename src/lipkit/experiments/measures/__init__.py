@@ -1,0 +1,38 @@
+"""What a row of a table can measure without training a recipe, and what can be measured of a trained network.
+
+A measurement is a function ``(seed, root, **options) -> figures by name``; one of a trained network is a function
+``(network, data, **options) -> figures by name``. Both draw every random number from their own seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from lipkit.errors import OptionError
+
+# Name in a table -> module of this package that holds a function of that name.
+MEASURES = {
+    "kernel_bounds": "kernels",
+    "network_bounds": "networks",
+    "truncation": "truncation",
+    "wasserstein": "critics",
+}
+AFTER = {"attack": "trained", "local_lipschitz": "trained", "layer_norms": "trained"}
+
+
+def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[str, float]]:
+    """The measurement called ``name``.
+
+    Raises:
+        OptionError: there is none.
+
+    >>> find("truncation").__name__
+    'truncation'
+    """
+    table = MEASURES if table is None else table
+    if name not in table:
+        raise OptionError(f"expected a measurement among {', '.join(table)}, got {name!r}")
+    function: Any = getattr(importlib.import_module(f"lipkit.experiments.measures.{table[name]}"), name)
+    return function

@@ -1,0 +1,131 @@
+"""What a run ends with: certify, attack or search, measure the latency, record, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lipkit import modules
+from lipkit.certificates.certificate_file import describe, write_certificate
+from lipkit.data import Data, Split
+from lipkit.evaluation import evaluate, evaluate_regression, latency
+from lipkit.experiments.build import input_range
+from lipkit.experiments.display import Display
+from lipkit.experiments.recipe import Recipe, to_yaml
+from lipkit.files import write_atomic
+from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
+from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
+from lipkit.training.checkpoints import create
+
+RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run ended with.
+
+    Attributes:
+        folder: the run's folder, or the one inside that a later certification got.
+        metrics: its figures by name: clean, certified(36/255), pgd(36/255), lipschitz, ... or test_mse, tightness, ...
+        record: the record they are in.
+    """
+
+    folder: Path
+    metrics: Mapping[str, float]
+    record: Record | RegressionRecord | None
+
+
+def finish(
+    folder: Path,
+    recipe: Recipe,
+    network: modules.Network,
+    data: Data,
+    facts: Facts,
+    display: Display,
+    device: torch.device,
+) -> Outcome:
+    """Evaluate an exported network as the recipe says, and write record and report where `place` says.
+
+    Raises:
+        CertificateViolation: the certificate was disproved.
+    """
+    facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
+    certify = _regression if recipe.task == "regression" else _classification
+    outcome = certify(folder, recipe, network, data, facts, display, device)
+    write_report(outcome.folder)
+    return outcome
+
+
+def _classification(
+    folder: Path,
+    recipe: Recipe,
+    network: modules.Network,
+    data: Data,
+    facts: Facts,
+    display: Display,
+    device: torch.device,
+) -> Outcome:
+    section = recipe.certify
+    attacked = min(len(data.test), section.attack_samples or len(data.test))
+    display.note(f"certifying {len(data.test)} test samples, attacking {attacked}")
+    # Read once for evaluation, examples and certificate file: image files are decoded at every access.
+    x, y = data.test.batch(slice(None))
+    test = Split(x, y)
+    evaluation = evaluate(
+        network,
+        test,
+        eps=section.eps,
+        attack_eps=section.attack_eps,
+        attack_steps=section.attack_steps,
+        attack_restarts=section.attack_restarts,
+        attack_samples=section.attack_samples,
+        classes=data.classes,
+        box=input_range(data),
+        confidence=section.confidence,
+        batch_size=section.batch_size,
+        seed=recipe.train.seed,
+        device=device,
+        large_eps=True,  # whoever read the recipe has checked its radii
+    )
+    target, name = place(folder, recipe)
+    record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
+    write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
+    save_evaluation(target, evaluation, test, record)
+    return Outcome(target, record.metrics(), record)
+
+
+def _regression(
+    folder: Path,
+    recipe: Recipe,
+    network: modules.Network,
+    data: Data,
+    facts: Facts,
+    display: Display,
+    device: torch.device,
+) -> Outcome:
+    section = recipe.certify
+    search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
+    display.note(f"certifying {len(data.test)} test samples, searching for steep secants from {search['restarts']}")
+    evaluation = evaluate_regression(
+        network, data.test, delta=section.delta, batch_size=section.batch_size, device=device, **search
+    )
+    target, name = place(folder, recipe)
+    record = from_regression(evaluation, name=name, data=data.name, search=search, **facts)
+    save_regression(target, evaluation, network, data.test, record)
+    return Outcome(target, record.metrics(), record)
+
+
+def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
+    """Where a certification goes, and what it is called: what was measured before is never replaced.
+
+    The first one of a run goes into its folder. A later one gets a folder of its own in there, ``certify-001`` and so
+    on, with the recipe that it was made by.
+    """
+    if not (folder / RECORD).exists():
+        return folder, folder.name
+    target = create(folder, AGAIN)
+    write_atomic(target / RECIPE, to_yaml(recipe).encode())
+    return target, f"{folder.name}/{target.name}"

@@ -1,0 +1,299 @@
+"""Recipes read from files: packaged ones by name, others by path, changed by overrides ``a.b=c``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lipkit.errors import RecipeError, suggestion
+from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection
+from lipkit.files import read_bytes
+from lipkit.text import printable
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+DEFAULT = "digits_cayley"
+# Far above every recipe: what reads or repeats more is no recipe.
+MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
+
+# Sections that may be written as one string, and the key it then stands for.
+SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
+# Parts whose options belong to their name, and the name of a part that gives none.
+_NAMED = {("model",): None, ("loss",): LossSection().name, ("train", "schedule"): ScheduleSection().name}
+
+
+def names() -> list[str]:
+    """The packaged recipes, sorted.
+
+    >>> DEFAULT in names()
+    True
+    """
+    folder = importlib.resources.files("lipkit.recipes")
+    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        name_or_path: the name of a packaged recipe, or the path of a YAML file (one that ends in .yaml,
+            .yml or .json, or holds a path separator). Its key ``base`` names a packaged recipe that it
+            changes: keys are merged, values replaced. Where it changes the ``name`` of a part (model, loss,
+            train.schedule), the base's ``options`` of that part are dropped: they belong to the other name.
+        overrides: ``key=value`` with dotted keys, applied in order; values are YAML, and ``36/255`` is a
+            number.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, an unknown key (the message names the closest one), or a
+            value outside what the key takes.
+
+    >>> load_recipe("digits_cayley", ["train.epochs=2", "certify.eps=36/255,1"]).certify.eps == (36 / 255, 1.0)
+    True
+    >>> load_recipe("digits_cayley", ["train.epoch=2"])
+    Traceback (most recent call last):
+    lipkit.errors.RecipeError: recipe digits_cayley: unknown key 'train.epoch', did you mean 'train.epochs'?
+    """
+    origin, content = _read(name_or_path)
+    content = _on_base(content, origin)
+    for override in overrides:
+        _override(content, override)
+    return check(content, origin)
+
+
+def check(content: dict[str, Any], origin: str) -> Recipe:
+    """Check the content of a recipe.
+
+    Args:
+        content: nested mappings as YAML gives them.
+        origin: what to call the recipe in an error.
+
+    Raises:
+        RecipeError: with one sentence about the first thing that is wrong, and one that names all missing keys.
+    """
+    try:
+        return Recipe.model_validate(_expanded(content))
+    except ValidationError as error:
+        raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.plain(), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The recipe that ``base`` names, if any, with what the content says in place of what it said."""
+    seen, chain = [origin], [_expanded(content)]
+    while (base := chain[-1].pop("base", None)) is not None:
+        if base in seen or base not in names():
+            raise RecipeError(f"recipe {origin}: base: expected another packaged recipe, got {_short(base)}")
+        seen.append(base)
+        chain.append(_expanded(_read(base)[1]))
+    # From the last base on, so that every name that is changed is known.
+    return functools.reduce(_merged, reversed(chain))
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    out = dict(below)
+    if path in _NAMED and "name" in above and above["name"] != below.get("name", _NAMED[path]):
+        out.pop("options", None)
+    for key, value in above.items():
+        inner = out.get(key)
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = _merged(inner, value, (*path, key))
+        out[key] = value
+    return out
+
+
+def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
+    text = str(name_or_path)
+    is_path = isinstance(name_or_path, Path) or "/" in text or "\\" in text
+    if is_path or text.endswith((".yaml", ".yml", ".json")):
+        try:
+            return text, _parse(read_bytes(text, MOST_BYTES), text)
+        except OSError as error:
+            raise RecipeError(f"expected a recipe file, got {text!r}: {error.strerror}") from None
+    if text not in names():
+        hint = suggestion(text, names())
+        rest = (
+            " lipkit list recipes shows all" if hint else f"; known: {', '.join(names())}, or the path of a YAML file"
+        )
+        raise RecipeError(f"unknown recipe {text!r}{hint}{rest}")
+    packaged = importlib.resources.files("lipkit.recipes") / f"{text}.yaml"
+    return text, _parse(packaged.read_bytes(), text)
+
+
+def _parse(content: bytes, origin: str) -> dict[str, Any]:
+    try:
+        parsed = _load(content)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise RecipeError(f"recipe {origin}: expected YAML, got: {' '.join(str(error).split())}") from None
+    if not isinstance(parsed, dict):
+        raise RecipeError(f"recipe {origin}: expected keys and values, got {type(parsed).__name__}")
+    return parsed
+
+
+def _load(content: str | bytes) -> Any:
+    """The value of a YAML text; one whose aliases, written out, have more than MOST_VALUES values is refused.
+
+    Raises:
+        ValueError, RecursionError, yaml.YAMLError: it is not YAML, an anchor holds itself, or it is too long.
+    """
+    loader = _Loader(content)  # a SafeLoader: builds plain values only
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _written_out(node, {}, set())  # before anything is built: a merge key copies what it names
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+    """The number of values below a node, each alias counted as often as it is used."""
+    if id(node) in above:
+        raise ValueError("expected values, got an anchor that holds itself")
+    if id(node) not in known:
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        above.add(id(node))
+        known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
+        above.remove(id(node))
+    if known[id(node)] > MOST_VALUES:
+        raise ValueError(f"expected at most {MOST_VALUES} values, got more: its aliases multiply")
+    return known[id(node)]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep=deep)
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
+        raise RecipeError(f"expected an override key=value such as train.epochs=5, got {override!r}")
+    try:
+        value = _load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise RecipeError(f"override {override!r}: expected a YAML value, got: {problem}") from None
+    place = content
+    for depth, part in enumerate(path[:-1], 1):
+        inner = place.get(part)
+        if isinstance(inner, str) and path[:depth] in SHORT:
+            inner = {SHORT[path[:depth]]: inner}
+        elif inner is None:
+            inner = {}
+        elif not isinstance(inner, dict):
+            raise RecipeError(
+                f"override {override!r}: expected {'.'.join(path[:depth])} to have keys, got {_short(inner)}"
+            )
+        place[part] = inner
+        place = inner
+    place[path[-1]] = value
+
+
+def _expanded(content: dict[str, Any]) -> dict[str, Any]:
+    """Sections written as one string, written out."""
+    content = dict(content)
+    for path, key in SHORT.items():
+        place = content
+        for part in path[:-1]:
+            if not isinstance(place.get(part), dict):
+                break
+            place[part] = dict(place[part])
+            place = place[part]
+        else:
+            if isinstance(place.get(path[-1]), str):
+                place[path[-1]] = {key: place[path[-1]]}
+    return content
+
+
+def _sentences(errors: Sequence[ErrorDetails]) -> str:
+    missing = [key for e in errors if e["type"] == "missing" for key in _required(tuple(map(str, e["loc"])))]
+    wrong = [_sentence(e) for e in errors if e["type"] != "missing"][:1]
+    if missing:
+        keys = f"the key{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+        whole = any(len(e["loc"]) == 1 for e in errors if e["type"] == "missing")
+        remedy = f"; the line 'base: {DEFAULT}' takes what is left out from that recipe" if whole else ""
+        wrong.append(f"expected {keys}, got none{remedy}")
+    return "; ".join(wrong)
+
+
+def _required(path: tuple[str, ...]) -> list[str]:
+    """The keys to write for a missing one: itself, or those that a missing section must have."""
+    field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in SHORT else None
+    kind = None if field is None else field.annotation
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return [".".join(path)]
+    return [f"{path[0]}.{name}" for name, inner in kind.model_fields.items() if inner.is_required()]
+
+
+def _sentence(error: ErrorDetails) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_key_hint(path)}"
+    known = set(_keys(Recipe))
+    while path and path not in known:  # pydantic adds the alternatives of a union and the place in a list
+        path = path[:-1]
+    key = ".".join(path)
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{key}: expected keys and values, got {_short(error['input'])}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    if not key:
+        return message
+    got = "" if ", got " in message else f", got {_short(error['input'])}"
+    return f"{key}: {message[0].lower()}{message[1:]}{got}"
+
+
+def _key_hint(path: tuple[str, ...]) -> str:
+    """The key that was probably meant: of a similar name in that section, or of that name in another one."""
+    keys = list(_keys(Recipe))
+    siblings = [k[-1] for k in keys if k[:-1] == path[:-1]]
+    similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)
+    if similar:
+        return f", did you mean {'.'.join((*path[:-1], similar[0]))!r}?"
+    elsewhere = [k for k in keys if k[-1] == path[-1]]
+    if elsewhere:
+        return f", did you mean {'.'.join(elsewhere[0])!r}?"
+    if "options" in siblings:
+        return f", did you mean {'.'.join((*path[:-1], 'options', path[-1]))!r}?"
+    return f"; known there: {', '.join(siblings)}"
+
+
+def _keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        for kind in typing.get_args(field.annotation) or (field.annotation,):  # a section, or one that may be null
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, (*prefix, name))
+
+
+def _short(value: Any) -> str:
+    return printable(repr(value), 80)
+
+
+__all__ = ["DEFAULT", "Recipe", "check", "load_recipe", "names", "to_yaml"]

@@ -1,0 +1,297 @@
+"""Recipes: a run as one YAML file, checked completely before anything is loaded or trained."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+
+from lipkit.bounds import METHODS
+from lipkit.errors import LipkitError, OptionError
+from lipkit.text import printable
+from lipkit.training import losses, schedules
+from lipkit.training.devices import check_precision
+
+_DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
+_NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
+
+
+def parse_number(value: Any) -> Any:
+    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one).
+
+    Raises:
+        ValueError: another text, a bool, or a zero denominator.
+
+    >>> parse_number("36/255") == 36 / 255, parse_number("1e-3"), parse_number(2)
+    (True, 0.001, 2)
+    >>> parse_number("2**0.5")
+    Traceback (most recent call last):
+    ValueError: expected a number such as 0.5 or 36/255, got '2**0.5'
+    """
+    if isinstance(value, str):
+        match = _NUMBER.fullmatch(value)
+        denominator = float(match[2]) if match and match[2] else 1.0
+        if match and denominator != 0:
+            return float(match[1]) / denominator
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
+
+
+def parse_numbers(value: Any) -> Any:
+    """A list of numbers; also a single one, or a text with commas. None stays None.
+
+    >>> parse_numbers("1/2, 1"), parse_numbers([1, "1/4"]), parse_numbers(0.5)
+    ((0.5, 1.0), (1, 0.25), (0.5,))
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        value = [value]
+    return tuple(parse_number(part) for part in value)
+
+
+def option_values(value: Any) -> Any:
+    """Options as YAML gives them, texts that are numbers turned into numbers; null is no options.
+
+    >>> option_values({"eps0": "36/255", "layer": "cayley", "std": ["1/4"]})["std"]
+    [0.25]
+    """
+    if value is None:
+        return {}
+    return _converted(value)
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _converted(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_converted(part) for part in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return parse_number(value)
+    return value
+
+
+Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[StrictInt, Field(ge=1)]
+Radii = Annotated[tuple[NotNegative, ...], BeforeValidator(parse_numbers)]
+Options = Annotated[dict[StrictStr, Any], BeforeValidator(option_values)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: no key but the declared ones, no change after it was checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(Section):
+    """Which data. A plain string stands for ``spec``."""
+
+    spec: StrictStr = Field(
+        description="digits, mnist, cifar10, folder:PATH, images:SIZE:PATH, npz:PATH, or pkg.mod:factory (your "
+        "function, which is run)"
+    )
+    root: StrictStr | None = Field(
+        default=None, description="folder of the data sets; default $LIPKIT_DATA, else ./data"
+    )
+    limit: Count | None = Field(
+        default=None, description="at most this many samples of each split, drawn with a fixed seed"
+    )
+
+
+class ModelSection(Section):
+    """Which network. A plain string stands for ``name``."""
+
+    name: StrictStr = Field(description="an architecture of lipkit.models, or pkg.mod:factory (your function)")
+    options: Options = Field(default_factory=dict, description="its options, such as layer, width, mean, std")
+
+
+class AugmentSection(Section):
+    """Random changes of the training images."""
+
+    crop: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="shift by up to this many pixels, zeros come in"
+    )
+    flip: StrictBool = Field(default=False, description="mirror left to right with probability 1/2")
+    brightness: NotNegative = Field(default=0.0, description="factor uniform in 1 -+ this, each image its own")
+    contrast: NotNegative = Field(default=0.0, description="of the distance from the mean grey, likewise")
+    saturation: NotNegative = Field(default=0.0, description="of the distance from grey, likewise")
+    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="moved by up to this share of a turn")
+
+
+def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
+    try:
+        build(name, **options)
+    except LipkitError as error:
+        raise ValueError(str(error)) from None
+    except TypeError as error:
+        raise ValueError(str(OptionError(f"expected numbers as options of {name}, got {options}: {error}"))) from None
+
+
+class LossSection(Section):
+    """What is minimised. A plain string stands for ``name``."""
+
+    name: StrictStr = Field(default="hinge", description=f"one of {', '.join(losses.LOSSES)}")
+    options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _checked(losses.build, self.name, self.options)
+        return self
+
+
+class PenaltySection(Section):
+    """What is added to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
+
+    method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(METHODS)}")
+    weight: NotNegative = Field(default=0.008, description="of the logarithms of the bounds")
+    l1: NotNegative = Field(default=0.0, description="of the Frobenius norms of the weights")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.method not in METHODS:
+            raise ValueError(f"expected method as one of {', '.join(METHODS)}, got {self.method!r}")
+        return self
+
+
+class AdversarySection(Section):
+    """The attack whose examples each step trains on, in place of the samples."""
+
+    norm: Literal["linf", "l2"] = Field(default="linf", description="linf or l2")
+    eps: Positive = Field(description="radius in units of the input; 8/255 is understood")
+    steps: Count = Field(default=10, description="gradient steps")
+    step_size: Positive | None = Field(default=0.2, description="of each step, as a share of eps; null: decreasing")
+    random_start: StrictBool = Field(default=True, description="whether ascent starts at a random point of the ball")
+    loss: Literal["ce", "margin"] = Field(default="ce", description="that the attack raises: ce or margin")
+
+
+class ScheduleSection(Section):
+    """How the learning rate moves over the share of training done. A plain string stands for ``name``."""
+
+    name: StrictStr = Field(default="piecewise_linear", description=f"one of {', '.join(schedules.SCHEDULES)}")
+    options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _checked(schedules.build, self.name, self.options)
+        return self
+
+
+class TrainSection(Section):
+    """How it is trained."""
+
+    epochs: Count = Field(description="passes over the training data")
+    batch_size: Count = Field(default=128, description="samples of one step, all devices together")
+    lr: Positive = Field(default=0.001, description="peak learning rate")
+    optimizer: Literal["adam", "adamw", "sgd"] = Field(default="adam", description="adam, adamw or sgd")
+    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="of sgd; the others ignore it")
+    weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
+    schedule: ScheduleSection = Field(default=ScheduleSection(), description="of the learning rate")
+    grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
+    accumulate: Count = Field(
+        default=1, description="pieces in which each device takes its share of a batch, to save memory"
+    )
+    ema: Annotated[Positive, Field(lt=1)] | None = Field(
+        default=None,
+        description="decay of a moving average of the parameters, such as 0.999, which is then evaluated "
+        "and exported in place of the last ones; null for none",
+    )
+    seed: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="of initial weights, shuffling, augmentation"
+    )
+    evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
+    evaluate_samples: Count = Field(
+        default=1000, description="test samples of the evaluation during training, certified accuracy included"
+    )
+    checkpoint_every: Count = Field(
+        default=1, description="epochs between checkpoints, of which the last two are kept; the last epoch has one"
+    )
+    checkpoint_seconds: Positive | None = Field(
+        default=None, description="seconds between checkpoints within an epoch, besides those; null for none there"
+    )
+    max_minutes: Positive | None = Field(
+        default=None, description="after which training ends at a checkpoint, to be resumed; null for no limit"
+    )
+    tensorboard: StrictBool = Field(
+        default=False, description="TensorBoard events in the run's folder (needs the package tensorboard)"
+    )
+    accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
+    devices: StrictInt | StrictStr | list[StrictInt] = Field(
+        default=1, description="how many devices on each machine, auto, or a list of their numbers"
+    )
+    nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
+    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp or fsdp")
+    precision: StrictStr = Field(
+        default="32-true", description="of Lightning Fabric: 32-true, 64-true, bf16-mixed or 16-mixed"
+    )
+    compile: StrictBool = Field(default=False, description="torch.compile makes the forward pass of the steps")
+    channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
+
+    @model_validator(mode="after")
+    def _precision_keeps_constraints(self) -> Self:
+        try:
+            check_precision(self.precision)
+        except OptionError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class CertifySection(Section):
+    """What is certified and attacked after training, on all test samples unless said otherwise."""
+
+    eps: Annotated[Radii, Field(min_length=1)] = Field(
+        default=(36 / 255, 72 / 255, 108 / 255, 1.0), description="l2 radii of certified accuracy; 36/255 is understood"
+    )
+    attack_eps: Radii | None = Field(default=None, description="l2 radii of the attack; null for those of eps")
+    attack_steps: Count = Field(default=50, description="gradient steps of the attack")
+    attack_restarts: Count = Field(default=1, description="starts of the attack")
+    attack_samples: Count | None = Field(default=1000, description="test samples attacked; null for all")
+    confidence: Annotated[Positive, Field(lt=1)] = Field(default=0.95, description="of the Clopper-Pearson intervals")
+    batch_size: Count = Field(default=256, description="samples evaluated at once")
+    delta: NotNegative = Field(
+        default=0.1, description="of regression: l2 input deviation that output deviations are certified for"
+    )
+    search_restarts: Count = Field(default=64, description="of regression: starts of the search for steep secants")
+    search_steps: Count = Field(default=200, description="of regression: steps of that search")
+
+
+class Recipe(Section):
+    """A run: data, network, loss, training, certification."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] = Field(
+        description="of the run's folder: letters, digits, _, . and -"
+    )
+    description: StrictStr = Field(default="", description="one line about the run")
+    task: Literal["classification", "regression"] = Field(default="classification", description="what the targets are")
+    data: DataSection = Field(description="which data")
+    model: ModelSection = Field(description="which network")
+    augment: AugmentSection = Field(default=AugmentSection(), description="random changes of the images")
+    loss: LossSection = Field(default=LossSection(), description="what is minimised")
+    penalty: PenaltySection | None = Field(default=None, description="Lipschitz regularisation; null for none")
+    adversary: AdversarySection | None = Field(default=None, description="adversarial training; null for none")
+    train: TrainSection = Field(description="how it is trained")
+    certify: CertifySection = Field(default=CertifySection(), description="what is certified and attacked")
+
+    @model_validator(mode="after")
+    def _loss_of_task(self) -> Self:
+        if (self.loss.name in losses.REGRESSION) != (self.task == "regression"):
+            fitting = sorted(n for n in losses.LOSSES if (n in losses.REGRESSION) == (self.task == "regression"))
+            raise ValueError(
+                f"expected for task {self.task} a loss.name among {', '.join(fitting)}, got {self.loss.name}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adversary_of_task(self) -> Self:
+        if self.adversary is not None and self.task != "classification":
+            raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The whole recipe, defaults included, as values of JSON and YAML."""
+        return self.model_dump(mode="json")

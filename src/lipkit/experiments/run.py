@@ -1,0 +1,298 @@
+"""From a recipe to a certified network with its report: what ``lipkit train`` does, without the command line.
+
+RUN/
+  recipe.yaml, settings.json, metrics.jsonl, metrics.csv, checkpoints/     see lipkit.training.checkpoints
+  network/                                                    the exported network (lipkit.modules)
+  record.json, report.html                                    see lipkit.report
+  certificate.jsonl, radii.csv, examples.safetensors          of a classification; `lipkit check` verifies the first
+  predictions.csv, curve.safetensors                          of a regression
+  certify-001/, ...                                           the same files of each later `lipkit certify`
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipkit import modules
+from lipkit.data import Data, Split
+from lipkit.errors import OptionError, RunError
+from lipkit.evaluation import evaluate
+from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
+from lipkit.experiments.display import Display, Silent, duration
+from lipkit.experiments.outcome import RECIPE, Outcome, finish
+from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
+from lipkit.experiments.recipe_schema import TrainSection
+from lipkit.files import write_atomic
+from lipkit.modules import export, lipschitz
+from lipkit.report import read_record, write_report
+from lipkit.report.html import REPORT
+from lipkit.report.record import RECORD, Facts
+from lipkit.training import checkpoints as run_folder
+from lipkit.training import fit, losses, schedules
+from lipkit.training.loop import make_fabric
+
+NETWORK = "network"
+PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: str | Path = "runs",
+    folder: str | Path | None = None,
+    resume: str | Path | None = None,
+    display: Display | None = None,
+    fabric: Any = None,
+    large_eps: bool = False,
+) -> Outcome | None:
+    """Train, export, certify, attack, record, report.
+
+    Args:
+        recipe: the run.
+        out: folder in which the run gets a new folder of its own, ``<name>-001`` or the next free number.
+        folder: the new run's folder instead, which must not hold a run.
+        resume: the folder of a run to continue instead; its recipe must be ``recipe``.
+        display: where to report.
+        fabric: a launched Fabric; None makes one as ``recipe.train`` says.
+        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
+
+    Returns:
+        The outcome (of a run that was finished before: as its record says); None in all but the first of several
+        training processes, and if ``train.max_minutes`` ended training before its last epoch.
+
+    Raises:
+        LipkitError: in the order of cost: data, model, training, certificate.
+    """
+    display = display or Silent()
+    data = load_data(recipe)
+    check_eps(recipe, data, large_eps)
+    model = build_model(recipe, data)
+    fabric = fabric or open_fabric(recipe)
+    folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
+    if resume is not None and (folder / RECORD).exists():
+        return _finished(folder, display) if fabric.is_global_zero else None
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if fabric.is_global_zero:
+        display.note(
+            f"{folder}: {recipe.name}, {len(data.train)} training samples, {count} parameters, {fabric.device}"
+        )
+
+    start = time.perf_counter()
+    section = recipe.train
+    try:
+        run = fit(
+            model,
+            data.train,
+            epochs=section.epochs,
+            batch_size=section.batch_size,
+            lr=section.lr,
+            loss=losses.build(recipe.loss.name, **recipe.loss.options),
+            optimizer=section.optimizer,
+            momentum=section.momentum,
+            weight_decay=section.weight_decay,
+            schedule=schedules.build(section.schedule.name, **section.schedule.options),
+            grad_clip=section.grad_clip,
+            accumulate=section.accumulate,
+            ema=section.ema,
+            seed=section.seed,
+            augment=augmentation(recipe.augment, data),
+            evaluate=_monitor(recipe, data),
+            evaluate_every=section.evaluate_every,
+            penalty=penalty(recipe.penalty),
+            adversary=adversary(recipe.adversary, data),
+            progress=display.progress,
+            run_dir=folder,
+            resume=resume is not None,
+            checkpoint_every=section.checkpoint_every,
+            checkpoint_seconds=section.checkpoint_seconds,
+            max_minutes=section.max_minutes,
+            tensorboard=section.tensorboard,
+            compiled=section.compile,
+            channels_last=section.channels_last,
+            precision=section.precision,
+            fabric=fabric,
+        )
+    except KeyboardInterrupt:
+        display.note(f"interrupted: lipkit train --resume {folder} continues")
+        raise
+    if not fabric.is_global_zero:
+        return None
+    if not run.finished:
+        display.note(
+            f"stopped after {section.max_minutes:g} minutes with {run.epochs_done} of {section.epochs} epochs done: "
+            f"lipkit train --resume {folder} continues"
+        )
+        return None
+    seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
+    display.note(_pace(run.history, seconds))
+
+    network = export(run.result, data.input_shape)
+    network.input_range = input_range(data)
+    modules.save(network, folder / NETWORK)
+    facts: Facts = {
+        "claimed": float(lipschitz(run.result, data.input_shape).detach()),
+        "parameters": count,
+        "seed": section.seed,
+        "train_samples": len(data.train),
+        "times": {"train": seconds},
+        "device": str(fabric.device),
+    }
+    return finish(folder, recipe, network, data, facts, display, fabric.device)
+
+
+def _finished(folder: Path, display: Display) -> Outcome:
+    """The outcome of a run that has its record; the page is made from it if it is missing."""
+    display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
+    record = read_record(folder)
+    if not (folder / REPORT).exists():
+        write_report(folder)
+    return Outcome(folder, record.metrics(), record)
+
+
+def certify(
+    folder: str | Path,
+    recipe: Recipe,
+    *,
+    device: str = "cpu",
+    display: Display | None = None,
+    large_eps: bool = False,
+) -> Outcome:
+    """Certify and attack the network of a run once more; record and report go beside the first ones.
+
+    The first certification of a run lies in its folder. Each later one gets a folder of its own in there
+    (``certify-001``, ...): nothing that was measured is replaced.
+
+    Args:
+        folder: the run's folder.
+        recipe: its recipe, `read_recipe`, perhaps with another ``certify`` or ``data`` section.
+        device: where to compute.
+        display: where to report.
+        large_eps: whether radii of images above 8 are meant, see `lipkit.certificates.intervals.check_radii`.
+
+    Raises:
+        RunError: there is no exported network in the folder.
+        OptionError: a radius that the data make a slip.
+        CertificateViolation: an adversarial example lies inside a certified radius.
+    """
+    folder = Path(folder)
+    if not (folder / NETWORK).is_dir():
+        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
+    try:
+        where = torch.device(device)
+        torch.zeros(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
+    network = modules.load(folder / NETWORK)
+    data = load_data(recipe)
+    check_eps(recipe, data, large_eps)
+    facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
+    if (folder / RECORD).exists():
+        before = read_record(folder)
+        times = {key: value for key, value in before.times.items() if key == "train"}
+        facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "times": times}
+    return finish(folder, recipe, network, data, facts, display or Silent(), where)
+
+
+def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run.
+
+    Raises:
+        RunError: there is no run in the folder.
+    """
+    path = Path(folder) / RECIPE
+    if not path.is_file():
+        above = Path(folder).resolve().parent
+        hint = f"; {above} is one" if (above / RECIPE).is_file() else ""
+        raise RunError(f"expected a run folder with {RECIPE}, got {folder}{hint}")
+    return load_recipe(path, overrides)
+
+
+def open_fabric(recipe: Recipe) -> Any:
+    """A launched Fabric as the recipe says."""
+    section = recipe.train
+    return make_fabric(
+        accelerator=section.accelerator,
+        devices=section.devices,
+        strategy=section.strategy,
+        precision=section.precision,
+        nodes=section.nodes,
+    )
+
+
+def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
+    if resume is not None:
+        if unplaced(read_recipe(resume)) != unplaced(recipe):
+            raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
+        return resume
+    folder = ""
+    if fabric.is_global_zero:
+        made = run_folder.create(out, recipe.name) if asked is None else Path(asked)
+        run_folder.check_new(made, NETWORK, RECORD)
+        made.mkdir(parents=True, exist_ok=True)
+        write_atomic(made / RECIPE, to_yaml(recipe).encode())
+        folder = str(made)
+    return Path(fabric.broadcast(folder, src=0))
+
+
+def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:
+    """What is measured during training: on some test samples, without attack."""
+    split = data.test.take(recipe.train.evaluate_samples)
+
+    def measure(model: nn.Module) -> Mapping[str, float]:
+        model.eval()
+        network = export(model, data.input_shape)
+        if recipe.task == "regression":
+            return {"test_mse": _mse(network, split)}
+        device = next(model.parameters()).device
+        batch_size = recipe.certify.batch_size
+        return evaluate(
+            network, split, eps=recipe.certify.eps, attack_eps=(), batch_size=batch_size, device=device
+        ).metrics()
+
+    return measure
+
+
+def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> float:
+    total = 0.0
+    with torch.no_grad():
+        for index in torch.arange(len(split)).split(batch_size):
+            x, y = split.batch(index)
+            parameter = next(iter(network.state_dict().values()), x)
+            total += float((network(x.to(parameter.device, parameter.dtype)).cpu() - y).double().square().sum())
+    return total / split.y.numel()
+
+
+def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    """What training took, in words.
+
+    >>> _pace([{"epoch": 1, "samples_per_second": 512.3, "memory_mib": 300}], 61)
+    'trained in 1:01, 512 samples per second, at most 300 MiB'
+    """
+    paces = [row["samples_per_second"] for row in history if "samples_per_second" in row]
+    memory = [row["memory_mib"] for row in history if "memory_mib" in row]
+    parts = [f"trained in {duration(seconds)}"]
+    parts += [f"{statistics.median(paces):.0f} samples per second"] if paces else []
+    return ", ".join([*parts, *([f"at most {max(memory)} MiB"] if memory else [])])
+
+
+def unplaced(recipe: Recipe) -> Recipe:
+    """The recipe without where, and how long at a time, it runs: what a resume may change.
+
+    >>> a = load_recipe("digits_cayley", ["train.devices=2", "train.strategy=ddp", "train.max_minutes=5"])
+    >>> unplaced(a) == unplaced(load_recipe("digits_cayley"))
+    True
+    """
+    plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
+
+
+def seeded(recipe: Recipe, seed: int) -> Recipe:
+    """The same recipe with another seed."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})})

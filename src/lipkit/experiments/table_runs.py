@@ -1,0 +1,382 @@
+"""The runs of a table: which there are, which are missing, and how to make those, several at a time.
+
+Every run has a folder of its own, ``OUT/TABLE/ROW-seedN-HASH``, named by the row, the seed and its whole recipe, so
+that a changed recipe never passes for the one before. A run that another table has made already is taken from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipkit import modules
+from lipkit.errors import RunError
+from lipkit.experiments import measures
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.build import load_data
+from lipkit.experiments.display import Display
+from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
+from lipkit.experiments.tables import NAMES, SCALES, Available, Row, Scale, Table
+from lipkit.files import MAX_TEXT, read_bytes, write_atomic
+from lipkit.memory import keep_freed_memory
+from lipkit.report.measurement import MeasurementRecord, measurement_record, read_any_record
+from lipkit.report.record import RECORD, AnyRecord, write_record
+from lipkit.training.checkpoints import SETTINGS
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """One training, or one measurement, of a row of a table.
+
+    Attributes:
+        row: the row.
+        scale: full, hour or smoke.
+        seed: of the run.
+        folder: where its record is, or will be.
+        recipe: what is trained; None for a measurement.
+        options: of the measurement.
+        after: name -> measurement of the trained network, and its options.
+        data: what the run is trained on in place of the paper's data, in words; empty for those themselves.
+        missing: the data set that is not there; empty if the run can be made.
+        root: folder of the data sets, for measurements.
+    """
+
+    row: Row
+    scale: Scale
+    seed: int
+    folder: Path
+    recipe: Recipe | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    data: str = ""
+    missing: str = ""
+    root: Path | None = None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the run has a record: it is written last."""
+        return (self.folder / RECORD).is_file()
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has a record with all its figures."""
+        if not self.trained or not self.after:
+            return self.trained
+        return set(self.after) <= set(_measured_after(self.folder))
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to resume."""
+        return (self.folder / pipeline.RECIPE).is_file() and (self.folder / SETTINGS).is_file()
+
+
+def plan(
+    table: Table,
+    out: Path,
+    overrides: Sequence[str] = (),
+    seeds: int | None = None,
+    *,
+    scale: Scale = "full",
+    available: Available | None = None,
+    root: Path | None = None,
+) -> list[TableRun]:
+    """Every run of the table, row by row, each with its recipe and its folder under ``out``.
+
+    Args:
+        table: the table.
+        out: folder of this table; the runs of other tables are its neighbours.
+        overrides: further changes of every recipe.
+        seeds: runs of each row; None for the table's number at the scale full, else one.
+        scale: at smoke, rows marked as thin are left out.
+        available: which data are there; None: all. At smoke, what is missing is replaced.
+        root: folder of the data sets, for measurements.
+
+    Raises:
+        RecipeError: an override does not fit a recipe.
+    """
+    count = seeds or (table.seeds if scale == "full" else 1)
+    runs = []
+    for row in table.rows:
+        if row.absent or (scale == "smoke" and row.thin):
+            continue
+        if row.measure:
+            options = table.options(row, scale)
+            data = options.get("data", "")
+            missing = data if available is not None and not available(data) else ""
+            for seed in range(count):
+                folder = _folder(out, row, seed, _digest(json.dumps([row.measure, options], sort_keys=True)))
+                runs.append(TableRun(row, scale, seed, folder, options=options, missing=missing, root=root))
+            continue
+        name = table.recipe_of(row)
+        assert name is not None
+        changes = [*table.overrides(row, scale), *overrides]
+        recipe = load_recipe(name, changes)
+        wanted, words, missing = recipe.data.spec, "", ""
+        if available is not None and not available(wanted):
+            if scale == "smoke":
+                used = available.stand_in(wanted)
+                recipe, words = load_recipe(name, [*changes, f"data.spec={used}"]), NAMES.get(used, used)
+            else:
+                missing = wanted
+        first = recipe.train.seed
+        for seed in range(first, first + count):
+            own = pipeline.seeded(recipe, seed)
+            folder = _folder(out, row, seed, _digest(to_yaml(own)))
+            after = table.after_options(scale)
+            runs.append(TableRun(row, scale, seed, folder, own, after=after, data=words, missing=missing))
+    return runs
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _folder(out: Path, row: Row, seed: int, digest: str) -> Path:
+    """A folder of this table, or the one in which another table has finished the same run."""
+    own = out / f"{slug(row.label)}-seed{seed}-{digest}"
+    if not own.exists():
+        for other in sorted(out.parent.glob(f"*/*-seed{seed}-{digest}")):
+            if (other / RECORD).is_file():
+                return other
+    return own
+
+
+def slug(label: str) -> str:
+    """A label as part of a folder's name.
+
+    >>> slug("sandwich, gamma 1")
+    'sandwich-gamma-1'
+    """
+    return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-").lower()
+
+
+def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, keep_going: bool = False) -> list[str]:
+    """Make the runs that have no record, resuming those that were cut.
+
+    Args:
+        runs: from `plan`; those whose data are missing are left out.
+        workers: processes at a time, each on one thread; 1 trains in this process, on torch's threads.
+        display: where to report.
+        keep_going: whether a run that fails leaves the others to be made.
+
+    Returns:
+        What went wrong, one line for each run that failed.
+    """
+    for spec in sorted({run.missing for run in runs if run.missing}):
+        display.note(f"{spec}: not there, its rows are not made (lipkit list datasets says where to get it)")
+    possible = [run for run in runs if not run.missing]
+    missing = [run for run in possible if not run.done]
+    display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are there, {len(missing)} to make")
+    failed: list[str] = []
+    if workers == 1 or len(missing) <= 1:
+        for number, run in enumerate(missing, 1):
+            display.note(f"{number}/{len(missing)}  {run.row.label}, seed {run.seed}")
+            try:
+                make_run(run, display)
+            except Exception as error:
+                if not keep_going:
+                    raise
+                failed.append(_failure(run, error, display))
+        return failed
+    # A fresh interpreter for each worker: a forked one would inherit torch's thread pool, in an unknown state.
+    with ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"), _start_worker) as pool:
+        waiting = {pool.submit(make_run, run): run for run in missing}
+        try:
+            for number, future in enumerate(as_completed(waiting), 1):
+                run = waiting[future]
+                problem = future.exception()
+                if problem is None:
+                    display.note(f"{number}/{len(missing)}  {run.row.label}, seed {run.seed}: {_shown(run)}")
+                elif not keep_going or not isinstance(problem, Exception):
+                    raise problem
+                else:
+                    failed.append(_failure(run, problem, display))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def make_run(run: TableRun, display: Display | None = None) -> None:
+    """Make one run, from its last checkpoint if it has begun, and measure what is to be measured after it."""
+    if run.row.measure:
+        start = time.perf_counter()
+        figures = measures.find(run.row.measure)(seed=run.seed, root=run.root, **run.options)
+        made = measurement_record(
+            run.row.label, run.row.measure, run.options, run.seed, figures, time.perf_counter() - start
+        )
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.folder / RECORD, made.model_dump_json(indent=2).encode() + b"\n")
+        return
+    assert run.recipe is not None
+    if not run.trained:
+        if run.begun:
+            pipeline.train(run.recipe, resume=run.folder, display=display)
+        else:
+            pipeline.train(run.recipe, folder=run.folder, display=display)
+    known = _measured_after(run.folder) if run.after else {}
+    for name, (measure, options) in run.after.items():
+        if name not in known:
+            network = modules.load(run.folder / pipeline.NETWORK)
+            figures = measures.find(measure, measures.AFTER)(network, load_data(run.recipe), seed=run.seed, **options)
+            record = read_any_record(run.folder)
+            assert not isinstance(record, MeasurementRecord)
+            further = {**record.further, **figures}
+            after = {**_measured_after(run.folder), name: dict(options)}
+            write_record(record.model_copy(update={"further": further, "after": after}), run.folder / RECORD)
+
+
+def records(runs: Sequence[TableRun], row: Row) -> list[AnyRecord | MeasurementRecord]:
+    """The records of a row's runs that are there, read from their files."""
+    return [read_any_record(run.folder) for run in runs if run.row == row and run.done]
+
+
+def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
+    """Every figure of a record by name, those measured after the run among them."""
+    return record.metrics() | getattr(record, "further", {})
+
+
+def _measured_after(folder: Path) -> dict[str, Any]:
+    return dict(getattr(read_any_record(folder), "after", {}))
+
+
+def _failure(run: TableRun, error: BaseException, display: Display) -> str:
+    text = f"{run.row.label}, seed {run.seed}: {type(error).__name__}: {' '.join(str(error).split())}"
+    display.note(f"failed: {text}")
+    return text
+
+
+def _shown(run: TableRun) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures(read_any_record(run.folder)).items())
+
+
+# Where and how fast a run was made, and what it is called: not what was run.
+_INCIDENTAL = {
+    "name", "description", "data.root", "train.accelerator", "train.devices", "train.strategy", "train.seed",
+    "train.evaluate_every", "train.evaluate_samples", "certify.batch_size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record of a row.
+
+    Attributes:
+        scale: at which it was made.
+        seed: of the run.
+        record: what it holds.
+        data: data in place of the paper's, in words; empty for those themselves.
+        current: whether its recipe is that of the row as it is now.
+    """
+
+    scale: Scale
+    seed: int
+    record: AnyRecord | MeasurementRecord
+    data: str = ""
+    current: bool = True
+
+
+def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
+    """Copy the records of finished runs, without weights, to ``folder/ROW/SCALE-seedN.json``.
+
+    Raises:
+        RunError: the record of another run is there: it is not replaced.
+    """
+    made = []
+    for run in runs:
+        if run.done:
+            path = folder / slug(run.row.label) / f"{run.scale}-seed{run.seed}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            there = read_any_record(path).created if path.exists() else None
+            if there not in (None, read_any_record(run.folder).created):
+                raise RunError(
+                    f"expected no record of another run at {path}, got one made at {there}: move it, or keep "
+                    "the new ones in another folder"
+                )
+            write_atomic(path, without_places(read_bytes(run.folder / RECORD, MAX_TEXT)))
+            made.append(path)
+    return made
+
+
+def without_places(record: bytes) -> bytes:
+    """A record without the folder that the data lay in: it names a place on somebody's machine.
+
+    >>> without_places(b'{"recipe": {"data": {"spec": "mnist", "root": "/home/a"}}}').decode().split()
+    ['{', '"recipe":', '{', '"data":', '{', '"spec":', '"mnist",', '"root":', 'null', '}', '}', '}']
+    """
+    content = json.loads(record)
+    section = (content.get("recipe") or {}).get("data")
+    if isinstance(section, dict) and "root" in section:
+        section["root"] = None
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def made(runs: Sequence[TableRun], row: Row) -> list[Found]:
+    """The records of a row's finished runs, from their folders."""
+    return [
+        Found(run.scale, run.seed, read_any_record(run.folder), run.data) for run in runs if run.row == row and run.done
+    ]
+
+
+def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[Found]:
+    """The kept records of a row, at one scale: the given one, or the best at which there are any.
+
+    Args:
+        folder: of the table.
+        row: the row.
+        runs: the row's runs as they would be made now, at every scale (`plan`), to see whether the recipe has changed.
+        scale: at which; None for the best.
+
+    Raises:
+        RunError: a file is not a record.
+    """
+    for wanted in SCALES if scale is None else (scale,):
+        paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
+        if paths:
+            now = [run for run in runs if run.row == row and run.scale == wanted]
+            found = [(path, read_any_record(path)) for path in paths]
+            return [
+                Found(wanted, _seed(path), record, current=any(_same(record, run) for run in now))
+                for path, record in found
+            ]
+    return []
+
+
+def _seed(path: Path) -> int:
+    match = re.search(r"-seed(\d+)\.json$", path.name)
+    return int(match[1]) if match else 0
+
+
+def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
+    """Whether a record is of this run; fields that the record's recipe did not have yet are not compared."""
+    if isinstance(record, MeasurementRecord):
+        return record.measure == run.row.measure and record.options == dict(run.options)
+    if run.recipe is None:
+        return False
+    then, now = _flat(record.recipe), _flat(run.recipe.plain())
+    return all(then[key] == now[key] for key in then.keys() & now.keys() if key not in _INCIDENTAL)
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping) and not key.endswith("options"):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

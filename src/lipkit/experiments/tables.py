@@ -1,0 +1,205 @@
+"""The published tables that ``lipkit reproduce`` can repeat: data files in ``lipkit/tables``, one for each paper."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lipkit import data as datasets
+from lipkit.data import Data, Split
+from lipkit.errors import DataError, OptionError
+
+Scale = Literal["full", "hour", "smoke"]
+SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
+# Figures of records that are shares, written in per cent; their names in ``metrics()`` without what is in brackets.
+SHARES = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Row(_Part):
+    """One line of a table: the runs of a recipe, a measurement, or neither."""
+
+    label: str = Field(description="what the paper calls it")
+    recipe: str | None = Field(default=None, description="a packaged recipe instead of the table's")
+    measure: str | None = Field(
+        default=None, description="a measurement (lipkit.experiments.measures) instead of a recipe"
+    )
+    options: Mapping[str, Any] = Field(default_factory=dict, description="of the measurement")
+    absent: str | None = Field(default=None, description="why there is neither: the row is printed only")
+    set: tuple[str, ...] = Field(default=(), description="changes of the recipe, key=value, at every scale")
+    hour: tuple[str, ...] = Field(default=(), description="further changes at the scale hour")
+    smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
+    hour_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale hour")
+    smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
+    thin: bool = Field(default=False, description="whether the scale smoke leaves it out: a neighbour does as well")
+    published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
+
+
+class After(_Part):
+    """What else is measured of a trained network; its figures are added to the record."""
+
+    measure: str = Field(description="a measurement of trained networks (lipkit.experiments.measures)")
+    options: Mapping[str, Any] = Field(default_factory=dict, description="at the scale full")
+    hour: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale hour")
+    smoke: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale smoke")
+    skip: tuple[Scale, ...] = Field(default=(), description="scales that leave it out")
+
+    def at(self, scale: Scale) -> dict[str, Any]:
+        """The options at a scale."""
+        return {**self.options, **{"full": {}, "hour": self.hour, "smoke": self.smoke}[scale]}
+
+
+class Table(_Part):
+    """A table of a paper."""
+
+    source: str = Field(description="paper and number of the table")
+    description: str = Field(description="one line")
+    notes: tuple[str, ...] = Field(default=(), description="sentences printed below: what differs from the paper")
+    recipe: str | None = Field(default=None, description="a packaged recipe, for rows that name none")
+    columns: Mapping[str, str] = Field(default_factory=dict, description="the paper's heading -> figure of our records")
+    per_cent: bool = Field(default=True, description="whether shares among the published figures are in per cent")
+    also: tuple[str, ...] = Field(default=(), description="further figures of the records to show")
+    seeds: int = Field(default=1, ge=1, description="runs of each row at the scale full")
+    parallel: bool = Field(default=False, description="whether a run is small enough to train one on each core")
+    after: Mapping[str, After] = Field(default_factory=dict, description="measurements of the trained networks")
+    hour: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale hour")
+    smoke: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale smoke")
+    rows: tuple[Row, ...] = Field(description="in the paper's order")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        labels = [row.label for row in self.rows]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"expected different labels, got {labels}")
+        for row in self.rows:
+            ways = [row.measure is not None, row.absent is not None]
+            if sum(ways) > 1 or (not any(ways) and self.recipe_of(row) is None):
+                raise ValueError(f"row {row.label!r}: expected one of recipe, measure and absent")
+            if row.published and len(row.published) != len(self.columns):
+                raise ValueError(
+                    f"row {row.label!r}: expected {len(self.columns)} published figures, got {row.published}"
+                )
+        return self
+
+    def recipe_of(self, row: Row) -> str | None:
+        """The recipe of a row, None if it has none."""
+        return None if row.measure or row.absent else row.recipe or self.recipe
+
+    def overrides(self, row: Row, scale: Scale) -> list[str]:
+        """Changes of the row's recipe at a scale, in the order in which they apply."""
+        if scale == "full":
+            return list(row.set)
+        own = row.hour if scale == "hour" else row.smoke
+        return [*row.set, *(self.hour if scale == "hour" else self.smoke), *own]
+
+    def options(self, row: Row, scale: Scale) -> dict[str, Any]:
+        """Options of the row's measurement at a scale."""
+        return {**row.options, **{"full": {}, "hour": row.hour_options, "smoke": row.smoke_options}[scale]}
+
+    def after_options(self, scale: Scale) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Name -> measurement of the trained networks and its options at a scale."""
+        return {name: (a.measure, a.at(scale)) for name, a in self.after.items() if scale not in a.skip}
+
+    def published(self, row: Row) -> dict[str, float | None]:
+        """The paper's figures by column, shares in [0, 1]; None where the paper has no number."""
+        figures = row.published or (None,) * len(self.columns)
+        return {
+            column: value / 100 if value is not None and self.per_cent and is_share(figure) else value
+            for (column, figure), value in zip(self.columns.items(), figures, strict=True)
+        }
+
+
+def is_share(figure: str) -> bool:
+    """Whether a figure of a record is a share in [0, 1].
+
+    >>> is_share("certified(36/255)"), is_share("lipschitz")
+    (True, False)
+    """
+    return figure.partition("(")[0] in SHARES
+
+
+def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
+    """The tables of the packaged files, by name, in the order of the files' names.
+
+    Keys that begin with a dot hold what several tables of a file share by YAML anchors.
+
+    >>> load_tables()["square_wave"].source
+    'Wang & Manchester, ICML 2023, table 1'
+    """
+    if files is None:
+        folder = importlib.resources.files("lipkit.tables")
+        files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    tables: dict[str, Table] = {}
+    for file in files:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
+    return tables
+
+
+TABLES: dict[str, Table] = load_tables()
+
+
+DIGITS = "lipkit.experiments.tables:enlarged_digits"
+# What stands in for a data set: images of the same number of channels, in the order of preference.
+STAND_INS = {
+    "cifar100": ("cifar10", DIGITS),
+    "tiny_imagenet": ("cifar10", DIGITS),
+    "stl10": ("cifar10", DIGITS),
+    "cifar10": (DIGITS,),
+    "mnist": ("digits",),
+}
+NAMES = {DIGITS: "digits enlarged to 3 x 32 x 32"}
+
+
+def enlarged_digits() -> Data:
+    """The 8 x 8 digits with every pixel repeated four times in both directions, in three equal channels.
+
+    >>> enlarged_digits().input_shape
+    (3, 32, 32)
+    """
+
+    def enlarged(split: Split) -> Split:
+        x, y = split.batch(torch.arange(len(split)))
+        x = x.repeat_interleave(4, -2).repeat_interleave(4, -1)
+        return Split(x.expand(-1, 3, -1, -1).contiguous(), y)
+
+    data = datasets.load("digits")
+    return replace(data, train=enlarged(data.train), test=enlarged(data.test))
+
+
+class Available:
+    """Which data sets are there, each looked for once.
+
+    Args:
+        root: folder of the data sets; see `lipkit.data.data_root`.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = root
+        self._known: dict[str, bool] = {}
+
+    def __call__(self, spec: str) -> bool:
+        """Whether ``spec`` can be loaded; of the user's own data it is assumed, so that what is wrong is said."""
+        if spec not in STAND_INS:
+            return True
+        if spec not in self._known:
+            try:
+                datasets.load(spec, root=self._root, limit=1)
+                self._known[spec] = True
+            except (DataError, OptionError):
+                self._known[spec] = False
+        return self._known[spec]
+
+    def stand_in(self, spec: str) -> str:
+        """``spec`` if it is there, else the first stand-in that is."""
+        return next(name for name in (spec, *STAND_INS.get(spec, ())) if self(name))

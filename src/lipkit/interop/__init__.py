@@ -1,0 +1,23 @@
+"""Networks that leave: other runtimes, model folders and cards, other evaluations' forms."""
+
+from __future__ import annotations
+
+from lipkit.interop.card import RobustBenchModel, model_card, robustbench_info
+from lipkit.interop.check import RuntimeCheck, check_runtime
+from lipkit.interop.pretrained import from_pretrained, save_pretrained
+from lipkit.interop.runtimes import module_runtime, onnx_runtime, program_runtime, write_onnx, write_program
+
+__all__ = [
+    "RobustBenchModel",
+    "RuntimeCheck",
+    "check_runtime",
+    "from_pretrained",
+    "model_card",
+    "module_runtime",
+    "onnx_runtime",
+    "program_runtime",
+    "robustbench_info",
+    "save_pretrained",
+    "write_onnx",
+    "write_program",
+]

@@ -1,0 +1,111 @@
+"""The certificate held against another runtime: logits, predictions and certified accuracy computed there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lipkit import modules
+from lipkit.certificates import certify, format_radius, margins
+from lipkit.certificates.measurement import float64_copy
+from lipkit.errors import CertificateViolation, OptionError, ShapeError
+from lipkit.interop.runtimes import Runtime
+
+
+@dataclass(frozen=True)
+class RuntimeCheck:
+    """What `check_runtime` found on ``samples`` samples.
+
+    Attributes:
+        samples: number of samples.
+        difference: largest absolute difference of an output from the float64 network's.
+        same: samples with the same prediction (all, for a regression).
+        eps: l2 radii, in units of the input.
+        certified: certified accuracy at each eps by the float64 network.
+        runtime: the same from the runtime's logits.
+    """
+
+    samples: int
+    difference: float
+    same: int
+    eps: tuple[float, ...] = ()
+    certified: tuple[float, ...] = ()
+    runtime: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.samples} samples: outputs within {self.difference:.3g} of float64, {self.same} same predictions"
+        ]
+        for eps, ours, theirs in zip(self.eps, self.certified, self.runtime, strict=True):
+            lines.append(
+                f"certified({format_radius(eps)})  {100 * ours:.2f} % here, {100 * theirs:.2f} % in the runtime"
+            )
+        return "\n".join(lines)
+
+
+def check_runtime(
+    network: modules.Network,
+    runtime: Runtime,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: Sequence[float] = (36 / 255,),
+    tolerance: float = 1e-4,
+    batch_size: int = 256,
+) -> RuntimeCheck:
+    r"""Evaluate samples in a runtime, compare with the network in float64, and certify again from its logits.
+
+    The constants are proved for the stored numbers, which the runtime has as well; its margins replace the float64
+    ones in ``r = min_i (y_t - y_i) / K_ti``. The rounding of the runtime is measured on these samples, not bounded.
+
+    Args:
+        network: the exported network.
+        runtime: what was made of it (`lipkit.interop.onnx_runtime`, ...).
+        x: (N, *input_shape).
+        y: (N,) labels, or (N, d) targets of a regression, of which only outputs are compared.
+        eps: radii at which certified accuracies are compared.
+        tolerance: largest difference of an output that is accepted, relative to 1 and to the largest output.
+
+    Raises:
+        CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
+        ShapeError: the runtime returns another shape.
+    """
+    if len(x) == 0:
+        raise OptionError("expected at least one sample to check a runtime with, got 0")
+    exact = float64_copy(network)
+    ours, theirs = [], []
+    for part in x.split(batch_size):
+        with torch.no_grad():
+            ours.append(exact(part.double()))
+        theirs.append(runtime(part).double())
+        if theirs[-1].shape != ours[-1].shape:
+            raise ShapeError(f"expected outputs of shape {tuple(ours[-1].shape)}, got {tuple(theirs[-1].shape)}")
+    wanted, got = torch.cat(ours), torch.cat(theirs)
+    difference = float((wanted - got).abs().max())
+    limit = tolerance * max(1.0, float(wanted.abs().max()))
+    if not difference <= limit:
+        raise CertificateViolation(
+            f"expected outputs of the runtime within {limit:.3g} of the network's, got a difference of {difference:.3g}"
+        )
+    if y.is_floating_point():
+        return RuntimeCheck(len(x), difference, len(x))
+    certificate = certify(network, x, y, batch_size=batch_size)
+    constants = margins.global_constants(certificate.constant, got.shape[1])
+    last = list(network)[-1]
+    if certificate.body_constant is not None and isinstance(last, nn.Linear):
+        pairwise = margins.last_layer_constants(last.weight.double().cpu(), certificate.body_constant)
+        constants = torch.minimum(constants, pairwise)
+    labels = y.cpu()
+    radius = margins.radii(got, labels, constants)
+    correct = margins.predictions(got) == labels
+    return RuntimeCheck(
+        samples=len(x),
+        difference=difference,
+        same=int((wanted.argmax(1) == got.argmax(1)).sum()),
+        eps=tuple(eps),
+        certified=tuple(certificate.accuracy(value, large_eps=True) for value in eps),
+        runtime=tuple(float((correct & (radius > value)).double().mean()) for value in eps),
+    )

@@ -1,0 +1,154 @@
+"""A trained model as a folder for a model hub: built again from the table of models, offline, without code in a file.
+
+config.json          name and options of the architecture, input shape, classes, hashes
+model.safetensors    the free parameters: what training continues from
+network/             the exported network (lipkit.modules): what is certified and deployed
+README.md            the model card
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import nn
+
+from lipkit import models, modules
+from lipkit.errors import DataError, LipkitError, OptionError
+from lipkit.files import read_bytes, read_text, write_atomic
+from lipkit.modules import Shape, export
+
+SCHEMA_VERSION = 1
+CONFIG, WEIGHTS, NETWORK, CARD = "config.json", "model.safetensors", "network", "README.md"
+_LARGEST_CONFIG = 1 << 20
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    name: str,
+    options: Mapping[str, Any],
+    input_shape: Shape,
+    input_range: tuple[float, float] | None = None,
+    classes: Sequence[str] = (),
+    card: str = "",
+) -> Path:
+    """Write a model of the table of models for `from_pretrained`, and its export beside it.
+
+    Args:
+        model: what ``lipkit.models.build(name, **options)`` made, trained.
+        folder: made if needed.
+        name, options: of the architecture; plain values (numbers, strings, lists) only.
+        input_shape: of one input, without the batch.
+        input_range: (low, high) of their entries, which the exported network then asks for; (0, 1) of images.
+        classes: names of the classes.
+        card: text of README.md, from `model_card`.
+
+    Raises:
+        OptionError: an architecture that is not in the table, options that JSON does not hold, or a model that
+            ``name`` and ``options`` do not make.
+    """
+    if name not in models.MODELS:
+        raise OptionError(
+            f"expected a model of the table ({', '.join(models.MODELS)}), got {name!r}: a folder holds no code, "
+            "so another one could not be built again"
+        )
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
+    blob = save_safetensors(tensors)
+    network = export(model, tuple(input_shape))
+    network.input_range = input_range
+    config = {
+        "schema_version": SCHEMA_VERSION,
+        "library": "lipkit",
+        "model": {"name": name, "options": dict(options)},
+        "input_shape": list(input_shape),
+        "classes": list(classes),
+        "sha256": hashlib.sha256(blob).hexdigest(),
+        "network_sha256": modules.sha256(network),
+    }
+    try:
+        text = json.dumps(config, indent=1, allow_nan=False) + "\n"
+        _check_shapes(_skeleton(json.loads(text)), tensors)
+    except (DataError, TypeError, ValueError) as error:
+        raise OptionError(f"expected a model that its name and options make again, got: {error}") from None
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    modules.save(network, folder / NETWORK)
+    write_atomic(folder / WEIGHTS, blob)
+    if card:
+        write_atomic(folder / CARD, card.encode())
+    write_atomic(folder / CONFIG, text.encode())
+    return folder
+
+
+def from_pretrained(folder: str | Path) -> nn.Module:
+    """The model of a folder written by `save_pretrained`, in evaluation mode; nothing is downloaded.
+
+    The architecture is looked up by name in ``lipkit.models.MODELS``; no file can name anything else. Hash and shapes
+    are checked before memory is allocated. For inference and certificates load the exported network instead:
+    ``lipkit.load(folder / "network")``.
+
+    Raises:
+        DataError: a file is missing, broken or altered, or the weights do not fit the architecture.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads(read_text(folder / CONFIG, _LARGEST_CONFIG))
+        blob = read_bytes(folder / WEIGHTS)
+    except OSError as error:
+        raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{folder / CONFIG}: expected JSON, got: {error}") from None
+    if not isinstance(config, dict) or config.get("schema_version") != SCHEMA_VERSION:
+        got = config.get("schema_version") if isinstance(config, dict) else type(config).__name__
+        raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
+    if hashlib.sha256(blob).hexdigest() != config.get("sha256"):
+        raise DataError(f"{folder / WEIGHTS}: expected the weights with sha256 {config.get('sha256')}, got others")
+    try:
+        tensors = load_safetensors(blob)
+    except SafetensorError as error:
+        raise DataError(f"{folder / WEIGHTS}: expected a safetensors file, got: {error}") from None
+    try:
+        model = _skeleton(config)
+        _check_shapes(model, tensors)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from None
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(tensors, assign=True)
+    return model.eval()
+
+
+def _skeleton(config: Mapping[str, Any]) -> nn.Module:
+    """The architecture of a configuration on torch's meta device: shapes without memory."""
+    section, shape, classes = config.get("model"), config.get("input_shape"), config.get("classes")
+    if not isinstance(section, dict) or not isinstance(section.get("options"), dict):
+        raise DataError(f"expected a model with a name and options, got {str(section)[:80]!r}")
+    if not isinstance(section.get("name"), str) or section["name"] not in models.MODELS:
+        raise DataError(f"expected a model of the table ({', '.join(models.MODELS)}), got {section.get('name')!r}")
+    if not isinstance(shape, list) or not isinstance(classes, list):
+        raise DataError(f"expected input_shape and classes as lists, got {shape!r} and {classes!r}")
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in section["options"].items()}
+    try:
+        with torch.device("meta"):
+            return models.build(section["name"], **options)
+    except (LipkitError, RuntimeError, TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"model {section['name']}: expected options that build it, got: {reason}") from None
+
+
+def _check_shapes(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            raise DataError(f"{key}: expected shape {expected.get(key)}, got {found.get(key)}")
+        if not tensors[key].is_floating_point():
+            raise DataError(f"{key}: expected a floating dtype, got {tensors[key].dtype}")

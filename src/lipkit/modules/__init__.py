@@ -1,0 +1,48 @@
+"""A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
+
+from lipkit.modules import chains, convolutions, dense, normalization, pooling, rearrange, slope_runs  # noqa: F401 (their rules are registered)
+from lipkit.modules.activations import GroupSort, MaxMin, group_sort, maxmin
+from lipkit.modules.dense import Affine
+from lipkit.modules.fourier import FourierConv2d
+from lipkit.modules.guarding import guard
+from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_rules
+from lipkit.modules.network import Network
+from lipkit.modules.phase import PhaseConv2d
+from lipkit.modules.rearrange import ResizeChannels
+from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
+from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
+from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.storage import load, save, sha256
+from lipkit.modules.taylor import TaylorConv2d
+
+__all__ = [
+    "Affine",
+    "ConvexResidual",
+    "FourierConv2d",
+    "GroupSort",
+    "Local",
+    "MaxMin",
+    "Network",
+    "PhaseConv2d",
+    "ResizeChannels",
+    "SandwichBlock",
+    "Shape",
+    "SlopeResidual",
+    "Sum",
+    "TaylorConv2d",
+    "export",
+    "export_rule",
+    "group_sort",
+    "guard",
+    "lipschitz",
+    "lipschitz_rule",
+    "load",
+    "local_error",
+    "maxmin",
+    "output_shape",
+    "rounding_rule",
+    "rounding_rules",
+    "rules",
+    "save",
+    "sha256",
+]

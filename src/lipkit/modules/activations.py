@@ -1,0 +1,429 @@
+r"""Rounding errors of modules that move, compare or transform single numbers.
+
+A scalar function that the machine evaluates within :math:`u (a |h| + b) + j` of the exact one has an error of at most
+:math:`u (a \|h\| + b \sqrt{n}) + j \sqrt{n}` on n numbers. The coefficients follow from the formulas that torch
+evaluates, with an **allowance of 16 units in the last place** for each function of the mathematical library (exp,
+expm1, log1p, tanh, erf): the libraries in use promise 4 or better. The exponential of a softmax is allowed 64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules.machine import Local, Measure, entries, rounding_rule
+from lipkit.modules.rearrange import _check_keeps_batch, export_copy, export_same
+from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.proof.arithmetic import Arithmetic, Line, grow, grow_number, size
+from lipkit.proof.roundoff import to_double
+
+
+class _MaxMin(torch.autograd.Function):
+    """The sorted halves, with the derivative by one mask: a permutation, also where both values are equal."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _sorted_halves(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        a, b = inputs[0].chunk(2, dim=1)
+        ordered = a >= b
+        ctx.save_for_backward(ordered)
+        ctx.save_for_forward(ordered)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (ordered,) = ctx.saved_tensors
+        return _exchanged(ordered, g)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        (ordered,) = ctx.saved_tensors
+        return _exchanged(ordered, t)
+
+
+def _sorted_halves(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=1)
+    return torch.cat((torch.maximum(a, b), torch.minimum(a, b)), dim=1)
+
+
+def _exchanged(keep: Tensor, x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=1)
+    return torch.cat((torch.where(keep, a, b), torch.where(keep, b, a)), dim=1)
+
+
+def maxmin(x: Tensor) -> Tensor:
+    """Split dimension 1 in halves a, b and return (max(a, b), min(a, b)): an isometry at almost every point.
+
+    Args:
+        x: ``(B, C, ...)`` with even C.
+
+    Raises:
+        ShapeError: C is odd.
+
+    >>> maxmin(torch.tensor([[1.0, 5.0, 3.0, 2.0]])).tolist()
+    [[3.0, 5.0, 1.0, 2.0]]
+
+    References:
+        Anil, Lucas & Grosse, ICML 2019 (GroupSort with groups of 2).
+    """
+    channels = x.shape[1]
+    if channels % 2:
+        raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
+    if torch.compiler.is_compiling() or not x.requires_grad:
+        return _sorted_halves(x)
+    y: Tensor = _MaxMin.apply(x)
+    return y
+
+
+def group_sort(x: Tensor, group_size: int) -> Tensor:
+    """Sort each group of ``group_size`` neighbouring channels (dimension 1) in descending order.
+
+    >>> group_sort(torch.tensor([[1.0, 5.0, 3.0, 2.0]]), 2).tolist()
+    [[5.0, 1.0, 3.0, 2.0]]
+
+    References:
+        Anil, Lucas & Grosse, ICML 2019.
+    """
+    channels = x.shape[1]
+    if channels % group_size:
+        raise ShapeError(
+            f"GroupSort: expected a number of channels that is a multiple of {group_size}, "
+            f"got {channels} in shape {tuple(x.shape)}"
+        )
+    return x.unflatten(1, (-1, group_size)).sort(dim=2, descending=True).values.flatten(1, 2)
+
+
+class MaxMin(nn.Module):
+    """:func:`maxmin` as a module. 1-Lipschitz; not allowed inside sandwich, SLL or CPL layers.
+
+    >>> MaxMin()(torch.tensor([[0.0, 1.0]])).tolist()
+    [[1.0, 0.0]]
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return maxmin(x)
+
+
+class GroupSort(nn.Module):
+    """:func:`group_sort` as a module. 1-Lipschitz.
+
+    Args:
+        group_size: number of neighbouring channels that are sorted together, at least 2.
+
+    Raises:
+        OptionError: ``group_size`` is below 2.
+
+    >>> GroupSort(3)
+    GroupSort(group_size=3)
+    """
+
+    def __init__(self, group_size: int = 2) -> None:
+        super().__init__()
+        if group_size < 2:
+            raise OptionError(f"group_size: expected at least 2, got {group_size}")
+        self.group_size = group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return group_sort(x, self.group_size)
+
+    def extra_repr(self) -> str:
+        return f"group_size={self.group_size}"
+
+
+# Largest slope of each activation whose slope is a constant of nature, rounded up in the last digit given.
+# GELU: at x = sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by bisection of the
+# second derivative (tests/protocol/test_slopes.py).
+SLOPES: dict[type[nn.Module], float] = {
+    nn.ReLU: 1.0,
+    nn.ReLU6: 1.0,
+    nn.Tanh: 1.0,
+    nn.Softsign: 1.0,
+    nn.LogSigmoid: 1.0,
+    nn.Tanhshrink: 1.0,
+    nn.Sigmoid: 0.25,
+    nn.Hardsigmoid: math.nextafter(1 / 6, 1),
+    nn.Hardswish: 1.5,
+    nn.SiLU: 1.0998393202,
+    nn.Mish: 1.0884981618,
+    nn.SELU: 1.7580993409,
+}
+
+
+GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
+
+
+# Softplus returns x itself beyond its threshold t, which is lower by log(1 + e^-t) / beta: a jump, below float32
+# rounding of the output from t = 20 (torch's default) on.
+SOFTPLUS_THRESHOLD = 20.0
+
+
+@lipschitz_rule(*SLOPES)
+def _constant_slope(module: nn.Module, input_shape: Shape | None) -> float:
+    return SLOPES[type(module)]
+
+
+def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
+    value = getattr(module, name)
+    if not (math.isfinite(value) and value > 0 and value >= least):
+        wanted = f"at least {least:g}" if least else "a positive finite number"
+        raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
+
+
+@lipschitz_rule(nn.Hardtanh)
+def _hardtanh(module: nn.Hardtanh, input_shape: Shape | None) -> float:
+    return 1.0 if -math.inf < module.min_val <= module.max_val < math.inf else math.inf
+
+
+@lipschitz_rule(nn.Softshrink)
+def _softshrink(module: nn.Softshrink, input_shape: Shape | None) -> float:
+    return 1.0 if 0 <= module.lambd < math.inf else math.inf
+
+
+@lipschitz_rule(nn.CELU)
+def _celu(module: nn.CELU, input_shape: Shape | None) -> float:
+    _positive(module, "alpha", "it grows exponentially otherwise")
+    return 1.0
+
+
+@lipschitz_rule(nn.Softplus)
+def _softplus(module: nn.Softplus, input_shape: Shape | None) -> float:
+    _positive(module, "beta", "it has no rule otherwise")
+    _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
+    return 1.0
+
+
+@lipschitz_rule(nn.GELU)
+def _gelu(module: nn.GELU, input_shape: Shape | None) -> float:
+    return GELU_SLOPES[module.approximate]
+
+
+def _at_least_one(slope: float) -> float:
+    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
+
+
+@lipschitz_rule(nn.LeakyReLU)
+def _leaky_relu(module: nn.LeakyReLU, input_shape: Shape | None) -> float:
+    return _at_least_one(module.negative_slope)
+
+
+@lipschitz_rule(nn.ELU)
+def _elu(module: nn.ELU, input_shape: Shape | None) -> float:
+    return _at_least_one(module.alpha)
+
+
+@lipschitz_rule(nn.PReLU)
+def _prelu(module: nn.PReLU, input_shape: Shape | None) -> Tensor:
+    return to_double(module.weight).abs().amax().clamp_min(1.0)
+
+
+export_rule(*SLOPES, nn.Hardtanh, nn.Softshrink, nn.CELU, nn.GELU, nn.Softplus, nn.LeakyReLU, nn.ELU, nn.PReLU)(
+    export_copy
+)
+
+
+@lipschitz_rule(MaxMin, GroupSort)
+def _sorting(module: nn.Module, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+# Scalar activations whose slope lies in [0, 1] everywhere. Not here: GELU, SiLU, Mish, SELU, Hardswish (slope above 1
+# or below 0), MaxMin and GroupSort (not scalar), Softmax (not elementwise), Hardshrink and Threshold (jumps).
+SLOPE_RESTRICTED: tuple[type[nn.Module], ...] = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.CELU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Hardsigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.LogSigmoid,
+    nn.Hardtanh,
+    nn.Softshrink,
+    nn.Tanhshrink,
+)
+
+
+def slope_restricted(module: nn.Module) -> bool:
+    """Whether ``module`` is a scalar activation with slope in [0, 1] everywhere, parameters considered.
+
+    >>> slope_restricted(nn.ReLU()), slope_restricted(nn.GELU()), slope_restricted(nn.LeakyReLU(0.1))
+    (True, False, True)
+    """
+    kind = type(module)
+    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
+        return 0 <= module.negative_slope <= 1
+    if isinstance(module, nn.ELU) and kind is nn.ELU:
+        return 0 <= module.alpha <= 1
+    if isinstance(module, nn.CELU) and kind is nn.CELU:
+        return 0 < module.alpha < math.inf
+    if isinstance(module, nn.Softplus) and kind is nn.Softplus:
+        return 0 < module.beta < math.inf and 20 <= module.threshold < math.inf
+    if isinstance(module, nn.Hardtanh) and kind is nn.Hardtanh:
+        return -math.inf < module.min_val <= module.max_val < math.inf
+    if isinstance(module, nn.Softshrink) and kind is nn.Softshrink:
+        return 0 <= module.lambd < math.inf
+    return kind in SLOPE_RESTRICTED
+
+
+@lipschitz_rule(nn.Softmax)
+def _softmax(module: nn.Softmax, input_shape: Shape | None) -> float:
+    # Its Jacobian diag(p) - p p^T has norm at most 1/2.
+    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
+    return 0.5
+
+
+# One unit in the last place is at most 2 u of the result.
+LIBRARY = 2 * 16.0
+
+
+SOFTMAX_EXP = 2 * 64.0
+
+
+def pointwise(
+    a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic, largest: float = 0.0
+) -> Measure:
+    """A scalar function within ``u (a |h| + b) + jump`` on every number.
+
+    Args:
+        largest: modulus of the largest parameter that torch converts to the format; one beyond it breaks the function.
+    """
+    root = math.sqrt(entries(input_shape))
+    # Few operations: second-order terms and what is flushed to zero on the way stay below these.
+    factor = grow_number(a * arithmetic.unit * (1 + 2.0**-10))
+    constant = grow_number(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
+
+    def measure(x: torch.Tensor) -> Local:
+        reached = Line(size(x), 1.0)
+        found = reached.times(factor).plus(Line(torch.full_like(reached.at, constant), 0.0))
+        peak = reached.times(grow_number(4.0 + a)).plus(Line(torch.full_like(reached.at, 8.0 + b + largest), 0.0))
+        return Local(found, peak)
+
+    return measure
+
+
+def _rule(kind: type[nn.Module], a: float, b: float) -> None:
+    @rounding_rule(kind)
+    def _(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+        return pointwise(a, b, 0.0, input_shape, arithmetic)
+
+
+for _kind, _a, _b in (
+    (nn.ReLU, 0.0, 0.0),
+    (nn.ReLU6, 0.0, 0.0),
+    (nn.Tanh, LIBRARY + 2, 0.0),
+    # x - tanh(x), |tanh(x)| <= |x|
+    (nn.Tanhshrink, LIBRARY + 4, 0.0),
+    # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
+    (nn.Sigmoid, 1.0, LIBRARY + 4),
+    # min(0, x) - log1p(e^-|x|), with log1p <= log 2
+    (nn.LogSigmoid, 2.0, 2 * LIBRARY + 4),
+    # x / (1 + |x|)
+    (nn.Softsign, 6.0, 0.0),
+    # (x + 3) / 6 and its product by x inside (-3, 3); a rounded 1 / 6
+    (nn.Hardsigmoid, 4.0, 8.0),
+    (nn.Hardswish, 16.0, 0.0),
+    # x / (1 + e^-x) or x times the sigmoid
+    (nn.SiLU, LIBRARY + 8, 0.0),
+    # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
+    (nn.Mish, 4 * LIBRARY + 8, 0.0),
+    # 1.0508 x and 1.7581 (e^x - 1), the latter perhaps as a difference
+    (nn.SELU, 2 * LIBRARY + 8, 2 * LIBRARY + 8),
+    # x / 2 (1 + erf or tanh): the bracket is within (library + 8) u of its value, its argument within a few u
+    (nn.GELU, 2 * LIBRARY + 16, 0.0),
+):
+    _rule(_kind, _a, _b)
+
+
+@rounding_rule(nn.LeakyReLU, nn.PReLU)
+def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    slope = float(module.weight.detach().abs().amax()) if isinstance(module, nn.PReLU) else abs(module.negative_slope)
+    lost = arithmetic.tiny / arithmetic.unit  # a slope below the normal range may count as 0
+    return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)
+
+
+@rounding_rule(nn.ELU)
+def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    alpha = max(1.0, abs(module.alpha))
+    return pointwise((LIBRARY + 4) * alpha, (LIBRARY + 4) * alpha, 0.0, input_shape, arithmetic)
+
+
+@rounding_rule(nn.CELU)
+def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha: one below the normal range may count as 0, and with it all of x
+    inverse = 1 / module.alpha
+    lost = 0.0 if inverse >= arithmetic.tiny else 2 / arithmetic.unit
+    largest = max(module.alpha, inverse)
+    return pointwise(LIBRARY + 8 + lost, (LIBRARY + 8) * module.alpha, 0.0, input_shape, arithmetic, largest)
+
+
+@rounding_rule(nn.Softplus)
+def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # log1p(e^(beta x)) / beta, and x itself beyond the threshold: a jump of log1p(e^-threshold) / beta, at a threshold
+    # that beta x reaches within its rounding
+    beta, threshold = float(module.beta), float(module.threshold)
+    jump = math.exp(-threshold * (1 - 2.0**-20)) / beta * (1 + 2.0**-40)
+    found = pointwise(LIBRARY + 8, (2 * LIBRARY + 8) / beta, jump, input_shape, arithmetic, max(beta, threshold))
+    # The exponential must not overflow: below a low threshold it stays under a 64th of the range. Otherwise, with
+    # z = beta x and the largest z that is allowed, m, e^z <= 1 + e^m z / m up to there: a bound that is linear in x and
+    # uses up the room at m. Entries of an input at a distance s are below the largest one of the sample plus s.
+    most = math.log(arithmetic.largest / 64)
+    if threshold * (1 + 2.0**-20) <= most:
+        return found
+    slope = grow_number(arithmetic.room / most * beta)
+
+    def measure(x: torch.Tensor) -> Local:
+        local, furthest = found(x), x.detach().double().flatten(1).amax(1).clamp_min(0.0)
+        rising = Line(furthest, 1.0).times(slope) if slope < math.inf else Line(torch.full_like(furthest, slope), 0.0)
+        return local._replace(peak=local.peak.plus(rising))
+
+    return measure
+
+
+@rounding_rule(nn.Hardtanh)
+def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # The limits are rounded to the format.
+    return pointwise(0.0, max(abs(module.min_val), abs(module.max_val)), 0.0, input_shape, arithmetic)
+
+
+@rounding_rule(nn.Softshrink)
+def _softshrink_error(module: nn.Softshrink, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return pointwise(2.0, 4 * abs(module.lambd), 0.0, input_shape, arithmetic)
+
+
+@rounding_rule(MaxMin, GroupSort, nn.MaxPool2d)
+def _compare(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    shape = output_shape(module, input_shape)
+    return pointwise(0.0, 0.0, 0.0, shape if entries(shape) > entries(input_shape) else input_shape, arithmetic)
+
+
+@rounding_rule(nn.Softmax)
+def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # e^-d / sum, d >= 0 the distance to the largest entry: rounding d moves e^-d by at most u d e^-d <= 0.37 u, and
+    # the sum of n of them by at most 0.37 n u; the results have a norm of at most 1 in each group of n.
+    # The implicit dimension counts as the whole sample.
+    dim = module.dim
+    n = entries(input_shape)
+    if isinstance(dim, int) and dim != 0 and -len(input_shape) <= dim <= len(input_shape):
+        n = input_shape[dim - 1] if dim > 0 else input_shape[dim]
+    groups = math.sqrt(entries(input_shape) / n)
+    each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
+    constant = grow_number(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
+
+    def measure(x: torch.Tensor) -> Local:
+        reached = Line(size(x), 1.0)
+        peak = reached.times(4.0).plus(Line(torch.full_like(reached.at, 4.0 * n), 0.0))
+        return Local(Line(grow(torch.full_like(reached.at, constant)), 0.0), peak)
+
+    return measure
+
+
+export_rule(GroupSort, MaxMin)(export_same)

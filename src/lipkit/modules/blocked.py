@@ -1,0 +1,129 @@
+r"""Linear layers whose inner products are summed in blocks: the same functions, with smaller rounding errors.
+
+A sum of n terms in an unknown order may lose n units of roundoff. Summed in blocks of b and the blocks pairwise, no
+term meets more than :math:`b + \log_2(n / b)` additions, and that bounds the error whatever a library does inside a
+block.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 16
+
+
+_Blocked = TypeVar("_Blocked", "BlockedLinear", "BlockedConv2d")
+
+
+def pairwise(parts: Tensor) -> Tensor:
+    """The sum over dimension 0, by halves.
+
+    >>> pairwise(torch.arange(5.0)[:, None])
+    tensor([10.])
+    """
+    while len(parts) > 1:
+        half = len(parts) // 2
+        rest = parts[2 * half :]
+        parts = parts[:half] + parts[half : 2 * half]
+        if len(rest):
+            parts = torch.cat((parts, rest))
+    return parts[0]
+
+
+def blocked_product(x: Tensor, weight: Tensor, block: int) -> Tensor:
+    r"""``x @ weight.mT`` for x ``(..., N, n)`` and weight ``(m, n)``, in blocks of ``block`` terms.
+
+    >>> blocked_product(torch.ones(2, 5), torch.ones(3, 5), 2).tolist()
+    [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
+    """
+    n = weight.shape[1]
+    fill = -n % block if n > block else 0
+    if fill:
+        x, weight = F.pad(x, (0, fill)), F.pad(weight, (0, fill))
+    size = min(block, n)
+    flat = x.reshape(-1, x.shape[-1])
+    # One batched product, (k, N, b) by (k, b, m): the blocks are never added inside it.
+    parts = flat.unflatten(1, (-1, size)).transpose(0, 1) @ weight.unflatten(1, (-1, size)).permute(1, 2, 0)
+    return pairwise(parts).reshape(*x.shape[:-1], len(weight))
+
+
+def _twin(kind: type[_Blocked], layer: nn.Module, block: int) -> _Blocked:
+    """A copy of the layer as one of ``kind``, a class that adds nothing to its state but ``block``."""
+    twin = copy.deepcopy(layer)
+    twin.__class__ = kind
+    assert isinstance(twin, kind)
+    twin.block = block
+    return twin
+
+
+class BlockedLinear(nn.Linear):
+    """``nn.Linear`` with its inner products in blocks.
+
+    >>> layer = nn.Linear(100, 3)
+    >>> x = torch.randn(2, 100)
+    >>> torch.allclose(BlockedLinear.of(layer)(x), layer(x), atol=1e-5)
+    True
+    """
+
+    block = BLOCK
+
+    @classmethod
+    def of(cls, layer: nn.Linear, block: int = BLOCK) -> BlockedLinear:
+        """The same layer, a copy of its numbers."""
+        return _twin(cls, layer, block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = blocked_product(x, self.weight, self.block)
+        return y if self.bias is None else y + self.bias
+
+
+class BlockedConv2d(nn.Conv2d):
+    """``nn.Conv2d`` without groups, by windows and products in blocks.
+
+    >>> layer = nn.Conv2d(5, 3, 3, padding=1, stride=2, padding_mode="circular")
+    >>> x = torch.randn(2, 5, 6, 7)
+    >>> torch.allclose(BlockedConv2d.of(layer)(x), layer(x), atol=1e-5)
+    True
+    """
+
+    block = BLOCK
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d, block: int = BLOCK) -> BlockedConv2d:
+        """The same layer, a copy of its numbers."""
+        return _twin(cls, layer, block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        padded = F.pad(x, list(self._reversed_padding_repeated_twice), mode=mode)
+        kernel, dilation, stride = (tuple(v) for v in (self.kernel_size, self.dilation, self.stride))
+        sides = [
+            (n - d * (k - 1) - 1) // s + 1
+            for n, d, k, s in zip(padded.shape[2:], dilation, kernel, stride, strict=True)
+        ]
+        windows = F.unfold(padded, kernel, dilation=dilation, stride=stride).mT
+        y = blocked_product(windows, self.weight.flatten(1), self.block).mT.unflatten(2, sides)
+        return y if self.bias is None else y + self.bias[:, None, None]
+
+
+def blocked(module: nn.Module, block: int = BLOCK) -> nn.Module:
+    """A copy in which every ``nn.Linear`` and every ``nn.Conv2d`` without groups sums in blocks.
+
+    Fourier and phase layers keep their products: these are short, a side of the image or its channels.
+
+    >>> [type(m).__name__ for m in blocked(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))]
+    ['BlockedLinear', 'ReLU']
+    """
+    if type(module) is nn.Linear:
+        return BlockedLinear.of(module, block)
+    if type(module) is nn.Conv2d and module.groups == 1:
+        return BlockedConv2d.of(module, block)
+    twin = copy.deepcopy(module)
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else blocked(child, block)
+    return twin

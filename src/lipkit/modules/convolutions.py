@@ -1,0 +1,207 @@
+r"""Rules of torch's convolutions: the bound of the kernel times the norm of the padding.
+
+A strided convolution is one of stride 1 after a permutation of pixels, so its bound is that of the polyphase kernel.
+
+A padded convolution is the convolution of the plane restricted to a window, after an operator :math:`P` that copies
+pixels into the border. Every padded pixel is one pixel of the image, so the columns of P are orthogonal and
+:math:`\|P\|_2^2` is the largest number of copies of a pixel (itself included), the product over the axes of
+
+* zeros: 1;
+* replicate: 1 + the wider border (both borders together on an image of one pixel);
+* reflect: 2, or 3 where both borders reach the same pixel (together at least n - 1 of n >= 3), 1 without a border;
+* circular: at most one more for each whole period: here only paddings of at most ``dilation (k - 1)`` in total are
+  accepted, for which the outputs are those of one period and the norm is that of the circular convolution.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.bounds import circular, polyphase, symbol_sup
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules.dense import inner_products
+from lipkit.modules.machine import Measure, entries, rounding_rule
+from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.proof.arithmetic import (
+    Arithmetic,
+)
+from lipkit.proof.roundoff import up
+
+_Conv = nn.Conv1d | nn.Conv2d
+
+
+_Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d
+
+
+def _check_dims(module: nn.Module, input_shape: Shape | None, dims: int) -> None:
+    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
+    if input_shape is not None and len(input_shape) != dims:
+        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
+
+
+def _kernel(module: nn.Module) -> Tensor:
+    """The weight with two spatial axes."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight if weight.ndim == 4 else weight[:, :, None]
+
+
+def copies(mode: str, before: int, after: int, size: int | None) -> int:
+    """Largest number of copies of a pixel along an axis of ``size`` pixels (None: any) padded by ``before, after``.
+
+    >>> copies("replicate", 2, 1, 8), copies("reflect", 1, 1, 8), copies("reflect", 1, 1, 3), copies("zeros", 5, 5, 8)
+    (3, 2, 3, 1)
+    """
+    before, after = max(before, 0), max(after, 0)
+    if mode == "replicate":
+        return 1 + (before + after if size is None or size == 1 else max(before, after))
+    if mode == "reflect":
+        meet = before and after and (size is None or 3 <= size <= before + after + 1)
+        return 3 if meet else 2 if before or after else 1
+    return 1
+
+
+def _axes(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """One number for each of two spatial axes."""
+    return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def kernel_with_stride(module: _Conv | _Transposed) -> Tensor:
+    """A kernel whose convolution with stride 1 has at least the norm of this one of the plane: mostly the same norm.
+
+    >>> kernel_with_stride(nn.Conv2d(3, 8, 4, stride=4)).shape
+    torch.Size([8, 48, 1, 1])
+    """
+    kernel, stride = _kernel(module), _axes(module.stride)
+    # Taps that are spread by a dilation meet the phases in another pattern: there the stride is not used.
+    plain = all(d == 1 or k == 1 for d, k in zip(_axes(module.dilation), kernel.shape[2:], strict=True))
+    return polyphase(kernel, stride) if plain else kernel
+
+
+def _on_plane(module: _Conv | _Transposed) -> Tensor:
+    return symbol_sup(kernel_with_stride(module), groups=module.groups)
+
+
+@lipschitz_rule(nn.Conv1d, nn.Conv2d)
+def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
+    name = f"nn.{type(module).__name__}"
+    axes = module.weight.ndim - 2
+    _check_dims(module, input_shape, axes + 1)
+    kernel, groups, mode = _kernel(module), module.groups, module.padding_mode
+    if mode == "zeros":
+        return _on_plane(module)
+    # What the forward pass hands to F.pad: the last axis first, before and after.
+    flat = list(module._reversed_padding_repeated_twice)
+    pads = [(flat[2 * i], flat[2 * i + 1]) for i in reversed(range(axes))]
+    if mode in ("reflect", "replicate"):
+        sizes = input_shape[1:] if input_shape is not None else (None,) * axes
+        count = math.prod(copies(mode, *pad, size) for pad, size in zip(pads, sizes, strict=True))
+        bound = _on_plane(module)
+        return up(bound * math.sqrt(count), 3) if count > 1 else bound
+    if mode != "circular":
+        raise NoRuleError(f"{name}: expected padding_mode 'zeros', 'circular', 'reflect' or 'replicate', got {mode!r}")
+    reach = [(size - 1) * d for size, d in zip(module.weight.shape[2:], module.dilation, strict=True)]
+    padded = [before + after for before, after in pads]
+    if any(p > r for p, r in zip(padded, reach, strict=True)):
+        raise NoRuleError(
+            f"{name} with circular padding: expected at most {reach} padded rows and columns in total "
+            f"(dilation x (kernel_size - 1)), got {padded}: outputs beyond one period repeat and raise the norm"
+        )
+    if input_shape is not None and all(d == 1 for d in module.dilation):
+        sides, stride = _axes(input_shape[1:]), _axes(module.stride)
+        if all(side % s == 0 for side, s in zip(sides, stride, strict=True)):
+            kernel, sides = polyphase(kernel, stride), (sides[0] // stride[0], sides[1] // stride[1])
+        # Else the windows are some of those of stride 1.
+        return circular(kernel, *sides, groups=groups)
+    # Of every image size, also those in which the last window meets the first one out of phase.
+    return symbol_sup(kernel, groups=groups)
+
+
+@lipschitz_rule(nn.ConvTranspose1d, nn.ConvTranspose2d)
+def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
+    # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
+    _check_dims(module, input_shape, module.weight.ndim - 1)
+    if module.padding_mode != "zeros":
+        raise NoRuleError(f"nn.{type(module).__name__}: expected padding_mode 'zeros', got {module.padding_mode!r}")
+    return _on_plane(module)
+
+
+@export_rule(nn.Conv3d, nn.ConvTranspose3d)
+def _export_three_dimensional(module: nn.Module, input_shape: Shape) -> NoReturn:
+    raise _three(module)
+
+
+@lipschitz_rule(nn.Conv3d, nn.ConvTranspose3d)
+def _three_dimensional(module: nn.Module, input_shape: Shape | None) -> NoReturn:
+    raise _three(module)
+
+
+def _three(module: nn.Module) -> NoRuleError:
+    return NoRuleError(
+        f"nn.{type(module).__name__}: expected a convolution of one or two dimensions, got three: its symbol has three "
+        "frequencies, which no bound here covers; register a rule with lipkit.modules.lipschitz_rule"
+    )
+
+
+@export_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+    _check_dims(module, input_shape, module.weight.ndim - 1)  # type: ignore[arg-type, operator]
+    output_shape(module, input_shape)
+    return copy.deepcopy(module)
+
+
+def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
+    """Whether some pixel lies in two windows of the convolution: its kernel reaches further than its stride.
+
+    Where none does, the layer is a product of matrices, and no fast algorithm has anything to share between windows.
+
+    >>> windows_overlap(nn.Conv2d(3, 8, 2, stride=2)), windows_overlap(nn.Conv2d(3, 8, 3, stride=2))
+    (False, True)
+    """
+    reach = (d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
+    return any(one >= step for one, step in zip(reach, conv.stride, strict=True))
+
+
+def padded_copies(module: _Conv, input_shape: Shape) -> float:
+    """The most copies of one pixel in the padded image."""
+    if module.padding_mode == "zeros" or isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d):
+        return 1.0
+    sizes = input_shape[1:]
+    grid = torch.arange(math.prod(sizes), dtype=torch.float64).reshape(1, 1, *sizes)
+    mode = module.padding_mode
+    padded = F.pad(grid, list(module._reversed_padding_repeated_twice), mode=mode)
+    return float(torch.bincount(padded.flatten().long()).amax())
+
+
+@rounding_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
+    groups, taps = module.groups, math.prod(module.weight.shape[2:])
+    absolute = copy.deepcopy(module)
+    absolute.weight.data = module.weight.detach().abs()
+    if module.bias is not None and absolute.bias is not None:
+        absolute.bias.data = module.bias.detach().abs()
+
+    def sums(w: Tensor) -> tuple[float, float]:
+        # Each channel on one side against the channels of its group on the other, over all taps.
+        grouped = w.flatten(2).sum(2).unflatten(0, (groups, -1))
+        one, other = float(grouped.sum(2).amax()), float(grouped.sum(1).amax())
+        return (other, one) if transposed else (one, other)
+
+    return inner_products(
+        absolute,
+        sums,
+        module.weight,
+        module.in_channels // groups * taps,
+        entries(output_shape(module, input_shape)),
+        arithmetic,
+        copies=1.0
+        if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
+        else padded_copies(module, input_shape),
+        blocked=type(module) is nn.Conv2d and groups == 1,
+    )

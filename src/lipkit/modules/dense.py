@@ -1,0 +1,225 @@
+r"""Rounding errors of linear layers whose weights are inner products: dense layers, convolutions, scalings, averages.
+
+The machine's :math:`\hat y_i` of :math:`y_i = \sum_j w_{ij} h_j + b_i`, n terms in any order, is within
+
+.. math:: \gamma_d \Big(\sum_j |w_{ij}| |h_j| + |b_i|\Big)
+          + \eta \Big(\sum_j |w_{ij}| + \sum_{j: |w_{ij}| < \eta} |h_j| + 2 n + 2\Big), \qquad d = n + 1
+
+of it. The first sum is measured at the sample, :math:`\| |W| |x| \|`, and grows by at most :math:`\| |W| \| s`
+around it; :math:`\| |W| \|_2` is bounded by the root of its largest row sum times its largest column sum (Schur).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import ShapeError
+from lipkit.modules.machine import Local, Measure, entries, rounding_rule
+from lipkit.modules.rearrange import export_same
+from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.proof.arithmetic import (
+    FLOAT64,
+    Arithmetic,
+    Line,
+    grow,
+    grow_number,
+    multiply_numbers,
+    size,
+)
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import to_double
+
+
+@lipschitz_rule(nn.Linear)
+def _linear(module: nn.Linear, input_shape: Shape | None) -> Tensor:
+    return spectral_norm(module.weight)
+
+
+class Affine(nn.Module):
+    """``y = scale * x + shift`` per channel (dimension 1), with constant buffers.
+
+    Args:
+        scale, shift: tensors ``(C,)``, or ``(1,)`` for one value for every channel.
+
+    Raises:
+        ShapeError: other shapes, or an input with another number of channels (it would be repeated).
+
+    >>> import torch
+    >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
+    [[1.0, 1.0, 1.0]]
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        if scale.ndim != 1 or scale.shape != shift.shape or not len(scale):
+            raise ShapeError(
+                f"Affine: expected scale and shift of one shape (C,), got {tuple(scale.shape)} and {tuple(shift.shape)}"
+            )
+        self.register_buffer("scale", scale.detach().clone())
+        self.register_buffer("shift", shift.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or len(self.scale) not in (1, x.shape[1]):
+            raise ShapeError(f"Affine: expected {len(self.scale)} channels in dimension 1, got shape {tuple(x.shape)}")
+        shape = (-1,) + (1,) * (x.ndim - 2)
+        return x * self.scale.view(shape) + self.shift.view(shape)
+
+    def extra_repr(self) -> str:
+        return f"channels={len(self.scale)}"
+
+
+@lipschitz_rule(Affine)
+def _affine(module: Affine, input_shape: Shape | None) -> Tensor:
+    return to_double(module.scale).abs().amax()
+
+
+_PerOutput = Callable[[Tensor], Tensor]
+
+
+_Conv = nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
+
+
+def inner_products(
+    absolute: Callable[[Tensor], Tensor],
+    sums: Callable[[Tensor], tuple[float, float]],
+    weight: Tensor,
+    terms: int,
+    outputs: int,
+    arithmetic: Arithmetic,
+    *,
+    copies: float = 1.0,
+    blocked: bool = True,
+) -> Measure:
+    """The bound of the module docstring.
+
+    Args:
+        absolute: |x| to ``|W| |x| + |b|``.
+        sums: |W| to its largest row sum and its largest column sum.
+        weight: the stored numbers of W.
+        terms: n, the most terms of one output.
+        outputs: how many outputs a sample has.
+        copies: the most copies of an input that a padding makes.
+        blocked: whether an evaluator that sums in blocks does so here.
+    """
+    magnitude = weight.detach().abs().double()
+    depth = arithmetic.depth(terms) if blocked else terms
+    error = arithmetic.gamma(depth + 1 + arithmetic.stored)
+    up = 1 + FLOAT64.gamma(weight.numel() + terms + 16)
+    row, column = (value * up for value in sums(magnitude))
+    norm = grow_number(math.sqrt(row * column * copies))
+    lost = 0.0
+    if _has_subnormal(magnitude, arithmetic):
+        tiny = (magnitude < arithmetic.tiny) & (magnitude > 0)
+        row_count, column_count = sums(tiny.double())
+        lost = multiply_numbers(grow_number(math.sqrt(row_count * column_count * copies)), arithmetic.tiny)
+    floor = multiply_numbers(math.sqrt(outputs) * (row + 2 * terms + 2), arithmetic.tiny)
+    biggest = float(magnitude.amax()) if magnitude.numel() else 0.0
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(grow(size(absolute(x.abs())) * up), norm)
+        found = (
+            reached.times(error)
+            .plus(Line(size(x), 1.0).times(lost))
+            .plus(Line(torch.full_like(reached.at, floor), 0.0))
+        )
+        peak = reached.times(1 + error if error < math.inf else 1.0)
+        return Local(found, Line(peak.at + biggest, peak.slope))
+
+    return measure
+
+
+@rounding_rule(nn.Linear)
+def _linear_error(module: nn.Linear, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    weight, bias = module.weight.abs(), None if module.bias is None else module.bias.abs()
+    return inner_products(
+        lambda x: F.linear(x, weight, bias),
+        lambda w: (float(w.sum(1).amax()), float(w.sum(0).amax())),
+        module.weight,
+        module.in_features,
+        entries(output_shape(module, input_shape)),
+        arithmetic,
+    )
+
+
+def last_layer(
+    module: nn.Linear, arithmetic: Arithmetic
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], Tensor]]:
+    """The rounding error of each output of a dense layer alone.
+
+    Returns:
+        ``at``: inputs (N, n) to the error (N, K) there; ``slope`` (K,): what it grows by per distance from them;
+        ``peak``: inputs to the size (N, K) of the numbers on the way.
+    """
+    weight = module.weight.detach().abs()
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().abs()
+    n = module.in_features
+    error = arithmetic.gamma(arithmetic.depth(n) + 1 + arithmetic.stored)
+    up = 1 + FLOAT64.gamma(n + 16)
+    tiny = ((weight < arithmetic.tiny) & (weight > 0)).double()
+    norms = size(weight)
+    zero = weight.amax(1) == 0
+    slope = grow(norms * error + tiny.sum(1).sqrt() * arithmetic.tiny)
+    floor = arithmetic.tiny * (weight.sum(1) + 2 * n + 2) * up
+
+    def peak(x: Tensor) -> Tensor:
+        return grow(F.linear(x.abs(), weight, bias) * up)
+
+    def at(x: Tensor) -> Tensor:
+        return grow(peak(x) * error + F.linear(x.abs(), tiny) * arithmetic.tiny * up + floor)
+
+    return at, torch.where(zero, 0.0, slope), peak
+
+
+def scaling(
+    scale: Tensor,
+    shift: Tensor,
+    operations: int,
+    input_shape: Shape,
+    arithmetic: Arithmetic,
+    stored: float = 0.0,
+    lost: float = 0.0,
+) -> Measure:
+    """Channels (dimension 1) times ``scale`` plus ``shift``, by that many chained operations.
+
+    Args:
+        stored: the largest modulus among the numbers that both are made of.
+        lost: what the scale may be off by, absolutely, before it is made.
+    """
+    shape = (-1,) + (1,) * (len(input_shape) - 1)
+    scale, shift = scale.detach().double().abs().view(shape), shift.detach().double().abs().view(shape)
+    error = arithmetic.gamma(operations + 2 * arithmetic.stored)
+    largest = grow_number(float(scale.amax()))
+    lost += arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
+    floor = math.sqrt(entries(input_shape)) * (arithmetic.tiny * (largest + 4 * operations + stored) + lost * stored)
+    biggest = max(largest, stored)
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(grow(size(x.abs() * scale + shift)), largest)
+        error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
+        peak = reached.times(2.0)
+        return Local(
+            error_line.plus(Line(torch.full_like(reached.at, floor), 0.0)), Line(peak.at + biggest, peak.slope)
+        )
+
+    return measure
+
+
+def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
+    magnitude = values.detach().abs()
+    return bool(((magnitude < arithmetic.tiny) & (magnitude > 0)).any())
+
+
+@rounding_rule(Affine)
+def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return scaling(module.scale, module.shift, 3, input_shape, arithmetic)
+
+
+export_rule(Affine)(export_same)

@@ -1,0 +1,164 @@
+"""Refusal of modules whose forward pass is not the one that their type names.
+
+Seen are hooks, methods replaced on the instance or on a class, parametrizations, weights that are not ordinary tensors
+of numbers, and modes that change the operations of torch. Not seen is code that was changed below the classes: torch's
+own functions, the code object of a method, or a method that asks whether it is being traced (`docs/rounding.md`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils._device import DeviceContext
+
+from lipkit.errors import NoRuleError
+
+# What a call of a module goes through in nn.Module; of the classes below it every method counts.
+_CALLED = (
+    "__call__",
+    "__getattr__",
+    "__getattribute__",
+    "_call_impl",
+    "_compiled_call_impl",
+    "_slow_forward",
+    "_wrapped_call_impl",
+    "forward",
+)
+
+
+# The methods of each class when a rule was registered for it: a rule speaks of those functions and no others.
+_METHODS: dict[type, dict[str, object]] = {}
+
+
+def type_name(kind: type) -> str:
+    """The full name of a type."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def remember(kind: type[nn.Module]) -> None:
+    """Note the methods of a class and its bases as those that a rule is about; the first time counts."""
+    for base in kind.__mro__[:-1]:
+        _METHODS.setdefault(base, _methods(base))
+
+
+def _methods(kind: type) -> dict[str, object]:
+    own = vars(kind)
+    if kind is nn.Module:
+        return {name: own[name] for name in _CALLED if name in own}
+    return {name: value for name, value in own.items() if callable(value) or hasattr(type(value), "__get__")}
+
+
+def guard(module: nn.Module) -> None:
+    """Refuse a module whose forward pass may not be the one that its type names.
+
+    Raises:
+        NoRuleError: forward hooks or pre-hooks (of the module or global), methods replaced on the instance or on a
+            class, parametrizations, weights that are not ordinary dense tensors, a mode of torch that sees its
+            operations.
+    """
+    _refuse_modes()
+    name = type_name(type(module))
+    _refuse_hooks(module, name)
+    _refuse_methods(module, name)
+    _refuse_weights(module, name)
+
+
+def _refuse_modes() -> None:
+    # torch has no public getters; where the private ones are missing no mode counts as active.
+    functions: list[Any] = getattr(torch.overrides, "_get_current_function_mode_stack", list)()
+    dispatch: list[Any] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    for mode in (*functions, *dispatch):
+        # A default device only says where new tensors go.
+        if type(mode) is not DeviceContext or mode.device.type == "meta":
+            raise NoRuleError(
+                f"expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
+                f"{type_name(type(mode))}: leave it first"
+            )
+
+
+def _refuse_hooks(module: nn.Module, name: str) -> None:
+    if parametrize.is_parametrized(module):
+        raise NoRuleError(
+            f"{name} has parametrizations on {sorted(module.parametrizations)}, "  # type: ignore[arg-type]
+            "expected none: use torch.nn.utils.parametrize.remove_parametrizations(..., leave_parametrized=True) "
+            "on a copy to bound the effective weight"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise NoRuleError(
+            f"{name} has forward hooks or pre-hooks, which can change its output, expected none: remove them"
+        )
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise NoRuleError(
+            f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
+        )
+
+
+def _refuse_methods(module: nn.Module, name: str) -> None:
+    kind = type(module)
+    for attribute, value in vars(module).items():
+        if attribute == "_compiled_call_impl" and value is not None:
+            raise NoRuleError(
+                f"{name} has a _compiled_call_impl, which replaces its forward pass, expected none: take the module as "
+                "it was before .compile(), or set that attribute to None"
+            )
+        if callable(getattr(kind, attribute, None)):
+            raise NoRuleError(
+                f"{name} has an instance-level {attribute!r} that hides the method of its class, expected none: "
+                "make it a subclass with its own rule"
+            )
+    for base in kind.__mro__[:-1]:
+        known = _METHODS.get(base)
+        now = None if known is None else _methods(base)
+        if now is not None and known is not None and now != known:
+            changed = sorted(key for key in {*known, *now} if known.get(key) is not now.get(key))
+            raise NoRuleError(
+                f"the class {type_name(base)}, which {name} is or derives from, has methods that were replaced after "
+                f"its rule was registered, {', '.join(changed)}; expected the original ones: make it a subclass with "
+                "its own rule"
+            )
+
+
+def _refuse_weights(module: nn.Module, name: str) -> None:
+    own = vars(module)
+    for key, value in (*own["_parameters"].items(), *own["_buffers"].items(), *own.items()):
+        if not isinstance(value, Tensor):
+            continue
+        if type(value) not in (Tensor, nn.Parameter):
+            got = f"a {type_name(type(value))}, whose operations are its own: replace it by a torch.Tensor"
+        elif value.is_meta:
+            got = "one on the meta device, which holds no numbers: load it first"
+        elif value.layout is not torch.strided:
+            got = f"one of layout {value.layout}: replace it by its .to_dense()"
+        elif value.is_quantized:
+            got = f"one of dtype {value.dtype}: replace it by its .dequantize()"
+        else:
+            continue
+        raise NoRuleError(f"{name}: expected {key!r} as an ordinary dense tensor, got {got}")
+
+
+# What holds a network as an attribute, by name: some of these types are slow to import.
+_WRAPPERS = {
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+}
+
+
+def refuse_wrapper(module: object, function: str) -> None:
+    """Refuse a module that only wraps a network, naming the attribute that holds it.
+
+    Raises:
+        NoRuleError: data parallel and averaged models, and those of ``torch.compile``.
+    """
+    for kind in type(module).__mro__:
+        if attribute := _WRAPPERS.get(type_name(kind)):
+            raise NoRuleError(
+                f"{function}: expected the network itself, got {type_name(type(module))}, which wraps it: pass its "
+                f".{attribute}"
+            )

@@ -1,0 +1,99 @@
+"""The result of an export: a chain of plain modules for one input shape."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lipkit.errors import ShapeError
+
+
+def _flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | None]]:
+    """The chain without nesting and identities; each module with its multiplier, if it has one."""
+    flat: list[tuple[nn.Module, Tensor | None]] = []
+    for module in modules:
+        if isinstance(module, Network):
+            flat.extend((child, module.multiplier(i)) for i, child in enumerate(module))
+        elif type(module) is nn.Sequential:
+            flat.extend(_flatten(module))
+        elif type(module) is not nn.Identity:
+            flat.append((module, None))
+    return flat
+
+
+class Network(nn.Sequential):
+    """A constant network of plain modules: what is evaluated, certified, attacked and shipped.
+
+    Chains inside are flattened and identities dropped, so the last module of a classifier is its last linear layer.
+    It is in evaluation mode and nothing in it asks for a gradient.
+
+    Args:
+        modules: plain modules, applied in order.
+        input_shape: shape of one input, without the batch; another one raises ``ShapeError``.
+        multipliers: for activations between linear layers, by index in the flat chain: positive diagonals ``(n,)`` of
+            the LMI (``lipkit.bounds.lmi``) that bounds the whole run of linear layers. They travel with the network
+            and are a claim that is checked, never trusted.
+
+    Attributes:
+        input_range: (low, high) of every entry of the inputs that the network was made for, such as (0, 1) of images;
+            None where nobody said. Certificates refuse inputs outside. It is stored, and no part of
+                `lipkit.modules.sha256`.
+
+    >>> import torch
+    >>> net = Network([nn.Flatten(), nn.Sequential(nn.ReLU(), nn.Identity())], (1, 2, 2))
+    >>> len(net), net(torch.ones(3, 1, 2, 2)).shape
+    (2, torch.Size([3, 4]))
+    """
+
+    input_range: tuple[float, float] | None = None
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        input_shape: tuple[int, ...],
+        multipliers: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        flat = _flatten(modules)
+        super().__init__(*(module for module, _ in flat))
+        try:
+            self.input_shape = tuple(operator.index(n) for n in input_shape)
+        except TypeError:
+            self.input_shape = ()
+        if not self.input_shape or min(self.input_shape) < 1:
+            raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
+        given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})
+        for i, values in sorted(given.items()):
+            if not 0 <= i < len(flat) or values.ndim != 1:
+                raise ShapeError(
+                    f"multiplier {i}: expected shape (n,) at an index below {len(flat)}, got {tuple(values.shape)}"
+                )
+            self.register_buffer(f"multiplier{i}", values.detach().clone())
+        self.requires_grad_(False)
+        self.eval()
+
+    def multiplier(self, index: int) -> Tensor | None:
+        """The multiplier of the module at ``index``, if it has one."""
+        return self._buffers.get(f"multiplier{index}")
+
+    def multipliers(self) -> dict[int, Tensor]:
+        """Every multiplier, by index in the chain."""
+        found = {i: self.multiplier(i) for i in range(len(self))}
+        return {i: m for i, m in found.items() if m is not None}
+
+    def __getitem__(self, index: slice | int) -> Any:
+        # A part of the chain has another input shape: it is an ordinary Sequential.
+        modules = list(self)[index]
+        return nn.Sequential(*modules) if isinstance(modules, list) else modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        if tuple(x.shape[1:]) != self.input_shape:
+            raise ShapeError(f"expected input of shape (B, *{self.input_shape}), got {tuple(x.shape)}")
+        for module in self:
+            x = module(x)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"input_shape={self.input_shape}"

@@ -1,0 +1,155 @@
+"""Pooling: Lipschitz constants of windows, overlapping ones included, and the rounding of averages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules.machine import Local, Measure, entries, rounding_rule
+from lipkit.modules.rearrange import _check_dims
+from lipkit.modules.registry import Shape, lipschitz, lipschitz_rule, output_shape
+from lipkit.proof.arithmetic import (
+    FLOAT64,
+    Arithmetic,
+    Line,
+    grow,
+    grow_number,
+    size,
+)
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import gamma
+
+
+def overlap(kernel: int, stride: int, dilation: int = 1) -> int:
+    """The most windows that one pixel can lie in, on one axis.
+
+    Taps at multiples of ``dilation`` meet a pixel only if they agree with it modulo the stride.
+
+    >>> overlap(3, 2), overlap(2, 2), overlap(3, 1), overlap(2, 2, 2)
+    (2, 1, 3, 2)
+    """
+    return math.ceil(kernel / (stride // math.gcd(dilation, stride)))
+
+
+def max_pool_constant(kernels: list[int], strides: list[int], dilations: list[int]) -> float:
+    """``sqrt`` of the overlap: each output picks one pixel, and a pixel is picked at most that often.
+
+    >>> max_pool_constant([3, 3], [2, 2], [1, 1])
+    2.0000000000000004
+    """
+    count = math.prod(overlap(k, s, d) for k, s, d in zip(kernels, strides, dilations, strict=True))
+    root = math.sqrt(count)
+    return root if count == 1 else math.nextafter(root, math.inf)
+
+
+def average_matrix(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> Tensor:
+    """The 1-D average pooling operator ``(outputs, n)`` in float64, with torch's rules for the window borders.
+
+    >>> average_matrix(4, 2, 2, 0, False, True).tolist()
+    [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
+    """
+    span = n + 2 * padding - kernel
+    outputs = (-(-span // stride) if ceil_mode else span // stride) + 1
+    if ceil_mode and (outputs - 1) * stride >= n + padding:
+        outputs -= 1
+    a = torch.zeros(max(outputs, 0), n, dtype=torch.float64)
+    for i in range(outputs):
+        start = i * stride - padding
+        end = min(start + kernel, n + padding)
+        inside = range(max(start, 0), min(end, n))
+        a[i, inside.start : inside.stop] = 1 / ((end - start) if count_pad else max(len(inside), 1))
+    return a
+
+
+def average_norm(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
+    """Norm of :func:`average_matrix`, proved.
+
+    >>> abs(average_norm(8, 2, 2, 0, False, True) - 0.5 ** 0.5) < 1e-9
+    True
+    """
+    return float(spectral_norm(average_matrix(n, kernel, stride, padding, ceil_mode, count_pad)))
+
+
+def average_norm_any_size(kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
+    """The same for every image size: ``sqrt(row sum x column sum)`` with rows of at most 1.
+
+    A pixel lies in at most ``overlap`` windows, each of weight ``1 / kernel``, or at most 1 where a border window may
+    count fewer pixels.
+
+    >>> average_norm_any_size(2, 2, 0, False, True) >= 0.5 ** 0.5
+    True
+    """
+    weight = 1.0 if ceil_mode or (padding and not count_pad) else 1 / kernel
+    # Three roundings of half a unit each.
+    return math.sqrt(overlap(kernel, stride) * weight) * (1 + gamma(8))
+
+
+def _pair(value: int | tuple[int, ...]) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+@lipschitz_rule(nn.MaxPool2d)
+def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
+    _check_dims(module, input_shape, 2)
+    if module.return_indices:
+        raise NoRuleError("nn.MaxPool2d: expected return_indices=False, got True: indices are not Lipschitz")
+    return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
+
+
+@lipschitz_rule(nn.AvgPool2d)
+def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
+    kernels, strides, paddings = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
+    _check_dims(module, input_shape, 2)
+    axes = list(zip(kernels, strides, paddings, strict=True))
+    if module.divisor_override is not None:
+        # Every window then divides by the same number: the plain windows with counted padding, rescaled.
+        factor = math.prod(kernels) / abs(module.divisor_override)
+        return factor * math.prod(average_norm_any_size(*a, False, True) for a in axes) * (1 + gamma(8))
+    flags = (module.ceil_mode, module.count_include_pad)
+    if input_shape is None:
+        constant = math.prod(average_norm_any_size(*axis, *flags) for axis in axes)
+    else:
+        sizes = input_shape[-2:]
+        constant = math.prod(average_norm(n, *axis, *flags) for n, axis in zip(sizes, axes, strict=True))
+    return constant * (1 + gamma(4))
+
+
+@lipschitz_rule(nn.AdaptiveAvgPool2d)
+def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
+    _check_dims(module, input_shape, 2)
+    if module.output_size not in (1, (1, 1), [1, 1]):
+        raise NoRuleError(
+            f"nn.AdaptiveAvgPool2d: expected output_size 1, got {module.output_size}: use nn.AvgPool2d, whose windows "
+            "do not depend on the input"
+        )
+    if input_shape is None:
+        raise ShapeError(
+            "nn.AdaptiveAvgPool2d: expected an input_shape, because its constant depends on the image, got none: "
+            "lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
+        )
+    return 1 / math.sqrt(math.prod(input_shape[-2:])) * (1 + gamma(4))
+
+
+@rounding_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    outputs = entries(output_shape(module, input_shape))
+    if isinstance(module, nn.AdaptiveAvgPool2d):
+        terms = math.prod(input_shape[-2:]) // max(1, outputs // math.prod(input_shape[:-2]))
+    else:
+        kernel = module.kernel_size
+        terms = kernel * kernel if isinstance(kernel, int) else math.prod(kernel)
+    error = arithmetic.gamma(terms + 3)
+    # All weights have one sign: the matrix of their moduli has the same norm.
+    norm = grow_number(float(lipschitz(module, input_shape)))
+    floor = math.sqrt(outputs) * (terms + 2) * arithmetic.tiny
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(grow(size(module(x.abs())) * (1 + FLOAT64.gamma(terms + 8))), norm)
+        found = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        # Before the division a window holds the sum of its pixels.
+        return Local(found, Line(size(x), 1.0).times(float(terms + 1)))
+
+    return measure

@@ -1,0 +1,159 @@
+"""Modules that move numbers or drop them: reshapes, pixel shuffles, padding, dropout, fewer or more channels."""
+
+from __future__ import annotations
+
+import copy
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules.machine import Local, Measure, nothing, rounding_rule
+from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.proof.arithmetic import Arithmetic
+
+RESHAPES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d)
+
+
+def _check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
+    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
+    if input_shape is not None and not least <= len(input_shape) <= most:
+        dims = f"{least}" if least == most else f"at least {least}"
+        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
+
+
+def _check_keeps_batch(module: nn.Module, dim: object, input_shape: Shape | None, last_is_safe: bool) -> None:
+    """``NoRuleError`` unless dimension ``dim`` (batch included) is known not to be the batch."""
+    if isinstance(dim, int) and not isinstance(dim, bool):
+        if dim > 0 or (dim == -1 and last_is_safe):
+            return
+        if dim < 0 and input_shape is not None and -dim <= len(input_shape):
+            return
+    raise NoRuleError(
+        f"nn.{type(module).__name__}: expected dimensions that leave the batch (dimension 0) alone, got {dim!r} for "
+        f"inputs of shape {input_shape}: its output would mix samples; count from 1"
+    )
+
+
+@lipschitz_rule(nn.Identity)
+def _identity(module: nn.Identity, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@lipschitz_rule(nn.Flatten)
+def _flatten(module: nn.Flatten, input_shape: Shape | None) -> float:
+    _check_keeps_batch(module, module.start_dim, input_shape, last_is_safe=True)
+    return 1.0
+
+
+@lipschitz_rule(nn.Unflatten)
+def _unflatten(module: nn.Unflatten, input_shape: Shape | None) -> float:
+    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
+    return 1.0
+
+
+@lipschitz_rule(nn.PixelShuffle, nn.PixelUnshuffle)
+def _pixel_shuffle(module: nn.Module, input_shape: Shape | None) -> float:
+    _check_dims(module, input_shape, 3)
+    return 1.0
+
+
+@lipschitz_rule(nn.ZeroPad2d)
+def _zero_pad(module: nn.ZeroPad2d, input_shape: Shape | None) -> float:
+    # Negative padding crops: still at most 1.
+    _check_dims(module, input_shape, 2)
+    return 1.0
+
+
+@lipschitz_rule(nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
+def _dropout(module: nn.Dropout, input_shape: Shape | None) -> float:
+    if module.training:
+        raise NoRuleError(
+            f"nn.{type(module).__name__}: expected evaluation mode, got training mode, where the output is random; "
+            "call .eval()"
+        )
+    return 1.0
+
+
+@export_rule(nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
+def _export_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
+    lipschitz(module)  # refuses training mode
+    return nn.Identity()
+
+
+@export_rule(*RESHAPES, nn.Softmax, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+    """A copy of a module that is plain already, once ``lipschitz`` has not refused it."""
+    if not isinstance(module, nn.Linear):
+        lipschitz(module, input_shape)  # refuses what mixes the samples of a batch
+    output_shape(module, input_shape)
+    plain = copy.deepcopy(module)
+    if hasattr(plain, "inplace"):
+        # A constant network leaves its input as it is.
+        setattr(plain, "inplace", False)  # noqa: B010
+    return plain
+
+
+def export_same(module: nn.Module, input_shape: Shape) -> nn.Module:
+    """A copy of a module that is plain already, whose constant is proved elsewhere."""
+    output_shape(module, input_shape)
+    return copy.deepcopy(module)
+
+
+class ResizeChannels(nn.Module):
+    """Zero channels appended, or the last ones dropped (dimension 1): 1-Lipschitz.
+
+    Args:
+        in_channels, out_channels: channels before and after.
+
+    Raises:
+        OptionError: a number below 1. ShapeError: an input with other channels.
+
+    >>> import torch
+    >>> ResizeChannels(2, 3)(torch.ones(1, 2)).tolist(), ResizeChannels(2, 1)(torch.ones(1, 2)).tolist()
+    ([[1.0, 1.0, 0.0]], [[1.0]])
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        if min(in_channels, out_channels) < 1:
+            raise OptionError(f"channels: expected at least 1, got {in_channels} and {out_channels}")
+        self.in_channels, self.out_channels = in_channels, out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != self.in_channels:
+            raise ShapeError(
+                f"ResizeChannels: expected {self.in_channels} channels in dimension 1, got {tuple(x.shape)}"
+            )
+        extra = self.out_channels - self.in_channels
+        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, extra])
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}"
+
+
+@lipschitz_rule(ResizeChannels)
+def _resize(module: ResizeChannels, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@export_rule(ResizeChannels)
+def _export_resize(module: ResizeChannels, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    return ResizeChannels(module.in_channels, module.out_channels)
+
+
+@rounding_rule(
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.PixelShuffle,
+    nn.PixelUnshuffle,
+    nn.ZeroPad2d,
+    nn.Dropout,
+    nn.Dropout2d,
+    nn.AlphaDropout,
+    ResizeChannels,
+)
+def _move(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return lambda x: Local(nothing(x), nothing(x))

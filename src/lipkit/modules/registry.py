@@ -1,0 +1,231 @@
+"""``lipschitz`` and ``export``: open functions whose rules are registered by exact type.
+
+The contract of a constrained layer:
+
+1. All parameters exist, in their final shape, when ``__init__`` returns; the raw parameter is never called
+   ``weight``.
+2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
+   the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
+   error is inside the bound). The image size comes from the input.
+3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
+4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
+   raises.
+5. A class is abstract or final; variants are functions passed as options.
+
+A layer joins by two rules, one for each function. Nothing is ever assumed to be 1-Lipschitz: a module without a rule,
+and one whose forward pass is not the one its type names (hooks, an instance-level ``forward``, parametrizations),
+is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
+from lipkit.modules.guarding import guard, refuse_wrapper, remember, type_name
+from lipkit.modules.network import Network
+
+Shape = tuple[int, ...]
+"""The shape of one sample, without the batch."""
+
+
+# The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
+LipschitzRule = Callable[[Any, Shape | None], Tensor | float]
+
+
+ExportRule = Callable[[Any, Shape], nn.Module]
+
+
+Rule = TypeVar("Rule", LipschitzRule, ExportRule)
+
+
+_LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
+
+
+_EXPORT: dict[type[nn.Module], ExportRule] = {}
+
+
+# Ends the message of a missing bound.
+ELSEWHERE = "; for networks with their own forward use lipkit.analyze"
+
+
+def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
+    """Register ``rule(module, input_shape) -> number`` as the proved l2 Lipschitz bound of exactly these types.
+
+    >>> class Negate(nn.Module):
+    ...     def forward(self, x): return -x
+    >>> @lipschitz_rule(Negate)
+    ... def _(module, input_shape): return 1.0
+    >>> float(lipschitz(Negate()))
+    1.0
+    >>> del _LIPSCHITZ[Negate]  # only so that the example leaves the table as it was
+    """
+    return _register(_LIPSCHITZ, types)
+
+
+def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
+    """Register ``rule(module, input_shape) -> plain module`` as the export of exactly these types."""
+    return _register(_EXPORT, types)
+
+
+def _register(table: dict[type[nn.Module], Rule], types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Rule]:
+    def put(rule: Rule) -> Rule:
+        for kind in types:
+            if kind in table:
+                raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
+            table[kind] = rule
+            remember(kind)
+        return rule
+
+    return put
+
+
+def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
+    """Every type with a rule, and whether it has one for ``lipschitz`` and one for ``export``."""
+    return {kind: (kind in _LIPSCHITZ, kind in _EXPORT) for kind in {**_LIPSCHITZ, **_EXPORT}}
+
+
+def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) -> Rule:
+    if not isinstance(module, nn.Module):
+        raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
+    refuse_wrapper(module, function)
+    guard(module)
+    kind = type(module)
+    if kind in table:
+        return table[kind]
+    parents = [type_name(base) for base in kind.__mro__[1:] if base in table]
+    why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
+    own = ELSEWHERE if function == "lipschitz" else ""
+    raise NoRuleError(
+        f"{function} has no rule for {type_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
+        f"lipkit.modules.{function}_rule, or replace the module by a layer that has one{own}"
+    )
+
+
+def _checked(input_shape: Shape) -> Shape:
+    try:
+        shape = tuple(operator.index(n) for n in input_shape)
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ShapeError(
+            f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
+        )
+    return shape
+
+
+def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
+    r"""Upper bound of the l2 Lipschitz constant of ``module``: what the mathematics promises.
+
+    .. math:: \|f(x) - f(y)\|_2 \le L \|x - y\|_2 \quad\text{for all } x, y
+
+    Args:
+        module: a module with a rule: lipkit's layers and models, and the ``torch.nn`` modules listed by
+            :func:`rules`. Containers are bounded through their children.
+        input_shape: shape of one input without the batch; some bounds need it, some get tighter.
+
+    Returns:
+        0-d float64, differentiable (a learnable gain has a gradient).
+
+    Guarantee:
+        Upper. For an exported network it is computed from the stored numbers in float64, rounding included, and
+        does not rely on the layer that made them. It is ``inf`` where a number of it is not finite.
+
+    Raises:
+        NoRuleError: no rule, anything that :func:`guard` refuses, or a mode in which the module has no Lipschitz
+            constant (BatchNorm or Dropout in training), anywhere inside.
+        OptionError: ``torch.set_flush_denormal(True)``.
+        ShapeError: a wrong or missing ``input_shape``.
+
+    >>> float(lipschitz(nn.Sequential(nn.ReLU(), nn.LeakyReLU(0.1))))
+    1.0
+    """
+    rule = _rule(_LIPSCHITZ, module, "lipschitz")
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    check_underflow(workers=any(t.numel() >= SERIAL for t in own))
+    with without_autocast():
+        value = rule(module, None if input_shape is None else _checked(input_shape))
+    bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
+    if bool(bound < 0):
+        raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
+    # Undefined numbers bound nothing: comparisons with NaN are all false, so it must not leave this function.
+    # Blocks are bounded through their children; what else they hold may be a claim that proves nothing.
+    own = () if module._modules else (*module.parameters(), *module.buffers())
+    finite = all(bool(t.detach().isfinite().all()) for t in own if t.is_floating_point() or t.is_complex())
+    known = finite and not bool(bound.isnan())
+    return bound if known else torch.full_like(bound, math.inf)
+
+
+def export(module: nn.Module, input_shape: Shape) -> Network:
+    """The same function with constant weights, as a chain of plain modules in evaluation mode.
+
+    This is the trust boundary: evaluation, certificates, attacks and deployment work on the result, and its bound is
+    computed from its numbers.
+
+    Args:
+        module: a module with a rule.
+        input_shape: shape of one input without the batch. The result accepts no other.
+
+    Returns:
+        :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
+        ``module``; nothing in it requires a gradient.
+
+    Raises:
+        NoRuleError: as :func:`lipschitz`.
+        ShapeError: the module does not accept ``input_shape``.
+        OptionError: parameters so large that rounding makes a constrained weight singular.
+
+    >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
+    Network(
+      input_shape=(2,)
+      (0): Linear(in_features=2, out_features=2, bias=True)
+    )
+    """
+    rule = _rule(_EXPORT, module, "export")
+    cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
+    # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
+    with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
+        try:
+            return Network([rule(module, _checked(input_shape))], _checked(input_shape))
+        except torch.linalg.LinAlgError as error:
+            # I + Z is invertible, but beside a huge Z the identity is rounded away.
+            largest = max((float(p.detach().abs().amax()) for p in module.parameters() if p.numel()), default=0.0)
+            raise OptionError(
+                f"export: the constrained weights of {type_name(type(module))} cannot be computed in float64 from "
+                f"parameters of size {largest:.3g}: expected about 1e6 or less ({error})"
+            ) from None
+
+
+def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
+    """Shape of one output for one input of ``input_shape``, found by running two zeros through ``module``.
+
+    Raises:
+        ShapeError: the module does not accept that shape, or does not keep the samples of a batch apart.
+
+    >>> output_shape(nn.Flatten(), (3, 4, 4))
+    (48,)
+    """
+    floating = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    like = floating[0] if floating else torch.zeros(())
+    zero = torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)
+    try:
+        with torch.no_grad():
+            y = module(zero)
+    except ShapeError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ShapeError(f"{type_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
+    if not isinstance(y, Tensor) or y.ndim < 2 or len(y) != len(zero):
+        got = tuple(y.shape) if isinstance(y, Tensor) else type_name(type(y))
+        raise ShapeError(
+            f"{type_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}"
+        )
+    return tuple(y.shape[1:])

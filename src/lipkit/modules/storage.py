@@ -1,0 +1,150 @@
+"""Plain networks as a folder: ``config.json`` + ``model.safetensors``, no code in either.
+
+Loading builds the modules that the configuration names (`lipkit.modules.configuration`), checks every shape against the
+weights file and never imports or evaluates anything that a file says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import nn
+
+from lipkit.errors import DataError, OptionError
+from lipkit.files import read_bytes, read_text, write_atomic
+from lipkit.modules.configuration import build, describe
+from lipkit.modules.network import Network
+from lipkit.proof.roundoff import WIDE
+
+# 2: the order of the frequencies of Fourier convolutions above 64 pixels changed.
+SCHEMA_VERSION = 2
+
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+# Numbers in the Fourier transforms of one network, which a configuration names by their size alone.
+MAX_TRANSFORM = 1 << 28
+
+
+def sha256(network: nn.Module) -> str:
+    """Hash of the configuration and of every stored tensor (name, dtype, shape, bytes) of a plain network.
+
+    >>> a = Network([nn.ReLU()], (3,)); sha256(a) == sha256(Network([nn.ReLU()], (3,)))
+    True
+    """
+    digest = hashlib.sha256(json.dumps(describe(network), sort_keys=True).encode())
+    for name, tensor in sorted(network.state_dict().items()):
+        data = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save(network: Network, folder: str | Path) -> Path:
+    """Write an exported network to ``folder`` (made if needed): ``config.json`` and ``model.safetensors``.
+
+    Raises:
+        OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
+            with an argument that a configuration does not accept.
+    """
+    if type(network) is not Network:
+        raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
+    config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
+    if network.input_range is not None:
+        config["input_range"] = list(network.input_range)
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
+    try:
+        text = json.dumps(config, indent=1, allow_nan=False) + "\n"
+        _skeleton(json.loads(text)["network"], tensors)
+        _input_range(config)
+    except (DataError, TypeError, ValueError) as error:
+        raise OptionError(f"save: expected a network that can be read back, got one that cannot: {error}") from None
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / WEIGHTS, save_safetensors(tensors))
+    write_atomic(folder / CONFIG, text.encode())
+    return folder
+
+
+def _not_a_number(text: str) -> Any:
+    raise ValueError(f"expected numbers, got {text}")
+
+
+def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
+    """The network of a configuration without memory behind it, checked against the tensors it is to hold."""
+    with torch.device("meta"):
+        skeleton = build(config)
+    if type(skeleton) is not Network:
+        raise DataError(f"expected a Network at the top, got {type(skeleton).__name__}")
+    expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise DataError(f"{name}: expected shape {expected.get(name)}, got {found.get(name)}")
+        if tensors[name].dtype not in WIDE:
+            raise DataError(f"{name}: expected a floating dtype, got {tensors[name].dtype}")
+    transforms = sum(b.numel() for b in skeleton.buffers()) - sum(
+        t.numel() for name, t in skeleton.state_dict().items() if name in dict(skeleton.named_buffers())
+    )
+    if transforms > MAX_TRANSFORM:
+        raise DataError(f"expected at most {MAX_TRANSFORM} numbers in Fourier transforms, got {transforms}")
+    try:
+        skeleton(torch.empty(2, *skeleton.input_shape, device="meta"))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"the modules do not accept inputs of shape {skeleton.input_shape}: {reason}") from None
+    return skeleton
+
+
+def _input_range(config: dict[str, Any]) -> tuple[float, float] | None:
+    found = config.get("input_range")
+    if found is None:
+        return None
+    numbers = isinstance(found, list) and len(found) == 2 and all(type(n) in (int, float) for n in found)
+    if not numbers or not -math.inf < found[0] < found[1] < math.inf:
+        raise DataError(f"input_range: expected two numbers, the smaller one first, got {str(found)[:80]!r}")
+    return float(found[0]), float(found[1])
+
+
+def load(folder: str | Path) -> Network:
+    """Read a network written by :func:`save`.
+
+    Raises:
+        DataError: a file is missing or corrupt, or weights and configuration do not fit each other.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads(read_text(folder / CONFIG), parse_constant=_not_a_number)
+        tensors = load_safetensors(read_bytes(folder / WEIGHTS))
+    except FileNotFoundError as error:
+        inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG}"))]  # a run keeps its network in a folder
+        hint = f"; {' and '.join(map(str, inner))} has them" if inner else ""
+        raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}{hint}") from None
+    except OSError as error:
+        raise DataError(f"{folder}: {CONFIG} and {WEIGHTS} cannot be read: {error}") from None
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise DataError(f"{folder}: not a saved network: {error}") from None
+    if not isinstance(config, dict) or config.get("schema_version") != SCHEMA_VERSION:
+        got = config.get("schema_version") if isinstance(config, dict) else config
+        raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
+    try:
+        network = _skeleton(config.get("network"), tensors)
+        network.input_range = _input_range(config)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from None
+    network.load_state_dict(tensors, assign=True)
+    network.requires_grad_(False)
+    # Transforms are no state: they are made here, from sizes that the tensors have confirmed.
+    network._apply(lambda t: t)
+    if sha256(network) != config.get("sha256"):
+        raise DataError(f"{folder}: expected the network with sha256 {config.get('sha256')}, got {sha256(network)}")
+    return network

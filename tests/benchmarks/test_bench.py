@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from benchmarks.speed import run, table
+from benchmarks.speed.__main__ import command, plan_of
+from benchmarks.speed.run import QUICK, Plan
+from click.testing import CliRunner
+
+TINY = ["--family", "cayley", "--family", "eco", "--shape", "4@6", "--batch", "2", "--repeats", "2", "--seconds", "0"]
+
+
+def bench(*arguments):
+    return CliRunner().invoke(command, list(arguments))
+
+
+@pytest.fixture
+def measured(tmp_path):
+    done = bench(*TINY, "--json", str(tmp_path / "m.json"))
+    assert done.exit_code == 0, done.output
+    return done, tmp_path / "m.json"
+
+
+def test_one_tiny_shape(measured, tmp_path):
+    done, file = measured
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| 4@6")]
+    assert len(lines) == 4  # two families, two phases
+    assert all("nan" not in line for line in lines)
+    heads = [line for line in done.stdout.splitlines() if line.startswith("| shape")]
+    assert all(name in heads[0] for name in ("batch", "conv ms", "zero", "lipkit", "textbook", "floor ms", "gap"))
+    assert "[1/2" in done.stderr
+    found = json.loads(file.read_text())
+    assert [(c["shape"], c["batch"], c["phase"]) for c in found["cells"]] == [
+        ("4@6", 2, "train"),
+        ("4@6", 2, "forward"),
+    ]
+    for cell in found["cells"]:
+        members = {f"{family}:{maker}" for family in ("cayley", "eco") for maker in ("lipkit", "textbook")}
+        assert {"conv", "zero", *members} <= set(cell["samples"])
+        assert all(len(s) == 2 and min(s) > 0 for s in cell["samples"].values())
+    assert set(found["gate"]) == {"cayley", "eco", "cayley textbook", "eco textbook"}
+    assert max(found["gate"].values()) <= 1e-5
+    assert found["hardware"]["cores"] >= 1
+    assert found["rates"]["operations"] > 0 < found["rates"]["bytes"]
+    assert found["command"].startswith("python -m benchmarks.speed --family cayley --family eco --shape 4@6")
+
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- bench cpu layers -->\nold\n<!-- end of cpu layers -->\nafter\n")
+    again = bench("--from", str(file), "--doc", str(document))
+    assert again.exit_code == 0, again.output
+    assert again.stdout == done.stdout  # the tables follow from the samples
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "### eco: exported forward" in text
+    bench("--from", str(file), "--doc", str(document))
+    assert document.read_text() == text
+
+    document.write_text("no markers\n")
+    refused = bench("--from", str(file), "--doc", str(document))
+    assert refused.exit_code != 0
+    assert "expected the lines <!-- bench cpu layers -->" in str(refused.exception)
+    assert document.read_text() == "no markers\n"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 2, "cells": []}'])
+def test_a_file_of_something_else_is_refused(tmp_path, content):
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    done = bench("--from", str(file))
+    assert done.exit_code == 2
+    assert "expected a file written by --json" in done.output
+
+
+def given(**changes):
+    nothing = {"families": (), "shapes": (), "batches": (), "parts": (), "repeats": None, "seconds": None}
+    return plan_of({**nothing, "device": "cpu", "compiled": False, "quick": False, **changes})
+
+
+def test_options_make_the_plan():
+    assert given() == dataclasses.replace(Plan(), keep_memory=True)
+    assert given(quick=True) == dataclasses.replace(QUICK, keep_memory=True)
+    assert given(families=("soc",)).parts == ("layers",)
+    assert given(families=("cayley",), parts=("memory",)).parts == ("memory",)
+    assert given(quick=True, repeats=7).repeats == 7
+    names = [name for _, names in Plan().cells() for name in names]
+    assert names.count("eco") == 9
+    assert names.count("cayley") == 7
+    assert [len(names) for _, names in Plan().cells()].count(6) == 7  # the others share their shapes
+    assert [label for label, *_ in run.memory_jobs(Plan())] == 2 * ["conv", "cayley:lipkit", "cayley:textbook"]
+
+
+def test_memory_and_networks_have_tables():
+    cell = {"shape": "128@16", "batch": 128, "phase": "train"}
+    result = {
+        "memory": [
+            {"label": "conv", **cell, "peak": 9e6, "added": 1e6, "saved": 5e5},
+            {"label": "cayley:lipkit", **cell, "peak": 12e6, "added": 3e6, "saved": 25e5},
+        ],
+        "networks": [{"title": "net", "batch": 128, "samples": {"plain": [1.0, 3.0], "lipkit": [4.0, None]}}],
+    }
+    memory = [text.strip() for text in table.memory_table(result).splitlines()[-1].split("|")]
+    assert memory[1:4] == ["cayley:lipkit", "128@16", "128"]
+    assert memory[5:-1] == ["12", "3", "3", "2.5", "5", "4", "missed"]  # added three times, saved five times as much
+    networks = [text.strip() for text in table.network_table(result).splitlines()[-1].split("|")]
+    assert networks[1:-1] == ["net", "128", "2", "4", "4", "782", "1564"]

@@ -1,0 +1,70 @@
+"""The model card: its front matter is YAML with the record's figures, and names stay text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from lipkit.cli.export import command
+from lipkit.experiments import run as pipeline
+from lipkit.experiments.recipe import load_recipe
+from lipkit.interop import from_pretrained, model_card, robustbench_info
+from lipkit.report import Record, read_record
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = load_recipe("digits_cayley", ["train.epochs=1", "certify.attack_steps=2", "certify.attack_samples=20"])
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    outcome = pipeline.train(recipe, folder=folder)
+    assert outcome is not None
+    return folder
+
+
+def test_the_card_holds_the_figures_of_the_record(run: Path) -> None:
+    record = read_record(run)
+    assert isinstance(record, Record)
+    text = model_card(record, licence="MIT")
+    _, front, body = text.split("---\n", 2)
+    facts = yaml.safe_load(front)
+    assert (facts["license"], facts["library_name"], facts["datasets"]) == ("MIT", "lipkit", ["digits"])
+    metrics = facts["model-index"][0]["results"][0]["metrics"]
+    values = {row["name"]: row["value"] for row in metrics}
+    assert values["clean accuracy"] == record.clean.value
+    assert values["certified accuracy, l2 radius 36/255"] == record.certified[0].share.value
+    assert f"{100 * record.certified[0].share.value:.2f} %" in body
+    assert record.network_sha256 in body
+    assert f"cores, {record.hardware.threads} threads, cpu." in body
+    assert f"{record.lipschitz.computed:.9g}" in body
+    evil = record.model_copy(update={"name": "a\n---\n<script>|x"})
+    page = model_card(evil)
+    assert "<script>" not in page.split("---\n", 2)[2]
+    assert (
+        yaml.safe_load(page.split("\n---\n")[0].removeprefix("---\n"))["model-index"][0]["name"] == "a --- <script>|x"
+    )
+    info = robustbench_info(record)
+    assert info["clean_acc"] == f"{100 * record.clean.value:.2f}"
+    assert info["autoattack_acc"] is None
+    named = [name for name, value in info.items() if "36/255" in str(value)]
+    assert named == re.findall(r"they stand in ``(\w+)``", " ".join((robustbench_info.__doc__ or "").split()))
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch", "safetensors", "hub", "robustbench"])
+def test_the_command_writes_and_checks(run: Path, form: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.file"
+    outcome = CliRunner().invoke(
+        command, [str(run), "--to", form, "--out", str(out), "--samples", "50"], catch_exceptions=False
+    )
+    assert outcome.exit_code == 0
+    assert "50 samples: outputs within" in outcome.output
+    assert "certified(36/255)" in outcome.output
+    assert out.exists()
+    if form == "hub":
+        assert from_pretrained(out) is not None
+        assert "model-index" in (out / "README.md").read_text()
+    if form == "robustbench":
+        assert (out / "model_info.json").is_file()

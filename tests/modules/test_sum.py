@@ -1,0 +1,91 @@
+"""Sum: what it computes, its bound from both sides, export and storage."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipkit import modules
+from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
+from lipkit.layers import Sum
+from lipkit.modules import export, lipschitz
+
+
+def block() -> nn.Sequential:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1, bias=False))
+    net = nn.Sequential(Sum(body, nn.Identity()), Sum(nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)))
+    net.train()(torch.randn(16, 3, 6, 6))
+    return net.eval()
+
+
+def test_linear_branches_add_and_the_bound_is_reached_where_they_agree() -> None:
+    first, second = nn.Linear(4, 4, bias=False).double(), nn.Linear(4, 4, bias=False).double()
+    both = Sum(first, second)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.equal(both(x), first(x) + second(x))
+    norms = [np.linalg.norm(m.weight.detach().numpy(), 2) for m in (first, second)]
+    bound = float(lipschitz(both).detach())
+    assert sum(norms) <= bound <= sum(norms) * (1 + 1e-9)
+    twice = Sum(first, first, nn.Identity())
+    assert float(lipschitz(twice).detach()) == pytest.approx(2 * norms[0] + 1, rel=1e-9)
+    assert float(lipschitz(Sum(nn.ReLU()))) == 1.0
+    lipschitz(both).backward()
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None
+
+
+def test_the_bound_is_above_every_jacobian() -> None:
+    net = block().double()
+    bound = float(lipschitz(net, (3, 6, 6)).detach())
+    x = torch.randn(1, 3, 6, 6, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(net, x).reshape(-1, 108).numpy()
+    assert np.linalg.norm(jacobian, 2) <= bound
+
+
+def test_export_and_storage_keep_the_function(tmp_path) -> None:
+    net = block()
+    x = torch.randn(2, 3, 6, 6)
+    exported = export(net, (3, 6, 6))
+    assert torch.allclose(exported(x), net(x), atol=1e-5)
+    assert not any(p.requires_grad for p in exported.parameters())
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in exported.modules())
+    assert float(lipschitz(exported)) == pytest.approx(float(lipschitz(net, (3, 6, 6)).detach()), rel=1e-5)
+    modules.save(exported, tmp_path / "net")
+    loaded = modules.load(tmp_path / "net")
+    assert torch.equal(loaded(x), exported(x))
+    assert float(lipschitz(loaded)) == float(lipschitz(exported))
+    config = json.loads((tmp_path / "net" / "config.json").read_text())
+    config["network"]["modules"][0]["modules"] = []
+    (tmp_path / "net" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="Sum"):
+        modules.load(tmp_path / "net")
+
+
+def test_refusals() -> None:
+    with pytest.raises(OptionError, match="expected one or more modules"):
+        Sum()
+    with pytest.raises(OptionError, match="'function'"):
+        Sum(nn.ReLU(), lambda x: x)
+    with pytest.raises(ShapeError, match="branches that end in one shape"):
+        Sum(nn.Linear(3, 1), nn.Identity())(torch.ones(2, 3))
+    with pytest.raises(ShapeError, match="branches that end in one shape"):
+        export(Sum(nn.Linear(3, 1), nn.Identity()), (3,))
+    with pytest.raises(NoRuleError, match="in-place ReLU"):
+        lipschitz(Sum(nn.ReLU(inplace=True), nn.Identity()))
+    hooked = Sum(nn.ReLU())
+    hooked.branches.register_forward_hook(lambda *_: None)
+    for function in (lipschitz, lambda m: export(m, (3,))):
+        with pytest.raises(NoRuleError, match="hooks"):
+            function(hooked)
+
+    class Custom(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    with pytest.raises(NoRuleError, match=r"no rule for .*Custom"):
+        lipschitz(Sum(nn.Identity(), Custom()))
