@@ -253,7 +253,7 @@ def test_channels_last_changes_the_layout_alone():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_compiled_steps_do_what_plain_ones_do():
-    plain, compiled = fit(network(0.0)), fit(network(0.0), compiled=True)
+    plain, compiled = fit(network(0.0)), fit(network(0.0), compile=True)
     for a, b in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     assert type(compiled.model) is nn.Sequential

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lipkit import training
 from lipkit.modules import lipschitz
 from lipkit.training import checkpoints as run_folder
 from lipkit.training import devices
@@ -165,14 +166,14 @@ def test_the_process_group_ends_before_the_interpreter(found):
 def test_a_process_group_of_the_caller_is_not_ended(monkeypatch):
     registered = []
     monkeypatch.setattr(devices.atexit, "register", registered.append)
-    options = {"accelerator": "cpu", "devices": 1, "strategy": "auto", "precision": "32-true"}
+    options = training.TrainOptions(epochs=1, accelerator="cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        devices.make_fabric(**options)
+        devices.make_fabric(options)
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
-    devices.make_fabric(**options)  # one process makes no group
+    devices.make_fabric(options)  # one process makes no group
     assert not dist.is_initialized()
     assert devices._end_group not in registered  # other libraries may register what they like
 

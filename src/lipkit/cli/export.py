@@ -89,17 +89,17 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
     from lipkit.experiments import run as pipeline
     from lipkit.experiments.build import build_model, input_range, load_data
     from lipkit.report import read_record
-    from lipkit.training import checkpoints as run_folder
+    from lipkit.training import checkpoints
 
     recipe = pipeline.read_recipe(run)
     data = load_data(recipe)
     model = build_model(recipe, data)
-    found = run_folder.load_checkpoint(run)
+    found = checkpoints.load_checkpoint(run)
     if found is None:
         raise RunError(
             f"expected a run with a checkpoint, got {run}: only its exported network is left (--to safetensors)"
         )
-    run_folder.load_weights(model, found[1], run)
+    checkpoints.load_weights(model, found[1], run)
     outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
     return shipping.save_pretrained(
         model,

@@ -17,6 +17,7 @@ from lipkit.errors import RecipeError, suggestion
 from lipkit.experiments.recipe_schema import LossSection, Recipe, ScheduleSection
 from lipkit.files import read_bytes
 from lipkit.text import printable
+from lipkit.training.options import worded
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -262,11 +263,7 @@ def _sentence(error: ErrorDetails) -> str:
     key = ".".join(path)
     if error["type"] in ("model_type", "dict_type"):
         return f"{key}: expected keys and values, got {_short(error['input'])}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
-    if not key:
-        return message
-    got = "" if ", got " in message else f", got {_short(error['input'])}"
-    return f"{key}: {message[0].lower()}{message[1:]}{got}"
+    return worded(key, error["msg"], error["input"])
 
 
 def _key_hint(path: tuple[str, ...]) -> str:

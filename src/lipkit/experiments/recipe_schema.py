@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from lipkit.bounds import METHODS
 from lipkit.errors import LipkitError, OptionError
-from lipkit.text import printable
 from lipkit.training import losses, schedules
-from lipkit.training.devices import check_precision
-
-_DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
-_NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
-
-
-def parse_number(value: Any) -> Any:
-    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one).
-
-    Raises:
-        ValueError: another text, a bool, or a zero denominator.
-
-    >>> parse_number("36/255") == 36 / 255, parse_number("1e-3"), parse_number(2)
-    (True, 0.001, 2)
-    >>> parse_number("2**0.5")
-    Traceback (most recent call last):
-    ValueError: expected a number such as 0.5 or 36/255, got '2**0.5'
-    """
-    if isinstance(value, str):
-        match = _NUMBER.fullmatch(value)
-        denominator = float(match[2]) if match and match[2] else 1.0
-        if match and denominator != 0:
-            return float(match[1]) / denominator
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
+from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, parse_number
 
 
 def parse_numbers(value: Any) -> Any:
@@ -70,23 +43,13 @@ def _converted(value: Any) -> Any:
         return {key: _converted(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_converted(part) for part in value]
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
+    if isinstance(value, str) and NUMBER.fullmatch(value):
         return parse_number(value)
     return value
 
 
-Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[StrictInt, Field(ge=1)]
 Radii = Annotated[tuple[NotNegative, ...], BeforeValidator(parse_numbers)]
 Options = Annotated[dict[StrictStr, Any], BeforeValidator(option_values)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: no key but the declared ones, no change after it was checked."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DataSection(Section):
@@ -182,63 +145,10 @@ class ScheduleSection(Section):
         return self
 
 
-class TrainSection(Section):
-    """How it is trained."""
+class TrainSection(Numbers):
+    """How it is trained: the options of `lipkit.training.TrainOptions` that can be written down."""
 
-    epochs: Count = Field(description="passes over the training data")
-    batch_size: Count = Field(default=128, description="samples of one step, all devices together")
-    lr: Positive = Field(default=0.001, description="peak learning rate")
-    optimizer: Literal["adam", "adamw", "sgd"] = Field(default="adam", description="adam, adamw or sgd")
-    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="of sgd; the others ignore it")
-    weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
     schedule: ScheduleSection = Field(default=ScheduleSection(), description="of the learning rate")
-    grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
-    accumulate: Count = Field(
-        default=1, description="pieces in which each device takes its share of a batch, to save memory"
-    )
-    ema: Annotated[Positive, Field(lt=1)] | None = Field(
-        default=None,
-        description="decay of a moving average of the parameters, such as 0.999, which is then evaluated "
-        "and exported in place of the last ones; null for none",
-    )
-    seed: Annotated[StrictInt, Field(ge=0)] = Field(
-        default=0, description="of initial weights, shuffling, augmentation"
-    )
-    evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
-    evaluate_samples: Count = Field(
-        default=1000, description="test samples of the evaluation during training, certified accuracy included"
-    )
-    checkpoint_every: Count = Field(
-        default=1, description="epochs between checkpoints, of which the last two are kept; the last epoch has one"
-    )
-    checkpoint_seconds: Positive | None = Field(
-        default=None, description="seconds between checkpoints within an epoch, besides those; null for none there"
-    )
-    max_minutes: Positive | None = Field(
-        default=None, description="after which training ends at a checkpoint, to be resumed; null for no limit"
-    )
-    tensorboard: StrictBool = Field(
-        default=False, description="TensorBoard events in the run's folder (needs the package tensorboard)"
-    )
-    accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
-    devices: StrictInt | StrictStr | list[StrictInt] = Field(
-        default=1, description="how many devices on each machine, auto, or a list of their numbers"
-    )
-    nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
-    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp or fsdp")
-    precision: StrictStr = Field(
-        default="32-true", description="of Lightning Fabric: 32-true, 64-true, bf16-mixed or 16-mixed"
-    )
-    compile: StrictBool = Field(default=False, description="torch.compile makes the forward pass of the steps")
-    channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
-
-    @model_validator(mode="after")
-    def _precision_keeps_constraints(self) -> Self:
-        try:
-            check_precision(self.precision)
-        except OptionError as error:
-            raise ValueError(str(error)) from None
-        return self
 
 
 class CertifySection(Section):

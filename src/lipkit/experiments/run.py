@@ -34,9 +34,9 @@ from lipkit.modules import export, lipschitz
 from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts
-from lipkit.training import checkpoints as run_folder
-from lipkit.training import fit, losses, schedules
-from lipkit.training.loop import make_fabric
+from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
+from lipkit.training.devices import make_fabric
+from lipkit.training.options import Numbers
 
 NETWORK = "network"
 PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "checkpoint_seconds", "tensorboard")
@@ -87,38 +87,8 @@ def train(
     start = time.perf_counter()
     section = recipe.train
     try:
-        run = fit(
-            model,
-            data.train,
-            epochs=section.epochs,
-            batch_size=section.batch_size,
-            lr=section.lr,
-            loss=losses.build(recipe.loss.name, **recipe.loss.options),
-            optimizer=section.optimizer,
-            momentum=section.momentum,
-            weight_decay=section.weight_decay,
-            schedule=schedules.build(section.schedule.name, **section.schedule.options),
-            grad_clip=section.grad_clip,
-            accumulate=section.accumulate,
-            ema=section.ema,
-            seed=section.seed,
-            augment=augmentation(recipe.augment, data),
-            evaluate=_monitor(recipe, data),
-            evaluate_every=section.evaluate_every,
-            penalty=penalty(recipe.penalty),
-            adversary=adversary(recipe.adversary, data),
-            progress=display.progress,
-            run_dir=folder,
-            resume=resume is not None,
-            checkpoint_every=section.checkpoint_every,
-            checkpoint_seconds=section.checkpoint_seconds,
-            max_minutes=section.max_minutes,
-            tensorboard=section.tensorboard,
-            compiled=section.compile,
-            channels_last=section.channels_last,
-            precision=section.precision,
-            fabric=fabric,
-        )
+        options = training_options(recipe, data).changed(progress=display.progress)
+        run = fit(model, data.train, options, run_dir=folder, resume=resume is not None, fabric=fabric)
     except KeyboardInterrupt:
         display.note(f"interrupted: lipkit train --resume {folder} continues")
         raise
@@ -145,6 +115,20 @@ def train(
         "device": str(fabric.device),
     }
     return finish(folder, recipe, network, data, facts, display, fabric.device)
+
+
+def training_options(recipe: Recipe, data: Data) -> TrainOptions:
+    """The options of ``lipkit.fit`` that a recipe describes."""
+    section = recipe.train
+    return TrainOptions(
+        **{name: getattr(section, name) for name in Numbers.model_fields},
+        loss=losses.build(recipe.loss.name, **recipe.loss.options),
+        schedule=schedules.build(section.schedule.name, **section.schedule.options),
+        augment=augmentation(recipe.augment, data),
+        evaluate=_monitor(recipe, data),
+        penalty=penalty(recipe.penalty),
+        adversary=adversary(recipe.adversary, data),
+    )
 
 
 def _finished(folder: Path, display: Display) -> Outcome:
@@ -216,14 +200,7 @@ def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def open_fabric(recipe: Recipe) -> Any:
     """A launched Fabric as the recipe says."""
-    section = recipe.train
-    return make_fabric(
-        accelerator=section.accelerator,
-        devices=section.devices,
-        strategy=section.strategy,
-        precision=section.precision,
-        nodes=section.nodes,
-    )
+    return make_fabric(recipe.train)
 
 
 def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
@@ -233,8 +210,8 @@ def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Pa
         return resume
     folder = ""
     if fabric.is_global_zero:
-        made = run_folder.create(out, recipe.name) if asked is None else Path(asked)
-        run_folder.check_new(made, NETWORK, RECORD)
+        made = checkpoints.create(out, recipe.name) if asked is None else Path(asked)
+        checkpoints.check_new(made, NETWORK, RECORD)
         made.mkdir(parents=True, exist_ok=True)
         write_atomic(made / RECIPE, to_yaml(recipe).encode())
         folder = str(made)

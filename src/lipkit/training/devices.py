@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import atexit
 import functools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipkit.errors import LipkitError, OptionError, RunError
+
+if TYPE_CHECKING:
+    from lipkit.training.options import Numbers
 
 T = TypeVar("T")
 # Parameters in these have too few digits for a constraint; autocast ("mixed") leaves them in float32.
 _LOW = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16", "nf4", "fp4", "int8")
 
 
-def make_fabric(
-    *, accelerator: str, devices: int | str | list[int], strategy: str, precision: str, nodes: int = 1
-) -> Any:
+def make_fabric(options: Numbers) -> Any:
     """A launched Fabric; what it refuses becomes an OptionError.
 
     Under torchrun the number of processes is torchrun's: ``devices`` and ``nodes`` may then be left at 1.
 
     Args:
-        accelerator, devices, strategy, precision: Fabric's. Strategy "fsdp" is FSDP2, see `sharding`.
-        nodes: number of machines.
+        options: accelerator, devices, strategy and precision are Fabric's; strategy "fsdp" is FSDP2, see `sharding`.
 
     Raises:
         OptionError: what Fabric refuses, or a precision in which constraints do not hold.
     """
     from lightning_fabric import Fabric  # two seconds to import: paid by those who train
 
-    check_precision(precision)
-    devices, nodes, strategy = under_torchrun(devices, nodes, strategy)
+    check_precision(options.precision)
+    devices, nodes, strategy = under_torchrun(options.devices, options.nodes, options.strategy)
     chosen: dict[str, Any] = {
-        "accelerator": accelerator, "devices": devices, "num_nodes": nodes, "strategy": strategy,
-        "precision": precision,
+        "accelerator": options.accelerator, "devices": devices, "num_nodes": nodes, "strategy": strategy,
+        "precision": options.precision,
     }  # fmt: skip
     try:
         if strategy == "fsdp":
@@ -131,64 +126,6 @@ def on_first(fabric: Any, act: Callable[[], T]) -> T:
     if message is not None:
         raise RunError(message)
     return result
-
-
-OPTIMIZERS = ("adam", "adamw", "sgd")
-Parameters = list[nn.Parameter] | list[dict[str, list[nn.Parameter]]]
-
-
-def check_counts(**values: int) -> None:
-    """Raise OptionError unless every value is an integer of at least 1; ``seed`` may be 0.
-
-    >>> check_counts(epochs=1, seed=0)
-    >>> check_counts(epochs=0)
-    Traceback (most recent call last):
-    lipkit.errors.OptionError: expected epochs as an integer >= 1, got 0
-    """
-    for name, count in values.items():
-        least = 0 if name == "seed" else 1
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise OptionError(f"expected {name} as an integer >= {least}, got {count!r}")
-
-
-def check_numbers(
-    *, lr: float, momentum: float, weight_decay: float, grad_clip: float | None, ema: float | None
-) -> None:
-    """Raise OptionError unless every number is in its range."""
-    if not (math.isfinite(lr) and lr > 0):
-        raise OptionError(f"expected lr as a finite number > 0, got {lr}")
-    if not 0 <= momentum < 1:
-        raise OptionError(f"expected momentum in [0, 1), got {momentum}")
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise OptionError(f"expected weight_decay as a finite number >= 0, got {weight_decay}")
-    if grad_clip is not None and not grad_clip > 0:
-        raise OptionError(f"expected grad_clip > 0 or None, got {grad_clip}")
-    if ema is not None and not 0 < ema < 1:
-        raise OptionError(f"expected ema in (0, 1) or None, got {ema}")
-
-
-def check_folder(run_dir: str | Path | None, *, resume: bool, tensorboard: bool) -> None:
-    """Raise OptionError if what needs a run folder has none."""
-    for name, wanted in (("resume", resume), ("tensorboard", tensorboard)):
-        if wanted and run_dir is None:
-            raise OptionError(f"expected run_dir with {name}=True, got None")
-
-
-def optimizer_factory(
-    name: str, *, lr: float, momentum: float, weight_decay: float
-) -> Callable[[Parameters], torch.optim.Optimizer]:
-    """What makes the optimiser called ``name`` of parameters, or of groups of them.
-
-    Raises:
-        OptionError: no such optimiser.
-    """
-    if name == "adam":
-        return functools.partial(torch.optim.Adam, lr=lr, weight_decay=weight_decay)
-    if name == "adamw":
-        return functools.partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
-    if name == "sgd":
-        return functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    raise OptionError(f"expected optimizer as one of {', '.join(OPTIMIZERS)}, got {name!r}")
 
 
 def name_of(function: object) -> str | None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.training import checkpoints as run_folder
-from lipkit.training import trainee
+from lipkit.training import checkpoints, trainee
 from lipkit.training.devices import on_first
 from lipkit.training.progress import Divergence
 from lipkit.training.randomness import random_state, set_random_state
@@ -64,7 +63,7 @@ def save(
         state["precision"] = fabric.strategy.precision.state_dict()
         state["random"] = random_state(fabric, generators or {})
     keep = {"keep": 1} if final else {}
-    return on_first(fabric, lambda: run_folder.save_checkpoint(folder, epoch, model, state, step=step, **keep))
+    return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, model, state, step=step, **keep))
 
 
 def open_run(
@@ -73,18 +72,18 @@ def open_run(
     """Open the run's folder: (epochs done, the checkpoint's state, history), the weights loaded into ``model``.
 
     Raises:
-        RunError: in all processes, whichever one finds what is wrong; see `run_folder`.
+        RunError: in all processes, whichever one finds what is wrong; see `checkpoints`.
     """
     if folder is None:
         return 0, {}, []
     if not resume:
-        on_first(fabric, lambda: run_folder.write_settings(folder, settings))
+        on_first(fabric, lambda: checkpoints.write_settings(folder, settings))
         return 0, {}, []
-    on_first(fabric, lambda: run_folder.check_settings(folder, settings))
-    done, weights, state = on_first(fabric, lambda: run_folder.load_checkpoint(folder)) or (0, None, {})
+    on_first(fabric, lambda: checkpoints.check_settings(folder, settings))
+    done, weights, state = on_first(fabric, lambda: checkpoints.load_checkpoint(folder)) or (0, None, {})
     if weights is not None:
-        run_folder.load_weights(model, weights, origin=folder)
-    history = on_first(fabric, lambda: run_folder.truncate_metrics(folder, done))
+        checkpoints.load_weights(model, weights, origin=folder)
+    history = on_first(fabric, lambda: checkpoints.truncate_metrics(folder, done))
     return done, state, history
 
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.training.adversarial import Adversary, attacked_batch
+from lipkit.training.options import Penalty
 from lipkit.training.trainee import Trainee
-
-Penalty = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lipkit.errors import OptionError, RunError
-from lipkit.training import trainee as averages
+from lipkit.training.options import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,19 @@ class Trainee:
     average: list[Tensor] | None
 
 
-def prepare(
-    fabric: Any,
-    model: nn.Module,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    *,
-    compiled: bool,
-    channels_last: bool,
-    averaged: bool,
-) -> Trainee:
+def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Trainee:
     """Place, wrap and compile ``model``, and make its optimiser.
 
     Args:
         fabric: a launched Fabric.
         model: on any device; moved in place.
-        make_optimizer: from parameters, or groups of them, to the optimiser.
-        compiled: whether ``torch.compile`` makes the forward pass.
-        channels_last: whether 4-dimensional parameters are stored channels last.
-        averaged: whether a moving average is kept.
+        options: of training.
     """
     sharded = is_sharded(fabric)
-    if channels_last:
+    if options.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     stepped = copy.deepcopy(model) if sharded else model
-    wrapped = fabric.setup_module(torch.compile(stepped) if compiled else stepped)
+    wrapped = fabric.setup_module(torch.compile(stepped) if options.compile else stepped)
     if sharded:
         from lipkit.training.sharding import groups
 
@@ -75,10 +64,18 @@ def prepare(
         chosen: Any = groups(stepped)
     else:
         chosen = [p for p in stepped.parameters() if p.requires_grad]
-    optimizer = fabric.setup_optimizers(make_optimizer(chosen))
+    optimizer = fabric.setup_optimizers(make_optimizer(options, chosen))
     found = {name: p for name, p in stepped.named_parameters() if p.requires_grad}
-    average = [p.detach().clone() for p in found.values()] if averaged else None
+    average = [p.detach().clone() for p in found.values()] if options.ema is not None else None
     return Trainee(fabric, model, stepped, wrapped, optimizer, sharded, tuple(found), tuple(found.values()), average)
+
+
+def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimizer:
+    """The optimiser that ``options`` name, of parameters or of groups of them."""
+    common = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=options.momentum, **common)
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer](parameters, **common)
 
 
 def is_sharded(fabric: Any) -> bool:
@@ -161,7 +158,7 @@ def measured_model(trainee: Trainee, finish: Callable[[nn.Module], None]) -> nn.
     model, average = whole(trainee), whole_average(trainee)
     if average is None:
         return model
-    twin = averages.averaged(model, average)
+    twin = averaged(model, average)
     with torch.no_grad():
         finish(twin)
     return twin

@@ -1,0 +1,235 @@
+"""Every option of training, once: what ``fit`` takes, what a recipe's section ``train`` says, what a run records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+from torch import Tensor, nn
+
+from lipkit.errors import OptionError
+from lipkit.text import printable
+from lipkit.training import losses, schedules
+from lipkit.training.adversarial import Adversary
+from lipkit.training.devices import check_precision, name_of
+from lipkit.training.progress import Progress
+from lipkit.training.sources import Augment
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+PostStep = Callable[[nn.Module, int, bool], None]
+Penalty = Callable[[nn.Module], Tensor]
+
+_DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
+NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
+
+
+def parse_number(value: Any) -> Any:
+    """A number, or the text of a decimal or of a quotient of two, as a float (an int stays one).
+
+    Raises:
+        ValueError: another text, a bool, or a zero denominator.
+
+    >>> parse_number("36/255") == 36 / 255, parse_number("1e-3"), parse_number(2)
+    (True, 0.001, 2)
+    >>> parse_number("2**0.5")
+    Traceback (most recent call last):
+    ValueError: expected a number such as 0.5 or 36/255, got '2**0.5'
+    """
+    if isinstance(value, str):
+        match = NUMBER.fullmatch(value)
+        denominator = float(match[2]) if match and match[2] else 1.0
+        if match and denominator != 0:
+            return float(match[1]) / denominator
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
+
+
+Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[StrictInt, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Named values: none but the declared ones, each in its range, unchanged afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Numbers(Section):
+    """The options that a recipe can write down. A new one is a line here, and a line where it acts."""
+
+    epochs: Count = Field(description="passes over the training data")
+    batch_size: Count = Field(default=128, description="samples of one step, all devices together")
+    lr: Positive = Field(default=0.001, description="peak learning rate")
+    optimizer: Literal["adam", "adamw", "sgd"] = Field(default="adam", description="adam, adamw or sgd")
+    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="of sgd; the others ignore it")
+    weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
+    schedule: Any = Field(default="piecewise_linear", description="of the learning rate")
+    grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
+    accumulate: Count = Field(
+        default=1, description="pieces in which each device takes its part of a batch, to save memory"
+    )
+    ema: Annotated[Positive, Field(lt=1)] | None = Field(
+        default=None,
+        description="decay of a moving average of the parameters, such as 0.999, which is then evaluated "
+        "and exported in place of the last ones; null for none",
+    )
+    seed: Annotated[StrictInt, Field(ge=0)] = Field(
+        default=0, description="of initial weights, shuffling, augmentation"
+    )
+    evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
+    evaluate_samples: Count = Field(
+        default=1000,
+        description="test samples of the evaluation that a recipe asks for, certified accuracy included",
+    )
+    checkpoint_every: Count = Field(
+        default=1, description="epochs between checkpoints, of which the last two are kept; the last epoch has one"
+    )
+    checkpoint_seconds: Positive | None = Field(
+        default=None, description="seconds between checkpoints within an epoch, besides those; null for none there"
+    )
+    max_minutes: Positive | None = Field(
+        default=None, description="after which training ends at a checkpoint, to be resumed; null for no limit"
+    )
+    tensorboard: StrictBool = Field(
+        default=False, description="TensorBoard events in the run's folder (needs the package tensorboard)"
+    )
+    accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
+    devices: StrictInt | StrictStr | list[StrictInt] = Field(
+        default=1, description="how many devices on each machine, auto, or a list of their numbers"
+    )
+    nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
+    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp or fsdp")
+    precision: StrictStr = Field(
+        default="32-true", description="of Lightning Fabric: 32-true, 64-true, bf16-mixed or 16-mixed"
+    )
+    compile: StrictBool = Field(default=False, description="torch.compile makes the forward pass of the steps")
+    channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
+
+    @model_validator(mode="after")
+    def _precision_keeps_constraints(self) -> Self:
+        try:
+            check_precision(self.precision)
+        except OptionError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+# How a run is carried out, not what it computes: these may differ when it is resumed.
+_NOT_RECORDED = {
+    *(
+        "evaluate",
+        "evaluate_every",
+        "evaluate_samples",
+        "post_step",
+        "progress",
+        "checkpoint_every",
+        "checkpoint_seconds",
+        "max_minutes",
+    ),
+    *("tensorboard", "accelerator", "devices", "nodes", "strategy", "compile", "channels_last"),
+}
+
+
+class TrainOptions(Numbers):
+    """How ``lipkit.fit`` trains: the numbers that a recipe writes down, and functions.
+
+    Attributes:
+        loss: a name of `losses.LOSSES`, or a function of (outputs, targets) that returns a mean.
+        schedule: a name of `schedules.SCHEDULES`, or a function of the fraction of training done.
+        augment: a function of (x, generator), applied to each batch on the training device; the generator lives on
+            the CPU.
+        evaluate: called with the model, under no_grad and without effect on torch's random state, after every
+            ``evaluate_every``-th epoch and the last; the numbers it returns join the metrics.
+        post_step: called as ``post_step(model, step, epoch_end)`` under no_grad after each optimiser step, the steps
+            counted from 1 and the layers' own work (`lipkit.layers.after_step`) done. It sees the averaged copy of
+            ``ema`` too, as at an epoch's end.
+        penalty: called with the model in training mode at each step; the number is added to the loss (see
+            `LipschitzPenalty`). Its value at the end of each epoch joins the metrics.
+        adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
+            augmentation; the step trains on what it returns (see `PgdAdversary`).
+        progress: called with a `Progress` every few steps and at the end of each epoch.
+        epochs, batch_size, lr, optimizer, momentum, weight_decay, grad_clip, accumulate, ema, seed, evaluate_every,
+        evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard, accelerator, devices, nodes,
+        strategy, precision, compile, channels_last: as ``lipkit recipe show`` describes the keys of ``train``.
+
+    Raises:
+        OptionError: an unknown option, or one outside its values.
+
+    >>> TrainOptions(epochs=3, lr=0.1).batch_size
+    128
+    >>> TrainOptions(epochs=0)
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: epochs: expected greater than or equal to 1, got 0
+    """
+
+    loss: str | losses.Loss = "hinge"
+    schedule: str | schedules.Schedule = "piecewise_linear"
+    augment: Augment | None = None
+    evaluate: Evaluate | None = None
+    post_step: PostStep | None = None
+    penalty: Penalty | None = None
+    adversary: Adversary | None = None
+    progress: Callable[[Progress], None] | None = None
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise OptionError(sentence(error)) from None
+        # Names are looked up here, so that a wrong one is refused before anything is loaded.
+        if isinstance(self.loss, str):
+            losses.build(self.loss)
+        if isinstance(self.schedule, str):
+            schedules.build(self.schedule)
+
+    def changed(self, **changes: Any) -> TrainOptions:
+        """A copy with some options replaced, checked again."""
+        return TrainOptions(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+
+    def settings(self, samples: int) -> dict[str, Any]:
+        """What a run records of its options: all that decides which weights come out.
+
+        Args:
+            samples: of the training set.
+        """
+        values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
+        named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
+        return {**named, "samples": samples}
+
+
+def sentence(error: ValidationError) -> str:
+    """One sentence about the first thing that is wrong."""
+    found = error.errors()[0]
+    key = str(found["loc"][0]) if found["loc"] else ""
+    if found["type"] == "missing":
+        return f"expected the option {key}, got none"
+    if found["type"] == "extra_forbidden":
+        return f"expected options among {', '.join(TrainOptions.model_fields)}, got {key!r}"
+    return worded(key, found["msg"], found["input"])
+
+
+def worded(key: str, message: str, got: Any) -> str:
+    """A message of pydantic as a sentence about ``key``, with the value that it got.
+
+    >>> worded("lr", "Input should be greater than 0", -1.0)
+    'lr: expected greater than 0, got -1.0'
+    """
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    if not key:
+        return message
+    shown = "" if ", got " in message else f", got {printable(repr(got), 80)}"
+    return f"{key}: {message[0].lower()}{message[1:]}{shown}"
