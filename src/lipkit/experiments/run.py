@@ -120,8 +120,9 @@ def train(
 def training_options(recipe: Recipe, data: Data) -> TrainOptions:
     """The options of ``lipkit.fit`` that a recipe describes."""
     section = recipe.train
+    numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
-        **{name: getattr(section, name) for name in Numbers.model_fields},
+        **numbers,
         loss=losses.build(recipe.loss.name, **recipe.loss.options),
         schedule=schedules.build(section.schedule.name, **section.schedule.options),
         augment=augmentation(recipe.augment, data),

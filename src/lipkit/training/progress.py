@@ -178,17 +178,11 @@ class Clock:
         max_minutes: after which training stops at a checkpoint; None for no limit.
         checkpoint_seconds: between checkpoints in the middle of an epoch; None for none there.
 
-    Raises:
-        OptionError: a limit that is not a finite number > 0.
-
     >>> Clock(max_minutes=None, checkpoint_seconds=60).wish_alone()
     ''
     """
 
     def __init__(self, max_minutes: float | None, checkpoint_seconds: float | None) -> None:
-        for name, value in (("max_minutes", max_minutes), ("checkpoint_seconds", checkpoint_seconds)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise OptionError(f"expected {name} as a finite number > 0 or None, got {value}")
         self._limited = max_minutes is not None or checkpoint_seconds is not None
         self._end = time.monotonic() + 60 * max_minutes if max_minutes is not None else math.inf
         self._pause = checkpoint_seconds if checkpoint_seconds is not None else math.inf

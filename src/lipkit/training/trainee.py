@@ -72,10 +72,11 @@ def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Trainee:
 
 def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimizer:
     """The optimiser that ``options`` name, of parameters or of groups of them."""
-    common = {"lr": options.lr, "weight_decay": options.weight_decay}
+    lr, decay = options.lr, options.weight_decay
     if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=options.momentum, **common)
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.optimizer](parameters, **common)
+        return torch.optim.SGD(parameters, lr=lr, momentum=options.momentum, weight_decay=decay)
+    adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+    return adam(parameters, lr=lr, weight_decay=decay)
 
 
 def is_sharded(fabric: Any) -> bool:
