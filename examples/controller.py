@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     x, u = samples(4096, torch.Generator().manual_seed(1))
     scale = torch.tensor(STATE_SCALE)
     # Errors of the state in shares of its scales, all twelve together: hence without the first scaling.
-    certificate = lipkit.certify(inner, x / scale, u, delta=0.01)
+    certificate = lipkit.certificates.certify_regression(inner, x / scale, u, delta=0.01)
     # The part that gamma bounds: lower by search, upper by the best multipliers.
     core = lipkit.export(model[1], (12,))
     lower = lipkit.analysis.lipschitz_lower_bound(core, start=x[:64] / scale).lower

@@ -14,7 +14,6 @@ from lipkit import modules
 from lipkit.attacks import pgd_l2
 from lipkit.attacks.pgd import Model
 from lipkit.certificates import certify, format_radius
-from lipkit.certificates import measurement as exported
 from lipkit.certificates.intervals import clopper_pearson, share
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
@@ -27,7 +26,7 @@ from lipkit.evaluation import (
     evaluate,
     per_class,
 )
-from lipkit.modules import lipschitz
+from lipkit.modules import chains, lipschitz
 
 
 def network(*, deep: bool = False) -> modules.Network:
@@ -106,7 +105,7 @@ def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: p
 def test_a_wrong_constant_stops_the_evaluation(deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # the linear certificate is tight: two per cent off must show; the deep one is not, so it takes more
     factor = 0.2 if deep else 0.98
-    monkeypatch.setattr(exported, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
+    monkeypatch.setattr(chains, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
     net = network(deep=deep)
     if not deep:  # an identity for a body, so that there is a constant to get wrong
         net = modules.Network([modules.Affine(torch.ones(1), torch.zeros(1)), *net], (1, 4, 4))

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from lipkit import modules
-from lipkit.certificates import measurement as exported
 from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import evaluate_regression, latency
 from lipkit.evaluation.regression import check_slopes
-from lipkit.modules import lipschitz
+from lipkit.modules import chains, lipschitz
 
 QUICK = {"restarts": 8, "steps": 20}
 
@@ -64,7 +63,7 @@ def test_a_linear_network_is_tight() -> None:
 @pytest.mark.parametrize("factor", [0.5, 0.9])
 def test_a_wrong_constant_stops_the_evaluation(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     net = modules.Network([nn.Linear(3, 2)], (3,))
-    monkeypatch.setattr(exported, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
+    monkeypatch.setattr(chains, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
     with pytest.raises(CertificateViolation, match=r"the network: expected no secant steeper .* got one of slope"):
         evaluate_regression(net, split(net), **QUICK)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lipkit import modules
 from lipkit.attacks import pgd_l2
-from lipkit.certificates import certify
+from lipkit.certificates import certify, certify_regression
 from lipkit.certificates.certificate_file import describe
 from lipkit.certificates.measurement import float64_device
 from lipkit.certificates.verification import verify
@@ -259,7 +259,7 @@ def test_loaders_are_refused_with_the_remedy() -> None:
     x, y = samples(network)
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
     remedy = r"got DataLoader: collect a DataLoader first, x, y = \(torch\.cat\(parts\) for parts in zip\(\*loader\)\)"
-    for call in (lambda: certify(network, loader), lambda: certify(network, loader, y, delta=0.1)):
+    for call in (lambda: certify(network, loader), lambda: certify_regression(network, loader, y, delta=0.1)):
         with pytest.raises(OptionError, match=remedy):
             call()
     collected = [torch.cat(parts) for parts in zip(*loader, strict=True)]

@@ -53,7 +53,7 @@ def jacobians(network: Network, count: int = 200) -> np.ndarray:
 def test_a_linear_network_gets_its_row_norms() -> None:
     network = linear_network()
     x, y = samples(network)
-    found = certify(network, x, y, delta=0.5)
+    found = certify_regression(network, x, y, delta=0.5)
     assert isinstance(found, RegressionCertificate)
     assert found.method == "outputs"
     truth = np.linalg.norm(np.array(WEIGHT), axis=1)
@@ -70,7 +70,7 @@ def test_the_deviation_is_reached_by_the_worst_direction_and_never_exceeded() ->
     x = torch.randn(20, 3, dtype=torch.float64)
     with torch.no_grad():
         y = network(x)
-    found = certify(network, x, y, delta=0.25)
+    found = certify_regression(network, x, y, delta=0.25)
     direction = torch.tensor([[0.6, 0.8, 0.0]], dtype=torch.float64)
     with torch.no_grad():
         moved = network(x + 0.25 * direction) - network(x)
@@ -104,7 +104,7 @@ def test_physical_units_count_in_the_gain() -> None:
     model = nn.Sequential(Normalize([0.5, -1.0, 0.0], std), inner, Rescale(units, [1.0, 2.0, 3.0])).eval()
     network = export(model, (3,))
     x, y = samples(network)
-    found = certify(network, x, y, delta=1.0)
+    found = certify_regression(network, x, y, delta=1.0)
     # The stored scale is the rounded reciprocal of std; std alone is bounded by its smallest entry.
     rows = np.linalg.norm(inner.weight.detach().double().numpy(), axis=1)
     expected = np.array(units) * rows / 0.1
@@ -118,15 +118,16 @@ def test_a_scale_in_front_counts_too() -> None:
     model = nn.Sequential(Scale(3.0), nn.Linear(2, 1))
     network = export(model, (2,))
     x, y = samples(network)
-    plain_constant = certify(export(model[1], (2,)), x, y, delta=1.0).output_constants
-    np.testing.assert_allclose(certify(network, x, y, delta=1.0).output_constants, 3 * plain_constant, rtol=1e-9)
+    plain_constant = certify_regression(export(model[1], (2,)), x, y, delta=1.0).output_constants
+    found = certify_regression(network, x, y, delta=1.0).output_constants
+    np.testing.assert_allclose(found, 3 * plain_constant, rtol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_output_of_an_lbdn_has_its_own_proved_constant(seed: int) -> None:
     network = deep_network(seed)
     x, y = samples(network)
-    found = certify(network, x, y, delta=0.1)
+    found = certify_regression(network, x, y, delta=0.1)
     slopes = np.linalg.norm(jacobians(network), axis=2).max(axis=0)
     assert (slopes <= found.output_constants.numpy()).all()
     assert found.constant <= 2.0
@@ -147,7 +148,7 @@ def test_each_output_of_an_lbdn_has_its_own_proved_constant(seed: int) -> None:
 def test_networks_with_another_end_fall_back_to_the_whole_constant() -> None:
     network = Network([nn.Linear(3, 4), nn.ReLU()], (3,))
     x, y = samples(network)
-    found = certify(network, x, y, delta=1.0)
+    found = certify_regression(network, x, y, delta=1.0)
     assert found.method == "global"
     assert (found.output_constants == found.constant).all()
 
@@ -155,14 +156,14 @@ def test_networks_with_another_end_fall_back_to_the_whole_constant() -> None:
 def test_a_shared_scale_at_the_end() -> None:
     network = Network([*linear_network(), Affine(torch.tensor([-2.0]), torch.tensor([1.0]))], (3,))
     x, y = samples(network)
-    found = certify(network, x, y, delta=1.0).output_constants.numpy()
+    found = certify_regression(network, x, y, delta=1.0).output_constants.numpy()
     np.testing.assert_allclose(found, 2 * np.linalg.norm(np.array(WEIGHT), axis=1), rtol=1e-12)
 
 
 def test_saved_rows_read_back_exactly(tmp_path: Path) -> None:
     network = linear_network()
     x, y = samples(network, 5)
-    found = certify(network, x, y, delta=0.1)
+    found = certify_regression(network, x, y, delta=0.1)
     found.save_csv(tmp_path / "p.csv")
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert len(rows) == 5
@@ -184,7 +185,7 @@ def bad(**changes: object) -> dict[str, object]:
         ({"x": torch.zeros(20, 4)}, ShapeError, r"expected inputs of shape \(N, 3\), got \(20, 4\)"),
         ({"x": torch.zeros(20, 3, dtype=torch.int64)}, OptionError, "expected floating-point inputs"),
         ({"x": torch.zeros(0, 3), "y": torch.zeros(0, 3)}, OptionError, "at least one sample"),
-        ({"y": torch.zeros(20, dtype=torch.int64)}, OptionError, "floating-point targets .* leave out delta"),
+        ({"y": torch.zeros(20, dtype=torch.int64)}, OptionError, "floating-point targets .* by lipkit.certify"),
         ({"y": torch.zeros(20)}, ShapeError, r"targets of shape \(20, d\), got \(20,\)"),
         ({"y": torch.zeros(19, 3)}, ShapeError, r"targets of shape \(20, d\), got \(19, 3\)"),
         ({"y": torch.zeros(20, 2)}, ShapeError, r"expected targets of shape \(20, 3\) as the outputs, got \(20, 2\)"),
@@ -198,24 +199,24 @@ def bad(**changes: object) -> dict[str, object]:
 )
 def test_refusals(change: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        certify(**bad(**change))
+        certify_regression(**bad(**change))
 
 
 def test_numpy_arrays_are_taken() -> None:
     network = linear_network()
     x, y = samples(network)
-    found, expected = certify(network, x.numpy(), y.numpy(), delta=0.1), certify(network, x, y, delta=0.1)
+    found, expected = (certify_regression(network, *xy, delta=0.1) for xy in ((x.numpy(), y.numpy()), (x, y)))
     assert torch.equal(found.worst_error, expected.worst_error)
 
 
-def test_targets_without_delta_name_the_remedy() -> None:
+def test_targets_given_as_labels_name_the_remedy() -> None:
     network = linear_network()
     x, y = samples(network)
-    with pytest.raises(OptionError, match="for regression targets give delta"):
+    with pytest.raises(OptionError, match=r"regression targets by lipkit\.certificates\.certify_regression"):
         certify(network, x, y)
 
 
 def test_a_network_that_overflows_is_refused() -> None:
     network = linear_network([[math.inf, 0.0]])
     with pytest.raises(OptionError, match="finite outputs"):
-        certify(network, torch.ones(1, 2), torch.zeros(1, 1), delta=1.0)
+        certify_regression(network, torch.ones(1, 2), torch.zeros(1, 1), delta=1.0)

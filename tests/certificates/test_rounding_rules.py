@@ -18,9 +18,9 @@ from lipkit.certificates.evaluators import machine
 from lipkit.conv import kernel_symbol
 from lipkit.errors import NoRuleError
 from lipkit.layers.families import FAMILIES, names
-from lipkit.modules import local_error, rounding_rule, rounding_rules
+from lipkit.modules import lipschitz, local_error, rounding_rule, rounding_rules
 from lipkit.modules.blocked import blocked
-from lipkit.modules.machine import Local, gain_of, nothing, runner
+from lipkit.modules.machine import Local, nothing, runner, step_of
 from lipkit.modules.registry import rules
 from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
@@ -306,4 +306,5 @@ def test_a_module_without_a_rule_is_refused() -> None:
 
 def test_the_gain_of_a_chain_is_that_of_its_modules() -> None:
     layer = nn.Linear(5, 5).double()
-    assert gain_of(layer, (5,)) >= float(torch.linalg.matrix_norm(layer.weight.detach(), 2))
+    gain = step_of(layer, (5,), FLOAT32, lipschitz(layer)).gain
+    assert gain >= float(torch.linalg.matrix_norm(layer.weight.detach(), 2))

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import os
 from pathlib import Path
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding
 from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.measurement import Samples, as_tensors, check_inputs, dtype_name, measure
-from lipkit.certificates.regression import RegressionCertificate, certify_regression
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 
@@ -110,46 +108,17 @@ class Certificate:
         write_atomic(Path(path), text.getvalue().encode())
 
 
-@overload
-def certify(
-    network: modules.Network,
-    x: Samples,
-    y: Samples,
-    *,
-    delta: None = None,
-    rounding: str = "sound",
-    evaluator: str = "float64",
-    batch_size: int = 256,
-    device: str | torch.device = "cpu",
-) -> Certificate: ...
-
-
-@overload
-def certify(
-    network: modules.Network,
-    x: Samples,
-    y: Samples,
-    *,
-    delta: float,
-    rounding: str = "sound",
-    evaluator: str = "float64",
-    batch_size: int = 256,
-    device: str | torch.device = "cpu",
-) -> RegressionCertificate: ...
-
-
 def certify(
     network: modules.Network,
     x: Samples,
     y: Samples | None = None,
     *,
-    delta: float | None = None,
     rounding: str = "sound",
     evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
-) -> Certificate | RegressionCertificate:
-    r"""Certified l2 radii of a classifier; with ``delta``, certified output deviations of a regression.
+) -> Certificate:
+    r"""Certified l2 radii of a classifier. For a regression see `lipkit.certificates.certify_regression`.
 
     With ``K_ti = min(sqrt(2) L, L_b ||w_t - w_i||)`` (the second only for a network that ends in ``nn.Linear``)
 
@@ -170,9 +139,7 @@ def certify(
     Args:
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
-        y: (N,) int64 labels; with ``delta`` (N, d) floating-point targets; as `x`.
-        delta: for regression: l2 norm of the input deviation that output deviations are certified for; see
-            `lipkit.certificates.certify_regression`, which is then called.
+        y: (N,) int64 labels, as `x`.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, or ``"float32_blocked"``, which
             sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network).
@@ -186,8 +153,8 @@ def certify(
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
         OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample or one outside of the network's ``input_range``, ``delta`` is given for labels, an unknown
-            ``rounding`` or ``evaluator``, or settings of torch under which the evaluator's arithmetic is not IEEE.
+            no sample or one outside of the network's ``input_range``, an unknown ``rounding`` or ``evaluator``, or
+            settings of torch under which the evaluator's arithmetic is not IEEE.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
@@ -195,23 +162,19 @@ def certify(
     """
     # Without y only so that a lone DataLoader is told what is expected.
     x, y = as_tensors(x, y)
-    if delta is not None:
-        return certify_regression(
-            network, x, y, delta=delta, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device
-        )
     check_inputs(network, x, batch_size)
     _check_labels(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, check=_check_outputs
     )
-    outputs, labels = measured.outputs, y.cpu()
+    proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
-    constants = margins.global_constants(measured.constant * measured.slack, outputs.shape[1])
+    constants = margins.global_constants(proof.constant * proof.slack, outputs.shape[1])
     rows = None
-    if measured.weight is not None and measured.body_constant is not None:
+    if measured.weight is not None and proof.body_constant is not None:
         rows = margins.last_layer_constants(measured.weight, 1.0)
-        body = measured.body_constant * measured.slack
-        constants = torch.minimum(constants, margins.last_layer_constants(measured.weight, body))
+        body = margins.last_layer_constants(measured.weight, proof.body_constant * proof.slack)
+        constants = torch.minimum(constants, body)
     ignored = margins.radii(outputs, labels, constants)
     radius = ignored
     if measured.logits is not None:
@@ -222,9 +185,9 @@ def certify(
         prediction=margins.predictions(outputs),
         label=labels.clone(),
         margin=margins.margins(outputs, labels),
-        constant=measured.constant,
-        body_constant=measured.body_constant,
-        method="global" if measured.weight is None else "last layer",
+        constant=proof.constant,
+        body_constant=proof.body_constant,
+        method="global" if proof.last is None else "last layer",
         dtype="float64",
         input_shape=tuple(network.input_shape),
         network_sha256=modules.sha256(network),
@@ -241,8 +204,8 @@ def _check_outputs(outputs: Tensor) -> None:
 def _check_labels(x: Tensor, y: Tensor) -> None:
     if y.is_floating_point():
         raise OptionError(
-            f"expected integer class labels (int64), got {dtype_name(y)}: for regression targets give delta, the input "
-            "deviation to bound the output deviation for"
+            f"expected integer class labels (int64), got {dtype_name(y)}: certify regression targets by "
+            "lipkit.certificates.certify_regression"
         )
     if y.shape != x.shape[:1]:
         raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}")

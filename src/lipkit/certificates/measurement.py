@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit import modules
-from lipkit.certificates import evaluators, margins, sound
+from lipkit.certificates import evaluators, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
-from lipkit.modules import lipschitz
-from lipkit.modules.guarding import guard, refuse_wrapper
-from lipkit.modules.registry import output_shape
-from lipkit.proof.arithmetic import Arithmetic, grow_number
-from lipkit.proof.roundoff import multiply_up
+from lipkit.modules.chains import Proof, prove
+from lipkit.modules.guarding import refuse_wrapper
+from lipkit.proof.arithmetic import Arithmetic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,24 +26,23 @@ class Measurement:
     """Constants of a network and its outputs at N samples.
 
     Attributes:
-        constant: proved upper bound of the network's l2 Lipschitz constant, rounded up.
-        body_constant: the same for everything before the last ``nn.Linear``; None without one.
-        weight: (K, n) of that last layer, float64, on the CPU; None without one.
+        proof: of the network in float64: its constants, and the rounding errors of its modules.
         outputs: (N, K) float64, on the CPU.
         logits: the same outputs with their rounding errors; None where rounding is ignored.
-        slack: what the exact transforms of Fourier layers can add to a constant, as a factor; 1 where it is ignored.
         arithmetic: of the evaluator.
         evaluator: that is certified, and the settings it was measured under.
     """
 
-    constant: float
-    body_constant: float | None
-    weight: Tensor | None
+    proof: Proof
     outputs: Tensor
     logits: sound.Logits | None
-    slack: float
     arithmetic: Arithmetic
     evaluator: Evaluator
+
+    @property
+    def weight(self) -> Tensor | None:
+        """(K, n) of a last dense layer, float64, on the CPU; None without one."""
+        return None if self.proof.last is None else self.proof.last.weight.detach().cpu()
 
 
 def measure(
@@ -75,19 +71,16 @@ def measure(
     >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
     >>> options = {"evaluator": "float64", "batch_size": 1, "device": "cpu"}
     >>> found = measure(net, torch.ones(2, 2), rounding="sound", **options)
-    >>> round(found.constant, 6), found.body_constant, found.outputs.tolist()
+    >>> round(found.proof.constant, 6), found.proof.body_constant, found.outputs.tolist()
     (3.0, 1.0, [[3.0, 1.0], [3.0, 1.0]])
     """
     check_underflow()
     where = float64_device(device)
     made_for = evaluators.named(rounding, evaluator, where, network)
     exact = float64_copy(network, where)
-    constant, body_constant, gains = proved_parts(exact)
-    split = split_last_layer(exact)
     arithmetic = evaluators.arithmetic(evaluator, network)
-    evaluation = None
-    if rounding == "sound":
-        evaluation = sound.Evaluation(list(exact), exact.input_shape, arithmetic, gains, split is not None)
+    proof = prove(exact, arithmetic if rounding == "sound" else None)
+    evaluation = sound.Evaluation(proof, arithmetic) if rounding == "sound" else None
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(where, rounding == "sound"):
         for part in x.split(batch_size):
@@ -100,12 +93,9 @@ def measure(
             if check is not None:
                 check(outputs[-1])
     return Measurement(
-        constant=constant,
-        body_constant=body_constant,
-        weight=None if split is None else split[1].weight.detach().cpu(),
+        proof=proof,
         outputs=torch.cat(outputs),
         logits=sound.Logits.join(logits) if logits else None,
-        slack=sound.transform_slack(exact) if rounding == "sound" else 1.0,
         arithmetic=arithmetic,
         evaluator=made_for,
     )
@@ -128,63 +118,6 @@ def float64_device(device: str | torch.device) -> torch.device:
     """
     device = torch.device(device)
     return torch.device("cpu") if device.type == "mps" else device
-
-
-def split_last_layer(network: modules.Network) -> tuple[nn.Sequential, nn.Linear] | None:
-    """(everything before it, the last layer) of a network that ends in exactly an ``nn.Linear``, else None."""
-    modules = list(network)
-    if not modules or type(modules[-1]) is not nn.Linear:
-        return None
-    return nn.Sequential(*modules[:-1]), modules[-1]
-
-
-def proved_bound(network: nn.Sequential, input_shape: tuple[int, ...]) -> float:
-    """``lipschitz`` of a chain, rounded up once more; 1 for an empty one.
-
-    Raises:
-        OptionError: the bound is NaN.
-    """
-    if len(network) == 0:
-        return 1.0
-    return _rounded(lipschitz(network, input_shape).detach())
-
-
-def proved_parts(network: modules.Network) -> tuple[float, float | None, list[float]]:
-    """Bounds of a network, of everything before its last ``nn.Linear`` (None without one), and of each module.
-
-    Those of the modules are the factors of the others, rounded up once more; each is computed once.
-
-    Raises:
-        OptionError: a bound is NaN.
-    """
-    guard(network)
-    if type(network) is not modules.Network or network.multipliers():
-        # Another type is refused; the proofs of multipliers bound runs of modules at once.
-        split = split_last_layer(network)
-        body = None if split is None else proved_bound(split[0], network.input_shape)
-        return proved_bound(network, network.input_shape), body, _each(network)[1]
-    lipschitz(modules.Network([], network.input_shape))  # refuses a forward method that was replaced on the class
-    factors, gains = _each(network)
-    ends_linear = split_last_layer(network) is not None
-    products = [torch.ones((), dtype=torch.float64)]
-    for factor in factors:
-        products.append(multiply_up(products[-1], factor))
-    body = _rounded(products[-2]) if ends_linear else None
-    return _rounded(products[-1]), 1.0 if ends_linear and len(factors) == 1 else body, gains
-
-
-def _each(network: modules.Network) -> tuple[list[Tensor], list[float]]:
-    shape, factors = network.input_shape, []
-    for module in network:
-        factors.append(lipschitz(module, shape).detach())
-        shape = output_shape(module, shape)
-    return factors, [grow_number(float(factor) * (1 + 2.0**-44)) for factor in factors]
-
-
-def _rounded(bound: Tensor) -> float:
-    value = float(bound)
-    margins.check_constant(value)
-    return math.nextafter(value, math.inf) if value > 0 else 0.0
 
 
 def as_tensors(x: object, y: object) -> tuple[Tensor, Tensor]:

@@ -30,11 +30,11 @@ from lipkit.certificates.measurement import (
     dtype_name,
     float64_copy,
     measure,
-    proved_bound,
 )
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
+from lipkit.modules.chains import Proof
 from lipkit.modules.slope_runs import SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma
@@ -174,8 +174,9 @@ def certify_regression(
         raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
-    constants, method = output_constants(float64_copy(network), target.shape[1], measured.constant)
-    constant, constants = measured.constant * measured.slack, constants * measured.slack
+    proof = measured.proof
+    constants, method = output_constants(float64_copy(network), target.shape[1], proof)
+    constant, constants = proof.constant * proof.slack, constants * proof.slack
     centre = machine = torch.zeros_like(prediction)
     if measured.logits is not None:
         centre, machine = sound.output_errors(measured.logits, float(delta), measured.weight, measured.arithmetic)
@@ -198,7 +199,7 @@ def certify_regression(
     )
 
 
-def output_constants(network: Network, outputs: int, constant: float) -> tuple[Tensor, str]:
+def output_constants(network: Network, outputs: int, proof: Proof) -> tuple[Tensor, str]:
     """Constants of the outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
 
     Output j alone is the network with row j of the last layer only; its bound, by the LMI where the network carries
@@ -207,10 +208,10 @@ def output_constants(network: Network, outputs: int, constant: float) -> tuple[T
     Args:
         network: exported, in float64.
         outputs: d.
-        constant: bound of the whole network; no output's is above it.
+        proof: of the network; no output's constant is above that of the whole.
 
     Returns:
-        ((d,) float64, ``"outputs"``), or all ``constant`` and ``"global"`` for other networks.
+        ((d,) float64, ``"outputs"``), or all the whole's constant and ``"global"`` for other networks.
     """
     modules = list(network)
     tail = modules[-1] if modules else None
@@ -218,17 +219,15 @@ def output_constants(network: Network, outputs: int, constant: float) -> tuple[T
     position = len(modules) - (1 if scaling is None else 2)
     last = modules[position] if position >= 0 else None
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
-        return torch.full((outputs,), constant, dtype=torch.float64), "global"
+        return torch.full((outputs,), proof.constant, dtype=torch.float64), "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     run = _last_run(network, position) if outputs <= _MOST_LMI_OUTPUTS else None
-    before = proved_bound(nn.Sequential(*modules[: run.start]), network.input_shape) if run else 1.0
-    body = proved_bound(nn.Sequential(*modules[:position]), network.input_shape)
-    found = []
+    body, found = proof.prefixes[position], []
     for row, scale in zip(last.weight.detach(), scales, strict=True):
         best = _times(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
         if run:
-            best = min(best, _times(before, _by_multipliers(run, row)))
-        found.append(min(constant, _times(best, scale)))
+            best = min(best, _times(proof.prefixes[run.start], _by_multipliers(run, row)))
+        found.append(min(proof.constant, _times(best, scale)))
     return torch.tensor(found, dtype=torch.float64), "outputs"
 
 
@@ -260,8 +259,8 @@ def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:
         raise OptionError(f"expected delta as a finite number >= 0, got {delta!r}")
     if not y.is_floating_point():
         raise OptionError(
-            f"expected floating-point targets for an output deviation, got {dtype_name(y)}: leave out delta to "
-            "certify class labels"
+            f"expected floating-point targets for an output deviation, got {dtype_name(y)}: class labels are "
+            "certified by lipkit.certify"
         )
     if y.ndim != 2 or len(y) != len(x):
         raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")

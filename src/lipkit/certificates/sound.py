@@ -21,13 +21,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.certificates.margins import round_down
+from lipkit.modules.chains import Proof
 from lipkit.modules.dense import last_layer
-from lipkit.modules.fourier import StoredSymbol
-from lipkit.modules.machine import Step, Walk, prepare, through
-from lipkit.modules.registry import Shape
+from lipkit.modules.machine import Walk, through
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number, size
 
 
@@ -78,31 +77,19 @@ class Evaluation:
     """Outputs of a network with their rounding errors, batch by batch.
 
     Args:
-        modules: the network in float64.
-        input_shape: of one input.
+        proof: of the network in float64, with its steps.
         arithmetic: of the evaluator.
-        gains: proved constants of the modules.
-        split: whether the last module is an ``nn.Linear`` whose outputs are bounded one by one.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        input_shape: Shape,
-        arithmetic: Arithmetic,
-        gains: Sequence[float],
-        split: bool,
-    ) -> None:
-        body = list(modules)[:-1] if split else list(modules)
-        self.steps: list[Step] = prepare(body, input_shape, arithmetic, gains)[0]
-        self.last = modules[-1] if split else None
-        if isinstance(self.last, nn.Linear):
+    def __init__(self, proof: Proof, arithmetic: Arithmetic) -> None:
+        self.steps, self.last = proof.steps, proof.last
+        if self.last is not None:
             self.machine = last_layer(self.last, arithmetic)
             self.double = last_layer(self.last, FLOAT64)
 
     def __call__(self, x: Tensor) -> Logits:
         walk = through(self.steps, x)
-        if not isinstance(self.last, nn.Linear):
+        if self.last is None:
             return _to_cpu(Logits(walk.centre, walk, None, None, None, walk.peak))
         features = walk.centre
         at, slope, numbers = self.machine
@@ -126,11 +113,6 @@ def _to_cpu(logits: Logits) -> Logits:
     walk = Walk(torch.empty(0), walk.centre_error.cpu(), line(walk.error), line(walk.move), line(walk.peak))
     own = (tensor(logits.own64), tensor(logits.own_at), tensor(logits.own_slope))
     return Logits(logits.values.cpu(), walk, *own, line(logits.peak))
-
-
-def transform_slack(network: nn.Module) -> float:
-    """What the exact transforms of Fourier layers can add to a constant proved for the stored ones, as a factor."""
-    return 1 + 2.0**-43 * sum(isinstance(module, StoredSymbol) for module in network.modules())
 
 
 def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:

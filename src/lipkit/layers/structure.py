@@ -64,7 +64,7 @@ class Rescale(nn.Module):
     r"""Output scaling ``units * x + offset`` per channel, as a layer of the model: outputs leave in physical units.
 
     The counterpart of :class:`Normalize` at the other end: it multiplies the Lipschitz constant of the network by
-    :math:`\max_c |\mathrm{units}_c|`; ``certify(..., delta=...)`` uses each output's own.
+    :math:`\max_c |\mathrm{units}_c|`; ``certify_regression`` uses each output's own.
 
     Args:
         units: one number per output, finite and not zero.

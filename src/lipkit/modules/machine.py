@@ -124,26 +124,26 @@ class Walk(NamedTuple):
         return self.error.plus(self.move).plus(Line(self.centre_error, 0.0))
 
 
-def gain_of(module: nn.Module, input_shape: Shape) -> float:
-    """``lipschitz``, rounded up by more than what the stored transform of a Fourier layer can lack in norm."""
-    return grow_number(float(lipschitz(module, input_shape).detach()) * (1 + 2.0**-44))
-
-
-def prepare(
-    modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic, gains: Sequence[float] | None = None
-) -> tuple[list[Step], Shape]:
-    """The steps of a chain for inputs of one shape, and the shape of its output.
+def step_of(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> Step:
+    """One step of a chain.
 
     Args:
-        modules: in float64.
-        gains: their proved constants, where they are known already.
+        module: in float64.
+        input_shape: of one input.
+        arithmetic: of the evaluator.
+        constant: the module's own; it is rounded up by more than the stored transform of a Fourier layer can lack.
     """
+    gain = grow_number(float(constant.detach()) * (1 + 2.0**-44))
+    machine = local_error(module, input_shape, arithmetic)
+    double = machine if arithmetic == FLOAT64 else local_error(module, input_shape, FLOAT64)
+    return Step(module, gain, machine, double)
+
+
+def prepare(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> tuple[list[Step], Shape]:
+    """The steps of a chain of modules in float64, and the shape of its output."""
     steps = []
-    for i, module in enumerate(modules):
-        gain = gain_of(module, input_shape) if gains is None else gains[i]
-        machine = local_error(module, input_shape, arithmetic)
-        double = machine if arithmetic == FLOAT64 else local_error(module, input_shape, FLOAT64)
-        steps.append(Step(module, gain, machine, double))
+    for module in modules:
+        steps.append(step_of(module, input_shape, arithmetic, lipschitz(module, input_shape)))
         input_shape = output_shape(module, input_shape)
     return steps, input_shape
 
@@ -192,5 +192,5 @@ def runner(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Run
     return lambda x: through(steps, x)
 
 
-def _local(walk: Walk) -> Local:
+def local_of(walk: Walk) -> Local:
     return Local(walk.error, walk.peak)

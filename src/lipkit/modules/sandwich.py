@@ -16,7 +16,7 @@ from lipkit.modules.fourier import FourierConv2d, transform_norm
 from lipkit.modules.machine import (
     Measure,
     Runner,
-    _local,
+    local_of,
     prepare,
     rounding_rule,
     through,
@@ -114,4 +114,4 @@ def _parts(module: Any, input_shape: Shape, arithmetic: Arithmetic) -> Runner:
 @rounding_rule(SandwichBlock)
 def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     run = _parts(module, input_shape, arithmetic)
-    return lambda x: _local(run(x))
+    return lambda x: local_of(run(x))

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates.measurement import float64_copy, proved_bound
+from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
 from lipkit.modules import Network, export
+from lipkit.modules.chains import proved_bound
 from lipkit.training.randomness import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
