@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin, SandwichConv2d, SandwichLinear
-from lipkit.layers.activations import ACTIVATIONS, slope_activation
+from lipkit.layers.activations import slope_activation
 from lipkit.layers.cayley_pair import ContractionLinear, free_pair
 from lipkit.linalg import cayley
 from lipkit.modules import FourierConv2d, SandwichBlock, export, lipschitz, load, save
+from lipkit.modules.activations import BY_NAME
 from lipkit.testing import dense_matrix
 
 DTYPES = (torch.float32, torch.float64)
@@ -223,7 +224,7 @@ def test_the_bound_sees_hooks_and_replaced_activations() -> None:
         lipschitz(block)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_every_activation_of_the_table_keeps_the_promise(name: str) -> None:
     torch.manual_seed(0)
     layer = moved(SandwichLinear(5, 6, activation=name, dtype=torch.float64), size=1.0)

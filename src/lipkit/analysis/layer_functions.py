@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lipkit.analysis.calls import Call, Operand, function_rule
 from lipkit.analysis.forms import Form
+from lipkit.modules.activations import ACTIVATIONS
 
 
 def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | str) -> None:
@@ -26,25 +27,9 @@ def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | s
         return call.module(input, module)
 
 
-_activation(nn.ReLU, F.relu, F.relu_, torch.relu, "relu", "relu_")
-_activation(nn.ReLU6, F.relu6)
-_activation(nn.Tanh, F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")
-_activation(nn.Sigmoid, F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_")
-_activation(nn.LeakyReLU, F.leaky_relu, F.leaky_relu_)
-_activation(nn.ELU, F.elu, F.elu_)
-_activation(nn.CELU, F.celu)
-_activation(nn.SELU, F.selu)
-_activation(nn.GELU, F.gelu)
-_activation(nn.SiLU, F.silu)
-_activation(nn.Mish, F.mish)
-_activation(nn.Softplus, F.softplus)
-_activation(nn.Softsign, F.softsign)
-_activation(nn.LogSigmoid, F.logsigmoid)
-_activation(nn.Hardtanh, F.hardtanh, F.hardtanh_)
-_activation(nn.Hardsigmoid, F.hardsigmoid)
-_activation(nn.Hardswish, F.hardswish)
-_activation(nn.Softshrink, F.softshrink)
-_activation(nn.Tanhshrink, F.tanhshrink)
+for _row in ACTIVATIONS:
+    if _row.functions:
+        _activation(_row.kind, *_row.functions)
 _activation(nn.PixelShuffle, F.pixel_shuffle)
 _activation(nn.PixelUnshuffle, F.pixel_unshuffle)
 _activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)

@@ -7,11 +7,7 @@ import copy
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.modules.activations import SLOPE_RESTRICTED, slope_restricted
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)
-}
+from lipkit.modules.activations import BY_NAME, slope_restricted
 
 
 def slope_activation(activation: str | nn.Module) -> nn.Module:
@@ -32,11 +28,11 @@ def slope_activation(activation: str | nn.Module) -> nn.Module:
     >>> slope_activation("tanh"), slope_activation(nn.LeakyReLU(0.1))
     (Tanh(), LeakyReLU(negative_slope=0.1))
     """
-    if isinstance(activation, str) and activation in ACTIVATIONS:
-        return ACTIVATIONS[activation]()
+    if isinstance(activation, str) and activation in BY_NAME:
+        return BY_NAME[activation]()
     if isinstance(activation, nn.Module) and slope_restricted(activation):
         return copy.deepcopy(activation)
     raise OptionError(
-        f"activation: expected one with slope in [0, 1] ({', '.join(sorted(ACTIVATIONS))}, or such a module), "
+        f"activation: expected one with slope in [0, 1] ({', '.join(sorted(BY_NAME))}, or such a module), "
         f"got {activation!r}"
     )

@@ -12,11 +12,11 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Family, MaxMin, Normalize, Scale
 from lipkit.modules import GroupSort, Shape
-from lipkit.modules.activations import SLOPE_RESTRICTED, slope_restricted
+from lipkit.modules.activations import BY_NAME, slope_restricted
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "maxmin": MaxMin,
-    **{kind.__name__.lower(): kind for kind in (*SLOPE_RESTRICTED, nn.LeakyReLU, nn.ELU)},
+    **BY_NAME,
 }
 
 

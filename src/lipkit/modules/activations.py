@@ -9,13 +9,17 @@ expm1, log1p, tanh, erf): the libraries in use promise 4 or better. The exponent
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.machine import Local, Measure, entries, rounding_rule
+from lipkit.modules.configuration import COUNT, INTEGER, Accepts, either, real, stored
+from lipkit.modules.machine import Local, Measure, RoundingRule, entries, rounding_rule
 from lipkit.modules.rearrange import _check_keeps_batch, export_copy, export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import Arithmetic, Line, grow, grow_number, size
@@ -138,149 +142,6 @@ class GroupSort(nn.Module):
         return f"group_size={self.group_size}"
 
 
-# Largest slope of each activation whose slope is a constant of nature, rounded up in the last digit given.
-# GELU: at x = sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by bisection of the
-# second derivative (tests/protocol/test_slopes.py).
-SLOPES: dict[type[nn.Module], float] = {
-    nn.ReLU: 1.0,
-    nn.ReLU6: 1.0,
-    nn.Tanh: 1.0,
-    nn.Softsign: 1.0,
-    nn.LogSigmoid: 1.0,
-    nn.Tanhshrink: 1.0,
-    nn.Sigmoid: 0.25,
-    nn.Hardsigmoid: math.nextafter(1 / 6, 1),
-    nn.Hardswish: 1.5,
-    nn.SiLU: 1.0998393202,
-    nn.Mish: 1.0884981618,
-    nn.SELU: 1.7580993409,
-}
-
-
-GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
-
-
-# Softplus returns x itself beyond its threshold t, which is lower by log(1 + e^-t) / beta: a jump, below float32
-# rounding of the output from t = 20 (torch's default) on.
-SOFTPLUS_THRESHOLD = 20.0
-
-
-@lipschitz_rule(*SLOPES)
-def _constant_slope(module: nn.Module, input_shape: Shape | None) -> float:
-    return SLOPES[type(module)]
-
-
-def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
-    value = getattr(module, name)
-    if not (math.isfinite(value) and value > 0 and value >= least):
-        wanted = f"at least {least:g}" if least else "a positive finite number"
-        raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
-
-
-@lipschitz_rule(nn.Hardtanh)
-def _hardtanh(module: nn.Hardtanh, input_shape: Shape | None) -> float:
-    return 1.0 if -math.inf < module.min_val <= module.max_val < math.inf else math.inf
-
-
-@lipschitz_rule(nn.Softshrink)
-def _softshrink(module: nn.Softshrink, input_shape: Shape | None) -> float:
-    return 1.0 if 0 <= module.lambd < math.inf else math.inf
-
-
-@lipschitz_rule(nn.CELU)
-def _celu(module: nn.CELU, input_shape: Shape | None) -> float:
-    _positive(module, "alpha", "it grows exponentially otherwise")
-    return 1.0
-
-
-@lipschitz_rule(nn.Softplus)
-def _softplus(module: nn.Softplus, input_shape: Shape | None) -> float:
-    _positive(module, "beta", "it has no rule otherwise")
-    _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
-    return 1.0
-
-
-@lipschitz_rule(nn.GELU)
-def _gelu(module: nn.GELU, input_shape: Shape | None) -> float:
-    return GELU_SLOPES[module.approximate]
-
-
-def _at_least_one(slope: float) -> float:
-    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
-
-
-@lipschitz_rule(nn.LeakyReLU)
-def _leaky_relu(module: nn.LeakyReLU, input_shape: Shape | None) -> float:
-    return _at_least_one(module.negative_slope)
-
-
-@lipschitz_rule(nn.ELU)
-def _elu(module: nn.ELU, input_shape: Shape | None) -> float:
-    return _at_least_one(module.alpha)
-
-
-@lipschitz_rule(nn.PReLU)
-def _prelu(module: nn.PReLU, input_shape: Shape | None) -> Tensor:
-    return to_double(module.weight).abs().amax().clamp_min(1.0)
-
-
-export_rule(*SLOPES, nn.Hardtanh, nn.Softshrink, nn.CELU, nn.GELU, nn.Softplus, nn.LeakyReLU, nn.ELU, nn.PReLU)(
-    export_copy
-)
-
-
-@lipschitz_rule(MaxMin, GroupSort)
-def _sorting(module: nn.Module, input_shape: Shape | None) -> float:
-    return 1.0
-
-
-# Scalar activations whose slope lies in [0, 1] everywhere. Not here: GELU, SiLU, Mish, SELU, Hardswish (slope above 1
-# or below 0), MaxMin and GroupSort (not scalar), Softmax (not elementwise), Hardshrink and Threshold (jumps).
-SLOPE_RESTRICTED: tuple[type[nn.Module], ...] = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.CELU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.Hardsigmoid,
-    nn.Softplus,
-    nn.Softsign,
-    nn.LogSigmoid,
-    nn.Hardtanh,
-    nn.Softshrink,
-    nn.Tanhshrink,
-)
-
-
-def slope_restricted(module: nn.Module) -> bool:
-    """Whether ``module`` is a scalar activation with slope in [0, 1] everywhere, parameters considered.
-
-    >>> slope_restricted(nn.ReLU()), slope_restricted(nn.GELU()), slope_restricted(nn.LeakyReLU(0.1))
-    (True, False, True)
-    """
-    kind = type(module)
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
-        return 0 <= module.negative_slope <= 1
-    if isinstance(module, nn.ELU) and kind is nn.ELU:
-        return 0 <= module.alpha <= 1
-    if isinstance(module, nn.CELU) and kind is nn.CELU:
-        return 0 < module.alpha < math.inf
-    if isinstance(module, nn.Softplus) and kind is nn.Softplus:
-        return 0 < module.beta < math.inf and 20 <= module.threshold < math.inf
-    if isinstance(module, nn.Hardtanh) and kind is nn.Hardtanh:
-        return -math.inf < module.min_val <= module.max_val < math.inf
-    if isinstance(module, nn.Softshrink) and kind is nn.Softshrink:
-        return 0 <= module.lambd < math.inf
-    return kind in SLOPE_RESTRICTED
-
-
-@lipschitz_rule(nn.Softmax)
-def _softmax(module: nn.Softmax, input_shape: Shape | None) -> float:
-    # Its Jacobian diag(p) - p p^T has norm at most 1/2.
-    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
-    return 0.5
-
-
 # One unit in the last place is at most 2 u of the result.
 LIBRARY = 2 * 16.0
 
@@ -310,53 +171,17 @@ def pointwise(
     return measure
 
 
-def _rule(kind: type[nn.Module], a: float, b: float) -> None:
-    @rounding_rule(kind)
-    def _(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-        return pointwise(a, b, 0.0, input_shape, arithmetic)
-
-
-for _kind, _a, _b in (
-    (nn.ReLU, 0.0, 0.0),
-    (nn.ReLU6, 0.0, 0.0),
-    (nn.Tanh, LIBRARY + 2, 0.0),
-    # x - tanh(x), |tanh(x)| <= |x|
-    (nn.Tanhshrink, LIBRARY + 4, 0.0),
-    # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
-    (nn.Sigmoid, 1.0, LIBRARY + 4),
-    # min(0, x) - log1p(e^-|x|), with log1p <= log 2
-    (nn.LogSigmoid, 2.0, 2 * LIBRARY + 4),
-    # x / (1 + |x|)
-    (nn.Softsign, 6.0, 0.0),
-    # (x + 3) / 6 and its product by x inside (-3, 3); a rounded 1 / 6
-    (nn.Hardsigmoid, 4.0, 8.0),
-    (nn.Hardswish, 16.0, 0.0),
-    # x / (1 + e^-x) or x times the sigmoid
-    (nn.SiLU, LIBRARY + 8, 0.0),
-    # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
-    (nn.Mish, 4 * LIBRARY + 8, 0.0),
-    # 1.0508 x and 1.7581 (e^x - 1), the latter perhaps as a difference
-    (nn.SELU, 2 * LIBRARY + 8, 2 * LIBRARY + 8),
-    # x / 2 (1 + erf or tanh): the bracket is within (library + 8) u of its value, its argument within a few u
-    (nn.GELU, 2 * LIBRARY + 16, 0.0),
-):
-    _rule(_kind, _a, _b)
-
-
-@rounding_rule(nn.LeakyReLU, nn.PReLU)
 def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     slope = float(module.weight.detach().abs().amax()) if isinstance(module, nn.PReLU) else abs(module.negative_slope)
     lost = arithmetic.tiny / arithmetic.unit  # a slope below the normal range may count as 0
     return pointwise(3 * slope + lost, 0.0, 0.0, input_shape, arithmetic, slope)
 
 
-@rounding_rule(nn.ELU)
 def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     alpha = max(1.0, abs(module.alpha))
     return pointwise((LIBRARY + 4) * alpha, (LIBRARY + 4) * alpha, 0.0, input_shape, arithmetic)
 
 
-@rounding_rule(nn.CELU)
 def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha: one below the normal range may count as 0, and with it all of x
     inverse = 1 / module.alpha
@@ -365,7 +190,6 @@ def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> 
     return pointwise(LIBRARY + 8 + lost, (LIBRARY + 8) * module.alpha, 0.0, input_shape, arithmetic, largest)
 
 
-@rounding_rule(nn.Softplus)
 def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # log1p(e^(beta x)) / beta, and x itself beyond the threshold: a jump of log1p(e^-threshold) / beta, at a threshold
     # that beta x reaches within its rounding
@@ -388,15 +212,210 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
     return measure
 
 
-@rounding_rule(nn.Hardtanh)
 def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # The limits are rounded to the format.
     return pointwise(0.0, max(abs(module.min_val), abs(module.max_val)), 0.0, input_shape, arithmetic)
 
 
-@rounding_rule(nn.Softshrink)
 def _softshrink_error(module: nn.Softshrink, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return pointwise(2.0, 4 * abs(module.lambd), 0.0, input_shape, arithmetic)
+
+
+def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
+    value = getattr(module, name)
+    if not (math.isfinite(value) and value > 0 and value >= least):
+        wanted = f"at least {least:g}" if least else "a positive finite number"
+        raise NoRuleError(f"nn.{type(module).__name__}: expected {name} {wanted}, got {value}: {why}")
+
+
+def _at_least_one(slope: float) -> float:
+    return math.inf if math.isnan(slope) else max(1.0, abs(slope))
+
+
+def _hardtanh(module: nn.Hardtanh) -> float:
+    return 1.0 if -math.inf < module.min_val <= module.max_val < math.inf else math.inf
+
+
+def _softshrink(module: nn.Softshrink) -> float:
+    return 1.0 if 0 <= module.lambd < math.inf else math.inf
+
+
+def _celu(module: nn.CELU) -> float:
+    _positive(module, "alpha", "it grows exponentially otherwise")
+    return 1.0
+
+
+# Softplus returns x itself beyond its threshold t, which is lower by log(1 + e^-t) / beta: a jump, below float32
+# rounding of the output from t = 20 (torch's default) on.
+SOFTPLUS_THRESHOLD = 20.0
+
+
+def _softplus(module: nn.Softplus) -> float:
+    _positive(module, "beta", "it has no rule otherwise")
+    _positive(module, "threshold", "it jumps at a lower one, so no constant bounds it", SOFTPLUS_THRESHOLD)
+    return 1.0
+
+
+GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
+
+
+class Activation(NamedTuple):
+    """All that there is to know about a scalar activation.
+
+    Attributes:
+        kind: its type, matched exactly.
+        slope: largest modulus of its derivative, rounded up; a number, or a function of the module.
+        rounding: (a, b), which bound the machine's error on a number h by ``u (a |h| + b)``; or a rounding rule.
+        arguments: of its constructor that are stored with a network, and the values that they accept.
+        restricted: whether its slope lies in [0, 1] everywhere: what sandwich, SLL and CPL layers need, and the LMI; a
+            function of the module where that depends on its arguments.
+        functions: of torch, and methods of tensors, that compute the same of the same arguments.
+    """
+
+    kind: type[nn.Module]
+    slope: float | Callable[[Any], float | Tensor]
+    rounding: tuple[float, float] | RoundingRule
+    arguments: Mapping[str, Accepts] = MappingProxyType({})
+    restricted: bool | Callable[[Any], bool] = False
+    functions: tuple[Callable[..., Any] | str, ...] = ()
+
+
+# GELU has its largest slope at sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by
+# bisection of the second derivative (tests/modules/test_slopes.py). All slopes are rounded up in the last digit given.
+ACTIVATIONS: tuple[Activation, ...] = (
+    Activation(nn.ReLU, 1.0, (0.0, 0.0), {}, True, (F.relu, F.relu_, torch.relu, "relu", "relu_")),
+    Activation(nn.ReLU6, 1.0, (0.0, 0.0), {}, True, (F.relu6,)),
+    Activation(nn.CELU, _celu, _celu_error, {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
+    Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")),
+    # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
+    Activation(
+        nn.Sigmoid,
+        0.25,
+        (1.0, LIBRARY + 4),
+        {},
+        True,
+        (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"),
+    ),
+    # (x + 3) / 6 and its product by x inside (-3, 3); a rounded 1 / 6
+    Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), (4.0, 8.0), {}, True, (F.hardsigmoid,)),
+    Activation(
+        nn.Softplus,
+        _softplus,
+        _softplus_error,
+        {"beta": real, "threshold": real},
+        lambda m: 0 < m.beta < math.inf and SOFTPLUS_THRESHOLD <= m.threshold < math.inf,
+        (F.softplus,),
+    ),
+    # x / (1 + |x|)
+    Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,)),
+    # min(0, x) - log1p(e^-|x|), with log1p <= log 2
+    Activation(nn.LogSigmoid, 1.0, (2.0, 2 * LIBRARY + 4), {}, True, (F.logsigmoid,)),
+    Activation(
+        nn.Hardtanh,
+        _hardtanh,
+        _hardtanh_error,
+        {"min_val": real, "max_val": real},
+        lambda m: -math.inf < m.min_val <= m.max_val < math.inf,
+        (F.hardtanh, F.hardtanh_),
+    ),
+    Activation(
+        nn.Softshrink,
+        _softshrink,
+        _softshrink_error,
+        {"lambd": real},
+        lambda m: 0 <= m.lambd < math.inf,
+        (F.softshrink,),
+    ),
+    # x - tanh(x), |tanh(x)| <= |x|
+    Activation(nn.Tanhshrink, 1.0, (LIBRARY + 4, 0.0), {}, True, (F.tanhshrink,)),
+    Activation(
+        nn.LeakyReLU,
+        lambda m: _at_least_one(m.negative_slope),
+        _leaky_relu_error,
+        {"negative_slope": real},
+        lambda m: 0 <= m.negative_slope <= 1,
+        (F.leaky_relu, F.leaky_relu_),
+    ),
+    Activation(
+        nn.ELU,
+        lambda m: _at_least_one(m.alpha),
+        _elu_error,
+        {"alpha": real},
+        lambda m: 0 <= m.alpha <= 1,
+        (F.elu, F.elu_),
+    ),
+    Activation(
+        nn.PReLU,
+        lambda m: to_double(m.weight).abs().amax().clamp_min(1.0),
+        _leaky_relu_error,
+        {"num_parameters": COUNT},
+    ),
+    # 1.0508 x and 1.7581 (e^x - 1), the latter perhaps as a difference
+    Activation(nn.SELU, 1.7580993409, (2 * LIBRARY + 8, 2 * LIBRARY + 8), functions=(F.selu,)),
+    # x / 2 (1 + erf or tanh): the bracket is within (library + 8) u of its value, its argument within a few u
+    Activation(
+        nn.GELU,
+        lambda m: GELU_SLOPES[m.approximate],
+        (2 * LIBRARY + 16, 0.0),
+        {"approximate": either(None, "none", "tanh")},
+        functions=(F.gelu,),
+    ),
+    # x / (1 + e^-x) or x times the sigmoid
+    Activation(nn.SiLU, 1.0998393202, (LIBRARY + 8, 0.0), functions=(F.silu,)),
+    # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
+    Activation(nn.Mish, 1.0884981618, (4 * LIBRARY + 8, 0.0), functions=(F.mish,)),
+    Activation(nn.Hardswish, 1.5, (16.0, 0.0), functions=(F.hardswish,)),
+)
+"""The scalar activations. A new one is a row of this table; whatever handles activations reads it."""
+
+_RESTRICTED = {row.kind: row.restricted for row in ACTIVATIONS if row.restricted}
+
+BY_NAME: dict[str, type[nn.Module]] = {kind.__name__.lower(): kind for kind in _RESTRICTED}
+"""Those whose slope can lie in [0, 1], by the names that options and recipes give them."""
+
+
+def slope_restricted(module: nn.Module) -> bool:
+    """True for a scalar activation with slope in [0, 1] everywhere, parameters considered.
+
+    >>> slope_restricted(nn.ReLU()), slope_restricted(nn.GELU()), slope_restricted(nn.LeakyReLU(0.1))
+    (True, False, True)
+    """
+    restricted = _RESTRICTED.get(type(module), False)
+    return restricted(module) if callable(restricted) else restricted
+
+
+def _register(row: Activation) -> None:
+    def slope(module: nn.Module, input_shape: Shape | None) -> float | Tensor:
+        return row.slope(module) if callable(row.slope) else row.slope
+
+    def error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+        if not isinstance(row.rounding, tuple):
+            return row.rounding(module, input_shape, arithmetic)
+        return pointwise(*row.rounding, 0.0, input_shape, arithmetic)
+
+    lipschitz_rule(row.kind)(slope)
+    export_rule(row.kind)(export_copy)
+    rounding_rule(row.kind)(error)
+    stored(row.kind, None, None, **row.arguments)
+
+
+for _row in ACTIVATIONS:
+    _register(_row)
+
+
+# Not scalar: sorting and softmax.
+
+
+@lipschitz_rule(MaxMin, GroupSort)
+def _sorting(module: nn.Module, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@lipschitz_rule(nn.Softmax)
+def _softmax(module: nn.Softmax, input_shape: Shape | None) -> float:
+    # Its Jacobian diag(p) - p p^T has norm at most 1/2.
+    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
+    return 0.5
 
 
 @rounding_rule(MaxMin, GroupSort, nn.MaxPool2d)
@@ -427,3 +446,6 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
 
 
 export_rule(GroupSort, MaxMin)(export_same)
+stored(MaxMin)
+stored(GroupSort, group_size=INTEGER)
+stored(nn.Softmax, dim=either(INTEGER, None))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular, polyphase, symbol_sup
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
 from lipkit.modules.dense import inner_products
 from lipkit.modules.machine import Measure, entries, rounding_rule
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
@@ -204,4 +205,19 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
         if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
         else padded_copies(module, input_shape),
         blocked=type(module) is nn.Conv2d and groups == 1,
+    )
+
+
+for _kind in (nn.Conv1d, nn.Conv2d):
+    stored(
+        _kind,
+        in_channels=COUNT,
+        out_channels=COUNT,
+        kernel_size=INTEGER,
+        stride=INTEGER,
+        padding=either(INTEGER, "same", "valid"),
+        dilation=INTEGER,
+        groups=COUNT,
+        padding_mode=either(None, "zeros", "reflect", "replicate", "circular"),
+        bias=flag,
     )

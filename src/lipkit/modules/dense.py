@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
+from lipkit.modules.configuration import COUNT, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
@@ -223,3 +224,12 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
 
 
 export_rule(Affine)(export_same)
+
+
+stored(nn.Linear, in_features=COUNT, out_features=COUNT, bias=flag)
+stored(
+    Affine,
+    lambda m: {"channels": len(m.scale)},
+    lambda channels: Affine(torch.zeros(channels), torch.zeros(channels)),
+    channels=COUNT,
+)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, apply_symbol, transform_matrices
 from lipkit.errors import ShapeError
+from lipkit.modules.configuration import COUNT, flag, stored, whole
 from lipkit.modules.machine import Local, Measure
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule
@@ -257,3 +258,7 @@ def relative_to_input(
 
 
 export_rule(FourierConv2d)(export_same)
+
+
+SIDE = whole(-(2**31), 1 << 16)
+stored(FourierConv2d, in_channels=COUNT, out_channels=COUNT, height=SIDE, width=SIDE, bias=flag)

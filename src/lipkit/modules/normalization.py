@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules.configuration import COUNT, INTEGER, flag, real, stored
 from lipkit.modules.dense import Affine, _has_subnormal, scaling
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import _check_dims, export_copy
@@ -208,3 +209,9 @@ def _instance_norm_error(module: nn.InstanceNorm2d, input_shape: Shape, arithmet
     if module.track_running_stats:
         return running_statistics(module, input_shape, arithmetic)
     return own_statistics(module, math.prod(input_shape[1:]), input_shape, arithmetic)
+
+
+stored(nn.LayerNorm, normalized_shape=INTEGER, eps=real, elementwise_affine=flag, bias=flag)
+stored(nn.GroupNorm, num_groups=COUNT, num_channels=COUNT, eps=real, affine=flag)
+for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+    stored(_kind, num_features=COUNT, eps=real, affine=flag)

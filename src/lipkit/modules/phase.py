@@ -12,9 +12,11 @@ from lipkit.conv import Symbol
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.errors import ShapeError
+from lipkit.modules.configuration import COUNT, INTEGER, flag, stored
 from lipkit.modules.fourier import (
     _ROOM,
     MAX_SIDE,
+    SIDE,
     FourierConv2d,
     StoredSymbol,
     relative_to_input,
@@ -153,3 +155,15 @@ def _stored_symbol(module: StoredSymbol, input_shape: Shape, arithmetic: Arithme
 
 
 export_rule(PhaseConv2d)(export_same)
+
+
+stored(
+    PhaseConv2d,
+    in_channels=COUNT,
+    out_channels=COUNT,
+    height=SIDE,
+    width=SIDE,
+    kernel_size=INTEGER,
+    complex_pairs=flag,
+    bias=flag,
+)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules.configuration import INTEGER, either, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import _check_dims
 from lipkit.modules.registry import Shape, lipschitz, lipschitz_rule, output_shape
@@ -153,3 +154,16 @@ def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d, input_shape: Shape, ar
         return Local(found, Line(size(x), 1.0).times(float(terms + 1)))
 
     return measure
+
+
+stored(
+    nn.AvgPool2d,
+    kernel_size=INTEGER,
+    stride=INTEGER,
+    padding=INTEGER,
+    ceil_mode=flag,
+    count_include_pad=flag,
+    divisor_override=either(INTEGER, None),
+)
+stored(nn.MaxPool2d, kernel_size=INTEGER, stride=INTEGER, padding=INTEGER, dilation=INTEGER, ceil_mode=flag)
+stored(nn.AdaptiveAvgPool2d, output_size=either(INTEGER, None))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules.configuration import COUNT, INTEGER, stored
 from lipkit.modules.machine import Local, Measure, nothing, rounding_rule
 from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import Arithmetic
@@ -157,3 +158,12 @@ def _export_resize(module: ResizeChannels, input_shape: Shape) -> nn.Module:
 )
 def _move(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return lambda x: Local(nothing(x), nothing(x))
+
+
+stored(nn.Identity)
+stored(nn.ZeroPad2d, padding=INTEGER)
+stored(nn.Flatten, start_dim=INTEGER, end_dim=INTEGER)
+stored(nn.Unflatten, dim=INTEGER, unflattened_size=INTEGER)
+stored(nn.PixelUnshuffle, downscale_factor=INTEGER)
+stored(nn.PixelShuffle, upscale_factor=INTEGER)
+stored(ResizeChannels, in_channels=COUNT, out_channels=COUNT)

@@ -11,6 +11,7 @@ from lipkit.bounds.symbol_sup import symbol_error
 from lipkit.conv import symbol_at
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.configuration import stored, submodule, submodules
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import (
     Local,
@@ -23,7 +24,7 @@ from lipkit.modules.machine import (
     runner,
 )
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.modules.sandwich import _parts
+from lipkit.modules.sandwich import _parts, stored_block
 from lipkit.proof.arithmetic import Arithmetic, Line, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
@@ -302,3 +303,14 @@ def _convex_residual_error(module: ConvexResidual, input_shape: Shape, arithmeti
         return local._replace(peak=Line(local.peak.at + abs(share), local.peak.slope))
 
     return measure
+
+
+stored(Sum, lambda m: {"modules": tuple(m.branches)}, lambda modules: Sum(*modules), modules=submodules)
+stored(
+    ConvexResidual,
+    make=lambda body, shortcut: ConvexResidual(body, torch.zeros(()), shortcut),
+    body=submodule,
+    shortcut=submodule,
+)
+
+stored_block(SlopeResidual)

@@ -11,6 +11,7 @@ from lipkit.bounds.sandwich import sandwich_gain
 from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import chain_constant
+from lipkit.modules.configuration import COUNT, stored, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
 from lipkit.modules.machine import (
@@ -115,3 +116,19 @@ def _parts(module: Any, input_shape: Shape, arithmetic: Arithmetic) -> Runner:
 def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     run = _parts(module, input_shape, arithmetic)
     return lambda x: local_of(run(x))
+
+
+def stored_block(kind: type[nn.Module]) -> None:
+    """A block of two linear maps around an activation, with a multiplier for each unit."""
+
+    def read(block: Any) -> dict[str, Any]:
+        parts = {"first": block.first, "activation": block.activation, "second": block.second}
+        return {"channels": len(block.multiplier), **parts}
+
+    def make(channels: int, first: nn.Module, activation: nn.Module, second: nn.Module) -> nn.Module:
+        return kind(first, activation, second, torch.zeros(channels))
+
+    stored(kind, read, make, channels=COUNT, first=submodule, activation=submodule, second=submodule)
+
+
+stored_block(SandwichBlock)

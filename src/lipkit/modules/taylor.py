@@ -12,6 +12,7 @@ from lipkit.bounds.symbol_sup import symbol_sup
 from lipkit.conv.kernel_exponential import adjoint, taylor_features, taylor_norm
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
+from lipkit.modules.configuration import COUNT, INTEGER, flag, stored, whole
 from lipkit.modules.fourier import relative_to_input, schur
 from lipkit.modules.machine import Measure, entries, rounding_rule
 from lipkit.modules.rearrange import export_same
@@ -127,3 +128,13 @@ def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmet
 
 
 export_rule(TaylorConv2d)(export_same)
+
+
+stored(
+    TaylorConv2d,
+    in_channels=COUNT,
+    out_channels=COUNT,
+    kernel_size=INTEGER,
+    terms=whole(-(2**31), 1000),
+    bias=flag,
+)
