@@ -10,7 +10,7 @@ from torch import nn
 
 import lipkit
 from lipkit.analysis import analyze
-from lipkit.analysis.folding import folded_bound
+from lipkit.analysis.propagation import folded_bound
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError
 from lipkit.testing.reference import dense_matrix
 

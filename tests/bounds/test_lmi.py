@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound, is_positive_semidefinite, lmi_matrix, proves_gain
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network, lipschitz
-from lipkit.modules.slope_runs import slope_runs
+from lipkit.modules.chains import slope_runs
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lipkit import modules
 from lipkit.attacks import pgd_l2
 from lipkit.certificates import certify, certify_regression
-from lipkit.certificates.certificate_file import describe
+from lipkit.certificates.certificate_file import describe, verify
 from lipkit.certificates.measurement import float64_device
-from lipkit.certificates.verification import verify
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 
 

@@ -21,9 +21,10 @@ from lipkit.certificates.certificate_file import (
     data_sha256,
     describe,
     read_certificate,
+    unchecked,
+    verify,
     write_certificate,
 )
-from lipkit.certificates.verification import unchecked, verify
 from lipkit.errors import CertificateViolation, DataError, LipkitError, OptionError
 
 

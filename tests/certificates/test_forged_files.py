@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit import modules
-from lipkit.certificates import verification
-from lipkit.certificates.certificate_file import describe, read_certificate, write_certificate
-from lipkit.certificates.verification import verify
+from lipkit.certificates import certificate_file as verification
+from lipkit.certificates.certificate_file import describe, read_certificate, verify, write_certificate
 from lipkit.cli.check import report
 from lipkit.errors import LipkitError
 

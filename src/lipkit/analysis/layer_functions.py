@@ -27,7 +27,7 @@ def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | s
         return call.module(input, module)
 
 
-for _row in ACTIVATIONS:
+for _row in ACTIVATIONS.values():
     if _row.functions:
         _activation(_row.kind, *_row.functions)
 _activation(nn.PixelShuffle, F.pixel_shuffle)

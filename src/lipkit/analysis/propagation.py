@@ -1,8 +1,11 @@
-"""The bound of every value in a graph, from those it is computed from."""
+"""The bound of every value in a graph, from those it is computed from: which bound each layer gets, and how a batch
+normalisation and the linear layer beside it are bounded as one."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +13,117 @@ import torch
 from torch import Tensor, fx, nn
 
 from lipkit.analysis.calls import Call, Operand, apply, function_name
-from lipkit.analysis.folding import NORMS, foldable, folded_bound
 from lipkit.analysis.forms import Form, source
-from lipkit.analysis.methods import layer_bound
 from lipkit.analysis.running import Observed, Sizes, Varies
 from lipkit.analysis.tracing import Root, fetch
-from lipkit.errors import NoRuleError
-from lipkit.modules import Shape
+from lipkit.bounds import METHODS
+from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules import Shape, lipschitz
+from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.registry import ELSEWHERE
+from lipkit.proof.roundoff import gamma, to_double, up
+
+
+def check_method(method: str) -> str:
+    """``method`` if it is ``"auto"``, ``"best"`` or a name in ``lipkit.bounds.METHODS``.
+
+    Raises:
+        OptionError: another name.
+    """
+    names = ("auto", "best", *METHODS)
+    if method not in names:
+        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
+    return method
+
+
+def layer_bound(module: nn.Module, input_shape: tuple[int, ...], method: str = "auto") -> tuple[Tensor, str]:
+    """Lipschitz bound of one layer and the name of the method.
+
+    ``method`` applies to two-dimensional convolutions with zero padding; everything else has the one rule of its type.
+
+    >>> layer_bound(nn.ReLU(), (3,))[1]
+    'rule'
+    """
+    with torch.no_grad():
+        if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or method == "auto":
+            return lipschitz(module, input_shape).detach(), _default(module)
+        names = list(METHODS) if method == "best" else [method]
+        kernel = kernel_with_stride(module)
+        found = {name: METHODS[name](kernel, groups=module.groups).detach() for name in names}
+        best = min(found, key=lambda name: float(found[name]))
+        return found[best].to(torch.float64), best
+
+
+def _default(module: nn.Module) -> str:
+    if type(module) is nn.Linear:
+        return "spectral_norm"
+    if type(module) in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d):
+        return "circular" if module.padding_mode == "circular" else "symbol_sup"
+    return "rule"
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) -> bool:
+    """Whether the channels of both are the same dimension, ``linear_shape`` being a sample of either's input.
+
+    >>> foldable(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), (1, 5, 5)), foldable(nn.Linear(4, 2), nn.BatchNorm1d(3), (3, 4))
+    (True, False)
+    """
+    if type(norm) not in NORMS or norm.running_var is None:
+        return False
+    return type(linear) in (*CONVOLUTIONS, *TRANSPOSED) or (type(linear) is nn.Linear and len(linear_shape) == 1)
+
+
+def folded_bound(
+    linear: nn.Module, norm: nn.Module, *, norm_first: bool, bound: Callable[[nn.Module], Tensor]
+) -> Tensor:
+    """Lipschitz bound of both together: ``bound`` of the folded kernel, and what its rounding can add.
+
+    Args:
+        linear: convolution, transposed convolution or linear layer.
+        norm: batch normalisation in evaluation mode.
+        norm_first: whether the normalisation comes before the linear layer.
+        bound: Lipschitz bound of one module.
+
+    Returns:
+        0-d float64.
+
+    Guarantee:
+        Upper, including rounding.
+
+    >>> import torch; from lipkit import lipschitz
+    >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
+    >>> _ = norm.running_var.copy_(torch.tensor([0.25, 4.0])); layer = nn.Linear(2, 2)
+    >>> _ = layer.weight.data.copy_(torch.diag(torch.tensor([1.0, 2.0])))
+    >>> round(folded_bound(layer, norm, norm_first=False, bound=lipschitz).item(), 9)
+    2.0
+    """
+    scale = (to_double(norm.running_var) + norm.eps).rsqrt()  # type: ignore[arg-type, operator]
+    if norm.weight is not None:
+        scale = scale * to_double(norm.weight)  # type: ignore[arg-type]
+    weight = to_double(linear.weight.detach())  # type: ignore[operator]
+    groups = int(getattr(linear, "groups", 1))
+    # Rows of a transposed convolution are its input channels.
+    along_rows = norm_first if type(linear) in TRANSPOSED else not norm_first
+    if along_rows:
+        folded = weight * scale.view(-1, *(1,) * (weight.ndim - 1))
+    else:
+        blocks = weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
+        folded = blocks.flatten(0, 1)
+    layer = copy.deepcopy(linear)
+    layer.weight = nn.Parameter(folded, requires_grad=False)
+    layer.bias = None  # type: ignore[assignment]
+    # Each entry carries a few roundings; taps add up in the worst case, channels by the Frobenius norm.
+    size = folded.abs().reshape(*folded.shape[:2], -1).sum(-1).square().sum().sqrt()
+    lost = up(size, folded.numel() + 8) * gamma(16)
+    # Squares and products below the normal range are lost, unless there is nothing to lose.
+    moves = (weight != 0).any() & (scale != 0).any()
+    return up(bound(layer) + lost + moves.double() * 2.0**-500, 2)  # in float32 it would be 0
+
 
 Key = tuple[int, Shape]
 # Formats that torch computes in; the narrower ones only store numbers.

@@ -18,7 +18,7 @@ from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Network, lipschitz
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.slope_runs import SlopeRun, slope_runs
+from lipkit.modules.chains import SlopeRun, slope_runs
 
 
 @dataclass(frozen=True)

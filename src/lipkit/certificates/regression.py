@@ -34,8 +34,7 @@ from lipkit.certificates.measurement import (
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
-from lipkit.modules.chains import Proof
-from lipkit.modules.slope_runs import SlopeRun, slope_runs
+from lipkit.modules.chains import Proof, SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma
 

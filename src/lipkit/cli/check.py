@@ -44,9 +44,8 @@ def command(
 
     from lipkit import data as datasets
     from lipkit import modules
-    from lipkit.certificates.certificate_file import read_certificate
+    from lipkit.certificates.certificate_file import read_certificate, verify
     from lipkit.certificates.intervals import check_radii
-    from lipkit.certificates.verification import verify
     from lipkit.errors import OptionError
     from lipkit.evaluation import EPS
     from lipkit.experiments.build import input_range
@@ -70,12 +69,12 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
 
     Args:
         file: what was verified.
-        confirmed: what `lipkit.certificates.verification.verify` returned for it.
+        confirmed: what `lipkit.certificates.certificate_file.verify` returned for it.
         data: name of the samples, from who gave them.
         radii: for certified accuracies.
     """
     from lipkit.certificates import format_radius
-    from lipkit.certificates.verification import unchecked
+    from lipkit.certificates.certificate_file import unchecked
     from lipkit.text import printable
 
     larger = int((file.certificate.radius > confirmed.radius).sum())

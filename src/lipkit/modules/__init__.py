@@ -1,7 +1,8 @@
 """A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
 
-from lipkit.modules import chains, convolutions, dense, normalization, pooling, rearrange, slope_runs  # noqa: F401 (their rules are registered)
-from lipkit.modules.activations import GroupSort, MaxMin, group_sort, maxmin
+from lipkit.modules import chains, convolutions, normalization, pooling  # noqa: F401 (their rules are registered)
+from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
+from lipkit.modules.configuration import stored
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
@@ -16,6 +17,7 @@ from lipkit.modules.storage import load, save, sha256
 from lipkit.modules.taylor import TaylorConv2d
 
 __all__ = [
+    "Activation",
     "Affine",
     "ConvexResidual",
     "FourierConv2d",
@@ -30,6 +32,7 @@ __all__ = [
     "SlopeResidual",
     "Sum",
     "TaylorConv2d",
+    "add_activation",
     "export",
     "export_rule",
     "group_sort",
@@ -45,4 +48,5 @@ __all__ = [
     "rules",
     "save",
     "sha256",
+    "stored",
 ]

@@ -280,9 +280,58 @@ class Activation(NamedTuple):
     functions: tuple[Callable[..., Any] | str, ...] = ()
 
 
+ACTIVATIONS: dict[type[nn.Module], Activation] = {}
+"""The scalar activations by type. A new one is one row; whatever handles activations reads this table."""
+
+BY_NAME: dict[str, type[nn.Module]] = {}
+"""Those whose slope can lie in [0, 1], by the names that options and recipes give them."""
+
+
+def add_activation(row: Activation) -> None:
+    """Make an activation known everywhere: to ``lipschitz``, ``export``, certificates, storage, and options by name.
+
+    ``lipkit.analyze`` reads ``row.functions`` when it is first imported; later it takes
+    `lipkit.analysis.function_rule`.
+
+    Raises:
+        NoRuleError: its type has rules already.
+
+    >>> add_activation(Activation(nn.ReLU, 1.0, (0.0, 0.0)))
+    Traceback (most recent call last):
+    lipkit.errors.NoRuleError: torch.nn.modules.activation.ReLU already has a rule; expected one rule for each type
+    """
+
+    def slope(module: nn.Module, input_shape: Shape | None) -> float | Tensor:
+        return row.slope(module) if callable(row.slope) else row.slope
+
+    def error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+        if not isinstance(row.rounding, tuple):
+            return row.rounding(module, input_shape, arithmetic)
+        return pointwise(*row.rounding, 0.0, input_shape, arithmetic)
+
+    lipschitz_rule(row.kind)(slope)
+    export_rule(row.kind)(export_copy)
+    rounding_rule(row.kind)(error)
+    stored(row.kind, None, None, **row.arguments)
+    ACTIVATIONS[row.kind] = row
+    if row.restricted:
+        BY_NAME[row.kind.__name__.lower()] = row.kind
+
+
+def slope_restricted(module: nn.Module) -> bool:
+    """True for a scalar activation with slope in [0, 1] everywhere, parameters considered.
+
+    >>> slope_restricted(nn.ReLU()), slope_restricted(nn.GELU()), slope_restricted(nn.LeakyReLU(0.1))
+    (True, False, True)
+    """
+    row = ACTIVATIONS.get(type(module))
+    restricted = False if row is None else row.restricted
+    return restricted(module) if callable(restricted) else restricted
+
+
 # GELU has its largest slope at sqrt 2, Phi(x) + x phi(x). SiLU and Mish: maximum of the derivative, found to 1e-12 by
 # bisection of the second derivative (tests/modules/test_slopes.py). All slopes are rounded up in the last digit given.
-ACTIVATIONS: tuple[Activation, ...] = (
+for _row in (
     Activation(nn.ReLU, 1.0, (0.0, 0.0), {}, True, (F.relu, F.relu_, torch.relu, "relu", "relu_")),
     Activation(nn.ReLU6, 1.0, (0.0, 0.0), {}, True, (F.relu6,)),
     Activation(nn.CELU, _celu, _celu_error, {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
@@ -365,42 +414,8 @@ ACTIVATIONS: tuple[Activation, ...] = (
     # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
     Activation(nn.Mish, 1.0884981618, (4 * LIBRARY + 8, 0.0), functions=(F.mish,)),
     Activation(nn.Hardswish, 1.5, (16.0, 0.0), functions=(F.hardswish,)),
-)
-"""The scalar activations. A new one is a row of this table; whatever handles activations reads it."""
-
-_RESTRICTED = {row.kind: row.restricted for row in ACTIVATIONS if row.restricted}
-
-BY_NAME: dict[str, type[nn.Module]] = {kind.__name__.lower(): kind for kind in _RESTRICTED}
-"""Those whose slope can lie in [0, 1], by the names that options and recipes give them."""
-
-
-def slope_restricted(module: nn.Module) -> bool:
-    """True for a scalar activation with slope in [0, 1] everywhere, parameters considered.
-
-    >>> slope_restricted(nn.ReLU()), slope_restricted(nn.GELU()), slope_restricted(nn.LeakyReLU(0.1))
-    (True, False, True)
-    """
-    restricted = _RESTRICTED.get(type(module), False)
-    return restricted(module) if callable(restricted) else restricted
-
-
-def _register(row: Activation) -> None:
-    def slope(module: nn.Module, input_shape: Shape | None) -> float | Tensor:
-        return row.slope(module) if callable(row.slope) else row.slope
-
-    def error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-        if not isinstance(row.rounding, tuple):
-            return row.rounding(module, input_shape, arithmetic)
-        return pointwise(*row.rounding, 0.0, input_shape, arithmetic)
-
-    lipschitz_rule(row.kind)(slope)
-    export_rule(row.kind)(export_copy)
-    rounding_rule(row.kind)(error)
-    stored(row.kind, None, None, **row.arguments)
-
-
-for _row in ACTIVATIONS:
-    _register(_row)
+):
+    add_activation(_row)
 
 
 # Not scalar: sorting and softmax.

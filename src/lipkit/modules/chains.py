@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import OptionError, ShapeError
+from lipkit.modules.activations import slope_restricted
 from lipkit.modules.fourier import StoredSymbol
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import (
@@ -24,9 +26,45 @@ from lipkit.modules.machine import (
 )
 from lipkit.modules.network import Network
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.modules.slope_runs import slope_runs
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import multiply_up
+
+
+class SlopeRun(NamedTuple):
+    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them."""
+
+    start: int
+    stop: int
+    weights: list[Tensor]
+    multipliers: list[Tensor]
+
+
+def slope_runs(network: Network) -> list[SlopeRun]:
+    """The longest runs Linear, activation, Linear, ... whose activations all have a multiplier.
+
+    >>> import torch
+    >>> net = Network([nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)], (2,), {1: torch.ones(3)})
+    >>> [(run.start, run.stop) for run in slope_runs(net)]
+    [(0, 3)]
+    """
+    children, runs, start = list(network), [], 0
+    while start < len(children):
+        stop, weights, multipliers = start, [], []
+        first = children[start]
+        if type(first) is nn.Linear:
+            stop, weights = start + 1, [first.weight]
+            while stop + 1 < len(children):
+                activation, following = children[stop], children[stop + 1]
+                multiplier = network.multiplier(stop)
+                if multiplier is None or not slope_restricted(activation) or type(following) is not nn.Linear:
+                    break
+                multipliers.append(multiplier)
+                weights.append(following.weight)
+                stop += 2
+        if multipliers:
+            runs.append(SlopeRun(start, stop, weights, multipliers))
+        start = max(stop, start + 1)
+    return runs
 
 
 @lipschitz_rule(nn.Sequential)

@@ -17,12 +17,11 @@ from lipkit.modules import Shape
 from lipkit.training import checkpoints, losses, saving, schedules
 from lipkit.training import trainee as trainees
 from lipkit.training.devices import check_precision, make_fabric, on_first
-from lipkit.training.epoch import Plan, run_epoch
+from lipkit.training.epoch import Objective, Plan, run_epoch
 from lipkit.training.options import TrainOptions
 from lipkit.training.progress import Clock, Divergence, Totals, board, peak_memory, require_tensorboard, write_csv
 from lipkit.training.randomness import derived_seed, kept_random_state, own_random_state
 from lipkit.training.sources import Augment, Source, source
-from lipkit.training.step import Objective
 from lipkit.training.trainee import Trainee
 
 

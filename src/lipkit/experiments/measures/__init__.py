@@ -16,7 +16,7 @@ from lipkit.errors import OptionError
 MEASURES = {
     "kernel_bounds": "kernels",
     "network_bounds": "networks",
-    "truncation": "truncation",
+    "truncation": "kernels",
     "wasserstein": "critics",
 }
 AFTER = {"attack": "trained", "local_lipschitz": "trained", "layer_norms": "trained"}
