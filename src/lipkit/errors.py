@@ -62,3 +62,21 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """
     *first, last = [repr(name) for name in alike(word, known)] or [""]
     return f", did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else ""
+
+
+__all__ = [
+    "CertificateViolation",
+    "DataError",
+    "LipkitError",
+    "NoRuleError",
+    "OptionError",
+    "RecipeError",
+    "RunError",
+    "ShapeError",
+    "alike",
+    "suggestion",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

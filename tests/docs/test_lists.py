@@ -18,7 +18,7 @@ from lipkit.layers.families import FAMILIES
 from lipkit.testing import LAWS
 
 ROOT = Path(__file__).parents[2]
-# What a finished run holds; tests/cli/test_pipeline.py sees that it does.
+# What a finished run holds; tests/experiments/test_run.py sees that it does.
 RUN = {
     "recipe.yaml", "settings.json", "metrics.jsonl", "metrics.csv", "checkpoints/", "network/", "record.json",
     "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html",

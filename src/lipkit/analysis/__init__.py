@@ -16,3 +16,7 @@ __all__ = [
     "function_rules",
     "lipschitz_lower_bound",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -27,3 +27,7 @@ __all__ = [
     "run_attack",
     "shrink",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -39,3 +39,7 @@ __all__ = [
     "spectral_norms",
     "symbol_sup",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from lipkit.certificates import lipsdp as lipsdp
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
 
 __all__ = ["Certificate", "RegressionCertificate", "certify", "certify_regression", "format_radius", "lipsdp"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

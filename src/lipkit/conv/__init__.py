@@ -53,3 +53,7 @@ __all__ = [
     "transform_matrices",
     "two_taps",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

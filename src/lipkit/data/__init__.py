@@ -23,3 +23,7 @@ __all__ = [
     "random_crop",
     "random_flip",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

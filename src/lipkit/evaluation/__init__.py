@@ -37,3 +37,7 @@ __all__ = [
     "latency",
     "per_class",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

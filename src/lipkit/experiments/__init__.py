@@ -7,3 +7,7 @@ from lipkit.experiments.recipe_schema import Recipe
 from lipkit.experiments.run import certify, read_recipe, train
 
 __all__ = ["Display", "Outcome", "Recipe", "Silent", "certify", "load_recipe", "names", "read_recipe", "train"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -43,7 +43,7 @@ PLACEMENT = ("accelerator", "devices", "nodes", "strategy", "max_minutes", "chec
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | str | Path,
     *,
     out: str | Path = "runs",
     folder: str | Path | None = None,
@@ -55,7 +55,7 @@ def train(
     """Train, export, certify, attack, record, report.
 
     Args:
-        recipe: the run.
+        recipe: the run: a `Recipe`, or what `load_recipe` reads, the name of a packaged one or the path of a file.
         out: folder in which the run gets a new folder of its own, ``<name>-001`` or the next free number.
         folder: the new run's folder instead, which must not hold a run.
         resume: the folder of a run to continue instead; its recipe must be ``recipe``.
@@ -71,6 +71,7 @@ def train(
         LipkitError: in the order of cost: data, model, training, certificate.
     """
     display = display or Silent()
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     data = load_data(recipe)
     check_eps(recipe, data, large_eps)
     model = build_model(recipe, data)

@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"lipkit.explorer.{_HOME[name]}"), name)
     raise AttributeError(f"module 'lipkit.explorer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -21,3 +21,7 @@ __all__ = [
     "write_onnx",
     "write_program",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -56,3 +56,7 @@ __all__ = [
     "after_step",
     "register_after_step",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -23,3 +23,7 @@ __all__ = [
     "resolve",
     "taylor_exponential",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

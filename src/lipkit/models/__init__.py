@@ -74,3 +74,7 @@ __all__ = [
     "wide_resnet",
     "wrn_plain",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

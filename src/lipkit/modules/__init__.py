@@ -50,3 +50,7 @@ __all__ = [
     "sha256",
     "stored",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

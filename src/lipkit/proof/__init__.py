@@ -4,3 +4,7 @@ from lipkit.proof.arithmetic import Arithmetic, Line, arithmetic_of
 from lipkit.proof.norms import spectral_norm, spectral_norms
 
 __all__ = ["Arithmetic", "Line", "arithmetic_of", "spectral_norm", "spectral_norms"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

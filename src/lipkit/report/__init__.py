@@ -15,3 +15,7 @@ __all__ = [
     "write_record",
     "write_report",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -31,3 +31,7 @@ __all__ = [
     "run_law",
     "tolerance",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

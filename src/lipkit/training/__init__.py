@@ -9,3 +9,7 @@ from lipkit.training.progress import Progress
 from lipkit.training.regularisation import LipschitzPenalty
 
 __all__ = ["LipschitzPenalty", "PgdAdversary", "Progress", "Run", "TrainOptions", "fit"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

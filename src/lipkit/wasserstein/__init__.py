@@ -8,3 +8,7 @@ from lipkit.wasserstein.exact import assignment
 from lipkit.wasserstein.losses import hinge_kr_loss, kr_loss
 
 __all__ = ["Estimate", "assignment", "distance", "hinge_kr_loss", "kr_loss", "wgan"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
