@@ -17,9 +17,9 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from lipkit.attacks import fab, pgd_l2, shrink
+from lipkit.attacks import fab, pgd, shrink
 from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.pgd import norms
+from lipkit.attacks.balls import norms
 from lipkit.certificates import certify
 from lipkit.certificates.measurement import float64_copy
 from lipkit.layers import MaxMin, families
@@ -53,7 +53,7 @@ def tightness(network: Network, seed: int, samples: int = 5) -> dict[str, list[f
     y = exact(x).argmax(dim=1)
     radius = certify(network, x, y).radius
     near = {"fab": fab(exact, x, y, box=None, steps=20, polish=4)}
-    far = pgd_l2(exact, x, y, 3 * radius.clamp_min(1e-3), steps=20, box=None)
+    far = pgd(exact, x, y, eps=3 * radius.clamp_min(1e-3), steps=20, box=None)
     near["pgd"] = shrink(exact, x, far, y)
     found = {}
     for name, points in near.items():

@@ -1,4 +1,4 @@
-"""APGD, the ensemble and random search against closed forms on linear models; their promises about ball and box."""
+"""APGD against closed forms on linear models; its promises about ball and box; every attack by its name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit.attacks import NAMES, apgd, carlini_wagner, ensemble, fab, random_search, run_attack
+from lipkit.attacks import ATTACKS, Named, apgd, carlini_wagner, fab, run_attack
 from lipkit.attacks.apgd import checkpoints
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.balls import ball
-from lipkit.attacks.named import MINIMUM_NORM
-from lipkit.cli.attack import NAMES as CLI_NAMES
 from lipkit.errors import OptionError, ShapeError
 
 
@@ -41,7 +39,7 @@ def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") 
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
-@pytest.mark.parametrize("attack", ["margin", "dlr", "ensemble"])
+@pytest.mark.parametrize("attack", ["margin", "dlr"])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_linear_models_fall_exactly_beyond_the_distance_to_their_boundary(attack: str, norm: str, scale: float) -> None:
     layer = linear(scale)
@@ -50,10 +48,7 @@ def test_linear_models_fall_exactly_beyond_the_distance_to_their_boundary(attack
     distance = boundary_distance(layer, x, y, norm)
 
     def run(eps: Tensor) -> Tensor:
-        if attack == "ensemble":
-            found = ensemble(layer, x, y, eps, norm=norm, steps=20, box=None)
-        else:
-            found = apgd(layer, x, y, eps, norm=norm, loss=attack, targeted=True, steps=30, box=None)
+        found = apgd(layer, x, y, eps=eps, norm=norm, loss=attack, targeted=True, steps=30, box=None)
         assert (ball(norm).distance(found, x) <= eps).all()
         return misclassified(layer(found), y)
 
@@ -67,7 +62,7 @@ def test_cross_entropy_alone_overstates_robustness_even_of_a_linear_model() -> N
     x = points(40, 5)
     y = layer(x).argmax(dim=1)
     eps = 1.02 * boundary_distance(layer, x, y)
-    lost = {loss: int(misclassified(layer(apgd(layer, x, y, eps, loss=loss, box=None)), y).sum())
+    lost = {loss: int(misclassified(layer(apgd(layer, x, y, eps=eps, loss=loss, box=None)), y).sum())
             for loss in ("ce", "margin")}  # fmt: skip
     assert lost["ce"] < lost["margin"] / 2
 
@@ -78,7 +73,7 @@ def test_apgd_finds_no_less_than_plain_steps_on_a_network() -> None:
     x = points(80, 12)
     y = network(x).argmax(dim=1)
     lost = {
-        name: int(misclassified(network(run_attack(name, network, x, y, 0.25, steps=40).points), y).sum())
+        name: int(misclassified(network(run_attack(name, network, x, y, eps=0.25, steps=40).points), y).sum())
         for name in ("pgd", "apgd")
     }
     assert lost["apgd"] >= lost["pgd"] > 5
@@ -90,23 +85,18 @@ def test_apgd_finds_no_less_than_plain_steps_on_a_network() -> None:
     st.sampled_from([torch.float32, torch.float64]),
     st.sampled_from([(0.0, 1.0), (-1.0, 2.0), None]),
     st.sampled_from(["l2", "linf"]),
-    st.sampled_from(["apgd", "targeted", "random", "ensemble"]),
+    st.booleans(),
     st.integers(0, 10**6),
 )
 def test_never_outside_ball_or_box(
-    exponent: float, dtype: torch.dtype, box: tuple[float, float] | None, norm: str, attack: str, seed: int
+    exponent: float, dtype: torch.dtype, box: tuple[float, float] | None, norm: str, targeted: bool, seed: int
 ) -> None:
     eps = 10.0**exponent
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).to(dtype)
     x = points(4, 3, 2, 2, seed=seed, dtype=dtype).round(decimals=1)  # some samples on the faces of the box
     y = torch.zeros(4, dtype=torch.int64)
     common = {"norm": norm, "box": box, "generator": torch.Generator().manual_seed(seed), "steps": 4}
-    if attack == "random":
-        found = random_search(model, x, y, eps, **common)
-    elif attack == "ensemble":
-        found = ensemble(model, x, y, eps, **common)
-    else:
-        found = apgd(model, x, y, eps, targeted=attack == "targeted", loss="dlr", stop_early=False, **common)
+    found = apgd(model, x, y, eps=eps, targeted=targeted, loss="dlr", stop_early=False, **common)
     assert (ball(norm).distance(found, x) <= eps).all()
     assert found.dtype == dtype
     if box is not None:
@@ -114,54 +104,50 @@ def test_never_outside_ball_or_box(
         assert found.max() <= box[1]
 
 
-def test_random_search_needs_no_gradient() -> None:
-    layer = linear()
-
-    def steps(x: Tensor) -> Tensor:
-        return (layer(x) * 20).round()
-
-    x = points(30, 5)
-    y = steps(x).argmax(dim=1)
-    lost = misclassified(steps(random_search(steps, x, y, 0.5, box=None)), y)
-    beyond = boundary_distance(layer, x, layer(x).argmax(dim=1)) < 0.3
-    assert lost[beyond].float().mean() > 0.9
-
-
 def test_same_generator_same_points_and_global_randomness_untouched() -> None:
     layer, x = linear(), points(8, 5)
     y = layer(x).argmax(dim=1)
     before = torch.get_rng_state()
-    for attack in (apgd, random_search, ensemble):
-        runs = [attack(layer, x, y, 0.01, steps=5, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
-        assert torch.equal(*runs)
+    runs = [apgd(layer, x, y, eps=0.01, steps=5, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*runs)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "autoattack"])
 def test_every_attack_runs_by_name_under_no_grad_on_one_sample(name: str) -> None:
     layer, x = linear(), points(1, 5)
     y = layer(x).argmax(dim=1)
     eps = float(1.05 * boundary_distance(layer, x, y))
     with torch.no_grad():
-        found = run_attack(name, layer, x, y, eps, box=None, steps=60)
+        found = run_attack(name, layer, x, y, eps=eps, box=None, steps=60)
     assert misclassified(layer(found.points), y).all()
-    assert ball("l2").distance(found.points, x).item() <= eps * (1 if name not in MINIMUM_NORM else 1.05)
+    assert ball("l2").distance(found.points, x).item() <= eps * (1 if not ATTACKS[name].minimum_norm else 1.05)
     assert found.ran
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
-def test_the_command_line_knows_the_same_names() -> None:
-    assert CLI_NAMES == NAMES
+def test_an_attack_of_the_table_is_run_by_its_name_with_the_options_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(model: object, x: Tensor, y: Tensor, *, eps: float, steps: int = 3, box: object = None) -> Tensor:
+        return x - eps * steps
+
+    assert [name for name, attack in ATTACKS.items() if attack.minimum_norm] == ["fab", "cw"]
+    monkeypatch.setitem(ATTACKS, "backwards", Named(backwards, "steps back"))
+    layer, x, y = linear(), points(2, 5), torch.zeros(2, dtype=torch.int64)
+    found = run_attack("backwards", layer, x, y, eps=0.5)
+    assert torch.equal(found.points, x - 1.5)
+    assert found.ran == "steps back"
+    assert torch.equal(run_attack("backwards", layer, x, y, eps=0.5, steps=1, restarts=4).points, x - 0.5)
+    with pytest.raises(OptionError, match="expected norm 'l2' for the attack 'backwards', got 'linf'"):
+        run_attack("backwards", layer, x, y, eps=0.5, norm="linf")
 
 
 def test_empty_batches_stay_empty_and_are_refused_by_name() -> None:
     layer, x, y = linear(), torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
-    for attack in (apgd, random_search, ensemble):
-        assert attack(layer, x, y, 0.1).shape == (0, 5)
+    assert apgd(layer, x, y, eps=0.1).shape == (0, 5)
     for minimum in (fab, carlini_wagner):
         assert minimum(layer, x, y).shape == (0, 5)
     with pytest.raises(OptionError, match="at least one sample to attack, got 0"):
-        run_attack("apgd", layer, x, y, 0.1)
+        run_attack("apgd", layer, x, y, eps=0.1)
 
 
 def test_checkpoints_grow_denser_and_end_within_the_steps() -> None:
@@ -204,10 +190,10 @@ def test_refusals(change: dict, error: type[Exception], message: str) -> None:
 def test_refusals_by_name() -> None:
     x, y = points(3, 5), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(OptionError, match=r"expected attack 'pgd' or .*got 'fgsm'"):
-        run_attack("fgsm", linear(), x, y, 0.1)
+        run_attack("fgsm", linear(), x, y, eps=0.1)
     with pytest.raises(OptionError, match="expected norm 'l2' for the attack 'cw'"):
-        run_attack("cw", linear(), x, y, 0.1, norm="linf")
+        run_attack("cw", linear(), x, y, eps=0.1, norm="linf")
     with pytest.raises(OptionError, match="labels from 0 to 3"):
-        run_attack("pgd", linear(), x, y + 9, 0.1)
+        run_attack("pgd", linear(), x, y + 9, eps=0.1)
     with pytest.raises(OptionError, match="rate > 0"):
         carlini_wagner(linear(), x, y, rate=0.0)

@@ -1,4 +1,4 @@
-"""AutoAttack where it can run, and what stands in for it where it cannot."""
+"""AutoAttack where it can run, and its refusal where it cannot."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks import autoattack
-from lipkit.attacks import autoattack as function
+from lipkit.attacks import autoattack, run_attack
 from lipkit.attacks.ascent import misclassified
-from lipkit.attacks.autoattack import obstacle
 from lipkit.attacks.balls import ball
+from lipkit.errors import OptionError
 
 installed = importlib.util.find_spec("pyautoattack") is not None
 
@@ -41,14 +40,13 @@ def test_it_runs_and_leaves_no_trace(norm: str) -> None:
     old = sys.gettrace()
     sys.settrace(trace)
     try:
-        found, again = (autoattack(net, x, y, eps, norm=norm) for _ in range(2))
+        found, again = (autoattack(net, x, y, eps=eps, norm=norm) for _ in range(2))
         assert sys.gettrace() is trace
     finally:
         sys.settrace(old)
-    assert found.ran.startswith("AutoAttack standard (pyautoattack ")
-    assert torch.equal(found.points, again.points)
-    assert misclassified(net(found.points), y).all()
-    assert (ball(norm).distance(found.points, x) <= eps).all()
+    assert torch.equal(found, again)
+    assert misclassified(net(found), y).all()
+    assert (ball(norm).distance(found, x) <= eps).all()
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None and p.requires_grad for p in net.parameters())
 
@@ -61,36 +59,41 @@ def test_all_four_parts_run(norm: str, count: int) -> None:
     net, x = network(), images(count)
     y = net(x).argmax(dim=1)
     eps = {"l2": 0.05, "linf": 0.01}[norm]
-    found = autoattack(net, x, y, eps, norm=norm)
-    assert (ball(norm).distance(found.points, x) <= eps).all()
-    assert torch.equal(misclassified(net(found.points), y), (found.points != x).flatten(1).any(dim=1))
+    found = autoattack(net, x, y, eps=eps, norm=norm)
+    assert (ball(norm).distance(found, x) <= eps).all()
+    assert torch.equal(misclassified(net(found), y), (found != x).flatten(1).any(dim=1))
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.skipif(not installed, reason="needs the extra attack")
+def test_its_name_says_the_version_that_ran() -> None:
+    net, x = network(), images(2)
+    found = run_attack("autoattack", net, x, net(x).argmax(dim=1), eps=3.0)
+    assert found.ran.startswith("AutoAttack standard (pyautoattack ")
+
+
 @pytest.mark.parametrize(
-    ("classes", "pixels", "box", "reason"),
+    ("classes", "pixels", "options", "reason"),
     [
-        (3, 6, (0.0, 1.0), "needs at least 4 classes"),
-        (5, 4, (0.0, 1.0), "needs images of at least 5 x 5 pixels"),
-        (5, 6, None, "knows only the box"),
-        (5, 6, (-1.0, 1.0), "knows only the box"),
+        (3, 6, {}, "needs at least 4 classes, got 3"),
+        (5, 4, {}, "needs images of at least 5 x 5 pixels, got 4 x 4"),
+        (5, 6, {"box": None}, r"knows only the box \[0, 1\], got None"),
+        (5, 6, {"box": (-1.0, 1.0)}, r"knows only the box \[0, 1\], got \(-1.0, 1.0\)"),
+        (5, 6, {"eps": torch.tensor([0.1, 0.2, 0.1])}, "needs one eps > 0 for all samples, got 0.1 to 0.2"),
+        (5, 6, {"eps": 0.0}, "needs one eps > 0 for all samples, got 0 to 0"),
     ],
 )
-def test_the_ensemble_runs_where_it_cannot_and_says_so(
-    classes: int, pixels: int, box: tuple[float, float] | None, reason: str
-) -> None:
-    net, x = network(classes, pixels), images(5, pixels)
-    y = net(x).argmax(dim=1)
-    found = function(net, x, y, 3.0, box=box, steps=10)
-    assert f"instead of AutoAttack, which {reason}" in found.ran
-    assert misclassified(net(found.points), y).all()
+def test_it_is_refused_where_it_cannot_run(classes: int, pixels: int, options: dict, reason: str) -> None:
+    net, x = network(classes, pixels), images(3, pixels)
+    with pytest.raises(OptionError, match=f"AutoAttack can run on: it {reason}; the attack 'apgd' takes any"):
+        autoattack(net, x, net(x).argmax(1), **({"eps": 0.1} | options))
+    flat = nn.Linear(36, 5)
+    with pytest.raises(OptionError, match=r"needs images \(N, C, H, W\), got shape \(3, 36\)"):
+        autoattack(flat, images(3).flatten(1), torch.zeros(3, dtype=torch.int64), eps=0.1)
 
 
-def test_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, box = images(3), (0.0, 1.0)
-    same = torch.full((3,), 0.1)
-    assert obstacle(x.flatten(1), same, 5, box) == "needs images (N, C, H, W)"
-    assert obstacle(x, torch.tensor([0.1, 0.2, 0.1]), 5, box) == "needs one eps > 0 for all samples"
-    assert obstacle(x, same * 0, 5, box) == "needs one eps > 0 for all samples"
+def test_without_the_package_one_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert obstacle(x, same, 5, box) == 'is not installed (pip install "lipkit[attack]")'
+    net, x = network(), images(3)
+    with pytest.raises(OptionError, match=r"expected the package pyautoattack .*pip install lipkit\[attack\]"):
+        run_attack("autoattack", net, x, net(x).argmax(1), eps=0.1)

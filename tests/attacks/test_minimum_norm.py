@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks import shrink
-from lipkit.attacks.pgd import misclassified
+from lipkit.attacks.ascent import misclassified
 from lipkit.errors import OptionError, ShapeError
 
 

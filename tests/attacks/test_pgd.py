@@ -1,4 +1,4 @@
-"""PGD against closed forms on linear models, and its promise never to leave ball or box."""
+"""PGD in l2 and l_inf against closed forms on linear models, and its promise never to leave ball or box."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
+from scipy.optimize import linprog, minimize
 from torch import Tensor, nn
 
-from lipkit.attacks import pgd_l2
-from lipkit.attacks.pgd import margin_loss, misclassified, norms, project
+from lipkit.attacks import pgd
+from lipkit.attacks.ascent import margin_loss, misclassified
+from lipkit.attacks.balls import norms, project_l2, project_linf
 from lipkit.errors import OptionError, ShapeError
 
 
@@ -30,22 +31,24 @@ def points(count: int, *shape: int, seed: int = 1, dtype: torch.dtype = torch.fl
     return torch.rand(count, *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") -> Tensor:
+    """Distance to the nearest boundary: the gap over the dual norm."""
     logits, rows = layer(x).double(), layer.weight.double()
     gaps = logits.gather(1, y[:, None]) - logits
-    apart = (rows[y][:, None] - rows[None]).norm(dim=2)
+    apart = (rows[y][:, None] - rows[None]).norm(2 if norm == "l2" else 1, dim=2)
     return (gaps / apart).nan_to_num(math.inf).amin(dim=1)
 
 
+@pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e4])
-def test_linear_model_falls_exactly_beyond_the_distance_to_its_boundary(scale: float) -> None:
+def test_linear_model_falls_exactly_beyond_the_distance_to_its_boundary(scale: float, norm: str) -> None:
     # at scale 1e4 the gradient of cross-entropy vanishes in float32; the margin loss has no such blind spot
     layer = linear(scale=scale)
     x = points(60, 5)
     y = layer(x).argmax(dim=1)
-    distance = boundary_distance(layer, x, y)
-    near = pgd_l2(layer, x, y, 0.999 * distance, steps=60, box=None)
-    far = pgd_l2(layer, x, y, 1.02 * distance + 1e-5, steps=60, restarts=4, box=None)
+    distance = boundary_distance(layer, x, y, norm)
+    near = pgd(layer, x, y, eps=0.999 * distance, norm=norm, steps=60, restarts=4, box=None)
+    far = pgd(layer, x, y, eps=1.02 * distance + 1e-5, norm=norm, steps=60, restarts=4, box=None)
     assert not misclassified(layer(near), y).any()
     assert misclassified(layer(far), y).all()
 
@@ -56,7 +59,7 @@ def test_both_losses_fool_a_small_network(loss: str) -> None:
     network = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 4))
     x = points(50, 5)
     y = network(x).argmax(dim=1)
-    assert misclassified(network(pgd_l2(network, x, y, 1.5, loss=loss, restarts=2)), y).float().mean() > 0.9
+    assert misclassified(network(pgd(network, x, y, eps=1.5, loss=loss, restarts=2)), y).float().mean() > 0.9
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
@@ -76,7 +79,7 @@ def test_never_outside_ball_or_box(
     x = points(6, 3, 2, 2, seed=seed, dtype=dtype).round(decimals=1)  # some samples on the faces of the box
     generator = torch.Generator().manual_seed(seed)
     y = torch.zeros(6, dtype=torch.int64)
-    found = pgd_l2(model, x, y, eps, steps=4, restarts=2, box=box, generator=generator, stop_early=stop_early)
+    found = pgd(model, x, y, eps=eps, steps=4, restarts=2, box=box, generator=generator, stop_early=stop_early)
     assert (found.double() - x.double()).flatten(1).norm(dim=1).le(eps).all()
     assert found.dtype == dtype
     if box is not None:
@@ -87,7 +90,7 @@ def test_never_outside_ball_or_box(
 def test_a_ball_of_a_few_float32_steps_is_still_used() -> None:
     centre = points(20, 50) / 2 + 0.5
     radius = torch.full((20,), 1e-6, dtype=torch.float64)
-    result = project(centre + 1e-5 * torch.randn_like(centre), centre, radius, None)
+    result = project_l2(centre + 1e-5 * torch.randn_like(centre), centre, radius, None)
     assert norms(result, centre).le(1e-6).all()
     assert norms(result, centre).ge(5e-7).all()
 
@@ -98,7 +101,7 @@ def test_projection_is_the_euclidean_one() -> None:
         centre, radius = generator.random(4), generator.uniform(0.1, 1.0)
         point = centre + generator.normal(size=4)
         start, end = torch.tensor(centre[None]), torch.tensor(point[None])
-        ours = project(end, start, torch.tensor([radius]), (0.0, 1.0))[0].numpy()
+        ours = project_l2(end, start, torch.tensor([radius]), (0.0, 1.0))[0].numpy()
         best = minimize(
             lambda z, p=point: ((z - p) ** 2).sum(),
             centre,
@@ -125,7 +128,7 @@ def test_a_misclassified_sample_costs_one_evaluation_and_stays() -> None:
 
     x = points(4, 3)
     y = torch.tensor([1, 0, 1, 0])  # half of them wrong from the start
-    found = pgd_l2(model, x, y, 1e-3, steps=5)
+    found = pgd(model, x, y, eps=1e-3, steps=5)
     assert torch.equal(found[[0, 2]], x[[0, 2]])
     assert seen == [4, 2, 2, 2, 2, 2]
 
@@ -134,8 +137,8 @@ def test_without_early_stop_the_loss_keeps_rising() -> None:
     layer = linear()
     x = points(30, 5)
     y = layer(x).argmax(dim=1)
-    quick = pgd_l2(layer, x, y, 2.0, box=None)
-    full = pgd_l2(layer, x, y, 2.0, box=None, stop_early=False)
+    quick = pgd(layer, x, y, eps=2.0, box=None)
+    full = pgd(layer, x, y, eps=2.0, box=None, stop_early=False)
     assert (margin_loss(layer(full), y) >= margin_loss(layer(quick), y)).all()
     assert margin_loss(layer(full), y).mean() > margin_loss(layer(quick), y).mean()
     assert norms(full, x).min() > 1.99
@@ -147,11 +150,11 @@ def test_same_generator_same_points_and_global_randomness_untouched() -> None:
 
     def attack(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return pgd_l2(layer, x, y, 0.01, steps=2, restarts=3, loss="ce", generator=generator)
+        return pgd(layer, x, y, eps=0.01, steps=2, restarts=3, loss="ce", generator=generator)
 
     before = torch.get_rng_state()
     assert torch.equal(attack(1), attack(1))
-    assert torch.equal(pgd_l2(layer, x, y, 0.01, restarts=2), pgd_l2(layer, x, y, 0.01, restarts=2))
+    assert torch.equal(pgd(layer, x, y, eps=0.01, restarts=2), pgd(layer, x, y, eps=0.01, restarts=2))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -160,7 +163,7 @@ def test_leaves_a_plateau() -> None:
         rise = ((x[:, 0] - x[:, 1]).abs() - 0.3).clamp_min(0)
         return torch.stack([0.1 - rise, rise], dim=1)
 
-    found = pgd_l2(model, torch.zeros(1, 2), torch.tensor([0]), 1.0, steps=60, box=None)
+    found = pgd(model, torch.zeros(1, 2), torch.tensor([0]), eps=1.0, steps=60, box=None)
     assert misclassified(model(found), torch.tensor([0])).all()
 
 
@@ -170,7 +173,7 @@ def test_survives_nan_gradients_and_counts_nan_logits_as_wrong() -> None:
         return torch.cat([root * 0 + 1, root * 0], dim=1)
 
     x = torch.zeros(2, 3)
-    found = pgd_l2(model, x, torch.tensor([0, 0]), 0.1, steps=3, box=None)
+    found = pgd(model, x, torch.tensor([0, 0]), eps=0.1, steps=3, box=None)
     assert found.isfinite().all()
     assert misclassified(model(found), torch.tensor([0, 0])).all()
 
@@ -179,7 +182,7 @@ def test_one_radius_for_each_sample_zero_included() -> None:
     layer, x = linear(), points(3, 5)
     y = layer(x).argmax(dim=1)
     eps = torch.tensor([0.0, 1e-3, 10.0])
-    found = pgd_l2(layer, x, y, eps, box=None, stop_early=False)
+    found = pgd(layer, x, y, eps=eps, box=None, stop_early=False)
     assert torch.equal(found[0], x[0])
     torch.testing.assert_close(norms(found, x), eps.double(), rtol=1e-4, atol=0)
 
@@ -187,15 +190,130 @@ def test_one_radius_for_each_sample_zero_included() -> None:
 def test_works_under_no_grad_and_on_an_empty_batch() -> None:
     layer, x = linear(), points(3, 5)
     with torch.no_grad():
-        found = pgd_l2(layer, x, layer(x).argmax(dim=1), 3.0, box=None)
+        found = pgd(layer, x, layer(x).argmax(dim=1), eps=3.0, box=None)
     assert misclassified(layer(found), layer(x).argmax(dim=1)).all()
-    assert pgd_l2(layer, x[:0], torch.zeros(0, dtype=torch.int64), 3.0).shape == (0, 5)
+    assert pgd(layer, x[:0], torch.zeros(0, dtype=torch.int64), eps=3.0).shape == (0, 5)
+
+
+def test_in_the_box_a_linear_programme_finds_no_more() -> None:
+    layer = linear(classes=2)
+    x = points(20, 5)
+    y = layer(x).argmax(dim=1)
+    eps = 0.3
+    found = pgd(layer, x, y, eps=eps, norm="linf", steps=40, stop_early=False)
+    slope = (layer.weight[1] - layer.weight[0]).double().numpy()
+    for i in range(len(x)):
+        rising = slope if y[i] == 0 else -slope
+        limits = [(max(0.0, v - eps), min(1.0, v + eps)) for v in x[i].double().tolist()]
+        best = linprog(-rising, bounds=limits)
+        assert found[i].double().numpy() @ rising == pytest.approx(-best.fun, abs=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.floats(-12, 3),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([(0.0, 1.0), None]),
+    st.sampled_from([None, 0.2, 3.0]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_never_outside_cube_or_box(
+    exponent: float,
+    dtype: torch.dtype,
+    box: tuple[float, float] | None,
+    step: float | None,
+    start: bool,
+    seed: int,
+) -> None:
+    eps = 10.0**exponent
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).to(dtype)
+    x = points(6, 3, 2, 2, seed=seed, dtype=dtype).round(decimals=1)
+    y = torch.zeros(6, dtype=torch.int64)
+    found = pgd(
+        model,
+        x,
+        y,
+        eps=eps,
+        norm="linf",
+        steps=4 if step is None else [step] * 4,
+        restarts=2,
+        box=box,
+        random_start=start,
+    )
+    assert np.abs(found.numpy().astype(np.float64) - x.numpy().astype(np.float64)).max() <= eps
+    assert found.dtype == dtype
+    if box is not None:
+        assert found.min() >= 0
+        assert found.max() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_projection_on_the_cube_clips_each_entry_and_uses_the_whole_ball(dtype: torch.dtype) -> None:
+    generator = np.random.default_rng(0)
+    centre = generator.random((40, 7))
+    radius = generator.uniform(1e-9, 1.0, 40)
+    point = centre + generator.normal(size=(40, 7))
+    start, end = torch.tensor(centre, dtype=dtype), torch.tensor(point, dtype=dtype)
+    result = project_linf(end, start, torch.tensor(radius), (0.0, 1.0)).double().numpy()
+    start64 = start.double().numpy()
+    expected = np.clip(end.double().numpy(), start64 - radius[:, None], start64 + radius[:, None]).clip(0, 1)
+    assert np.abs(result - expected).max() <= 2 * torch.finfo(dtype).eps
+    assert (np.abs(result - start64) <= radius[:, None]).all()
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_steps_of_given_lengths_and_random_starts(norm: str) -> None:
+    layer = linear(classes=2)
+    x, y = points(30, 5), torch.zeros(30, dtype=torch.int64)
+    common = {"eps": 0.1, "norm": norm, "box": None, "stop_early": False}
+    order = math.inf if norm == "linf" else 2
+    for size in (0.25, 0.5):
+        for steps in ([size], [size - 0.125, 0.125]):  # two classes: every step goes the same way
+            moved = (pgd(layer, x, y, steps=steps, **common) - x).norm(order, dim=1)
+            assert torch.allclose(moved, torch.full_like(moved, 0.1 * size), rtol=1e-4)
+    tiny = pgd(layer, x, y, steps=[1e-6], random_start=True, **common) - x
+    assert (tiny.norm(order, dim=1) > 1e-4).all()  # far from the sample, without a step that led there
+    again = pgd(layer, x, y, steps=[1e-6], random_start=True, **common) - x
+    assert torch.equal(tiny, again)
+    other = torch.Generator().manual_seed(7)
+    assert not torch.equal(tiny, pgd(layer, x, y, steps=[1e-6], random_start=True, generator=other, **common) - x)
+
+
+def test_a_sample_without_gradient_moves_at_random() -> None:
+    class Flat(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.stack([x.sum(1), 0 * x.sum(1)], 1)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            slope = torch.zeros(len(gradient), 4)
+            slope[1] = math.nan
+            return slope
+
+    seen = []
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(x.detach().clone())
+        return Flat.apply(x)
+
+    pgd(model, torch.full((2, 4), 0.5), torch.tensor([0, 0]), eps=0.25, norm="linf", steps=2, stop_early=False)
+    assert torch.isfinite(torch.cat(seen)).all()
+    assert ((seen[1] - 0.5).abs() == 0.25).all()
+    assert len(seen[1].unique()) == 2
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"steps": 0}, OptionError, "steps=0"),
+        ({"steps": []}, OptionError, "steps=0"),
+        ({"steps": [0.2, 0.0]}, OptionError, "lengths > 0 .fractions of eps., got the length 0.0"),
+        ({"steps": [-1.0]}, OptionError, "got the length -1.0"),
+        ({"steps": [math.nan]}, OptionError, "got the length nan"),
+        ({"steps": [math.inf]}, OptionError, "got the length inf"),
+        ({"norm": "l1"}, OptionError, "expected norm 'l2' or 'linf', got 'l1'"),
         ({"restarts": 0}, OptionError, "restarts=0"),
         ({"loss": "dlr"}, OptionError, "got 'dlr'"),
         ({"eps": -1.0}, OptionError, "finite and >= 0"),
@@ -210,6 +328,6 @@ def test_works_under_no_grad_and_on_an_empty_batch() -> None:
 )
 def test_refusals(change: dict[str, object], error: type[Exception], message: str) -> None:
     arguments: dict = {"model": linear(), "x": points(3, 5), "y": torch.zeros(3, dtype=torch.int64), "eps": 0.1}
-    attack: Callable = pgd_l2
+    attack: Callable = pgd
     with pytest.raises(error, match=message):
         attack(**(arguments | change))

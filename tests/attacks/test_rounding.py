@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import pytest
 import torch
+from tests.attacks.rounding import exact_distance, rounding_attack
 from torch import Tensor, nn
 
 from lipkit import modules
-from lipkit.attacks.rounding import exact_distance, rounding_attack
 from lipkit.certificates import certify
 from lipkit.errors import OptionError, ShapeError
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lipkit import modules
-from lipkit.attacks import pgd_l2
+from lipkit.attacks import pgd
 from lipkit.certificates import certify, certify_regression
 from lipkit.certificates.certificate_file import describe, verify
 from lipkit.certificates.measurement import float64_device
@@ -117,12 +117,12 @@ def test_pgd_never_beats_the_certificate(number: int) -> None:
     network = random_networks()[number]
     x, y = samples(network)
     certificate = certify(network, x, y)
-    attacked = pgd_l2(network, x, y, certificate.radius, steps=40, box=None)
+    attacked = pgd(network, x, y, eps=certificate.radius, steps=40, box=None)
     with torch.no_grad():
         assert (network.double()(attacked.double()).argmax(dim=1) == y).all()
     # and the radii are not idle: ten times as far, the same attack finds nearly all
     network = random_networks()[number]
-    attacked = pgd_l2(network, x, y, certificate.radius * 10, steps=40, box=None)
+    attacked = pgd(network, x, y, eps=certificate.radius * 10, steps=40, box=None)
     assert (network(attacked).argmax(dim=1) != y).float().mean() > 0.5
 
 

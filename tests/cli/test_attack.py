@@ -47,7 +47,7 @@ def test_figures_examples_and_page_are_written_and_kept(run, capsys):
         assert row["certified"]["count"] <= row["robust"]["count"] <= record["clean"]["count"]
         assert row["robust"]["total"] == record["clean"]["total"] == 40
     assert record["network_sha256"] == modules.sha256(modules.load(run / "network"))
-    assert record["ran"] == ["PGD l2, margin loss"]
+    assert record["ran"] == ["PGD, margin loss"]
     assert all(row["l2"] >= row["radius"] for row in record["examples"])
     assert all(row["prediction"] != row["label"] for row in record["examples"])
     tensors = load_file(path.with_suffix(".safetensors"))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lipkit import modules
-from lipkit.attacks import pgd_l2
-from lipkit.attacks.pgd import Model
+from lipkit.attacks import Found, run_attack
+from lipkit.attacks.ascent import Model
 from lipkit.certificates import certify, format_radius
 from lipkit.certificates.intervals import clopper_pearson, share
 from lipkit.data import Split
@@ -91,10 +91,11 @@ def test_the_closest_example_of_all_batches_counts() -> None:
 
 
 def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_small(model: Model, x: torch.Tensor, y: torch.Tensor, eps: object, **options: Any) -> torch.Tensor:
-        return pgd_l2(model, x, y, 0.5, **options) if isinstance(eps, float) and eps == 0.5 else x
+    def only_small(name: str, model: Model, x: torch.Tensor, y: torch.Tensor, **options: Any) -> Found:
+        small = isinstance(options["eps"], float) and options["eps"] == 0.5
+        return run_attack(name, model, x, y, **options) if small else Found(x, "nothing")
 
-    monkeypatch.setattr(attack, "pgd_l2", only_small)
+    monkeypatch.setattr(attack, "run_attack", only_small)
     large, small = evaluate(network(), split(), eps=(0.9, 0.5)).attacked
     assert (large.eps, small.eps) == (0.9, 0.5)
     assert large.share == small.share

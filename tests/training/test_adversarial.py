@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit import training
-from lipkit.attacks import pgd_linf
+from lipkit.attacks import pgd
 from lipkit.attacks.ascent import misclassified
 from lipkit.errors import OptionError, RunError
 from lipkit.layers import CayleyLinear, MaxMin
@@ -130,7 +130,7 @@ def test_adversarial_training_withstands_the_attack_that_breaks_ordinary_trainin
         net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
         nn.init.zeros_(net[1].weight)
         training.fit(net, (x, y), epochs=20, adversary=adversary, **COMMON)
-        found = pgd_linf(net, x, y, 0.1, steps=10)
+        found = pgd(net, x, y, eps=0.1, norm="linf", steps=10)
         share[name] = 1 - float(misclassified(net(found), y).float().mean())
         assert not misclassified(net(x), y).any()
     assert share["clean"] < 0.2
@@ -161,7 +161,7 @@ def test_a_run_is_resumed_with_its_own_adversary_only(tmp_path) -> None:
 
 def test_refusals() -> None:
     for options, message in (
-        ({"norm": "l1"}, "norm: expected one of linf, l2, got 'l1'"),
+        ({"norm": "l1"}, "norm: expected one of l2, linf, got 'l1'"),
         ({"loss": "dlr"}, "loss: expected one of margin, ce, got 'dlr'"),
         ({"eps": 0.0}, "eps: expected a finite number > 0, got 0.0"),
         ({"eps": None}, "eps: expected a finite number > 0, got None"),

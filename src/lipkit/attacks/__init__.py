@@ -4,26 +4,21 @@ certificate."""
 from __future__ import annotations
 
 from lipkit.attacks.apgd import apgd
-from lipkit.attacks.autoattack import Found, autoattack
+from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.carlini_wagner import carlini_wagner
-from lipkit.attacks.ensemble import ensemble
 from lipkit.attacks.fab import fab, shrink
-from lipkit.attacks.named import NAMES, run_attack
-from lipkit.attacks.pgd import pgd_l2
-from lipkit.attacks.pgd_linf import pgd_linf
-from lipkit.attacks.random_search import random_search
+from lipkit.attacks.named import ATTACKS, Found, Named, run_attack
+from lipkit.attacks.pgd import pgd
 
 __all__ = [
-    "NAMES",
+    "ATTACKS",
     "Found",
+    "Named",
     "apgd",
     "autoattack",
     "carlini_wagner",
-    "ensemble",
     "fab",
-    "pgd_l2",
-    "pgd_linf",
-    "random_search",
+    "pgd",
     "run_attack",
     "shrink",
 ]

@@ -3,12 +3,13 @@ r"""APGD: projected gradient ascent with momentum that halves its steps by itsel
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Ball, Best, Box, Model, check_inputs, like, margin_loss, seeded
-from lipkit.attacks.balls import ball
+from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclassified, seeded
+from lipkit.attacks.balls import Ball, ball
 from lipkit.attacks.losses import check_loss, first_logits, rivals, value_and_gradient
 
 _MOMENTUM, _RISES = 0.75, 0.75
@@ -18,8 +19,8 @@ def apgd(
     model: Model,
     x: Tensor,
     y: Tensor,
-    eps: float | Tensor,
     *,
+    eps: float | Tensor,
     norm: str = "l2",
     loss: str = "margin",
     targeted: bool = False,
@@ -69,7 +70,7 @@ def apgd(
         ShapeError: ``y``, ``eps`` or the model does not fit ``x``.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
-    >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, 0.3, steps=10, stop_early=False)
+    >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10, stop_early=False)
     >>> torch.dist(attacked, torch.tensor([[0.5 - 0.3 / 2**0.5] * 2])).item() < 1e-3
     True
 
@@ -84,27 +85,64 @@ def apgd(
     logits = first_logits(model, x, y)
     check_loss(loss, logits.shape[1], targeted=targeted)
     best = Best(x, y)
-    best.update(torch.arange(len(x), device=x.device), x.detach(), logits, _margin(logits, y))
+    best.update(best.left(False), x.detach(), logits)
     order = rivals(logits, y)
     for start in range(restarts or (min(9, order.shape[1]) if targeted else 1)):
-        index = (~best.fooled).nonzero()[:, 0] if stop_early else torch.arange(len(x), device=x.device)
+        index = best.left(stop_early)
         if not len(index):
             break
         centre = x[index].detach()
-        point = centre.clone()
-        if start:
-            point = space.project(
-                centre + space.random(centre, generator) * like(radius[index], centre), centre, radius[index], box
-            )
+        point = space.start(centre, radius[index], box, generator) if start else centre.clone()
         target = order[index, start % order.shape[1]] if targeted else None
         _climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
                generator, stop_early)  # fmt: skip
     return best.points
 
 
+def apgd_then_targeted(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    *,
+    eps: float | Tensor,
+    norm: str = "l2",
+    steps: int = 100,
+    restarts: int | None = None,
+    box: Box = (0.0, 1.0),
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One start of `apgd` on the margin loss; then, on the samples that survive it, ``restarts - 1`` targeted ones.
+
+    Args:
+        model, x, y, eps, norm, steps, box, generator: see `apgd`.
+        restarts: None is one start, then one for each of the 9 largest wrong logits.
+
+    Returns:
+        (N, ...), see `apgd`.
+
+    Raises:
+        OptionError, ShapeError: see `apgd`.
+
+    >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
+    >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
+    >>> model(apgd_then_targeted(model, x, y, eps=1.0, box=None)).argmax(1).item()
+    1
+    """
+    common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
+    points = apgd(model, x, y, eps=eps, restarts=1, **common)
+    if restarts != 1 and len(x):
+        with torch.no_grad():
+            left = (~misclassified(model(points), y)).nonzero()[:, 0]
+        if len(left):
+            radius = check_inputs(x, y, eps, steps, 1, box)[left]
+            more = None if restarts is None else restarts - 1
+            points[left] = apgd(model, x[left], y[left], eps=radius, targeted=True, restarts=more, **common)
+    return points
+
+
 @dataclass
 class _State:
-    """What ascent carries from step to step, one row for each sample that is still attacked."""
+    """The numbers that ascent carries from step to step, one row for each sample that is still attacked."""
 
     index: Tensor
     centre: Tensor
@@ -137,7 +175,7 @@ def _climb(
 ) -> None:  # fmt: skip
     """One start; what it finds goes to ``best``."""
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
-    best.update(index, point, logits, _margin(logits, label))
+    best.update(index, point, logits)
     step = 2 * radius
     s = _State(
         index, centre, label, radius, target, point, point, value, slope, point, value, slope, step,
@@ -151,11 +189,11 @@ def _climb(
                 return
         move = space.direction(s.slope, generator) * like(s.step, s.point)
         ahead = space.project(s.point + move, s.centre, s.radius, box)
-        share = _MOMENTUM if k else 1.0
-        ahead = s.point + share * (ahead - s.point) + (1 - share) * (s.point - s.previous)
+        new = _MOMENTUM if k else 1.0
+        ahead = s.point + new * (ahead - s.point) + (1 - new) * (s.point - s.previous)
         s.previous, s.point = s.point, space.project(ahead, s.centre, s.radius, box)
         value, logits, s.slope = value_and_gradient(model, s.point, s.label, loss, s.target)
-        best.update(s.index, s.point, logits, _margin(logits, s.label))
+        best.update(s.index, s.point, logits)
         s.rises = s.rises + (value > s.value)
         s.value = value
         better = value > s.top_value
@@ -174,7 +212,7 @@ def _climb(
 
 
 def checkpoints(steps: int) -> frozenset[int]:
-    """Steps after which APGD looks back: shares 0, 0.22, then gaps shorter by 0.03, at least 0.06.
+    """Steps after which APGD looks back: fractions 0, 0.22, then gaps shorter by 0.03, at least 0.06.
 
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]
@@ -186,7 +224,3 @@ def checkpoints(steps: int) -> frozenset[int]:
         gap = max(gap - max(round(0.03 * steps), 1), round(0.06 * steps), 1)
         place += gap
     return frozenset(marks)
-
-
-def _margin(logits: Tensor, labels: Tensor) -> Tensor:
-    return margin_loss(logits, labels).nan_to_num(nan=torch.inf)

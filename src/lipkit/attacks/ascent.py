@@ -1,38 +1,17 @@
-"""Projected gradient ascent in a ball, the loop that the attacks share; the norm is an argument."""
+"""Parts of every attack: the best points seen, misclassification and margin, checks of the arguments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
 
 Model = Callable[[Tensor], Tensor]
 Box = tuple[float, float] | None
-
-LOSSES = ("margin", "ce")
-
-
-@dataclass(frozen=True)
-class Ball:
-    """What ascent needs to know of a norm.
-
-    Attributes:
-        direction: (gradient (n, ...), generator) -> steepest ascent at size 1; random where there is no gradient.
-        random: (like (n, ...), generator) -> random points of the unit ball.
-        project: (point, centre, radius (n,), box) -> the nearest point in ball and box, kept inside after rounding.
-        distance: (point, centre) -> (n,) the norm of the difference, in float64.
-    """
-
-    direction: Callable[[Tensor, torch.Generator], Tensor]
-    random: Callable[[Tensor, torch.Generator], Tensor]
-    project: Callable[[Tensor, Tensor, Tensor, Box], Tensor]
-    distance: Callable[[Tensor, Tensor], Tensor]
 
 
 class Best:
@@ -49,80 +28,21 @@ class Best:
         self._labels = y
         self._loss = torch.full((len(x),), -math.inf, dtype=x.dtype, device=x.device)
 
-    def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor) -> None:
-        """Take what is better of ``points``, which belong to the samples ``index``."""
+    def left(self, stop_early: bool) -> Tensor:
+        """The samples that an attack goes on with: those not yet misclassified, or all."""
+        return (~self.fooled if stop_early else torch.ones_like(self.fooled)).nonzero()[:, 0]
+
+    def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
+        """Take the better ones of ``points``, which belong to the samples ``index``; None compares margins."""
         wrong = misclassified(logits, self._labels[index])
+        if loss is None:
+            loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)
         loss = loss.to(self._loss)
         better = (wrong & ~self.fooled[index]) | ((wrong == self.fooled[index]) & (loss > self._loss[index]))
         chosen = index[better]
         self.points[chosen] = points[better]
         self._loss[chosen] = loss[better]
         self.fooled[chosen] |= wrong[better]
-
-
-def ascend(
-    ball: Ball,
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    eps: float | Tensor,
-    *,
-    steps: int,
-    restarts: int,
-    box: Box,
-    loss: str,
-    generator: torch.Generator | None,
-    stop_early: bool,
-    step_size: float | None,
-    random_start: bool,
-) -> Tensor:
-    """See `lipkit.attacks.pgd_l2` and `lipkit.attacks.pgd_linf`, whose arguments these are.
-
-    Raises:
-        OptionError: an option outside the documented values, or ``x`` outside ``box``.
-        ShapeError: ``y`` or ``eps`` does not fit ``x``.
-    """
-    check_choice("loss", loss, LOSSES)
-    if step_size is not None and not (step_size > 0 and math.isfinite(step_size)):
-        raise OptionError(f"expected step_size > 0 (a share of eps) or None, got {step_size}")
-    radius = check_inputs(x, y, eps, steps, restarts, box)
-    generator = seeded(generator)
-    best = Best(x, y)
-    fooled = best.fooled
-    rivals: Tensor | None = None
-    for restart in range(restarts):
-        index = (~fooled).nonzero()[:, 0] if stop_early else torch.arange(len(x), device=x.device)
-        centre, size = x[index].detach(), radius[index]
-        point = centre.clone()
-        target = None if rivals is None else rivals[index, (restart - 1) % rivals.shape[1]]
-        if restart > 0 or random_start:
-            start = centre + ball.random(centre, generator) * like(size, centre)
-            point = ball.project(start, centre, size, box)
-        for step in range(steps + 1):
-            if not len(index):
-                break
-            value, logits, gradient = _loss_and_gradient(
-                model, point, y[index], loss, target, gradient=step < steps, first=restart == step == 0
-            )
-            best.update(index, point, logits, value)
-            if rivals is None and loss == "margin" and restarts > 1:  # the first evaluation, of all samples
-                rivals = logits.scatter(1, y[:, None], -math.inf).argsort(dim=1, descending=True)[:, :-1]
-            if step == steps:
-                break
-            if stop_early and bool(fooled[index].any()):
-                keep = ~fooled[index]
-                index, centre, size = index[keep], centre[keep], size[keep]
-                point, gradient = point[keep], gradient[keep]
-                target = None if target is None else target[keep]
-            length = _length(step, steps) if step_size is None else step_size
-            direction = ball.direction(gradient, generator)
-            point = ball.project(point + direction * like(size * length, point), centre, size, box)
-    return best.points
-
-
-def _length(step: int, steps: int) -> float:
-    """The step's share of the radius: from 1 down to 0.01, half a cosine."""
-    return 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def misclassified(logits: Tensor, labels: Tensor) -> Tensor:
@@ -141,24 +61,6 @@ def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
     -1.0
     """
     return logits.scatter(1, labels[:, None], -math.inf).amax(dim=1) - logits.gather(1, labels[:, None])[:, 0]
-
-
-def _loss_and_gradient(
-    model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None, *, gradient: bool, first: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each sample, its logits, and the gradient of the loss, or of ``y_target - y_label``."""
-    with torch.set_grad_enabled(gradient):
-        point = point.detach().requires_grad_(gradient)
-        logits = model(point)
-        check_logits(logits, len(point))
-        if first:
-            check_labels(labels, logits.shape[1])
-        value = margin_loss(logits, labels) if loss == "margin" else F.cross_entropy(logits, labels, reduction="none")
-        rising = value if target is None else (logits.gather(1, target[:, None]) - logits.gather(1, labels[:, None]))
-        slope = torch.zeros_like(point)
-        if gradient and rising.requires_grad:
-            slope = torch.autograd.grad(rising.sum(), point)[0]
-    return value.detach().nan_to_num(nan=math.inf), logits.detach(), slope
 
 
 def like(values: Tensor, tensor: Tensor) -> Tensor:
@@ -186,7 +88,7 @@ def seeded(generator: torch.Generator | None) -> torch.Generator:
 
 
 def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts: int, box: Box) -> Tensor:
-    """What every attack asks of its arguments; the radius of each sample, (N,) float64.
+    """Check the arguments of an attack; the radius of each sample, (N,) float64.
 
     Raises:
         OptionError: a value outside its range, or samples outside the box.

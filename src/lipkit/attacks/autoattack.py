@@ -1,11 +1,10 @@
-"""AutoAttack through pyautoattack, where it can run; what it needs, and an own ensemble where it cannot."""
+"""AutoAttack through pyautoattack, and what it needs in order to run."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,109 +12,94 @@ from torch import Tensor
 
 from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified, seeded
 from lipkit.attacks.balls import ball
-from lipkit.attacks.ensemble import PARTS, ensemble
 from lipkit.attacks.losses import correct_samples
+from lipkit.errors import OptionError
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
-
-
-@dataclass(frozen=True)
-class Found:
-    """What an attack found.
-
-    Attributes:
-        points: (N, ...) adversarial examples, or what came nearest to one.
-        ran: which attack it was, in words; why another than the one asked for, if so.
-    """
-
-    points: Tensor
-    ran: str
 
 
 def autoattack(
     model: Model,
     x: Tensor,
     y: Tensor,
-    eps: float | Tensor,
     *,
+    eps: float | Tensor,
     norm: str = "l2",
-    steps: int = 100,
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
     batch_size: int = 250,
-) -> Found:
+) -> Tensor:
     r"""AutoAttack, standard version: APGD on cross-entropy, targeted APGD on DLR, targeted FAB, Square.
 
-    `obstacle` says where it cannot run; there `lipkit.attacks.ensemble` does. It works in float32, so its points
-    overshoot ``eps`` by some 1e-7: they are projected on the ball and count only if they are still misclassified. The
-    classes it targets are 9, or as many as there are. The global random state is given back as it was, parameters get
-    no gradient, and a trace function (coverage, debugger) stays in place.
+    It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
+    all samples. It works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the ball and
+    count only if they are still misclassified. The classes it targets are 9, or as many as there are. The global random
+    state is given back as it was, parameters get no gradient, and a trace function (coverage, debugger) stays in place.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
 
     Args:
-        model, x, y, eps, norm, box: see `lipkit.attacks.apgd`; AutoAttack takes one ``eps`` for all.
-        steps: of the ensemble; AutoAttack has its own.
+        model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
         batch_size: samples attacked at once.
 
     Returns:
-        `Found`: the points, and which of the two ran.
+        (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
 
     Raises:
-        OptionError, ShapeError: see `lipkit.attacks.apgd`.
+        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.apgd`.
+        ShapeError: see `lipkit.attacks.apgd`.
 
     References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", ICML 2020.
     """
     space = ball(norm)
-    radius = check_inputs(x, y, eps, steps, 1, box)
+    radius = check_inputs(x, y, eps, 1, 1, box)
     generator = seeded(generator)
-    if not len(x):
-        return Found(x.detach().clone(), "no sample")
-    index, logits = correct_samples(model, x, y)
-    why = obstacle(x, radius, logits.shape[1], box)
-    if why:
-        points = ensemble(model, x, y, radius, norm=norm, steps=steps, box=box, generator=generator)
-        return Found(points, f"{' + '.join(PARTS)} instead of AutoAttack, which {why}")
-    import pyautoattack
-
     found = x.detach().clone()
+    if not len(x):
+        return found
+    index, logits = correct_samples(model, x, y)
+    if why := obstacle(x, radius, logits.shape[1], box):
+        raise OptionError(f"expected inputs that AutoAttack can run on: it {why}; the attack 'apgd' takes any")
+    if importlib.util.find_spec("pyautoattack") is None:
+        raise OptionError(
+            "expected the package pyautoattack to run AutoAttack, got none: pip install lipkit[attack]; "
+            "the attack 'apgd' needs no package"
+        )
     if len(index):
         seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
-        points = _standard(
-            model, x[index].detach(), y[index], float(radius[0]), norm, seed, logits.shape[1], batch_size
-        )
-        points = space.project(points, x[index].detach(), radius[index], box)
+        centre = x[index].detach()
+        points = _standard(model, centre, y[index], float(radius[0]), norm, seed, logits.shape[1], batch_size)
+        points = space.project(points, centre, radius[index], box)
         with torch.no_grad():
             wrong = misclassified(model(points), y[index])
         found[index] = torch.where(like(wrong, points), points, found[index])
-    return Found(found, f"AutoAttack standard (pyautoattack {pyautoattack.__version__})")
+    return found
 
 
 def obstacle(x: Tensor, radius: Tensor, classes: int, box: Box) -> str:
-    """Why AutoAttack cannot run on these inputs, as the end of a sentence; empty if it can.
+    """The reason why AutoAttack cannot run on these inputs, as the end of a sentence; empty if it can.
 
     >>> obstacle(torch.zeros(1, 1, 4, 4), torch.ones(1), 10, (0.0, 1.0))
-    'needs images of at least 5 x 5 pixels'
+    'needs images of at least 5 x 5 pixels, got 4 x 4'
     """
     if box is None or tuple(box) != (0.0, 1.0):
-        return "knows only the box [0, 1]"
+        return f"knows only the box [0, 1], got {box}"
     if x.ndim != 4:
-        return "needs images (N, C, H, W)"
+        return f"needs images (N, C, H, W), got shape {tuple(x.shape)}"
     if min(x.shape[2:]) < _SMALLEST:
-        return f"needs images of at least {_SMALLEST} x {_SMALLEST} pixels"
+        return f"needs images of at least {_SMALLEST} x {_SMALLEST} pixels, got {x.shape[2]} x {x.shape[3]}"
     if classes < _FEWEST_CLASSES:
-        return f"needs at least {_FEWEST_CLASSES} classes"
-    if not len(x) or not float(radius[0]) > 0 or bool((radius != radius[0]).any()):
-        return "needs one eps > 0 for all samples"
-    if importlib.util.find_spec("pyautoattack") is None:
-        return 'is not installed (pip install "lipkit[attack]")'
+        return f"needs at least {_FEWEST_CLASSES} classes, got {classes}"
+    low, high = float(radius.min()), float(radius.max())
+    if low != high or not low > 0:
+        return f"needs one eps > 0 for all samples, got {low:g} to {high:g}"
     return ""
 
 
 class _Isolated(torch.autograd.Function):
-    """The model seen from outside: a backward pass reaches the input and leaves parameters alone."""
+    """The model seen from outside. A backward pass reaches the input and leaves parameters alone."""
 
     @staticmethod
     def forward(ctx: Any, point: Tensor, model: Model, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,36 @@
-"""The norms that attacks measure with, by name."""
+"""The balls that attacks stay in, by norm: distance, projection, steepest direction, random points."""
 
 from __future__ import annotations
 
-from lipkit.attacks.ascent import Ball, check_choice
-from lipkit.attacks.pgd import BALL as L2
-from lipkit.attacks.pgd_linf import BALL as LINF
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-BALLS: dict[str, Ball] = {"l2": L2, "linf": LINF}
+import torch
+from torch import Tensor
+
+from lipkit.attacks.ascent import Box, check_choice, clip, like
+
+
+@dataclass(frozen=True)
+class Ball:
+    """A norm, as ascent sees it.
+
+    Attributes:
+        direction: (gradient (n, ...), generator) -> steepest ascent at size 1; random where there is no gradient.
+        random: (like (n, ...), generator) -> random points of the unit ball.
+        project: (point, centre, radius (n,), box) -> the nearest point in ball and box, kept inside after rounding.
+        distance: (point, centre) -> (n,) the norm of the difference, in float64.
+    """
+
+    direction: Callable[[Tensor, torch.Generator], Tensor]
+    random: Callable[[Tensor, torch.Generator], Tensor]
+    project: Callable[[Tensor, Tensor, Tensor, Box], Tensor]
+    distance: Callable[[Tensor, Tensor], Tensor]
+
+    def start(self, centre: Tensor, radius: Tensor, box: Box, generator: torch.Generator) -> Tensor:
+        """A random point within (n,) ``radius`` of each centre, and in the box."""
+        return self.project(centre + self.random(centre, generator) * like(radius, centre), centre, radius, box)
 
 
 def ball(norm: str) -> Ball:
@@ -15,9 +39,138 @@ def ball(norm: str) -> Ball:
     Raises:
         OptionError: another name than ``"l2"`` or ``"linf"``.
 
-    >>> import torch
     >>> ball("linf").distance(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)).tolist()
     [4.0]
     """
     check_choice("norm", norm, tuple(BALLS))
     return BALLS[norm]
+
+
+def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
+    """(N,) distances, computed in float64 from the numbers as they are (on the CPU where a device has none).
+
+    >>> norms(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)).tolist()
+    [5.0]
+    """
+    if point.device.type == "mps":
+        return norms(point.cpu(), centre.cpu(), order).float().to(point.device)
+    return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), order, dim=1)
+
+
+def largest(point: Tensor, centre: Tensor) -> Tensor:
+    """(N,) l_inf distances, computed as `norms` are.
+
+    >>> largest(torch.tensor([[3.0, -4.0]]), torch.zeros(1, 2)).tolist()
+    [4.0]
+    """
+    return norms(point, centre, math.inf)
+
+
+def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
+    r"""Euclidean projection on the l2 ball around ``centre`` and the box, then kept inside both after rounding.
+
+    The projection is ``clip(c + s (p - c))`` with the largest ``s <= 1`` within the radius. Its squared length
+    ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
+    without box grows towards it and never passes it.
+
+    Args:
+        point, centre: (N, ...); ``centre`` lies in ``box``.
+        radius: (N,) float64.
+        box: (low, high) or None.
+
+    Returns:
+        (N, ...) with ``||result - centre|| <= radius`` in float64; ``centre`` itself where the radius is too small for
+        any other number of this dtype.
+
+    >>> inside = project_l2(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.8]).double(), (0, 0.7))
+    >>> [round(value, 4) for value in inside[0].tolist()]
+    [0.3873, 0.7]
+    """
+    step = (point - centre).flatten(1)
+    aim = radius * (1 - 1e-7)  # so that the rounding of the sum stays inside, as a rule
+    scale = (aim / norms(point, centre).clamp_min(1e-30)).clamp_max(1.0).to(step)
+    if box is not None and bool((scale < 1).any()):
+        room = torch.where(step > 0, box[1] - centre.flatten(1), centre.flatten(1) - box[0])
+        size = aim.square().to(step)
+        square = scale.square()
+        for _ in range(6):
+            free = square[:, None] * step.square() < room.square()
+            length = torch.where(free, square[:, None] * step.square(), room.square()).sum(dim=1)
+            slope = torch.where(free, step.square(), 0).sum(dim=1).clamp_min(1e-30)
+            square = (square + (size - length).clamp_min(0) / slope).clamp_max(1.0)
+        scale = square.sqrt()
+    result = clip(centre + (step * scale[:, None]).view_as(centre), box)
+    # shrinking towards a centre inside the box never leaves it; the extra part covers the rounding of the sum
+    for attempt in range(8):
+        length = norms(result, centre)
+        outside = length > radius
+        if not bool(outside.any()):
+            return result
+        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))
+        shrunk = clip(centre + (result - centre) * like(smaller, result), box)
+        result = torch.where(like(outside, result), shrunk, result)
+    return torch.where(like(norms(result, centre) > radius, result), centre, result)
+
+
+def project_linf(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
+    """Clip to the cube around ``centre`` and to the box, which is the Euclidean projection.
+
+    Args:
+        point, centre, radius, box: see `project_l2`.
+
+    Returns:
+        (N, ...) with ``|result - centre| <= radius`` in float64, entry by entry.
+
+    >>> project_linf(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.75]).double(), (0, 0.7)).tolist()
+    [[0.5, 0.699999988079071]]
+    """
+    wide = centre.to(radius.dtype)
+    size = like(radius, wide)
+    result = torch.minimum(torch.maximum(point, (wide - size).to(point)), (wide + size).to(point))
+    # The faces were rounded to this dtype: one number towards the centre is inside.
+    outside = (result.to(radius.dtype) - wide).abs() > size
+    result = torch.where(outside, torch.nextafter(result, centre), result)
+    return clip(result, box)
+
+
+def _unit(gradient: Tensor, generator: torch.Generator) -> Tensor:
+    """Each sample's gradient at length 1; a random direction where it has none."""
+    flat = gradient.flatten(1)
+    scaled = flat / flat.abs().amax(dim=1, keepdim=True)  # first to size 1: tiny gradients must not underflow
+    length = scaled.norm(dim=1)
+    bad = ~length.isfinite()
+    if bool(bad.any()):
+        scaled = torch.where(bad[:, None], _normal(flat, generator), scaled)
+        length = scaled.norm(dim=1)
+    return (scaled / length[:, None]).view_as(gradient)
+
+
+def _signs(gradient: Tensor, generator: torch.Generator) -> Tensor:
+    """The sign of each entry; random signs where a sample has no gradient, or one that is not a number."""
+    flat = gradient.flatten(1)
+    bad = ~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)
+    if bool(bad.any()):
+        flat = torch.where(bad[:, None], _cube(flat, generator), flat)
+    return flat.sign().view_as(gradient)
+
+
+def _random_ball(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform in the unit ball: a uniform direction times U^(1/n)."""
+    noise = _normal(like.flatten(1), generator)
+    size = torch.rand(len(like), 1, generator=generator, device=generator.device).to(like) ** (1 / noise.shape[1])
+    return (noise / noise.norm(dim=1, keepdim=True) * size).view_as(like)
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device=generator.device).to(like)
+
+
+def _cube(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform in [-1, 1]^n."""
+    return (2 * torch.rand(like.shape, generator=generator, device=generator.device) - 1).to(like)
+
+
+BALLS = {
+    "l2": Ball(direction=_unit, random=_random_ball, project=project_l2, distance=norms),
+    "linf": Ball(direction=_signs, random=_cube, project=project_linf, distance=largest),
+}

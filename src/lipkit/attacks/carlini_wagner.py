@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified
+from lipkit.attacks.balls import norms
 from lipkit.attacks.fab import shrink
 from lipkit.attacks.losses import correct_samples, nearest_rivals, rise
-from lipkit.attacks.pgd import norms
 from lipkit.errors import OptionError
 
-# How far from the faces of the box the tanh starts, as a share of its half width: atanh(1) is infinite.
+# How far from the faces of the box the tanh starts, as a fraction of its half width: atanh(1) is infinite.
 _INSIDE = 1 - 1e-6
 
 

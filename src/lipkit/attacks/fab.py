@@ -200,11 +200,9 @@ def fab(
                 value, _, slope = value_and_gradient(model, point, label, "margin", target)
                 here, origin = _project(point, centre, value, slope, norm, box)
                 near = space.distance(point + here, point)
-                share = (near / (near + space.distance(centre + origin, centre)).clamp_min(1e-30)).clamp_max(
-                    _MOST_ORIGINAL
-                )
-                share = like(share, point)
-                point = (1 - share) * (point + _OVERSHOOT * here) + share * (centre + _OVERSHOOT * origin)
+                both = near + space.distance(centre + origin, centre)
+                a = like((near / both.clamp_min(1e-30)).clamp_max(_MOST_ORIGINAL), point)
+                point = (1 - a) * (point + _OVERSHOOT * here) + a * (centre + _OVERSHOOT * origin)
                 point = clip(torch.where(point.isfinite(), point, centre), box)
                 wrong = keep(point)
                 point = torch.where(like(wrong, point), centre + _BACK * (point - centre), point)

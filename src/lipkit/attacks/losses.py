@@ -1,4 +1,4 @@
-r"""What attacks raise: differences of logits, per sample, positive where the sample is misclassified.
+r"""The losses that attacks raise: differences of logits, per sample, positive where the sample is misclassified.
 
 With logits y, label t and target i
 
@@ -68,7 +68,7 @@ def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
 
 
 def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    """(N, K) logits of the samples, without gradients; what does not fit together is said in one sentence.
+    """(N, K) logits of the samples, without gradients; and a check that model, samples and labels fit together.
 
     Raises:
         ShapeError: the model does not take inputs of this shape and dtype, or returns no logits.
@@ -136,15 +136,17 @@ def nearest_rivals(
 
 
 def value_and_gradient(
-    model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None = None
+    model: Model, point: Tensor, labels: Tensor, loss: str, target: Tensor | None = None, *, gradient: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each sample (NaN counts as infinity), the logits, and the gradient of the loss in the input.
 
-    Nothing but the input is differentiated: parameters get no gradient.
+    Nothing but the input is differentiated: parameters get no gradient. Without ``gradient`` it is 0.
     """
-    with torch.enable_grad():
-        point = point.detach().requires_grad_()
+    with torch.set_grad_enabled(gradient):
+        point = point.detach().requires_grad_(gradient)
         logits = model(point)
+        check_logits(logits, len(point))
+        check_labels(labels, logits.shape[1])
         value = rise(logits, labels, loss, target)
         slope = torch.autograd.grad(value.sum(), point)[0] if value.requires_grad else torch.zeros_like(point)
     return value.detach().nan_to_num(nan=torch.inf), logits.detach(), slope

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from lipkit.evaluation import Attack, Attempt
 
-# As in lipkit.attacks.named, which imports torch; a test holds them together.
-NAMES = ("pgd", "apgd", "fab", "cw", "autoattack")
+
+class _Name(click.ParamType):
+    """A name of `lipkit.attacks.ATTACKS`, looked up when it is needed: the table imports torch."""
+
+    name = "attack"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        from lipkit.attacks import ATTACKS
+
+        return f"[{'|'.join(ATTACKS)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from lipkit.attacks import ATTACKS
+
+        return click.Choice(tuple(ATTACKS)).convert(value, param, ctx)
 
 
 @click.command("attack")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--attack", "name", type=click.Choice(NAMES), default="apgd", show_default=True)
+@click.option("--attack", "name", type=_Name(), default="apgd", show_default=True)
 @click.option("--norm", type=click.Choice(("l2", "linf")), default="l2", show_default=True)
 @click.option("--eps", metavar="R[,R...]", help="Radii, such as 36/255,1; default: of the recipe (l2), 8/255 (linf).")
 @click.option("--samples", type=click.IntRange(1), help="Test samples to attack, drawn by the seed; default: all.")

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.attacks.ascent import clip
-from lipkit.attacks.autoattack import Found
-from lipkit.attacks.balls import ball
-from lipkit.attacks.fab import shrink
-from lipkit.attacks.named import MINIMUM_NORM, run_attack
-from lipkit.attacks.pgd import Box, misclassified, norms, pgd_l2
+from lipkit.attacks import ATTACKS, Found, run_attack, shrink
+from lipkit.attacks.ascent import Box, check_choice, clip, misclassified
+from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
 from lipkit.certificates.measurement import float64_copy
@@ -32,7 +29,7 @@ class Attack:
         samples: how many samples are attacked.
         box: range of valid input entries, or None.
         seed: of the choice of samples and of the attack.
-        name: one of `lipkit.attacks.NAMES`.
+        name: one of `lipkit.attacks.ATTACKS`.
         norm: ``"l2"`` or ``"linf"``.
     """
 
@@ -138,7 +135,8 @@ def attack_samples(
         OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     numbers = torch.arange(len(x)) if numbers is None else numbers
-    space = ball(attack.norm)
+    check_choice("attack", attack.name, tuple(ATTACKS))
+    space, minimum_norm = ball(attack.norm), ATTACKS[attack.name].minimum_norm
     exact = float64_copy(network)
     # The attack runs in float32, whatever the network was trained in; the float64 copy confirms what it finds.
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
@@ -155,7 +153,7 @@ def attack_samples(
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
         radii: list[float | Tensor] = [attack.eps[row] for row in order]
-        if attack.norm == "l2" and attack.name not in MINIMUM_NORM:
+        if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
             radii.append(torch.where(own.isfinite(), own, max(attack.eps)))
         alive = torch.ones(len(index), dtype=torch.bool)
@@ -172,7 +170,7 @@ def attack_samples(
                 found = _run(fast, clean[active].to(device), labels[active].to(device), eps, attack, generator)
                 points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], attack.box)
                 ran[found.ran] = None
-                nearest = points if attack.name in MINIMUM_NORM else None
+                nearest = points if minimum_norm else None
             else:
                 points = nearest[active]
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
@@ -216,14 +214,10 @@ def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
 def _run(
     model: modules.Network, x: Tensor, y: Tensor, eps: float | Tensor, attack: Attack, generator: torch.Generator
 ) -> Found:
-    if attack.name == "pgd" and attack.norm == "l2":
-        steps, restarts = attack.steps or 50, attack.restarts or 1
-        points = pgd_l2(model, x, y, eps, steps=steps, restarts=restarts, box=attack.box, generator=generator)
-        return Found(points, "PGD l2, margin loss")
     # AutoAttack knows one radius for all samples.
     name = "apgd" if attack.name == "autoattack" and isinstance(eps, Tensor) else attack.name
     return run_attack(
-        name, model, x, y, eps, norm=attack.norm, steps=attack.steps, restarts=attack.restarts, box=attack.box,
+        name, model, x, y, eps=eps, norm=attack.norm, steps=attack.steps, restarts=attack.restarts, box=attack.box,
         generator=generator,
     )  # fmt: skip
 

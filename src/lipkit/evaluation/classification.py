@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lipkit import modules
-from lipkit.attacks.pgd import Box
+from lipkit.attacks.ascent import Box
 from lipkit.certificates import Certificate, certify, format_radius
 from lipkit.certificates.intervals import Share, check_radii, share
 from lipkit.errors import OptionError
@@ -84,8 +84,8 @@ def evaluate(
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
-    The attack (`lipkit.attacks.pgd_l2`, margin loss, unless another is named) runs at each ``attack_eps`` and once at
-    each sample's own radius. Each example it finds is confirmed by the float64 network that was certified, moved as
+    The attack (`lipkit.attacks.pgd`, margin loss, unless another is named) runs in l2 at each ``attack_eps`` and once
+    at each sample's own radius. Each example it finds is confirmed by the float64 network that was certified, moved as
     close to its sample as bisection brings it, and its float64 norm compared with the sample's certified radius.
 
     **Guarantee.** If this returns, no adversarial example it found lies inside a certified radius, and accuracy
@@ -97,7 +97,7 @@ def evaluate(
         split: samples and int64 labels; ``split.batch(index)`` gives inputs and labels.
         eps: l2 radii for certified accuracy, in units of the input.
         attack_eps: radii to attack; None takes ``eps``; an empty sequence attacks nothing.
-        attack_name: one of `lipkit.attacks.NAMES`, in l2.
+        attack_name: one of `lipkit.attacks.ATTACKS`, in l2.
         attack_steps: gradient steps per restart.
         attack_restarts: starts of the attack.
         attack_samples: how many samples are attacked, drawn by ``seed``; None for all.

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.attacks.pgd import misclassified, norms, pgd_l2
+from lipkit.attacks import pgd
+from lipkit.attacks.ascent import misclassified
+from lipkit.attacks.balls import norms
 from lipkit.certificates import format_radius
 from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
@@ -101,7 +103,7 @@ class ExploredRun:
         found = x
         if eps > 0:
             box = (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
-            found = pgd_l2(self.network, x, y, eps, steps=ATTACK_STEPS, restarts=2, box=box)
+            found = pgd(self.network, x, y, eps=eps, steps=ATTACK_STEPS, restarts=2, box=box)
         with torch.no_grad():
             logits = self.exact(found.double())
         broken = bool(misclassified(logits, y)[0])

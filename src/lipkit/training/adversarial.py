@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks import pgd_l2, pgd_linf
-from lipkit.attacks.ascent import LOSSES, Box
+from lipkit.attacks.ascent import Box
+from lipkit.attacks.balls import BALLS
+from lipkit.attacks.pgd import LOSSES, pgd
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
-
-NORMS: dict[str, Callable[..., Tensor]] = {"linf": pgd_linf, "l2": pgd_l2}
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class PgdAdversary:
     box: Box = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        if self.norm not in NORMS:
-            raise OptionError(f"norm: expected one of {', '.join(NORMS)}, got {self.norm!r}")
+        if self.norm not in BALLS:
+            raise OptionError(f"norm: expected one of {', '.join(BALLS)}, got {self.norm!r}")
         if self.loss not in LOSSES:
             raise OptionError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if type(self.steps) is not int or self.steps < 1:
@@ -86,17 +85,17 @@ class PgdAdversary:
             raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
         attacked = frozen(model, tuple(x.shape[1:]))
         dtype = next((p.dtype for p in attacked.state_dict().values() if p.is_floating_point()), x.dtype)
-        return NORMS[self.norm](
+        return pgd(
             lambda points: attacked(points.to(dtype)).to(points.dtype),
             x,
             y,
-            self.eps,
-            steps=self.steps,
+            eps=self.eps,
+            norm=self.norm,
+            steps=self.steps if self.step_size is None else [self.step_size] * self.steps,
             box=self.box,
             loss=self.loss,
             generator=generator,
             stop_early=False,
-            step_size=self.step_size,
             random_start=self.random_start,
         )
 

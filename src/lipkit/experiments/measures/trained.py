@@ -51,8 +51,8 @@ def attack(
         survived = 0
         for part in torch.arange(len(x)).split(batch_size):
             found = run_attack(
-                name, twin, x[part].to(device), y[part].to(device), radius, norm=norm, steps=steps, restarts=restarts,
-                box=box, generator=torch.Generator().manual_seed(seed),
+                name, twin, x[part].to(device), y[part].to(device), eps=radius, norm=norm, steps=steps,
+                restarts=restarts, box=box, generator=torch.Generator().manual_seed(seed),
             )  # fmt: skip
             distance = (found.points.cpu().double() - x[part].double()).flatten(1)
             size = distance.abs().amax(1) if norm == "linf" else distance.norm(dim=1)
