@@ -53,7 +53,9 @@ PROOFS: dict[str, Callable[[], object]] = {
     "certify without rounding": lambda: lipkit.certify(
         tiny_network(), torch.ones(1, 1), torch.tensor([0]), rounding="ignore"
     ),
-    "certify of a regression": lambda: lipkit.certify(tiny_network(), torch.ones(1, 1), torch.zeros(1, 2), delta=1.0),
+    "certify of a regression": lambda: lipkit.certificates.certify_regression(
+        tiny_network(), torch.ones(1, 1), torch.zeros(1, 2), delta=1.0
+    ),
     "analyze": lambda: analyze(nn.Linear(2, 2), (2,), restarts=0),
     "spectral_norm": lambda: spectral_norm(TINY),
     "spectral_norms": lambda: spectral_norms(TINY),

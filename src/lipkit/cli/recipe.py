@@ -186,7 +186,11 @@ def _options(function: Callable[..., Any], given: tuple[str, ...]) -> list[str]:
     given = (*given, "input_shape", "classes", "device", "dtype")
     named = [p for p in known if p.name not in given and p.kind is not p.VAR_KEYWORD]
     texts = [p.name if p.default is p.empty else f"{p.name}={_plain(p.default)}" for p in named]
-    return texts + (["and those of the layer"] if any(p.kind is p.VAR_KEYWORD for p in known) else [])
+    for rest in (p for p in known if p.kind is p.VAR_KEYWORD):
+        # Named ones stand in a TypedDict; others are handed on.
+        kind = next(iter(typing.get_args(typing.get_type_hints(function)[rest.name])), None)
+        texts += sorted(set(typing.get_type_hints(kind)) - set(given)) if kind else ["and those of the layer"]
+    return texts
 
 
 def _plain(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
@@ -17,6 +17,16 @@ from lipkit.modules import Shape
 BLOCKS = ((32, 64, 2), (64, 128, 2), (128, 256, 2), (256, 512, 3), (512, 1024, 1))
 
 
+class Ends(TypedDict, total=False):
+    """What stands before and behind the blocks."""
+
+    input_shape: Shape
+    classes: int
+    lipschitz: float
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+
+
 def lipconvnet(
     depth: int = 5,
     first_blocks: str = "soc",
@@ -27,13 +37,9 @@ def lipconvnet(
     width: float = 1.0,
     kernel_size: int = 3,
     side: int = 24,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
     first_options: Mapping[str, Any] | None = None,
     last_options: Mapping[str, Any] | None = None,
+    **ends: Unpack[Ends],
 ) -> nn.Sequential:
     """Five blocks of depth / 5 convolutions with MaxMin after each, then one linear layer.
 
@@ -51,11 +57,10 @@ def lipconvnet(
         width: factor on the channels.
         kernel_size: of the convolutions on more than one pixel.
         side: working size, a multiple of 24.
-        input_shape: (C, H, W), any size.
-        classes: number of outputs.
-        lipschitz: target constant of the network behind the normalisation.
-        mean, std: input normalisation, part of the network.
         first_options, last_options: options of the two families' convolutions.
+        ends: input_shape (C, H, W), any size, by default (3, 32, 32); classes, the number of outputs (10); lipschitz,
+            target constant of the network behind the normalisation (1); mean and std, the input normalisation, part of
+            the network (None).
 
     Raises:
         OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
@@ -68,7 +73,8 @@ def lipconvnet(
     References:
         [ECO] Table 1, section 5.1; Singla & Feizi, ICML 2021.
     """
-    channels, height, breadth = check_image(input_shape, 1, "lipconvnet")
+    channels, height, width_in = check_image(ends.get("input_shape", (3, 32, 32)), 1, "lipconvnet")
+    classes = ends.get("classes", 10)
     check_classes(classes)
     check_positive(depth=depth)
     if depth % 5:
@@ -80,10 +86,10 @@ def lipconvnet(
     if layer is not None:
         first_blocks = last_blocks = layer
     layers: list[nn.Module] = []
-    if (height, breadth) != (side, side):
-        top, left = (side - height) // 2, (side - breadth) // 2
+    if (height, width_in) != (side, side):
+        top, left = (side - height) // 2, (side - width_in) // 2
         # Negative padding crops.
-        layers.append(nn.ZeroPad2d((left, side - breadth - left, top, side - height - top)))
+        layers.append(nn.ZeroPad2d((left, side - width_in - left, top, side - height - top)))
     current, size = channels, side
     for block, (inner, last, stride) in enumerate(BLOCKS):
         family = find(first_blocks if block < first else last_blocks)
@@ -97,4 +103,4 @@ def lipconvnet(
             current = cout
     head = find(last_blocks)
     layers += [nn.Flatten(), head.last(current * size**2, classes)]
-    return bounded(layers, lipschitz, mean, std, channels)
+    return bounded(layers, ends.get("lipschitz", 1.0), ends.get("mean"), ends.get("std"), channels)

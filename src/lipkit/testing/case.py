@@ -47,7 +47,32 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything a law needs to know; see :func:`lipkit.testing.check_layer` for the fields."""
+    """Everything a law needs to know.
+
+    Attributes:
+        make: factory of the layer, see :func:`lipkit.testing.check_layer`.
+        input_shapes: shapes without the batch that the same layer accepts.
+        dtype: float32 or float64.
+        claim: 'orthogonal' (every singular value is gamma), 'contraction' (none is above gamma), or 'none'
+            (``lipschitz`` computes the constant from the numbers).
+        gamma: the claimed constant.
+        slack: relative amount by which ``lipschitz(layer)`` may exceed gamma (a declared truncation error).
+        attained: fraction of ``lipschitz(layer)`` that the largest singular value (or Jacobian) reaches at random
+            weights; default 0.1 for a contraction and 0.9 for 'none'. Not used for 'orthogonal'.
+        train_gap: relative difference between training and evaluation mode that is declared (Taylor terms).
+        smooth: whether the layer is differentiable where singular values of a parameter coincide (a division by a
+            spectral norm is not); if not, gradients there need only be finite.
+        options: constructor keyword -> at least two values, each pair of which must act differently or raise.
+        refusals: documented bad arguments and their errors; ``conv_refusals`` and ``linear_refusals`` are tables.
+        output_shape: input shape -> output shape; default: read from ``stride``, ``out_channels``, ``out_features``
+            of the layer where it has them.
+        backends: of ``torch.compile``.
+        fullgraph: whether the layer must compile as one graph; False for one whose steps depend on values.
+        seed: of the weights and inputs. The global random state is left as it was.
+
+    Raises:
+        OptionError: an unknown claim or dtype, or no shape.
+    """
 
     make: Callable[..., nn.Module]
     input_shapes: tuple[Shape, ...]
