@@ -160,7 +160,7 @@ def test_a_network_of_images_in_the_unit_interval_refuses_others(tmp_path: Path)
         ):
             lipkit.certify(loaded, wrong, y)
         with pytest.raises(OptionError, match=r"expected inputs in \[0, 1\]"):
-            lipkit.certify(loaded, wrong, torch.rand(5, 3), delta=0.1)
+            lipkit.certificates.certify_regression(loaded, wrong, torch.rand(5, 3), delta=0.1)
         with pytest.raises(OptionError, match=r"expected inputs in \[0, 1\]"):
             evaluate(loaded, Split(wrong, y), eps=[0.1])
         lipkit.certify(unknown, wrong, y)

@@ -189,16 +189,16 @@ class TrainOptions(Numbers):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise OptionError(sentence(error)) from None
+            raise OptionError(_sentence(error, list(type(self).model_fields))) from None
         # Names are looked up here, so that a wrong one is refused before anything is loaded.
         if isinstance(self.loss, str):
             losses.build(self.loss)
         if isinstance(self.schedule, str):
             schedules.build(self.schedule)
 
-    def changed(self, **changes: Any) -> TrainOptions:
+    def changed(self, **changes: Any) -> Self:
         """A copy with some options replaced, checked again."""
-        return TrainOptions(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
         """What a run records of its options: all that decides which weights come out.
@@ -211,14 +211,14 @@ class TrainOptions(Numbers):
         return {**named, "samples": samples}
 
 
-def sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, known: list[str]) -> str:
     """One sentence about the first thing that is wrong."""
     found = error.errors()[0]
     key = str(found["loc"][0]) if found["loc"] else ""
     if found["type"] == "missing":
         return f"expected the option {key}, got none"
     if found["type"] == "extra_forbidden":
-        return f"expected options among {', '.join(TrainOptions.model_fields)}, got {key!r}"
+        return f"expected options among {', '.join(known)}, got {key!r}"
     return worded(key, found["msg"], found["input"])
 
 
