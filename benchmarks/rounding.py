@@ -18,9 +18,7 @@ import torch
 
 from lipkit import certify, export, models, modules
 from lipkit.certificates.evaluators import machine
-from lipkit.data import Data
-from lipkit.data.cifar10 import load_cifar10
-from lipkit.data.mnist import load_mnist
+from lipkit.data import Data, load
 from lipkit.report.tables import markdown_table
 from lipkit.training import losses
 
@@ -95,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.backends.nnpack.set_flags(False)
-    data = (load_mnist if args.data == "mnist" else load_cifar10)(args.root)
+    data = load(args.data, root=args.root)
     start = time.process_time()
     if args.network is None:
         network = trained(args.data, data, args.train, args.epochs, args.batch_size)

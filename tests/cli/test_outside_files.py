@@ -17,7 +17,7 @@ import lipkit
 from lipkit import files
 from lipkit.certificates.certificate_file import read_certificate
 from lipkit.data.arrays import load_npz, read_npy
-from lipkit.data.cifar10 import read_binary, read_python
+from lipkit.data.cifar import read_binary, read_python
 from lipkit.data.images import decode
 from lipkit.data.mnist import read_idx
 from lipkit.data.stl10 import read_images

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lipkit.data.split import Data, Split, fixed_permutation
+from lipkit.data.split import Data, Entry, Split, fixed_permutation
 from lipkit.errors import DataError
 
 CLASSES = tuple("0123456789")
@@ -72,3 +72,9 @@ def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[
         members = order[labels[order] == label]
         held_out[members[: round(test_share * len(members))]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+ENTRY = Entry(
+    "8 x 8 handwritten digits, 1438 training and 359 test images, comes with scikit-learn",
+    load_digits, INPUT_SHAPE, CLASSES, SOURCE,
+)  # fmt: skip

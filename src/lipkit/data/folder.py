@@ -9,7 +9,7 @@ import torch
 
 from lipkit.data.images import ImageFiles, decode
 from lipkit.data.reading import reading
-from lipkit.data.split import Data, Split
+from lipkit.data.split import Data, Entry, Split
 from lipkit.errors import DataError, OptionError
 
 LAYOUT = "the layout is train/CLASS/* and test/CLASS/* or val/CLASS/*"
@@ -122,3 +122,8 @@ def load_imagenet(root: Path) -> Data:
         Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
     """
     return load_images(root / "imagenet", INPUT_SHAPE[1], name="imagenet", layout=SOURCE)
+
+
+IMAGENET = Entry(
+    "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", load_imagenet, INPUT_SHAPE, (), SOURCE
+)

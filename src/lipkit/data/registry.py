@@ -5,100 +5,31 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from lipkit.data import cifar10, cifar100, digits, mnist, square_wave, stl10, tiny_imagenet
-from lipkit.data import folder as imagenet
+from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10, tiny_imagenet
 from lipkit.data.arrays import load_npz
 from lipkit.data.convert import as_data, as_split
 from lipkit.data.folder import load_folder, load_images
-from lipkit.data.split import Data
+from lipkit.data.split import Data, Entry
 from lipkit.errors import DataError, OptionError
 
 HELD_BYTES = 1 << 31
 """Image files that take at most 2 GiB of memory for each split are decoded once, when they are loaded."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One data set of the table.
-
-    Args:
-        description: one line.
-        loader: takes the data root, returns the Data.
-        input_shape: the shape of one sample.
-        classes: the names of the classes, in label order; empty for regression, and where the files name them.
-        source: where to get it, and where to put it.
-    """
-
-    description: str
-    loader: Callable[[Path], Data]
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    source: str
-
-
 DATASETS: dict[str, Entry] = {
-    "digits": Entry(
-        "8 x 8 handwritten digits, 1438 training and 359 test images, comes with scikit-learn",
-        digits.load_digits,
-        digits.INPUT_SHAPE,
-        digits.CLASSES,
-        digits.SOURCE,
-    ),
-    "mnist": Entry(
-        "28 x 28 handwritten digits, 60 000 training and 10 000 test images",
-        mnist.load_mnist,
-        mnist.INPUT_SHAPE,
-        mnist.CLASSES,
-        mnist.SOURCE,
-    ),
-    "cifar10": Entry(
-        "32 x 32 RGB photographs of ten kinds, 50 000 training and 10 000 test images",
-        cifar10.load_cifar10,
-        cifar10.INPUT_SHAPE,
-        cifar10.CLASSES,
-        cifar10.SOURCE,
-    ),
-    "cifar100": Entry(
-        "32 x 32 RGB photographs of a hundred kinds, 50 000 training and 10 000 test images",
-        cifar100.load_cifar100,
-        cifar100.INPUT_SHAPE,
-        cifar100.CLASSES,
-        cifar100.SOURCE,
-    ),
-    "tiny_imagenet": Entry(
-        "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
-        tiny_imagenet.load_tiny_imagenet,
-        tiny_imagenet.INPUT_SHAPE,
-        (),
-        tiny_imagenet.SOURCE,
-    ),
-    "stl10": Entry(
-        "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
-        stl10.load_stl10,
-        stl10.INPUT_SHAPE,
-        stl10.CLASSES,
-        stl10.SOURCE,
-    ),
-    "imagenet": Entry(
-        "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch",
-        imagenet.load_imagenet,
-        imagenet.INPUT_SHAPE,
-        (),
-        imagenet.SOURCE,
-    ),
-    "square_wave": Entry(
-        "a function of one variable that jumps, for regression: 300 training and 200 test points",
-        square_wave.load_square_wave,
-        square_wave.INPUT_SHAPE,
-        (),
-        square_wave.SOURCE,
-    ),
+    "digits": digits.ENTRY,
+    "mnist": mnist.ENTRY,
+    "cifar10": cifar.ENTRY10,
+    "cifar100": cifar.ENTRY100,
+    "tiny_imagenet": tiny_imagenet.ENTRY,
+    "stl10": stl10.ENTRY,
+    "imagenet": folder.IMAGENET,
+    "square_wave": square_wave.ENTRY,
 }
-"""The data sets that :func:`load` knows by name."""
+"""The data sets that :func:`load` knows by name: a new one is a file with its entry, and a line here."""
 
 
 def data_root(root: str | Path | None = None) -> Path:

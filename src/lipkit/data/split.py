@@ -1,9 +1,10 @@
-"""What a data set is: two splits of samples, checked once when they are made."""
+"""A data set: two splits of samples, checked once when they are made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -173,6 +174,25 @@ class Data:
     def take(self, limit: int) -> Data:
         """Return the data set with at most `limit` samples in each split: see `Split.take`."""
         return replace(self, train=self.train.take(limit), test=self.test.take(limit))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One data set of the table `lipkit.data.DATASETS`.
+
+    Args:
+        description: one line.
+        loader: takes the data root, returns the Data.
+        input_shape: the shape of one sample.
+        classes: the names of the classes, in label order; empty for regression, and where the files name them.
+        source: where to get it, and where to put it.
+    """
+
+    description: str
+    loader: Callable[[Path], Data]
+    input_shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    source: str
 
 
 def fixed_permutation(n: int, seed: int) -> np.ndarray:

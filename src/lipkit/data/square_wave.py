@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipkit.data.split import Data, Split
+from lipkit.data.split import Data, Entry, Split
 
 INPUT_SHAPE = (1,)
 SOURCE = "made by a formula, nothing to download"
@@ -59,3 +59,9 @@ def uniform_points(n: int, seed: int) -> Tensor:
     """
     share = (np.random.PCG64(seed).random_raw(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return torch.from_numpy((LOW + (HIGH - LOW) * share).astype(np.float32))
+
+
+ENTRY = Entry(
+    "a function of one variable that jumps, for regression: 300 training and 200 test points",
+    load_square_wave, INPUT_SHAPE, (), SOURCE,
+)  # fmt: skip

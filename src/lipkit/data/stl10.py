@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipkit.data.reading import file_size, read_exactly, reading
-from lipkit.data.split import Data, Split
+from lipkit.data.split import Data, Entry, Split
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 
@@ -77,3 +77,9 @@ def read_images(path: Path) -> Tensor:
         # "c": a private copy on write; torch refuses to share memory that it may not write to.
         mapped = np.memmap(path, np.uint8, "c", shape=(size // _PIXELS, 3, 96, 96))
     return torch.from_numpy(mapped).transpose(2, 3)
+
+
+ENTRY = Entry(
+    "96 x 96 RGB photographs of ten kinds, 5000 training and 8000 test images, read from disk as needed",
+    load_stl10, INPUT_SHAPE, CLASSES, SOURCE,
+)  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from lipkit.data.images import ImageFiles
 from lipkit.data.reading import file_size, reading
-from lipkit.data.split import Data, Split
+from lipkit.data.split import Data, Entry, Split
 from lipkit.errors import DataError
 from lipkit.files import read_text
 
@@ -87,3 +87,9 @@ def _lines(path: Path) -> list[str]:
         raise DataError(f"{path}: expected a text of at most {MAX_TEXT} bytes, got {size}")
     with reading(path):
         return [line for line in read_text(path, MAX_TEXT).splitlines() if line.strip()]
+
+
+ENTRY = Entry(
+    "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
+    load_tiny_imagenet, INPUT_SHAPE, (), SOURCE,
+)  # fmt: skip

@@ -1,0 +1,173 @@
+"""CIFAR-10 and CIFAR-100 from their binary versions, or from their python versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lipkit.data.pickles import read_pickle
+from lipkit.data.reading import check_claim, file_size, read_exactly, reading
+from lipkit.data.split import Data, Entry, Split
+from lipkit.errors import DataError
+from lipkit.files import open_regular
+
+INPUT_SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class Cifar:
+    """One of the two data sets, as its files hold it.
+
+    Attributes:
+        name: of the data set.
+        binary, python: folders of the two versions under the data root; the binary one is taken first.
+        train, test: names of the files; in the binary version they end in ".bin".
+        classes: names of the classes, in label order.
+        label_bytes: before each image of the binary version; the last of them is its label.
+        key: of the labels in the python version.
+    """
+
+    name: str
+    binary: str
+    python: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    classes: tuple[str, ...]
+    label_bytes: int
+    key: str
+
+    @property
+    def source(self) -> str:
+        """Where to get it, and where to put it."""
+        archive = self.name.replace("cifar", "cifar-")
+        return (
+            f"unpack {archive}-binary.tar.gz or {archive}-python.tar.gz in the data root ($LIPKIT_DATA or ./data); "
+            "they are at https://www.cs.toronto.edu/~kriz/cifar.html"
+        )
+
+
+CIFAR10 = Cifar(
+    name="cifar10",
+    binary="cifar-10-batches-bin",
+    python="cifar-10-batches-py",
+    train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+    test=("test_batch",),
+    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    label_bytes=1,
+    key="labels",
+)
+_HUNDRED = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+    wardrobe whale willow_tree wolf woman worm
+"""
+CIFAR100 = Cifar(
+    name="cifar100",
+    binary="cifar-100-binary",
+    python="cifar-100-python",
+    train=("train",),
+    test=("test",),
+    classes=tuple(_HUNDRED.split()),
+    label_bytes=2,  # the coarse label, then the fine one
+    key="fine_labels",
+)
+
+
+def load_cifar(root: Path, variant: Cifar) -> Data:
+    """Load CIFAR-10 or CIFAR-100: 50 000 training and 10 000 test RGB images of 32 x 32, uint8.
+
+    Args:
+        root: the data root, with the folder of the binary version or that of the python version, whose pickles are
+            read by `read_pickle`.
+        variant: CIFAR10 or CIFAR100.
+
+    Raises:
+        DataError: if a file is missing, corrupt, or names anything but arrays.
+    """
+    binary, python = root / variant.binary, root / variant.python
+    if binary.is_dir():
+        parts = [[read_binary(binary / f"{n}.bin", variant) for n in part] for part in (variant.train, variant.test)]
+    elif python.is_dir():
+        parts = [[read_python(python / name, variant) for name in part] for part in (variant.train, variant.test)]
+    else:
+        raise DataError(f"expected the folder {binary} or {python}, got neither; {variant.source}")
+    train, test = (_to_split(part) for part in parts)
+    return Data(variant.name, train, test, variant.classes)
+
+
+def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
+    """Read one file of the binary version: per image its label bytes, then 1024 red, green and blue bytes each.
+
+    Args:
+        path: the file.
+        variant: CIFAR10 or CIFAR100.
+
+    Returns:
+        (images, labels): uint8 of shapes (n, 3072) and (n,).
+
+    Raises:
+        DataError: if the size is not a positive multiple of one image's, or a label is too large.
+    """
+    label_bytes, classes = variant.label_bytes, len(variant.classes)
+    size, each = file_size(path, variant.source), label_bytes + _PIXELS
+    if size == 0 or size % each:
+        raise DataError(f"{path}: expected a positive multiple of {each} bytes, got {size}")
+    check_claim(path, size, size, compressed=False)
+    with reading(path), open_regular(path) as stream:
+        rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, each)
+    labels = rows[:, label_bytes - 1]
+    if (largest := int(labels.max())) >= classes:
+        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {largest}")
+    return rows[:, label_bytes:], labels
+
+
+def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
+    """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list of labels.
+
+    Args:
+        path: the file.
+        variant: CIFAR10 or CIFAR100.
+
+    Returns:
+        (images, labels): uint8 of shapes (n, 3072) and (n,).
+
+    Raises:
+        DataError: if the pickle is not of that form (see `read_pickle`), or a label is out of range.
+    """
+    key, classes = variant.key, len(variant.classes)
+    batch = read_pickle(path, source=variant.source)
+    images, labels = batch.get("data"), batch.get(key)
+    if not isinstance(images, np.ndarray) or images.ndim != 2 or images.shape[1] != _PIXELS or not len(images):
+        got = images.shape if isinstance(images, np.ndarray) else type(images).__name__
+        raise DataError(f"{path}: expected 'data' as an array of shape (n, {_PIXELS}), got {got}")
+    if not isinstance(labels, list) or len(labels) != len(images):
+        got = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
+        raise DataError(f"{path}: expected '{key}' as a list of {len(images)} numbers, got {got}")
+    if wrong := [label for label in labels if type(label) is not int or not 0 <= label < classes]:
+        got = wrong[0] if isinstance(wrong[0], int) else type(wrong[0]).__name__
+        raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {got}")
+    return images, np.array(labels, dtype=np.uint8)
+
+
+def _to_split(parts: list[tuple[np.ndarray, np.ndarray]]) -> Split:
+    """The images and labels of several files as one split."""
+    images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
+    labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
+    return Split(torch.from_numpy(images), torch.from_numpy(labels))
+
+
+def _entry(variant: Cifar, kinds: str) -> Entry:
+    about = f"32 x 32 RGB photographs of {kinds} kinds, 50 000 training and 10 000 test images"
+    return Entry(about, partial(load_cifar, variant=variant), INPUT_SHAPE, variant.classes, variant.source)
+
+
+ENTRY10, ENTRY100 = _entry(CIFAR10, "ten"), _entry(CIFAR100, "a hundred")
