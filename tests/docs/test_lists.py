@@ -34,7 +34,7 @@ def _first_cells(page: str, heading: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "heading", "expected"),
     [
-        ("docs/guide/shipping.md", "form", FORMS),
+        ("docs/guide/interop.md", "form", FORMS),
         ("docs/guide/evaluation.md", "file", RUN),
         ("docs/attacks.md", "attack", ATTACKS),
         ("docs/reproduce.md", "table", TABLES),

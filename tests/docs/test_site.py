@@ -39,6 +39,12 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet
 
 
+def test_the_site_holds_pages_and_not_the_tools_that_made_them(site: Path) -> None:
+    assert (site / "guide/modules.html").exists()
+    assert not (site / "_tools").exists()
+    assert {path.name for path in site.rglob("*.py")} == {"controller.py", "verify_onnx.py"}
+
+
 def test_formulas_are_drawn(site: Path) -> None:
     pages = {p.relative_to(site).as_posix(): p.read_text() for p in site.rglob("*.html")}
     assert pages["rounding.html"].count("<math") > 20
@@ -74,7 +80,7 @@ def test_documents_name_their_figures_command() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("page", ["index", "layers", "rounding", "guide/protocol", "reference/layers"])
+@pytest.mark.parametrize("page", ["index", "layers", "rounding", "guide/modules", "reference/layers"])
 def test_pages_fit_every_screen(flaws: Callable[..., list[str]], site: Path, page: str) -> None:
     for width in (390, 768, 1280):
         assert flaws((site / f"{page}.html").as_uri(), width) == [], width

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lipkit
-from lipkit import interop as shipping
-from lipkit import models, modules
+from lipkit import interop, models, modules
 from lipkit.errors import CertificateViolation, DataError, OptionError, ShapeError
 from lipkit.experiments.build import load_data
 from lipkit.experiments.recipe import load_recipe
@@ -30,13 +29,13 @@ def network(family: str, seed: int = 0) -> modules.Network:
 def test_onnx_and_program_compute_the_same_for_every_family(family: str, tmp_path: Path) -> None:
     exported = network(family)
     x, y = torch.rand(9, *SHAPE), torch.arange(9) % 4
-    onnx_file = shipping.write_onnx(exported, tmp_path / "new" / "network.onnx")
-    program = shipping.write_program(exported, tmp_path / "network.pt2")
+    onnx_file = interop.write_onnx(exported, tmp_path / "new" / "network.onnx")
+    program = interop.write_program(exported, tmp_path / "network.pt2")
     stored = onnx.load(onnx_file)
     assert not any("complex" in str(t.data_type) for t in stored.graph.initializer)
     assert {node.domain for node in stored.graph.node} <= {"", "ai.onnx"}
-    for runtime in (shipping.onnx_runtime(onnx_file), shipping.program_runtime(program)):
-        check = shipping.check_runtime(exported, runtime, x, y, eps=(0.0, 0.05), batch_size=4)
+    for runtime in (interop.onnx_runtime(onnx_file), interop.program_runtime(program)):
+        check = interop.check_runtime(exported, runtime, x, y, eps=(0.0, 0.05), batch_size=4)
         assert check.samples == check.same == 9
         assert check.difference < 1e-4
         assert check.certified == check.runtime
@@ -46,7 +45,7 @@ def test_onnx_and_program_compute_the_same_for_every_family(family: str, tmp_pat
 
 def test_float64_stays_float64(tmp_path: Path) -> None:
     exported = modules.Network(list(network("cayley").double()), SHAPE)
-    runtime = shipping.onnx_runtime(shipping.write_onnx(exported, tmp_path / "n.onnx"))
+    runtime = interop.onnx_runtime(interop.write_onnx(exported, tmp_path / "n.onnx"))
     x = torch.rand(3, *SHAPE, dtype=torch.float64)
     assert runtime(x).dtype is torch.float64
     torch.testing.assert_close(runtime(x), exported(x), rtol=0, atol=1e-12)
@@ -56,13 +55,13 @@ def test_a_runtime_that_computes_something_else_is_refused(tmp_path: Path) -> No
     exported = network("cayley")
     x, y = torch.rand(4, *SHAPE), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(CertificateViolation, match=r"within 0\.0001 of the network's, got a difference of 0\.001"):
-        shipping.check_runtime(exported, lambda part: exported(part) + 1e-3, x, y)
+        interop.check_runtime(exported, lambda part: exported(part) + 1e-3, x, y)
     with pytest.raises(CertificateViolation, match="got a difference of nan"):
-        shipping.check_runtime(exported, lambda part: exported(part) * torch.nan, x, y)
+        interop.check_runtime(exported, lambda part: exported(part) * torch.nan, x, y)
     with pytest.raises(ShapeError, match=r"expected outputs of shape \(4, 4\), got \(4, 3\)"):
-        shipping.check_runtime(exported, lambda part: exported(part)[:, :3], x, y)
+        interop.check_runtime(exported, lambda part: exported(part)[:, :3], x, y)
     with pytest.raises(OptionError, match="at least one sample"):
-        shipping.check_runtime(exported, exported, x[:0], y[:0])
+        interop.check_runtime(exported, exported, x[:0], y[:0])
 
 
 def test_the_margins_of_the_runtime_decide() -> None:
@@ -74,22 +73,22 @@ def test_the_margins_of_the_runtime_decide() -> None:
     exported = modules.Network([linear], (2,))
     x, y = torch.tensor([[0.5, 0.0], [0.25, 0.0]]), torch.zeros(2, dtype=torch.int64)
     push = torch.tensor([[-6e-5, 0.0]])
-    check = shipping.check_runtime(exported, lambda part: exported(part) + push, x, y, eps=(0.24999,))
+    check = interop.check_runtime(exported, lambda part: exported(part) + push, x, y, eps=(0.24999,))
     assert check.certified == (1.0,)
     assert check.runtime == (0.5,)
 
 
 def test_what_is_not_a_network_or_not_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="expected an exported network"):
-        shipping.write_onnx(nn.Linear(2, 2), tmp_path / "a.onnx")
+        interop.write_onnx(nn.Linear(2, 2), tmp_path / "a.onnx")
     with pytest.raises(OptionError, match="expected an exported network"):
-        shipping.write_program(nn.Linear(2, 2), tmp_path / "a.pt2")
+        interop.write_program(nn.Linear(2, 2), tmp_path / "a.pt2")
     broken = tmp_path / "broken"
     broken.write_bytes(np.random.default_rng(0).bytes(500))
     with pytest.raises(DataError, match="expected an ONNX model"):
-        shipping.onnx_runtime(broken)
+        interop.onnx_runtime(broken)
     with pytest.raises(DataError, match=r"expected a torch.export program"):
-        shipping.program_runtime(broken)
+        interop.program_runtime(broken)
 
 
 @pytest.mark.slow
@@ -102,15 +101,15 @@ def test_trained_digits_keep_their_certified_accuracy_in_onnxruntime(family: str
     lipkit.fit(model, data.train, epochs=2, batch_size=64, lr=0.01)
     exported = lipkit.export(model, data.input_shape)
     x, y = data.test.batch(torch.arange(len(data.test)))
-    runtime = shipping.onnx_runtime(shipping.write_onnx(exported, tmp_path / "network.onnx"))
-    check = shipping.check_runtime(exported, runtime, x, y, eps=(36 / 255, 72 / 255))
+    runtime = interop.onnx_runtime(interop.write_onnx(exported, tmp_path / "network.onnx"))
+    check = interop.check_runtime(exported, runtime, x, y, eps=(36 / 255, 72 / 255))
     assert check.difference < 1e-4
     assert check.certified == check.runtime
     assert check.certified[0] > 0.3
 
 
 def test_gradients_flow_through_the_robustbench_form() -> None:
-    wrapped = shipping.RobustBenchModel(network("cayley"))
+    wrapped = interop.RobustBenchModel(network("cayley"))
     assert not wrapped.train().training
     x = torch.rand(2, *SHAPE, requires_grad=True)
     wrapped(x).sum().backward()
@@ -118,6 +117,6 @@ def test_gradients_flow_through_the_robustbench_form() -> None:
     assert bool(x.grad.abs().sum() > 0)
     assert not any(p.requires_grad for p in wrapped.parameters())
     with pytest.raises(ShapeError, match="expected a network of images"):
-        shipping.RobustBenchModel(modules.Network([nn.ReLU()], (3,)))
+        interop.RobustBenchModel(modules.Network([nn.ReLU()], (3,)))
     with pytest.raises(OptionError, match="expected an exported network"):
-        shipping.RobustBenchModel(nn.ReLU())
+        interop.RobustBenchModel(nn.ReLU())

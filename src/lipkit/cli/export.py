@@ -60,31 +60,30 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
 
 def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:
     """Write one form; the path, and what runs it."""
-    from lipkit import interop as shipping
-    from lipkit import modules
+    from lipkit import interop, modules
 
     assert isinstance(network, modules.Network)
     folder = run / "export"
     if form == "onnx":
-        path = shipping.write_onnx(network, out or folder / "network.onnx")
-        return path, shipping.onnx_runtime(path)
+        path = interop.write_onnx(network, out or folder / "network.onnx")
+        return path, interop.onnx_runtime(path)
     if form == "torch":
-        path = shipping.write_program(network, out or folder / "network.pt2")
-        return path, shipping.program_runtime(path)
+        path = interop.write_program(network, out or folder / "network.pt2")
+        return path, interop.program_runtime(path)
     if form == "safetensors":
         path = modules.save(network, out or folder / "network")
-        return path, shipping.module_runtime(modules.load(path))
+        return path, interop.module_runtime(modules.load(path))
     if form == "hub":
         path = _write_hub(run, out or folder / "hub", licence)
-        return path, shipping.module_runtime(modules.load(path / "network"))
+        return path, interop.module_runtime(modules.load(path / "network"))
     path = modules.save(network, out or folder / "robustbench")
     _write_info(run, path)
-    return path, shipping.module_runtime(shipping.RobustBenchModel(modules.load(path)))
+    return path, interop.module_runtime(interop.RobustBenchModel(modules.load(path)))
 
 
 def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
     """The model folder of a run: its recipe says the architecture, its last checkpoint the parameters."""
-    from lipkit import interop as shipping
+    from lipkit import interop
     from lipkit.errors import RunError
     from lipkit.experiments import run as pipeline
     from lipkit.experiments.build import build_model, input_range, load_data
@@ -101,7 +100,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
         )
     checkpoints.load_weights(model, found[1], run)
     outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
-    return shipping.save_pretrained(
+    return interop.save_pretrained(
         model,
         folder,
         name=recipe.model.name,
@@ -109,7 +108,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
         input_shape=data.input_shape,
         input_range=input_range(data),
         classes=data.classes,
-        card=shipping.model_card(read_record(run), folder=folder.name, licence=licence),
+        card=interop.model_card(read_record(run), folder=folder.name, licence=licence),
     )
 
 

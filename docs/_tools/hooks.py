@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import docs_reference
+import reference
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 # Page of the site -> file of the repository; other files that the pages link to are copied as they are.
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 COPIES = ("examples/controller.py", "examples/verify_onnx.py")
@@ -25,7 +25,7 @@ _PLACE = re.compile(r"formula(inline|block)([0-9a-f]+)place")
 
 def on_config(config: Any) -> Any:
     """The section Reference of the navigation."""
-    next(section for section in config.nav if "Reference" in section)["Reference"] = docs_reference.nav()
+    next(section for section in config.nav if "Reference" in section)["Reference"] = reference.nav()
     return config
 
 
@@ -35,7 +35,7 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for path in COPIES:
         files.append(File.generated(config, path, content=(ROOT / path).read_text()))
-    for page, content in docs_reference.pages().items():
+    for page, content in reference.pages().items():
         files.append(File.generated(config, page, content=content))
     return files
 
@@ -63,8 +63,8 @@ def _set_aside(markdown: str) -> str:
         if found["code"] is not None:
             return found[0]
         if found["block"] is not None:
-            return docs_reference.placeholder(found["block"], "block")
-        return docs_reference.placeholder(found["inline"], "inline")
+            return reference.placeholder(found["block"], "block")
+        return reference.placeholder(found["inline"], "inline")
 
     return _FORMULA.sub(put, markdown)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from griffe import Alias, Extension, NameResolutionError
 
-PACKAGE = Path(__file__).parent / "src/lipkit"
+PACKAGE = Path(__file__).parents[2] / "src/lipkit"
 INDEX = "reference/index.md"
 # Lines of a table of the package that is shown in full; longer ones are described by their docstring alone.
 LONGEST_TABLE = 20
@@ -40,7 +40,7 @@ _MARKUP = re.compile(
 
 
 def placeholder(latex: str, display: str) -> str:
-    """A word that Markdown leaves alone in place of a formula; `docs_hooks` draws it. ``display``: inline or block."""
+    """A word that Markdown leaves alone in place of a formula; `hooks.py` draws it. ``display``: inline or block."""
     return f"formula{display}{latex.strip().encode().hex()}place"
 
 
