@@ -95,7 +95,7 @@ attacks.ATTACKS["sideways"] = attacks.Named(sideways, "a step along the diagonal
 network = lipkit.export(nn.Linear(6, 3), (6,))
 found = attacks.run_attack("sideways", network, x, y, eps=0.1, box=None)
 assert found.ran == "a step along the diagonal"
-measured = evaluation.evaluate(network, Split(x, y), eps=[0.1], attack_name="sideways", box=None)
+measured = evaluation.evaluate(network, Split(x, y), eps=[0.1], attack=evaluation.Attack(name="sideways", box=None))
 assert "sideways(0.1)" in measured.metrics()
 """,
     "a data set": """

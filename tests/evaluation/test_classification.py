@@ -46,7 +46,7 @@ EPS = (0.02, 0.1, 0.5)
 
 
 def test_accuracies_add_up() -> None:
-    result = evaluate(network(), split(), eps=EPS, attack_samples=None, classes=("a", "b", "c"))
+    result = evaluate(network(), split(), eps=EPS, classes=("a", "b", "c"), attack=Attack(samples=None))
     assert result.clean.count == 54
     counts = [certified.count for certified in result.certified]
     assert counts == [int((result.certificate.radius > eps).sum()) for eps in EPS]
@@ -70,7 +70,7 @@ def test_accuracies_add_up() -> None:
 
 
 def test_on_a_linear_network_the_closest_example_lies_just_outside_the_radius() -> None:
-    result = evaluate(network(), split(), eps=(0.5,), attack_samples=None, box=None)
+    result = evaluate(network(), split(), eps=(0.5,), attack=Attack(samples=None, box=None))
     assert result.cross_check.compared > 10
     assert 1.0 <= result.cross_check.closest < 1.001
 
@@ -79,7 +79,7 @@ def test_examples_are_moved_close_before_they_are_compared() -> None:
     torch.manual_seed(0)
     net = modules.Network([nn.Linear(5, 2)], (5,))
     x = torch.rand(20, 5)
-    result = evaluate(net, Split(x, net(x).argmax(dim=1)), eps=(5.0,), attack_steps=1, box=None)
+    result = evaluate(net, Split(x, net(x).argmax(dim=1)), eps=(5.0,), attack=Attack(steps=1, box=None))
     assert result.attacked[0].share.count == 0  # every one overshoots by far in its single step
     assert 1.0 <= result.cross_check.closest < 1.0001
 
@@ -113,7 +113,7 @@ def test_a_wrong_constant_stops_the_evaluation(deep: bool, monkeypatch: pytest.M
     data = split()
     labels = net(data.x).argmax(dim=1)
     with pytest.raises(CertificateViolation, match=r"sample \d+: .* radius [\d.e-]+, got one at l2 norm [\d.e-]+"):
-        evaluate(net, Split(data.x, labels), eps=(0.05,), attack_samples=None, box=None)
+        evaluate(net, Split(data.x, labels), eps=(0.05,), attack=Attack(samples=None, box=None))
 
 
 def test_a_violation_names_sample_norm_and_radius() -> None:
@@ -146,20 +146,20 @@ def test_attacked_accuracy_below_certified_accuracy_is_a_violation() -> None:
 
 def test_the_attack_runs_on_a_drawn_subset_of_the_right_size() -> None:
     data = split()
-    first = evaluate(network(), data, eps=EPS, attack_samples=20, seed=1)
-    again = evaluate(network(), data, eps=EPS, attack_samples=20, seed=1)
+    first = evaluate(network(), data, eps=EPS, attack=Attack(samples=20, seed=1))
+    again = evaluate(network(), data, eps=EPS, attack=Attack(samples=20, seed=1))
     assert {row.share.total for row in first.attacked} == {20}
     assert first.attacked == again.attacked
     assert first.clean.total == 60
-    other = evaluate(network(), data, eps=EPS, attack_samples=20, seed=2)
+    other = evaluate(network(), data, eps=EPS, attack=Attack(samples=20, seed=2))
     assert other.attacked != first.attacked
 
 
 def test_nothing_to_attack() -> None:
-    result = evaluate(network(), split(), eps=EPS, attack_eps=())
+    result = evaluate(network(), split(), eps=EPS, attack=Attack(eps=()))
     assert result.attacked == ()
     assert (result.cross_check.compared, result.cross_check.closest) == (0, math.inf)
-    none = evaluate(network(), split(), eps=EPS, attack_samples=0)
+    none = evaluate(network(), split(), eps=EPS, attack=Attack(samples=0))
     assert all(row.share.total == 0 and math.isnan(row.share.value) for row in none.attacked)
 
 
@@ -200,15 +200,15 @@ def test_attack_certificate_survives_infinite_radii() -> None:
     ("options", "message"),
     [
         ({"eps": (-0.1,)}, "every eps to be finite and >= 0, got -0.1"),
-        ({"attack_eps": (math.inf,)}, "every attack_eps to be finite and >= 0, got inf"),
-        ({"attack_samples": -1}, "attack_samples >= 0 or None, got -1"),
+        ({"attack": Attack(eps=(math.inf,))}, r"every attack\.eps to be finite and >= 0, got inf"),
+        ({"attack": Attack(samples=-1)}, r"attack\.samples >= 0 or None, got -1"),
         ({"classes": ("a", "b")}, "at least 3 class names, got 2"),
         ({"confidence": 1.0}, "between 0 and 1, got 1.0"),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        evaluate(network(), split(), **({"eps": (0.1,), "attack_eps": ()} | options))
+        evaluate(network(), split(), **({"eps": (0.1,), "attack": Attack(eps=())} | options))
 
 
 def test_refuses_regression_targets() -> None:

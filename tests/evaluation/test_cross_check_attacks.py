@@ -90,10 +90,10 @@ def test_in_linf_the_certificate_counts_where_its_ball_holds_the_cube() -> None:
 def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
     data = split()
     default, chosen = (
-        evaluate(network(), data, eps=(0.1,), attack_steps=10, **options) for options in ({}, {"attack_name": "apgd"})
+        evaluate(network(), data, eps=(0.1,), attack=Attack(steps=10, name=name)) for name in ("pgd", "apgd")
     )
     assert set(default.metrics()) == {"clean", "certified(0.1)", "pgd(0.1)", "lipschitz"}
     assert set(chosen.metrics()) == {"clean", "certified(0.1)", "apgd(0.1)", "lipschitz"}
     assert chosen.attacked[0].share.count <= default.attacked[0].share.count
     with pytest.raises(OptionError, match="expected attack"):
-        evaluate(network(), data, eps=(0.1,), attack_name="fgsm")
+        evaluate(network(), data, eps=(0.1,), attack=Attack(name="fgsm"))

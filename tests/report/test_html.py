@@ -18,7 +18,7 @@ from torch import nn
 from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError, ShapeError
-from lipkit.evaluation import evaluate
+from lipkit.evaluation import Attack, evaluate
 from lipkit.report import save_evaluation, write_report
 from lipkit.report.html import flatten
 from lipkit.report.plots import accuracy_curve, training_curves
@@ -39,7 +39,7 @@ def make_run(folder: Path, *, shape: tuple[int, ...] = (1, 4, 4), metrics: bool 
     y[:5] = (y[:5] + 1) % 3
     data = Split(x, y)
     classes = (EVIL, "b", "c")
-    result = evaluate(network, data, eps=(36 / 255, 0.5), attack_steps=5, classes=classes)
+    result = evaluate(network, data, eps=(36 / 255, 0.5), classes=classes, attack=Attack(steps=5))
     record = from_evaluation(
         result, name=EVIL, data=EVIL, classes=classes, recipe={EVIL: EVIL, "model": {"width": 2}}, seed=0
     )

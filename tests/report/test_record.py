@@ -13,7 +13,7 @@ from torch import nn
 from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
-from lipkit.evaluation import Evaluation, evaluate
+from lipkit.evaluation import Attack, Evaluation, evaluate
 from lipkit.report.machine import hardware
 from lipkit.report.record import Record, from_evaluation, read_record, write_record
 
@@ -24,7 +24,7 @@ def evaluation() -> Evaluation:
     network = modules.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
     x = torch.rand(30, 1, 4, 4)
     data = Split(x, network(x).argmax(dim=1))
-    return evaluate(network, data, eps=(36 / 255, 0.5), attack_steps=5, classes=("a", "b", "c"))
+    return evaluate(network, data, eps=(36 / 255, 0.5), classes=("a", "b", "c"), attack=Attack(steps=5))
 
 
 @pytest.fixture

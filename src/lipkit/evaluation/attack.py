@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +25,22 @@ class Attack:
     """An attack at the radii ``eps``, on ``samples`` samples (None: all) drawn by ``seed``.
 
     Attributes:
-        eps: radii in units of ``norm``.
-        steps, restarts: of the attack; None for its defaults.
-        samples: how many samples are attacked.
-        box: range of valid input entries, or None.
+        eps: radii in units of ``norm``; none of them attacks nothing, and for `evaluate` None means its own.
+        steps, restarts: gradient steps of each start, and starts; None for the attack's defaults.
+        samples: how many samples are attacked; None for all.
+        box: range of valid input entries; None for no limit. For `evaluate` ``"auto"`` is [0, 1] if every sample lies
+            in it (images), else None.
         seed: of the choice of samples and of the attack.
         name: one of `lipkit.attacks.ATTACKS`.
         norm: ``"l2"`` or ``"linf"``.
     """
 
-    eps: tuple[float, ...]
-    steps: int | None
-    restarts: int | None
-    samples: int | None
-    box: Box
-    seed: int
+    eps: Any = None
+    steps: int | None = 50
+    restarts: int | None = 1
+    samples: int | None = 1000
+    box: Any = "auto"
+    seed: int = 0
     name: str = "pgd"
     norm: str = "l2"
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -69,44 +69,31 @@ def evaluate(
     split: Split,
     *,
     eps: Sequence[float] = EPS,
-    attack_eps: Sequence[float] | None = None,
-    attack_name: str = "pgd",
-    attack_steps: int = 50,
-    attack_restarts: int = 1,
-    attack_samples: int | None = 1000,
+    attack: Attack | None = None,
     classes: Sequence[str] = (),
-    box: Box | Literal["auto"] = "auto",
     batch_size: int = 256,
     confidence: float = 0.95,
-    seed: int = 0,
     device: str | torch.device = "cpu",
     large_eps: bool = False,
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
-    The attack (`lipkit.attacks.pgd`, margin loss, unless another is named) runs in l2 at each ``attack_eps`` and once
+    The attack (`lipkit.attacks.pgd`, margin loss, unless another is named) runs in l2 at each ``attack.eps`` and once
     at each sample's own radius. Each example it finds is confirmed by the float64 network that was certified, moved as
     close to its sample as bisection brings it, and its float64 norm compared with the sample's certified radius.
 
     **Guarantee.** If this returns, no adversarial example it found lies inside a certified radius, and accuracy
-    under attack is at least the certified accuracy at every ``attack_eps``, on the same samples. That is a test of
+    under attack is at least the certified accuracy at every ``attack.eps``, on the same samples. That is a test of
     the certificates, which do not rest on it.
 
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and int64 labels; ``split.batch(index)`` gives inputs and labels.
         eps: l2 radii for certified accuracy, in units of the input.
-        attack_eps: radii to attack; None takes ``eps``; an empty sequence attacks nothing.
-        attack_name: one of `lipkit.attacks.ATTACKS`, in l2.
-        attack_steps: gradient steps per restart.
-        attack_restarts: starts of the attack.
-        attack_samples: how many samples are attacked, drawn by ``seed``; None for all.
+        attack: `lipkit.evaluation.Attack`, in l2; None for its defaults, PGD at ``eps`` on 1000 samples.
         classes: class names, one for each logit; empty names them 0, 1, ...
-        box: range of valid input entries for the attack; None for no limit; ``"auto"`` is [0, 1] if every sample lies
-            in it (images), else None.
         batch_size: samples evaluated at once.
         confidence: of the Clopper-Pearson intervals.
-        seed: of the choice of samples and of the attack.
         device: where logits and the attack are computed (see `lipkit.certify`).
         large_eps: whether a radius above 8 times the network's ``input_range`` is meant.
 
@@ -116,16 +103,18 @@ def evaluate(
             value outside its range.
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
+    attack = attack or Attack()
     eps = _radii("eps", eps)
-    attack_eps = eps if attack_eps is None else _radii("attack_eps", attack_eps)
-    check_radii((*eps, *attack_eps), network.input_shape, network.input_range, large=large_eps)
-    if attack_samples is not None and attack_samples < 0:
-        raise OptionError(f"expected attack_samples >= 0 or None, got {attack_samples}")
+    attacked_eps = eps if attack.eps is None else _radii("attack.eps", attack.eps)
+    check_radii((*eps, *attacked_eps), network.input_shape, network.input_range, large=large_eps)
+    if attack.samples is not None and attack.samples < 0:
+        raise OptionError(f"expected attack.samples >= 0 or None, got {attack.samples}")
     start = time.perf_counter()
     x, y = split.batch(slice(None))  # a slice does not copy what is in memory already
-    if box == "auto":
+    box: Box = attack.box
+    if attack.box == "auto":
         box = (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
-    attack = Attack(attack_eps, attack_steps, attack_restarts, attack_samples, box, seed, attack_name)
+    attack = dataclasses.replace(attack, eps=attacked_eps, box=box)
     certificate = certify(network, x, y, batch_size=batch_size, device=device)
     certified_at = time.perf_counter()
     attacked, cross_check = attack_certificate(

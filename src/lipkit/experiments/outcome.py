@@ -11,7 +11,7 @@ import torch
 from lipkit import modules
 from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import Data, Split
-from lipkit.evaluation import evaluate, evaluate_regression, latency
+from lipkit.evaluation import Attack, evaluate, evaluate_regression, latency
 from lipkit.experiments.build import input_range
 from lipkit.experiments.display import Display
 from lipkit.experiments.recipe import Recipe, to_yaml
@@ -74,19 +74,22 @@ def _classification(
     # Read once for evaluation, examples and certificate file: image files are decoded at every access.
     x, y = data.test.batch(slice(None))
     test = Split(x, y)
+    attack = Attack(
+        eps=section.attack_eps,
+        steps=section.attack_steps,
+        restarts=section.attack_restarts,
+        samples=section.attack_samples,
+        box=input_range(data),
+        seed=recipe.train.seed,
+    )
     evaluation = evaluate(
         network,
         test,
         eps=section.eps,
-        attack_eps=section.attack_eps,
-        attack_steps=section.attack_steps,
-        attack_restarts=section.attack_restarts,
-        attack_samples=section.attack_samples,
+        attack=attack,
         classes=data.classes,
-        box=input_range(data),
         confidence=section.confidence,
         batch_size=section.batch_size,
-        seed=recipe.train.seed,
         device=device,
         large_eps=True,  # whoever read the recipe has checked its radii
     )

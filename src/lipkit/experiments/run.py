@@ -23,7 +23,7 @@ from torch import nn
 from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError, RunError
-from lipkit.evaluation import evaluate
+from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
 from lipkit.experiments.display import Display, Silent, duration
 from lipkit.experiments.outcome import RECIPE, Outcome, finish
@@ -232,7 +232,7 @@ def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, f
         device = next(model.parameters()).device
         batch_size = recipe.certify.batch_size
         return evaluate(
-            network, split, eps=recipe.certify.eps, attack_eps=(), batch_size=batch_size, device=device
+            network, split, eps=recipe.certify.eps, attack=Attack(eps=()), batch_size=batch_size, device=device
         ).metrics()
 
     return measure
