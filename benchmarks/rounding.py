@@ -19,7 +19,7 @@ import torch
 from lipkit import certify, export, models, modules
 from lipkit.certificates.evaluators import machine
 from lipkit.data import Data, load
-from lipkit.report.tables import markdown_table
+from lipkit.text import table
 from lipkit.training import losses
 
 EPS = 36 / 255
@@ -102,7 +102,7 @@ def main() -> None:
         network = modules.load(args.network)
     x, y = data.test.batch(torch.arange(args.test))
     header = ["statement", "clean %", "certified % at 36/255", "radius lost / 255: median", "largest", "seconds"]
-    print(markdown_table(header, measure(network, x, y)))
+    print(table(header, measure(network, x, y), markdown=True))
     for name, error in actual(network, x[:1000]):
         print(f"{name}: logit differences of 1000 samples are off by at most {error:.2g}")
 

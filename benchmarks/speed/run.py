@@ -18,7 +18,7 @@ from benchmarks.speed.work import COMPILED, MAKERS, PHASES, REFERENCE, accepts, 
 from lipkit.errors import OptionError
 from lipkit.layers.families import get
 from lipkit.memory import keep_freed_memory
-from lipkit.report.machine import hardware, versions
+from lipkit.report.record import hardware, versions
 
 FAMILIES = ("eco", "cayley", "sandwich", "bcop", "cayley_bcop", "rko", "soc")
 """Those with a target."""
@@ -134,7 +134,7 @@ def facts(plan: Plan) -> Result:
     return {
         "schema": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": dataclasses.asdict(hardware(plan.device)),
+        "hardware": hardware(plan.device).model_dump(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "versions": versions() | rivals.installed(),
         "options": options,

@@ -1,8 +1,11 @@
-"""Text of others on a screen: what a file or a folder says must not look like what lipkit says."""
+"""Text on a screen: tables, and the text of others, which must not look like what lipkit says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from lipkit.errors import ShapeError
 
 
 def printable(text: object, longest: int | None = None) -> str:
@@ -41,3 +44,48 @@ def printable_lines(text: str) -> str:
     'a\nb\\x1b'
     """
     return "\n".join(map(printable, text.split("\n")))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
+    """Rows in aligned columns, each cell `printable`.
+
+    Below a header the first column stands to the left and the others, which are figures, to the right; without one all
+    stand to the left.
+
+    Args:
+        header: names of the columns; empty for none, unless in Markdown.
+        rows: cells, of one number in each row.
+        markdown: whether to write a table in Markdown; a ``|`` in a cell is escaped.
+
+    Raises:
+        ShapeError: a row has another number of cells than the header, or than the first row.
+
+    >>> print(table(["radius", "certified"], [["36/255", "95.1 %"], ["1", "3.0 %"]]))
+    radius  certified
+    ------  ---------
+    36/255     95.1 %
+    1           3.0 %
+    >>> print(table(["class", "clean"], [["a|b", "95.1 %"]], markdown=True))
+    | class |  clean |
+    |:------|-------:|
+    | a\\|b  | 95.1 % |
+    >>> print(table([], [["small", "a network"], ["kwlarge", "another"]]))
+    small    a network
+    kwlarge  another
+    """
+    whole = [header, *rows] if header else rows
+    for row in whole:
+        if len(row) != len(whole[0]):
+            raise ShapeError(f"expected rows of {len(whole[0])} cells, got {len(row)}: {list(row)}")
+    if markdown:
+        whole = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in whole]
+    whole = [[printable(cell) for cell in row] for row in whole]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    lines = []
+    for row in whole:
+        cells = [c.rjust(w) if i and header else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip())
+    if header:
+        rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
+        lines.insert(1, f"|{'|'.join(rules)}|" if markdown else "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

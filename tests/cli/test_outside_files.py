@@ -27,7 +27,7 @@ from lipkit.interop import from_pretrained
 from lipkit.report import read_record
 from lipkit.report.curve import load_curve
 from lipkit.report.examples import load_examples
-from lipkit.report.measurement import read_any_record
+from lipkit.report.record import read_any_record
 from lipkit.report.run_files import read_radii
 from lipkit.training.checkpoints import read_json, read_metrics
 

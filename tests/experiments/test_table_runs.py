@@ -20,8 +20,7 @@ from lipkit.experiments import tables
 from lipkit.experiments.table_runs import plan
 from lipkit.experiments.tables import DIGITS, After, Available, Row, Table
 from lipkit.report import read_record, write_record
-from lipkit.report.measurement import MeasurementRecord, read_any_record
-from lipkit.report.record import from_regression
+from lipkit.report.record import MeasurementRecord, from_regression, read_any_record
 
 QUICK = (
     "model={name: mlp, options: {layer: cayley, hidden: [4], activation: relu}}",

@@ -24,7 +24,8 @@ from lipkit.report.html import flatten
 from lipkit.report.plots import accuracy_curve, training_curves
 from lipkit.report.record import Record, from_evaluation, read_record
 from lipkit.report.run_files import read_radii
-from lipkit.report.tables import class_rows, markdown_table, summary, text_table
+from lipkit.report.tables import class_rows, summary
+from lipkit.text import table
 
 EVIL = "<script>alert('x')</script>&\"$x$"
 
@@ -218,10 +219,10 @@ def test_tables(run: Path) -> None:
     record = read_record(run)
     text = summary(record)
     assert f"{100 * record.certified[0].share.value:.2f} %" in text
-    assert len({len(line) for line in text_table(*class_rows(record)).splitlines()[1:]}) == 1
-    assert markdown_table(*class_rows(record)).count("\n") == 4
+    assert len({len(line) for line in table(*class_rows(record)).splitlines()[1:]}) == 1
+    assert table(*class_rows(record), markdown=True).count("\n") == 4
     with pytest.raises(ShapeError, match="rows of 2 cells, got 1"):
-        text_table(["a", "b"], [["1"]])
+        table(["a", "b"], [["1"]])
 
 
 def test_flatten_keeps_order_and_empty_settings() -> None:

@@ -14,8 +14,7 @@ from lipkit import modules
 from lipkit.data import Split
 from lipkit.errors import RunError
 from lipkit.evaluation import Attack, Evaluation, evaluate
-from lipkit.report.machine import hardware
-from lipkit.report.record import Record, from_evaluation, read_record, write_record
+from lipkit.report.record import Record, from_evaluation, hardware, read_record, write_record
 
 
 @pytest.fixture(scope="module")

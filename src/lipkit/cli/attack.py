@@ -146,8 +146,9 @@ def read_radii(text: str) -> tuple[float, ...]:
 
 def table(attempt: Attempt, attack: Attack) -> str:
     """The accuracies, and how near the closest example came."""
+    from lipkit import text
     from lipkit.certificates import format_radius
-    from lipkit.report.tables import interval, percent, text_table
+    from lipkit.report.tables import interval, percent
 
     rows = [
         [format_radius(row.eps), percent(row.share.value), interval(row.share), percent(row.certified.value)]
@@ -158,7 +159,7 @@ def table(attempt: Attempt, attack: Attack) -> str:
         f"{'; '.join(attempt.ran) or 'no sample is classified correctly: nothing to attack'}",
         f"clean {percent(attempt.clean.value)} of {attempt.clean.total} samples",
         "",
-        text_table([f"radius ({attack.norm})", "under attack", "interval", "certified"], rows),
+        text.table([f"radius ({attack.norm})", "under attack", "interval", "certified"], rows),
         "",
         f"{check.compared} adversarial examples compared with the certified radii: none inside",
     ]

@@ -12,12 +12,12 @@ import click
 def command(run: Path) -> None:
     """Write report.html of RUN anew from what the folder holds, and print its tables."""
     from lipkit.report import Record, read_record, write_report
-    from lipkit.report.tables import class_rows, summary, text_table
-    from lipkit.text import printable
+    from lipkit.report.tables import class_rows, summary
+    from lipkit.text import printable, table
 
     path = write_report(run)
     record = read_record(run)
     tables = [summary(record)]
     if isinstance(record, Record):
-        tables.append(text_table(*class_rows(record)))
+        tables.append(table(*class_rows(record)))
     click.echo("\n\n".join([*tables, f"report  {printable(path)}"]))

@@ -29,8 +29,14 @@ from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.tables import NAMES, SCALES, Available, Row, Scale, Table
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.memory import keep_freed_memory
-from lipkit.report.measurement import MeasurementRecord, measurement_record, read_any_record
-from lipkit.report.record import RECORD, AnyRecord, write_record
+from lipkit.report.record import (
+    RECORD,
+    AnyRecord,
+    MeasurementRecord,
+    measurement_record,
+    read_any_record,
+    write_record,
+)
 from lipkit.training.checkpoints import SETTINGS
 
 

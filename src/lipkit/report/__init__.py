@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from lipkit.report.html import write_report
-from lipkit.report.record import Record, RegressionRecord, read_record, write_record
-from lipkit.report.save import save_evaluation, save_regression
+from lipkit.report.record import (
+    Record,
+    RegressionRecord,
+    read_record,
+    save_evaluation,
+    save_regression,
+    write_record,
+)
 
 __all__ = [
     "Record",

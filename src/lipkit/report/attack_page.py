@@ -1,8 +1,7 @@
-"""What an attack leaves in a run folder: a JSON file of figures, the examples, and a page that shows them."""
+"""The files of an attack in a run folder: figures as JSON, the examples, and a page that shows them."""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import itertools
 import json
@@ -18,9 +17,9 @@ from lipkit.certificates import Certificate
 from lipkit.certificates.intervals import Share
 from lipkit.evaluation import Attack, Attempt
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
-from lipkit.report.examples import data_uri, is_image
+from lipkit.report.examples import class_name, data_uri, is_image
 from lipkit.report.html import environment
-from lipkit.report.machine import versions
+from lipkit.report.record import now, versions
 
 SCHEMA_VERSION = "1.0"
 # Where, when and how fast figures were found: not what was found.
@@ -93,12 +92,12 @@ def save_attack(
     record = {
         "schema_version": SCHEMA_VERSION,
         "run": folder.name,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         **settings,
         "ran": list(attempt.ran),
-        "clean": _share(attempt.clean),
+        "clean": vars(attempt.clean),
         "attacked": [
-            {"eps": row.eps, "robust": _share(row.share), "certified": _share(row.certified)} for row in attempt.rows
+            {"eps": row.eps, "robust": vars(row.share), "certified": vars(row.certified)} for row in attempt.rows
         ],
         "compared": attempt.cross_check.compared,
         "closest": _number(attempt.cross_check.closest),
@@ -149,17 +148,14 @@ def render(
     classes: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """The page, as text: accuracies, and each example beside its sample and the difference."""
-
-    def name(label: int) -> str:
-        return classes[label] if 0 <= label < len(classes) else str(label)
-
     figures = []
     if is_image(tuple(image.shape[1:])):
         for row, before, after in zip(shown, image, adversarial, strict=True):
             change = after.float() - before
             grey = 0.5 + change / (2 * change.abs().amax().clamp_min(1e-12))
             uris = [data_uri(picture) for picture in (before, after, grey)]
-            figures.append({**row, "uris": uris, "label": name(row["label"]), "prediction": name(row["prediction"])})
+            names = {key: class_name(classes, row[key]) for key in ("label", "prediction")}
+            figures.append({**row, "uris": uris, **names})
     rows = [
         {"eps": row["eps"], "robust": Share(**row["robust"]), "certified": Share(**row["certified"])}
         for row in record["attacked"]
@@ -169,10 +165,6 @@ def render(
 
 def _ratio(row: Mapping[str, float]) -> float:
     return row["l2"] / row["radius"] if row["radius"] > 0 else math.inf
-
-
-def _share(share: Share) -> dict[str, float]:
-    return {"count": share.count, "total": share.total, "low": share.low, "high": share.high}
 
 
 def _number(value: float) -> float | str:

@@ -8,26 +8,29 @@ margin among the correct), 2 mistakes (most negative margin). safetensors hold n
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
-from lipkit.errors import RunError
+from lipkit.errors import RunError, ShapeError
 from lipkit.files import read_bytes, write_atomic
 
 if TYPE_CHECKING:
     from lipkit.data import Split
-import base64
-import struct
-import zlib
 
-from lipkit.errors import ShapeError
+EXAMPLES = "examples.safetensors"
+GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wrong, with the largest margin")
+_KEYS = ("image", "index", "label", "prediction", "group", "radius", "margin")
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
@@ -54,28 +57,24 @@ def png(image: Tensor) -> bytes:
     if not is_image(tuple(image.shape)):
         raise ShapeError(f"expected an image of shape (H, W), (1, H, W) or (3, H, W), got {tuple(image.shape)}")
     pixels = image.detach().cpu().float().nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
-    pixels = pixels[None] if pixels.ndim == 2 else pixels
-    channels, height, width = pixels.shape
-    rows = pixels.permute(1, 2, 0).reshape(height, width * channels)
-    filtered = b"".join(b"\0" + row.numpy().tobytes() for row in rows)  # filter type 0 before each row
-    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
-    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(filtered, 9)), (b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in chunks)
+    array = pixels if pixels.ndim == 2 else pixels.movedim(0, -1).squeeze(-1)
+    buffer = io.BytesIO()
+    Image.fromarray(array.numpy()).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def class_name(classes: Sequence[str], label: int) -> str:
+    """The name of a class, or its number where it has none.
+
+    >>> class_name(["cat"], 0), class_name(["cat"], 3)
+    ('cat', '3')
+    """
+    return classes[label] if 0 <= label < len(classes) else str(label)
 
 
 def data_uri(image: Tensor) -> str:
     """The PNG as a ``data:`` address, for a page that loads nothing."""
     return "data:image/png;base64," + base64.b64encode(png(image)).decode()
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    check = zlib.crc32(kind + content)
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
-
-
-EXAMPLES = "examples.safetensors"
-GROUPS = ("Largest certified radius", "Correct, with the smallest margin", "Wrong, with the largest margin")
-_KEYS = ("image", "index", "label", "prediction", "group", "radius", "margin")
 
 
 @dataclasses.dataclass(frozen=True)

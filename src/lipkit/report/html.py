@@ -16,7 +16,7 @@ from lipkit.errors import RunError
 from lipkit.files import write_atomic
 from lipkit.report import plots, tables
 from lipkit.report.curve import curve_plot, load_curve
-from lipkit.report.examples import GROUPS, data_uri, is_image, load_examples
+from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_examples
 from lipkit.report.record import read_record
 from lipkit.report.run_files import read_radii, read_series
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord
@@ -94,7 +94,7 @@ def _template(name: str) -> str:
 
 
 def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:
-    """What the page of a task shows beside what every page shows."""
+    """Results that only the page of this task shows."""
     if isinstance(record, RegressionRecord):
         graph = load_curve(folder)
         curve = "" if graph is None else curve_plot(record, graph)
@@ -128,10 +128,6 @@ def _shown(name: str, value: object) -> str:
 
 def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]]]]:
     names = record.data.classes
-
-    def name(label: int) -> str:
-        return names[label] if 0 <= label < len(names) else str(label)
-
     groups: list[tuple[str, list[dict[str, Any]]]] = [(title, []) for title in GROUPS]
     for example in load_examples(folder):
         if is_image(tuple(example.image.shape)):
@@ -139,8 +135,8 @@ def _groups(folder: Path, record: Record) -> list[tuple[str, list[dict[str, Any]
                 {
                     "uri": data_uri(example.image),
                     "index": example.index,
-                    "label": name(example.label),
-                    "prediction": name(example.prediction),
+                    "label": class_name(names, example.label),
+                    "prediction": class_name(names, example.prediction),
                     "wrong": example.label != example.prediction,
                     "radius": f"{example.radius:.3f}",
                 }

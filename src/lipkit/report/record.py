@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import torch
 from pydantic import ValidationError
 
+import lipkit
+from lipkit import modules
 from lipkit.certificates import Certificate, RegressionCertificate
 from lipkit.certificates.intervals import Share
 from lipkit.errors import RunError
 from lipkit.evaluation import Evaluation, Latency, RegressionEvaluation
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
-from lipkit.report.machine import hardware, versions
+from lipkit.report.curve import curve_of, save_curve
+from lipkit.report.examples import save_examples
+from lipkit.report.run_files import RADII
 from lipkit.report.schema import (
     AnyRecord,
     AttackedRecord,
@@ -32,6 +39,7 @@ from lipkit.report.schema import (
     HardwareRecord,
     LatencyRecord,
     LipschitzRecord,
+    MeasurementRecord,
     OutputRecord,
     Record,
     RegressionRecord,
@@ -40,18 +48,16 @@ from lipkit.report.schema import (
     ShareRecord,
 )
 
-RECORD = "record.json"
+if TYPE_CHECKING:
+    from lipkit.data import Split
+
+RECORD, PREDICTIONS = "record.json", "predictions.csv"
 # Inputs of more numbers (images) stay out of the record.
 _MOST_NUMBERS = 64
 
 
 def from_evaluation(
-    evaluation: Evaluation,
-    *,
-    name: str,
-    data: str,
-    classes: Sequence[str] = (),
-    **facts: Unpack[Facts],
+    evaluation: Evaluation, *, name: str, data: str, classes: Sequence[str] = (), **facts: Unpack[Facts]
 ) -> Record:
     """The record of a classification and of the run that led to it.
 
@@ -60,7 +66,7 @@ def from_evaluation(
         name: of the run.
         data: name of the data set.
         classes: class names.
-        facts: what else is known of the run, see `Facts`.
+        facts: of the run, see `Facts`.
     """
     certificate, attack = evaluation.certificate, evaluation.attack
     ignored = evaluation.certified_ignored or (None,) * len(evaluation.eps)
@@ -103,7 +109,7 @@ def from_regression(
         name: of the run.
         data: name of the data set.
         search: ``restarts``, ``steps`` and ``seed`` of the search for steep secants.
-        facts: what else is known of the run, see `Facts`.
+        facts: of the run, see `Facts`.
     """
     certificate, secant = evaluation.certificate, evaluation.secant
     columns = (
@@ -133,7 +139,7 @@ def from_regression(
 
 
 class Facts(TypedDict, total=False):
-    """What a record holds beside the evaluation.
+    """Facts of a run that a record holds beside the evaluation.
 
     Attributes:
         train_samples: size of the training split.
@@ -168,11 +174,11 @@ def _common(
     latency = facts.get("latency")
     return {
         "name": name,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created": now(),
         "recipe": dict(facts.get("recipe") or {}),
         "versions": versions(),
         "seed": facts.get("seed"),
-        "hardware": HardwareRecord(**dataclasses.asdict(hardware(facts.get("device", "cpu")))),
+        "hardware": hardware(facts.get("device", "cpu")),
         "data": DataRecord(
             name=data,
             input_shape=certificate.input_shape,
@@ -195,32 +201,65 @@ def _common(
     }
 
 
+def measurement_record(
+    name: str, measure: str, options: Mapping[str, Any], seed: int, figures: Mapping[str, float], seconds: float
+) -> MeasurementRecord:
+    """The record of a measurement on this machine, made now.
+
+    >>> measurement_record("a", "kernel_bounds", {}, 0, {"ratio": 1.0}, 0.1).metrics()
+    {'ratio': 1.0}
+    """
+    return MeasurementRecord(
+        name=name,
+        created=now(),
+        measure=measure,
+        options=dict(options),
+        seed=seed,
+        figures=dict(figures),
+        versions=versions(),
+        hardware=hardware(),
+        times={"measure": seconds},
+    )
+
+
 def write_record(record: AnyRecord, path: str | os.PathLike[str]) -> None:
     """Write a record as indented JSON, atomically."""
     write_atomic(Path(path), record.model_dump_json(indent=2).encode() + b"\n")
 
 
 def read_record(path: str | os.PathLike[str]) -> AnyRecord:
-    """Read a record; ``path`` is the file or the run folder that holds ``record.json``.
+    """Read the record of a run; ``path`` is the file or the run folder that holds ``record.json``.
 
     Raises:
-        RunError: the file is missing, is not JSON, or is not a record of this major schema version.
+        RunError: the file is missing, is not JSON, or is not a run's record of this major schema version.
+    """
+    record = read_any_record(path)
+    if isinstance(record, MeasurementRecord):
+        raise RunError(f"{path}: expected the record of a run, got that of the measurement {record.name}")
+    return record
+
+
+def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementRecord:
+    """Read the record of a run or of a measurement; see `read_record`.
+
+    Raises:
+        RunError: there is no record, or not of this schema.
     """
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
     try:
-        content = read_bytes(path, MAX_TEXT)
+        found = json.loads(read_bytes(path, MAX_TEXT))
     except OSError as error:
         raise RunError(f"{path}: expected a record, got {error.strerror or error}") from None
-    try:
-        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: expected a JSON record, got {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("schema_version"), str):
         raise RunError(f"{path}: expected a record with a schema_version, got none")
-    kind = RegressionRecord if found.get("task") == "regression" else Record
+    kinds: dict[Any, type[AnyRecord | MeasurementRecord]]
+    kinds = {"regression": RegressionRecord, "measurement": MeasurementRecord}
+    task = found.get("task")
     try:
-        return kind.model_validate(found)
+        return kinds.get(task if isinstance(task, str) else None, Record).model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -236,4 +275,106 @@ def _rounding(certificate: Certificate | RegressionCertificate) -> RoundingRecor
 
 
 def _share(share: Share) -> ShareRecord:
-    return ShareRecord(value=share.value, count=share.count, total=share.total, low=share.low, high=share.high)
+    return ShareRecord(value=share.value, **dataclasses.asdict(share))
+
+
+def now() -> str:
+    """The time of a record."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a result.
+
+    >>> sorted(versions())
+    ['lipkit', 'numpy', 'python', 'scipy', 'torch']
+    """
+    found = {"python": platform.python_version()}
+    for name in ("numpy", "scipy"):
+        found[name] = importlib.metadata.version(name)
+    # torch's metadata leaves out +cpu and +cu; lipkit may run from a source tree that is not installed
+    return found | {"torch": str(torch.__version__), "lipkit": lipkit.__version__}
+
+
+def hardware(device: str = "cpu") -> HardwareRecord:
+    """This machine, as seen by a run on ``device``.
+
+    >>> hardware().cores >= 1
+    True
+    """
+    index = torch.device(device)
+    cuda = index.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name(index) if cuda else index.type
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return HardwareRecord(
+        cpu=_processor(),
+        cores=cores,
+        device=name,
+        platform=f"{platform.system()} {platform.machine()}",
+        threads=torch.get_num_threads(),
+    )
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def save_evaluation(
+    folder: str | os.PathLike[str], evaluation: Evaluation, split: Split, record: Record, *, examples: int = 8
+) -> None:
+    """Write ``radii.csv``, ``examples.safetensors`` and, last, ``record.json`` into a run folder.
+
+    Args:
+        folder: the run folder; it must exist.
+        evaluation: from `lipkit.evaluation.evaluate`.
+        split: the samples that were evaluated.
+        record: from `lipkit.report.record.from_evaluation`.
+        examples: images kept of each group.
+
+    Raises:
+        RunError: the folder does not exist.
+    """
+    folder = _existing(folder)
+    evaluation.certificate.save_csv(folder / RADII)
+    save_examples(folder, evaluation.certificate, split, examples)
+    write_record(record, folder / RECORD)
+
+
+def save_regression(
+    folder: str | os.PathLike[str],
+    evaluation: RegressionEvaluation,
+    network: modules.Network,
+    split: Split,
+    record: RegressionRecord,
+) -> None:
+    """Write ``predictions.csv``, ``curve.safetensors`` (inputs of one number) and, last, ``record.json`` into a run.
+
+    Args:
+        folder: the run folder; it must exist.
+        evaluation: from `lipkit.evaluation.evaluate_regression`.
+        network: that was evaluated.
+        split: the samples that were evaluated.
+        record: from `lipkit.report.record.from_regression`.
+
+    Raises:
+        RunError: the folder does not exist.
+    """
+    folder = _existing(folder)
+    evaluation.certificate.save_csv(folder / PREDICTIONS)
+    curve = curve_of(network, evaluation, split)
+    if curve is not None:
+        save_curve(folder, curve)
+    write_record(record, folder / RECORD)
+
+
+def _existing(folder: str | os.PathLike[str]) -> Path:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"expected a run folder, got {folder}: no such folder")
+    return folder

@@ -20,7 +20,7 @@ class _Model(BaseModel):
 
 
 class ShareRecord(_Model):
-    """A share of samples with its Clopper-Pearson interval."""
+    """A fraction of samples with its Clopper-Pearson interval."""
 
     value: float
     count: int
@@ -30,7 +30,7 @@ class ShareRecord(_Model):
 
 
 class CertifiedRecord(_Model):
-    """Certified accuracy at one l2 radius (units of the input); ``ignored``: the same as if nothing were rounded."""
+    """Certified accuracy at one l2 radius (units of the input); ``ignored``: as if nothing were rounded."""
 
     eps: float
     share: ShareRecord
@@ -77,7 +77,7 @@ class LipschitzRecord(_Model):
 
 
 class RoundingRecord(_Model):
-    """What certificates say about rounding, and the evaluation they hold for (`lipkit.modules`)."""
+    """The statement of certificates about rounding, and the evaluation they hold for (`lipkit.modules`)."""
 
     rounding: str
     evaluator: str
@@ -89,7 +89,7 @@ class RoundingRecord(_Model):
 
 
 class DataRecord(_Model):
-    """What was trained and tested on."""
+    """The data that were trained and tested on."""
 
     name: str
     input_shape: tuple[int, ...]
@@ -122,10 +122,22 @@ class LatencyRecord(_Model):
     device: str
 
 
-class RunRecord(_Model):
-    """What a run of every task reports. Times are seconds; ``further`` are figures measured after it, by name."""
+class _Versioned(_Model):
+    """A record with a version of the schema."""
 
     schema_version: str = SCHEMA_VERSION
+
+    @field_validator("schema_version")
+    @classmethod
+    def _major(cls, value: str) -> str:
+        if value.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
+            raise ValueError(f"expected a record of schema version {SCHEMA_VERSION.split('.')[0]}, got {value}")
+        return value
+
+
+class RunRecord(_Versioned):
+    """The figures of a run of any task. Times are seconds; ``further`` are figures measured after it, by name."""
+
     name: str
     created: str
     recipe: dict[str, Any]
@@ -141,16 +153,9 @@ class RunRecord(_Model):
     times: dict[str, float] = Field(default_factory=dict)
     further: dict[str, float] = Field(default_factory=dict)
 
-    @field_validator("schema_version")
-    @classmethod
-    def _major(cls, value: str) -> str:
-        if value.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
-            raise ValueError(f"expected a record of schema version {SCHEMA_VERSION.split('.')[0]}, got {value}")
-        return value
-
 
 class Record(RunRecord):
-    """A classification. Shares are in [0, 1], radii l2 in units of the input."""
+    """A classification. Accuracies are in [0, 1], radii l2 in units of the input."""
 
     task: Literal["classification"] = "classification"
     confidence: float
@@ -210,6 +215,25 @@ class RegressionRecord(RunRecord):
             "lower": self.lower,
             "tightness": self.tightness,
         }
+
+
+class MeasurementRecord(_Versioned):
+    """A measurement that is no training: how it was made, and its figures by name. Times are seconds."""
+
+    task: Literal["measurement"] = "measurement"
+    name: str
+    created: str
+    measure: str
+    options: dict[str, Any]
+    seed: int
+    figures: dict[str, float]
+    versions: dict[str, str]
+    hardware: HardwareRecord
+    times: dict[str, float] = Field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures by name."""
+        return dict(self.figures)
 
 
 AnyRecord = Record | RegressionRecord

@@ -1,15 +1,13 @@
-"""Tables as plain text and as Markdown, and how figures are written in them."""
+"""The tables of a record, and how figures are written in them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 from lipkit.certificates.intervals import format_radius
-from lipkit.errors import ShapeError
 from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord
-from lipkit.text import printable
+from lipkit.text import printable, table
 
 
 class _Share(Protocol):
@@ -50,48 +48,6 @@ def seconds(value: float) -> str:
         return f"{value:.2f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in plain text: the first column to the left, the others to the right.
-
-    Raises:
-        ShapeError: a row has another number of cells than the header.
-
-    >>> print(text_table(["radius", "certified"], [["36/255", "95.1 %"], ["1", "3.0 %"]]))
-    radius  certified
-    ------  ---------
-    36/255     95.1 %
-    1           3.0 %
-    """
-    _check(header, rows)
-    header, *rows = ([printable(cell) for cell in row] for row in (header, *rows))
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        return "  ".join([cells[0].ljust(widths[0]) if first else "", *rest]).rstrip()
-
-    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same table in Markdown; a ``|`` in a cell is escaped.
-
-    Raises:
-        ShapeError: a row has another number of cells than the header.
-
-    >>> print(markdown_table(["class", "clean"], [["a|b", "95.1 %"]]))
-    | class | clean |
-    |:--|--:|
-    | a\\|b | 95.1 % |
-    """
-    _check(header, rows)
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(printable(cell.replace("|", "\\|").replace("\n", " ")) for cell in cells) + " |"
-
-    return "\n".join([line(header), "|:--|" + "--:|" * (len(header) - 1), *map(line, rows)])
 
 
 def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
@@ -151,8 +107,8 @@ def summary(record: AnyRecord) -> str:
         lines.append(rounding(record.rounding))
     if record.latency is not None:
         lines.append(latency(record.latency))
-    table = text_table(*(output_rows(record) if isinstance(record, RegressionRecord) else accuracy_rows(record)))
-    return "\n".join([*map(printable, lines), "", table])
+    figures = output_rows(record) if isinstance(record, RegressionRecord) else accuracy_rows(record)
+    return "\n".join([*map(printable, lines), "", table(*figures)])
 
 
 def rounding(found: RoundingRecord) -> str:
@@ -178,9 +134,3 @@ def latency(found: LatencyRecord) -> str:
         f"batch 1: {found.median:.3g} ms (median of {found.runs} runs, 80 % between {found.low:.3g} and "
         f"{found.high:.3g} ms, {threads}, {found.device})"
     )
-
-
-def _check(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for row in rows:
-        if len(row) != len(header):
-            raise ShapeError(f"expected rows of {len(header)} cells, got {len(row)}: {list(row)}")
