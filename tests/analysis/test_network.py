@@ -96,7 +96,7 @@ def test_batch_normalisation_is_folded(kind: type, groups: int, first: bool) -> 
     truth = float(np.linalg.norm(dense_matrix(model, shape), 2))
     assert truth <= found.upper < lipkit.lipschitz(model, shape).item()
     assert found.upper <= truth * (1.3 if kind is nn.Conv2d else 1 + 1e-6)
-    assert [layer.name for layer in found.layers if layer.share] == ["0 + 1"]
+    assert [layer.name for layer in found.layers if layer.fraction] == ["0 + 1"]
 
 
 def test_a_folded_weight_below_the_range_of_float64_is_no_zero() -> None:

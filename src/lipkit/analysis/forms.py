@@ -49,7 +49,7 @@ class Form:
         return Form(self.frame, _times(self.gains, factor))
 
     def lifted(self) -> Form:
-        """The same in terms of the sources of the whole: by Cauchy and Schwarz, the pieces being orthogonal."""
+        """This bound in terms of the sources of the whole: by Cauchy and Schwarz, since the pieces are orthogonal."""
         assert self.frame.whole is not None
         nonzero = int((self.gains != 0).sum())
         norm = self.gains.sum() if nonzero < 2 else up(torch.linalg.vector_norm(self.gains), len(self.gains) + 2)

@@ -23,11 +23,11 @@ from lipkit.modules import Shape
 
 @dataclass(frozen=True)
 class NetworkBound:
-    """What :func:`analyze` finds.
+    """Proved bound and searched estimate of a network's Lipschitz constant, layer by layer.
 
     Attributes:
         upper: proved Lipschitz bound (l2).
-        lower: slope of a secant that was found by search; 0 if none was asked for. Never a certificate.
+        lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
         layers: in the order of the forward pass; the last entry is what sums and concatenations add.
         input_shape: of one sample.
     """

@@ -68,7 +68,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) -> bool:
-    """Whether the channels of both are the same dimension, ``linear_shape`` being a sample of either's input.
+    """True if the channels of both are the same dimension; ``linear_shape`` is a sample of either's input.
 
     >>> foldable(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), (1, 5, 5)), foldable(nn.Linear(4, 2), nn.BatchNorm1d(3), (3, 4))
     (True, False)
@@ -139,16 +139,17 @@ class LayerBound:
         type: class of the module, or name of the function.
         method: how its bound was found.
         bound: its Lipschitz bound.
-        share: its part of the logarithm of the network's bound: :math:`\log(\text{bound})\,\partial \log L / \partial
-            \log(\text{bound})\,/ \log L`. In a chain the shares add up to 1; otherwise the remainder is what sums and
-            concatenations add, the last entry. 0 where L is 0, 1 or infinite.
+        fraction: its part of the logarithm of the network's bound:
+            :math:`\log(\text{bound})\,\partial \log L / \partial \log(\text{bound})\,/ \log L`. In a chain the
+            fractions add up to 1; otherwise the remainder is what sums and concatenations add, the last entry. 0 where
+            L is 0, 1 or infinite.
     """
 
     name: str
     type: str
     method: str
     bound: float
-    share: float
+    fraction: float
 
 
 @dataclass
@@ -331,10 +332,10 @@ class Propagation:
         layers, used = [], [g != 0 or not log for g in slopes]
         for row, slope, counts in zip(self._rows, slopes, used, strict=True):
             constant = float(row.constant.detach())
-            share = slope * math.log(constant) / log if log and 0 < constant < math.inf else 0.0
+            fraction = slope * math.log(constant) / log if log and 0 < constant < math.inf else 0.0
             if counts:
-                layers.append(LayerBound(row.name, row.type, row.method, constant, share))
-        rest = 1 - sum(layer.share for layer in layers) if log else 0.0
+                layers.append(LayerBound(row.name, row.type, row.method, constant, fraction))
+        rest = 1 - sum(layer.fraction for layer in layers) if log else 0.0
         if abs(rest) > 1e-9:
             layers.append(LayerBound("", "sums and concatenations", "remainder", math.exp(rest * log), rest))
         return tuple(layers)

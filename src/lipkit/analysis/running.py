@@ -1,4 +1,4 @@
-"""What the nodes of a graph are when it runs: sizes, constants, and which tensors are overwritten in place.
+"""The nodes of a graph as it runs: sizes, constants, and which tensors are overwritten in place.
 
 A graph records values, but an in-place call changes every tensor that shares its memory. Two runs with batches of
 different size show which: calls that overwrite are found by the version counters of the tensors, whatever their name.
@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Observed:
-    """What both runs found.
+    """Values and outputs of a graph, as both runs agree on them.
 
     Attributes:
         values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for

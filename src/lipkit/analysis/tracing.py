@@ -79,7 +79,7 @@ def evaluate(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module is bounded by its own rule (or refused for want of one), rather than looked into."""
+    """True for a module that is bounded by its own rule, or refused for want of one; False if it is looked into."""
     kind = type(module)
     if kind in (nn.Sequential, Network):
         # A run of layers that multipliers bound together is one unit.
@@ -190,7 +190,7 @@ class _Tracer(fx.Tracer):
         self._path: list[str] = []
 
     def value(self, node: fx.Node) -> Any:
-        """What a node is for the sample batch."""
+        """The value of a node for the sample batch."""
         if node not in self._values:
             assert node.op == "get_attr"
             self._values[node] = self._computed(lambda: fetch(self.root, str(node.target)))

@@ -28,8 +28,8 @@ def command(model: str, input_shape: str | None, method: str, restarts: int, ste
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
-    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. Layers are sorted by their share of the
-    logarithm of the bound.
+    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. Layers are sorted by their
+    fraction of the logarithm of the bound.
     """
     shape = parse_shape(input_shape)
     network, shape = read(model, shape)
@@ -98,11 +98,11 @@ def describe(found: NetworkBound, everything: bool = False) -> str:
     """The bounds and the table of layers, what raises the bound most first."""
     from lipkit.experiments.display import columns
 
-    # Below 1 the logarithm is negative, and so are the shares of what raises the bound.
-    layers = sorted(found.layers, key=lambda layer: layer.share if found.upper < 1 else -layer.share)
-    shown = [layer for layer in layers if everything or abs(layer.share) >= 5e-4 or layer.bound == float("inf")]
-    rows = [["share", "bound", "type", "method", "layer"]]
-    rows += [[f"{100 * x.share:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
+    # Below 1 the logarithm is negative, and so are the fractions of what raises the bound.
+    layers = sorted(found.layers, key=lambda layer: layer.fraction if found.upper < 1 else -layer.fraction)
+    shown = [layer for layer in layers if everything or abs(layer.fraction) >= 5e-4 or layer.bound == float("inf")]
+    rows = [["fraction", "bound", "type", "method", "layer"]]
+    rows += [[f"{100 * x.fraction:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
     head = f"upper {found.upper:.6g}"
     if found.lower:
         head += f"  lower {found.lower:.6g} (found by search, no certificate)"

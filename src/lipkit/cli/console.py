@@ -1,4 +1,4 @@
-"""What a run shows while it works: a progress bar on a terminal, plain lines elsewhere. Results go to stdout."""
+"""The display of a run at work: a progress bar on a terminal, plain lines elsewhere. Results go to stdout."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def measured(row: Mapping[str, Any]) -> str:
-    """What the evaluation during training found: clean and the first certified accuracy, or other numbers.
+    """The results of an evaluation during training: clean and the first certified accuracy, or other numbers.
 
     >>> measured({"clean": 0.97, "certified(36/255)": 0.92, "certified(1)": 0.1, "lipschitz": 1.0})
     'clean 97.0 %  certified(36/255) 92.0 %'

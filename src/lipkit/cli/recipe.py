@@ -112,7 +112,7 @@ def _simple(value: Any) -> Any:
 
 
 def _values(content: Mapping[str, Any], limits: str = "") -> str:
-    """What a key takes, in words.
+    """The values that a key takes, in words.
 
     >>> _values({"anyOf": [{"type": "number"}, {"type": "null"}]}, "> 0")
     'number > 0, or null'

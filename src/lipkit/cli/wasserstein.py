@@ -69,7 +69,7 @@ def command(
 
 
 def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
-    """What an argument names, as floating-point samples."""
+    """The data that an argument names, as floating-point samples."""
     import torch
 
     from lipkit import data

@@ -17,7 +17,7 @@ from lipkit.interop.runtimes import Runtime
 
 @dataclass(frozen=True)
 class RuntimeCheck:
-    """What `check_runtime` found on ``samples`` samples.
+    """The agreement of a runtime with the float64 network, as `check_runtime` finds it.
 
     Attributes:
         samples: number of samples.
@@ -25,7 +25,7 @@ class RuntimeCheck:
         same: samples with the same prediction (all, for a regression).
         eps: l2 radii, in units of the input.
         certified: certified accuracy at each eps by the float64 network.
-        runtime: the same from the runtime's logits.
+        runtime: that accuracy from the runtime's logits.
     """
 
     samples: int

@@ -1,0 +1,55 @@
+"""Docstrings say what a thing is or returns; none begins with "What", "Whether" or "The same"."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lipkit
+
+PACKAGE = Path(lipkit.__file__).parent
+# Rooms that still have such docstrings.
+OPEN = {
+    *("attacks", "bounds", "certificates", "conv", "data", "evaluation", "experiments", "explorer", "layers", "linalg"),
+    *("memory", "models", "modules", "proof", "report", "testing", "training", "wasserstein"),
+}
+ROOMS = sorted({path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")})
+_VAGUE = re.compile(r"(?:What|Whether|The same)\b")
+
+
+def vague(source: str) -> Iterator[tuple[int, str]]:
+    """Line and first words of every docstring that begins so: of modules, classes, functions and values."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            text = node.value.value.strip()
+            if _VAGUE.match(text):
+                yield node.lineno, text.splitlines()[0]
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in OPEN])
+def test_docstrings_say_what_a_thing_is(room: str) -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).with_suffix("").parts[0] == room]
+    found = [f"{path.relative_to(PACKAGE)}:{line}: {text}" for path in files for line, text in vague(path.read_text())]
+    assert not found, "\n".join(["say what it is or returns:", *found])
+
+
+def test_every_kind_of_docstring_is_read() -> None:
+    source = '''"""What a module holds."""
+X = 1
+"""The same as Y."""
+class C:
+    """Whether it is."""
+    def f(self):
+        """
+        What f does."""
+def g():
+    """Whatever the case, this is fine."""
+    "What"
+    return "What"
+'''
+    assert sorted(line for line, _ in vague(source)) == [1, 3, 5, 7, 11]
+    assert set(ROOMS) >= OPEN, "a room that is gone"
