@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import lipkit
 from families import SHAPE, trained
 from lipkit.bounds.lmi import lmi_matrix
-from lipkit.conv import transform_matrices, two_taps
+from lipkit.conv import two_taps
 from lipkit.conv.phases import frequency_map
+from lipkit.conv.spectrum import transform_matrices
 from lipkit.conv.transform import to_rows
 from lipkit.layers.families import FAMILIES
 from lipkit.layers.svcm import project

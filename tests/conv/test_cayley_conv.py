@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipkit.conv import (
-    Symbol,
-    apply_symbol,
-    cayley_conv2d,
-    kernel_symbol,
-    normal_matrices,
-    prepare,
-    solve_form,
-    spectrum,
-)
+from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, spectrum
+from lipkit.conv.cayley_conv import solve_form
+from lipkit.conv.normal_matrices import normal_matrices, prepare
 from lipkit.errors import OptionError
 from lipkit.linalg import cayley
 from lipkit.linalg.cayley import factorize, solve_rows

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from scipy.linalg import expm
 
-from lipkit.conv import adjoint, skew, taylor_features, taylor_norm
+from lipkit.conv import adjoint, skew, taylor_features
+from lipkit.conv.kernel_exponential import taylor_norm
 from lipkit.errors import OptionError, ShapeError
 from lipkit.testing import dense_matrix
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipkit import export
-from lipkit.conv import cayley_linear
+from lipkit.conv.cayley_conv import cayley_linear
 from lipkit.errors import ShapeError
 from lipkit.layers import CayleyLinear, SandwichLinear
 from lipkit.layers import cayley as cayley_layer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import largest, split_groups, symbol_error
-from lipkit.conv import check_kernel, symbol_at
+from lipkit.conv.symbol import check_kernel, symbol_at
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import to_double
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipkit.bounds.kernels import check_kernel, largest, split_groups, symbol_error
 from lipkit.bounds.symbol_sup import grid_correction
-from lipkit.conv import symbol_at
+from lipkit.conv.symbol import symbol_at
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.norms import power_of_two, scale_to

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.conv import check_kernel
+from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError
 from lipkit.proof.roundoff import check_readable, gamma, to_double, up
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv import check_kernel
+from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError
 
 

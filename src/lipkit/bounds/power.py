@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv import check_kernel, fold
+from lipkit.conv import fold
+from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg import at_least_float32
 

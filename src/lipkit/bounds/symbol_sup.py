@@ -23,7 +23,7 @@ from lipkit.bounds.kernels import (
     unscaled,
 )
 from lipkit.bounds.peak import find_peak
-from lipkit.conv import symbol_at
+from lipkit.conv.symbol import symbol_at
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import scale_to, spectral_norm

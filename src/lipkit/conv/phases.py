@@ -65,7 +65,7 @@ def frequency_map(kernel_size: Size) -> Tensor:
 
     Returns:
         int64 ``(kh, kw)``; self-conjugate frequencies come first, then one number for each pair, in the order of
-        :func:`lipkit.conv.frequencies`.
+        :func:`lipkit.conv.spectrum.frequencies`.
 
     >>> frequency_map((3, 3))
     tensor([[0, 1, 1],

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, apply_symbol, check_divides, circular_conv2d, downsample, fold, patch_kernel
+from lipkit.conv import Symbol, apply_symbol, circular_conv2d, downsample, fold
+from lipkit.conv.resample import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.precision import autocast_off
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, fold, patch_kernel
+from lipkit.conv import Symbol, fold
+from lipkit.conv.resample import patch_kernel
 from lipkit.errors import ShapeError
 from lipkit.layers._base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.conv import Symbol, as_pair, downsample
+from lipkit.conv import Symbol, downsample
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
+from lipkit.conv.spectrum import as_pair
 from lipkit.errors import OptionError
 from lipkit.layers._base import ConstrainedConv2d, half_through_float32
 from lipkit.layers._export import patch_module, resampled_size

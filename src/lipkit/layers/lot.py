@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.conv import Symbol, as_complex, as_pair, kernel_symbol
+from lipkit.conv import Symbol, kernel_symbol
+from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
 from lipkit.layers._base import SymbolConv2d
 from lipkit.layers._export import export_symbol_conv, resampled_size

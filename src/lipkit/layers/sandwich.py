@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import normal_matrices_of, prepare, solve_form, solves_pay
+from lipkit.conv.cayley_conv import solve_form, solves_pay
+from lipkit.conv.normal_matrices import normal_matrices_of, prepare
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers._base import half_through_float32
 from lipkit.layers._export import export_linear, in_float64, placed_like

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, as_complex, as_pair, kernel_symbol, normal_matrices_of, prepare, solve_form
+from lipkit.conv import Symbol, kernel_symbol
+from lipkit.conv.cayley_conv import solve_form
+from lipkit.conv.normal_matrices import normal_matrices_of, prepare
+from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers._base import SymbolConv2d, half_through_float32
 from lipkit.layers._export import (
     export_symbol_conv,

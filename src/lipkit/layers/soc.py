@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, as_complex, as_pair, downsample, exponential_conv2d, kernel_symbol
+from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.kernel_exponential import skew, taylor_features, taylor_norm
+from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
 from lipkit.layers._base import ConstrainedConv2d, half_through_float32
 from lipkit.layers._export import patch_module, resampled_size, stride_modules

@@ -22,7 +22,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, apply_symbol, transform_matrices
+from lipkit.conv import Symbol, apply_symbol
+from lipkit.conv.spectrum import transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, flag, stored, whole
 from lipkit.modules.machine import Local, Measure

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.symbol_sup import symbol_error
-from lipkit.conv import symbol_at
+from lipkit.conv.symbol import symbol_at
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.configuration import stored, submodule, submodules
