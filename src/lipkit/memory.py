@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Freed memory: kept by the process, or given back by the C library."""
 
 from __future__ import annotations
 

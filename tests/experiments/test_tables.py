@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from lipkit.experiments import measures
 from lipkit.experiments.recipe import load_recipe, names
 from lipkit.experiments.table_runs import plan, slug
-from lipkit.experiments.tables import SCALES, TABLES, Row, Table, is_share
+from lipkit.experiments.tables import SCALES, TABLES, Row, Table, is_fraction
 from lipkit.models import MODELS
 
 # Figures that a record has without further measurements, by task.
@@ -242,4 +242,4 @@ def test_labels_are_unique() -> None:
 
 
 def test_what_is_a_share() -> None:
-    assert [is_share(n) for n in ("clean", "autoattack(36/255)", "cw(0.6)", "ms", "lower")] == [True] * 3 + [False] * 2
+    assert [is_fraction(n) for n in ("clean", "autoattack(36/255)", "cw(0.6)", "ms", "lower")] == [True] * 3 + [False] * 2

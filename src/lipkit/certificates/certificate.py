@@ -22,7 +22,7 @@ from lipkit.files import write_atomic
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Certificate:
-    r"""What was proved about N samples. All tensors are on the CPU.
+    r"""Proved radii of N samples. All tensors are on the CPU.
 
     Attributes:
         radius: (N,) float64, certified l2 radius in units of the input, rounded down; 0 where nothing is certified.
@@ -68,7 +68,7 @@ class Certificate:
 
     @property
     def clean_accuracy(self) -> float:
-        """Share of samples whose prediction is the label."""
+        """Fraction of samples whose prediction is the label."""
         return float(self.correct.double().mean())
 
     def certified(self, eps: float, *, rounding: str | None = None) -> Tensor:
@@ -85,7 +85,7 @@ class Certificate:
         return self.correct & ((self.radius_ignored if wanted == "ignore" else self.radius) > eps)
 
     def accuracy(self, eps: float, *, rounding: str | None = None, large_eps: bool = False) -> float:
-        """Certified accuracy: share of samples that are correct with a radius above ``eps`` (units of the input).
+        """Certified accuracy: fraction of samples that are correct with a radius above ``eps`` (units of the input).
 
         Raises:
             OptionError: see `certified`; or an ``eps`` that the range of the inputs makes a slip (36 for 36/255), see

@@ -159,7 +159,7 @@ def _nnpack_enabled() -> bool:
 
 
 def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
-    """What breaks the model of arithmetic of this evaluator now, with the remedy; empty if nothing does."""
+    """The settings that break the model of arithmetic of this evaluator now, each with its remedy; empty if none does."""
     found = settings(kind)
     if name == "float64":
         # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
@@ -185,14 +185,14 @@ def violations(name: str, kind: str, network: nn.Module | None = None) -> list[s
 
 
 def _convolves(module: nn.Module, blocks: bool) -> bool:
-    """Whether the module calls a convolution of torch."""
+    """True for a module that calls a convolution of torch."""
     if isinstance(module, modules.PhaseConv2d):
         return module.kernel_size == (1, 1)
     return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
 
 
 def _shares_windows(module: nn.Module) -> bool:
-    """Whether an algorithm can share work between windows; without overlap a convolution is a product of matrices."""
+    """True where an algorithm can reuse work between windows; without overlap a convolution is a product of matrices."""
     if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
         return windows_overlap(module)
     return not isinstance(module, modules.PhaseConv2d)

@@ -1,4 +1,4 @@
-"""Shares of a finite test set, with exact binomial confidence intervals."""
+"""Fractions of a finite test set, with exact binomial confidence intervals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Share:
 
 
 def share(hits: Tensor, confidence: float = 0.95) -> Share:
-    """The share of True in a (N,) bool tensor.
+    """The fraction of True in a (N,) bool tensor.
 
     >>> import torch
     >>> share(torch.tensor([True, True, False, True])).value
@@ -39,7 +39,7 @@ def share(hits: Tensor, confidence: float = 0.95) -> Share:
 
 
 def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    r"""Two-sided Clopper-Pearson interval of a binomial share: it covers the true share with at least ``confidence``.
+    r"""Two-sided Clopper-Pearson interval of a binomial fraction: it covers the true one with at least ``confidence``.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k of n; 0 and 1 where k is 0 or n.

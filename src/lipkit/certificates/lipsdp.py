@@ -70,7 +70,7 @@ def _times_up(a: float, b: float) -> float:
 
 
 def verify(network: Network, gamma: float, multipliers: Mapping[int, Tensor] | Sequence[Tensor]) -> bool:
-    """Whether these multipliers prove, in floating point, that the whole network has gain at most ``gamma``.
+    """True if these multipliers prove, in floating point, that the whole network has gain at most ``gamma``.
 
     Args:
         network: result of ``lipkit.export``.

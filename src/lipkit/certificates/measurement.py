@@ -1,4 +1,4 @@
-"""What every certificate is made from: the proved constants of a network, and its outputs at the samples in float64."""
+"""The proved constants of a network and its outputs at the samples in float64: every certificate is made from them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _MOST_LMI_OUTPUTS = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RegressionCertificate:
-    r"""What was proved about a regression network and N samples. All tensors are on the CPU, in float64.
+    r"""Proved deviations of a regression network at N samples. All tensors are on the CPU, in float64.
 
     Attributes:
         delta: l2 norm of the input deviation, in units of the input.

@@ -1,4 +1,4 @@
-"""What a run ends with: certify, attack or search, measure the latency, record, report."""
+"""The end of a run: certify, attack or search, measure the latency, record, report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run ended with.
+    """Folder, figures and record of a run that has ended.
 
     Attributes:
         folder: the run's folder, or the one inside that a later certification got.

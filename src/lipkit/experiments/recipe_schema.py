@@ -84,7 +84,7 @@ class AugmentSection(Section):
     brightness: NotNegative = Field(default=0.0, description="factor uniform in 1 -+ this, each image its own")
     contrast: NotNegative = Field(default=0.0, description="of the distance from the mean grey, likewise")
     saturation: NotNegative = Field(default=0.0, description="of the distance from grey, likewise")
-    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="moved by up to this share of a turn")
+    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="moved by up to this fraction of a turn")
 
 
 def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
 
 
 class LossSection(Section):
-    """What is minimised. A plain string stands for ``name``."""
+    """The loss that is minimised. A plain string stands for ``name``."""
 
     name: StrictStr = Field(default="hinge", description=f"one of {', '.join(losses.LOSSES)}")
     options: Options = Field(default_factory=dict, description="its options, such as eps0 of hinge")
@@ -109,7 +109,7 @@ class LossSection(Section):
 
 
 class PenaltySection(Section):
-    """What is added to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
+    """An addition to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
 
     method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(METHODS)}")
     weight: NotNegative = Field(default=0.008, description="of the logarithms of the bounds")
@@ -128,13 +128,13 @@ class AdversarySection(Section):
     norm: Literal["linf", "l2"] = Field(default="linf", description="linf or l2")
     eps: Positive = Field(description="radius in units of the input; 8/255 is understood")
     steps: Count = Field(default=10, description="gradient steps")
-    step_size: Positive | None = Field(default=0.2, description="of each step, as a share of eps; null: decreasing")
+    step_size: Positive | None = Field(default=0.2, description="of each step, as a fraction of eps; null: decreasing")
     random_start: StrictBool = Field(default=True, description="whether ascent starts at a random point of the ball")
     loss: Literal["ce", "margin"] = Field(default="ce", description="that the attack raises: ce or margin")
 
 
 class ScheduleSection(Section):
-    """How the learning rate moves over the share of training done. A plain string stands for ``name``."""
+    """How the learning rate moves over the fraction of training done. A plain string stands for ``name``."""
 
     name: StrictStr = Field(default="piecewise_linear", description=f"one of {', '.join(schedules.SCHEDULES)}")
     options: Options = Field(default_factory=dict, description="its options, such as milestones of multistep")
@@ -152,7 +152,7 @@ class TrainSection(Numbers):
 
 
 class CertifySection(Section):
-    """What is certified and attacked after training, on all test samples unless said otherwise."""
+    """Certification and attack after training, on all test samples unless said otherwise."""
 
     eps: Annotated[Radii, Field(min_length=1)] = Field(
         default=(36 / 255, 72 / 255, 108 / 255, 1.0), description="l2 radii of certified accuracy; 36/255 is understood"

@@ -221,7 +221,7 @@ def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Pa
 
 
 def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, float]]:
-    """What is measured during training: on some test samples, without attack."""
+    """The measurement made during training: on some test samples, without attack."""
     split = data.test.take(recipe.train.evaluate_samples)
 
     def measure(model: nn.Module) -> Mapping[str, float]:
@@ -249,7 +249,7 @@ def _mse(network: modules.Network, split: Split, batch_size: int = 1024) -> floa
 
 
 def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    """What training took, in words.
+    """Duration, pace and memory of training, in words.
 
     >>> _pace([{"epoch": 1, "samples_per_second": 512.3, "memory_mib": 300}], 61)
     'trained in 1:01, 512 samples per second, at most 300 MiB'
@@ -273,5 +273,5 @@ def unplaced(recipe: Recipe) -> Recipe:
 
 
 def seeded(recipe: Recipe, seed: int) -> Recipe:
-    """The same recipe with another seed."""
+    """A recipe with another seed."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})})

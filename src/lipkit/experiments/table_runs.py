@@ -70,19 +70,19 @@ class TableRun:
 
     @property
     def trained(self) -> bool:
-        """Whether the run has a record: it is written last."""
+        """True once the run has a record: it is written last."""
         return (self.folder / RECORD).is_file()
 
     @property
     def done(self) -> bool:
-        """Whether the run has a record with all its figures."""
+        """True once the run has a record with all its figures."""
         if not self.trained or not self.after:
             return self.trained
         return set(self.after) <= set(_measured_after(self.folder))
 
     @property
     def begun(self) -> bool:
-        """Whether there is something to resume."""
+        """True if there is something to resume."""
         return (self.folder / pipeline.RECIPE).is_file() and (self.folder / SETTINGS).is_file()
 
 
@@ -369,7 +369,7 @@ def _seed(path: Path) -> int:
 
 
 def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
-    """Whether a record is of this run; fields that the record's recipe did not have yet are not compared."""
+    """True for a record of this run; fields that the record's recipe did not have yet are not compared."""
     if isinstance(record, MeasurementRecord):
         return record.measure == run.row.measure and record.options == dict(run.options)
     if run.recipe is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lipkit.experiments.display import columns
 from lipkit.experiments.table_runs import Found, figures
-from lipkit.experiments.tables import Row, Scale, Table, is_share
+from lipkit.experiments.tables import Row, Scale, Table, is_fraction
 
 NOT_MADE = "not made"
 
@@ -50,7 +50,7 @@ def compare(table: Table, row: Row, found: Sequence[Found]) -> list[list[str]]:
 
 
 def shown(name: str, value: float | None, sign: bool = False) -> str:
-    """A figure as people write it: shares in per cent.
+    """A figure as people write it: fractions in per cent.
 
     >>> shown("tightness", 0.9937), shown("test_mse", 0.01234), shown("clean", -0.005, sign=True), shown("clean", None)
     ('99.37 %', '0.01234', '-0.50 %', '')
@@ -58,7 +58,7 @@ def shown(name: str, value: float | None, sign: bool = False) -> str:
     if value is None:
         return ""
     plus = "+" if sign else ""
-    return f"{100 * value:{plus}.2f} %" if is_share(name) else f"{value:{plus}.4g}"
+    return f"{100 * value:{plus}.2f} %" if is_fraction(name) else f"{value:{plus}.4g}"
 
 
 def _mean(name: str, values: Sequence[float]) -> str:

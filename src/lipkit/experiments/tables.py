@@ -18,8 +18,8 @@ from lipkit.errors import DataError, OptionError
 
 Scale = Literal["full", "hour", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
-# Figures of records that are shares, written in per cent; their names in ``metrics()`` without what is in brackets.
-SHARES = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness")
+# Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
+FRACTIONS = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness")
 
 
 class _Part(BaseModel):
@@ -46,7 +46,7 @@ class Row(_Part):
 
 
 class After(_Part):
-    """What else is measured of a trained network; its figures are added to the record."""
+    """A further measurement of a trained network; its figures are added to the record."""
 
     measure: str = Field(description="a measurement of trained networks (lipkit.experiments.measures)")
     options: Mapping[str, Any] = Field(default_factory=dict, description="at the scale full")
@@ -67,7 +67,7 @@ class Table(_Part):
     notes: tuple[str, ...] = Field(default=(), description="sentences printed below: what differs from the paper")
     recipe: str | None = Field(default=None, description="a packaged recipe, for rows that name none")
     columns: Mapping[str, str] = Field(default_factory=dict, description="the paper's heading -> figure of our records")
-    per_cent: bool = Field(default=True, description="whether shares among the published figures are in per cent")
+    per_cent: bool = Field(default=True, description="whether fractions among the published figures are in per cent")
     also: tuple[str, ...] = Field(default=(), description="further figures of the records to show")
     seeds: int = Field(default=1, ge=1, description="runs of each row at the scale full")
     parallel: bool = Field(default=False, description="whether a run is small enough to train one on each core")
@@ -111,27 +111,27 @@ class Table(_Part):
         return {name: (a.measure, a.at(scale)) for name, a in self.after.items() if scale not in a.skip}
 
     def published(self, row: Row) -> dict[str, float | None]:
-        """The paper's figures by column, shares in [0, 1]; None where the paper has no number."""
+        """The paper's figures by column, fractions in [0, 1]; None where the paper has no number."""
         figures = row.published or (None,) * len(self.columns)
         return {
-            column: value / 100 if value is not None and self.per_cent and is_share(figure) else value
+            column: value / 100 if value is not None and self.per_cent and is_fraction(figure) else value
             for (column, figure), value in zip(self.columns.items(), figures, strict=True)
         }
 
 
-def is_share(figure: str) -> bool:
-    """Whether a figure of a record is a share in [0, 1].
+def is_fraction(figure: str) -> bool:
+    """True for a figure of a record that is a fraction in [0, 1].
 
-    >>> is_share("certified(36/255)"), is_share("lipschitz")
+    >>> is_fraction("certified(36/255)"), is_fraction("lipschitz")
     (True, False)
     """
-    return figure.partition("(")[0] in SHARES
+    return figure.partition("(")[0] in FRACTIONS
 
 
 def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
     """The tables of the packaged files, by name, in the order of the files' names.
 
-    Keys that begin with a dot hold what several tables of a file share by YAML anchors.
+    Keys that begin with a dot hold what several tables of a file have in common, by YAML anchors.
 
     >>> load_tables()["square_wave"].source
     'Wang & Manchester, ICML 2023, table 1'
@@ -189,7 +189,7 @@ class Available:
         self._known: dict[str, bool] = {}
 
     def __call__(self, spec: str) -> bool:
-        """Whether ``spec`` can be loaded; of the user's own data it is assumed, so that what is wrong is said."""
+        """True if ``spec`` can be loaded; of the user's own data it is assumed, so that what is wrong is said."""
         if spec not in STAND_INS:
             return True
         if spec not in self._known:

@@ -74,7 +74,7 @@ class BlockedLinear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear, block: int = BLOCK) -> BlockedLinear:
-        """The same layer, a copy of its numbers."""
+        """The blocked form of a layer, with a copy of its numbers."""
         return _twin(cls, layer, block)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class BlockedConv2d(nn.Conv2d):
 
     @classmethod
     def of(cls, layer: nn.Conv2d, block: int = BLOCK) -> BlockedConv2d:
-        """The same layer, a copy of its numbers."""
+        """The blocked form of a layer, with a copy of its numbers."""
         return _twin(cls, layer, block)
 
     def forward(self, x: Tensor) -> Tensor:

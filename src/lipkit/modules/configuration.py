@@ -17,7 +17,7 @@ from lipkit.errors import DataError, OptionError
 from lipkit.modules.network import Network
 
 Accepts = Callable[[Any], bool]
-"""Whether a value that a configuration gives is one that the argument takes."""
+"""True for a value of a configuration that the argument takes."""
 
 
 def flag(value: Any) -> bool:
@@ -42,7 +42,7 @@ def whole(least: int = -(2**31), most: int = 2**31) -> Accepts:
 
 
 def either(accepts: Accepts | None, *others: str | None) -> Accepts:
-    """What ``accepts`` takes, if anything, or one of these words or None."""
+    """Accepts whatever ``accepts`` does, if given, and these words or None."""
 
     def accepted(value: Any) -> bool:
         if isinstance(value, tuple):

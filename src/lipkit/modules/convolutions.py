@@ -157,7 +157,7 @@ def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 
 def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
-    """Whether some pixel lies in two windows of the convolution: its kernel reaches further than its stride.
+    """True if some pixel lies in two windows of the convolution: its kernel reaches further than its stride.
 
     Where none does, the layer is a product of matrices, and no fast algorithm has anything to share between windows.
 

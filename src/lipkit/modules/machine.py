@@ -16,7 +16,7 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number
 
 
 class Local(NamedTuple):
-    r"""What one module adds to the error, as a function of the distance s of its input from the given one.
+    r"""The error that one module adds, as a function of the distance s of its input from the given one.
 
     Attributes:
         error: ``error(s)`` bounds :math:`\|\hat m(h) - m(h)\|_2` for every h of the machine's format with
@@ -102,7 +102,7 @@ class Step(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What is known after a chain, for inputs within s of each of N samples.
+    """The state of knowledge after a chain, for inputs within s of each of N samples.
 
     Attributes:
         centre: the output at the sample, computed in float64.

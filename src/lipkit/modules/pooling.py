@@ -75,7 +75,7 @@ def average_norm(n: int, kernel: int, stride: int, padding: int, ceil_mode: bool
 
 
 def average_norm_any_size(kernel: int, stride: int, padding: int, ceil_mode: bool, count_pad: bool) -> float:
-    """The same for every image size: ``sqrt(row sum x column sum)`` with rows of at most 1.
+    """`average_norm` for every image size: ``sqrt(row sum x column sum)`` with rows of at most 1.
 
     A pixel lies in at most ``overlap`` windows, each of weight ``1 / kernel``, or at most 1 where a border window may
     count fewer pixels.

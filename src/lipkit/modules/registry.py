@@ -164,7 +164,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
 
 
 def export(module: nn.Module, input_shape: Shape) -> Network:
-    """The same function with constant weights, as a chain of plain modules in evaluation mode.
+    """The function of ``module`` with constant weights, as a chain of plain modules in evaluation mode.
 
     This is the trust boundary: evaluation, certificates, attacks and deployment work on the result, and its bound is
     computed from its numbers.

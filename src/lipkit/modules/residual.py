@@ -92,7 +92,7 @@ def _export_sum(module: Sum, input_shape: Shape) -> nn.Module:
 
 
 class ConvexResidual(nn.Module):
-    """``y = s f(x) + (1 - s) g(x)`` with a constant share s in [0, 1]; the shortcut g is the identity by default.
+    """``y = s f(x) + (1 - s) g(x)`` with a constant fraction s in [0, 1]; the shortcut g is the identity by default.
 
     Args:
         body: f.

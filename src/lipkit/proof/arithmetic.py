@@ -123,7 +123,7 @@ def grow(values: Tensor) -> Tensor:
 
 
 def grow_number(value: float) -> float:
-    """The same for a number; 0 stays 0.
+    """`grow` for a number; 0 stays 0.
 
     >>> grow_number(0.0), grow_number(1.0) > 1
     (0.0, True)

@@ -39,7 +39,7 @@ def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Ten
 
 
 def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
-    """Whether the Cholesky factorisation of each matrix completes. ``entries`` is overwritten.
+    """True for each matrix whose Cholesky factorisation completes. ``entries`` is overwritten.
 
     Args:
         entries: ``(N, E)``, complex128 or complex64, contiguous, finite: those of :func:`stored_entries`, the

@@ -177,7 +177,7 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
             right.
     """
     losses = [name for name in series if "loss" in name.lower() or name.endswith("mse")]
-    shares = [name for name in series if name not in losses and _is_share(name, series[name])]
+    shares = [name for name in series if name not in losses and _is_fraction(name, series[name])]
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", shares)) if names]
     if not panels:
         return ""
@@ -219,5 +219,5 @@ def _log_scale(axis: Axes, values: Sequence[float]) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _is_share(name: str, points: Sequence[tuple[float, float]]) -> bool:
+def _is_fraction(name: str, points: Sequence[tuple[float, float]]) -> bool:
     return _SHARES.search(name) is not None and all(0 <= value <= 1 for _, value in points)

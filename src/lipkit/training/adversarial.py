@@ -21,7 +21,7 @@ Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class PgdAdversary:
-    r"""What ``fit(..., adversary=...)`` makes of a batch: adversarial examples by projected gradient ascent.
+    r"""Adversarial examples by projected gradient ascent, for ``fit(..., adversary=...)``.
 
     .. math:: \min_\theta \mathbb{E} \max_{\|t\| \le \epsilon} \text{loss}(N_\theta(x + t), y)
 
@@ -35,7 +35,7 @@ class PgdAdversary:
         norm: "linf" or "l2".
         eps: radius of the ball, in units of the input, positive: 8/255 (linf) for CIFAR in the paper.
         steps: gradient steps: 10 in the paper.
-        step_size: of each step, as a share of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
+        step_size: of each step, as a fraction of eps: 1/5 in the paper; None for the decreasing steps of the attacks.
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
         loss: that the attack raises: "ce", or "margin".
         box: range of valid input entries; None for inputs that are no images.
@@ -127,6 +127,6 @@ def attacked_batch(
 
 
 def _builds_weights(module: nn.Module) -> bool:
-    """Whether a module is one of lipkit's with parameters of its own, which its forward pass makes weights from."""
+    """True for a module of lipkit with parameters of its own, which its forward pass makes weights from."""
     home = type(module).__module__.startswith(("lipkit.layers.", "lipkit.models."))
     return home and next(module.parameters(recurse=False), None) is not None

@@ -29,14 +29,14 @@ from lipkit.training.trainee import Trainee, update
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step lowers.
+    """The objective of a step.
 
     Attributes:
         loss: mean over a batch, of (outputs, targets).
         penalty: of the network, added to the loss; None for none.
         adversary: makes the examples that are trained on; None for none.
         grad_clip: largest l2 norm of the gradient; None for no limit.
-        pieces: how many parts of a process' share of the batch go through the network one after the other.
+        pieces: how many parts of a process' part of the batch go through the network one after the other.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -60,7 +60,7 @@ def take_step(
     Args:
         trainee: the network.
         objective: what is lowered.
-        x, y: this process' share of the batch, on its device.
+        x, y: this process' part of the batch, on its device.
         size: n, samples of the batch over all processes.
         counted: how many of x belong to the batch: all of them, or none if x is there only for company.
         attack: randomness of the adversary.
@@ -122,7 +122,7 @@ def set_rate(optimizer: Any, lr: float) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same in all epochs.
+    """Everything that all epochs have in common.
 
     Attributes:
         options: of training.

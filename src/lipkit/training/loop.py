@@ -27,7 +27,7 @@ from lipkit.training.trainee import Trainee
 
 @dataclass(frozen=True)
 class Run:
-    """What training left.
+    """The outcome of training.
 
     Attributes:
         model: the model given, trained, in eval mode, on the training device.
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def result(self) -> nn.Module:
-        """What to export: the averaged model if there is one, else the model."""
+        """The network to export: the averaged model if there is one, else the model."""
         return self.model if self.average is None else self.average
 
 

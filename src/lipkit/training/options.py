@@ -201,7 +201,7 @@ class TrainOptions(Numbers):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def settings(self, samples: int) -> dict[str, Any]:
-        """What a run records of its options: all that decides which weights come out.
+        """The options that a run records: all that decides which weights come out.
 
         Args:
             samples: of the training set.

@@ -1,4 +1,4 @@
-"""What training reports while it runs: loss and accuracy summed over steps and devices, pace and memory."""
+"""Reports of training while it runs: loss and accuracy summed over steps and devices, pace and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Progress:
         step: steps done in this epoch.
         steps: steps of one epoch.
         loss: mean over the samples of this epoch so far.
-        accuracy: share of them classified correctly at the time; None for regression.
+        accuracy: fraction of them classified correctly at the time; None for regression.
         row: the epoch's line of metrics, at its end; None before.
         samples_per_second: pace of this epoch so far, all devices together.
         seconds_left: of training at that pace, evaluations not counted.
@@ -136,7 +136,7 @@ class Totals:
         return {"loss": self.loss / self.samples, **accuracy}
 
     def state(self) -> dict[str, float]:
-        """What continues the epoch later: after a reading, so that nothing is pending."""
+        """The numbers that continue the epoch later: after a reading, so that nothing is pending."""
         return {"loss": self.loss, "correct": self.correct, "samples": self.samples, "seconds": self.seconds()}
 
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
@@ -189,14 +189,14 @@ class Clock:
         self._saved = time.monotonic()
 
     def wish_alone(self) -> Wish:
-        """What this process' clock says now."""
+        """The wish of this process' clock now."""
         now = time.monotonic()
         if now >= self._end:
             return "stop"
         return "save" if now - self._saved >= self._pause else ""
 
     def wish(self, fabric: Any) -> Wish:
-        """What the first process' clock says now, in all processes: they must save and stop together."""
+        """The wish of the first process' clock now, in all processes: they must save and stop together."""
         if not self._limited:
             return ""
         mine = self.wish_alone()

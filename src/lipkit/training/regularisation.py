@@ -27,7 +27,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class LipschitzPenalty:
-    r"""What ``fit(..., penalty=...)`` adds to the loss.
+    r"""A term for the loss, for ``fit(..., penalty=...)``.
 
     .. math:: l_1 \sum_i \|\theta_i\|_F + l_2 \sum_i \log \text{bound}(\theta_i)
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions from the share of training done, in [0, 1], to a factor."""
+"""Learning-rate schedules: pure functions from the fraction of training done, in [0, 1], to a factor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def piecewise_linear(fraction: float, *, knots: Sequence[float] = KNOTS, factors
     """Linear between ``knots``, with the values ``factors`` there.
 
     Args:
-        fraction: share of training done.
+        fraction: of training done.
         knots: strictly ascending from 0 to 1.
         factors: one for each knot, not negative.
 
@@ -47,8 +47,8 @@ def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), ga
     """``gamma`` to the power of the number of milestones passed.
 
     Args:
-        fraction: share of training done.
-        milestones: ascending shares of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
+        fraction: of training done.
+        milestones: ascending fractions of training in (0, 1): epochs 50 and 150 of 200 are 0.25 and 0.75.
         gamma: positive factor applied at each.
 
     >>> [round(multistep(f), 4) for f in (0.0, 0.2, 0.25, 0.5, 1.0)]
@@ -65,8 +65,8 @@ def cosine(fraction: float, *, warmup: float = 0.0, floor: float = 0.0) -> float
     """Linear from 0 to 1 during ``warmup``, then half a cosine down to ``floor``.
 
     Args:
-        fraction: share of training done.
-        warmup: share of training, in [0, 1).
+        fraction: of training done.
+        warmup: fraction of training, in [0, 1).
         floor: factor at the end, in [0, 1].
 
     >>> [round(cosine(f), 3) for f in (0.0, 0.5, 1.0)]

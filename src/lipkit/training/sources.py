@@ -17,7 +17,7 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Source(Protocol):
-    """What the loop trains on: `data.Split` is one."""
+    """Anything that the loop trains on: `data.Split` is one."""
 
     def __len__(self) -> int: ...
 

@@ -80,7 +80,7 @@ def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimi
 
 
 def is_sharded(fabric: Any) -> bool:
-    """Whether Fabric shards the parameters.
+    """True if Fabric shards the parameters.
 
     Raises:
         OptionError: by a strategy that flattens them, so that layers do not find their own.
@@ -150,7 +150,7 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
 
 
 def measured_model(trainee: Trainee, finish: Callable[[nn.Module], None]) -> nn.Module:
-    """What is evaluated: the network, or a copy with its averages. All processes must call it.
+    """The module that is evaluated: the network, or a copy with its averages. All processes must call it.
 
     Args:
         trainee: in training.

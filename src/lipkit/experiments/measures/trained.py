@@ -1,4 +1,4 @@
-"""What is measured of a trained, exported network beside its certificates."""
+"""Measurements of a trained, exported network beside its certificates."""
 
 from __future__ import annotations
 
