@@ -242,4 +242,5 @@ def test_labels_are_unique() -> None:
 
 
 def test_what_is_a_share() -> None:
-    assert [is_fraction(n) for n in ("clean", "autoattack(36/255)", "cw(0.6)", "ms", "lower")] == [True] * 3 + [False] * 2
+    names = ("clean", "autoattack(36/255)", "cw(0.6)", "ms", "lower")
+    assert [is_fraction(n) for n in names] == [True] * 3 + [False] * 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.layers import AfterStep, CayleyConv2d, CayleyLinear
-from lipkit.layers._export import export_linear, register_one_lipschitz
+from lipkit.layers.export import export_linear, register_one_lipschitz
 from lipkit.modules import Affine, export_rule, lipschitz_rule, registry
 from lipkit.testing import LAWS, LawBroken, check_layer, conv_refusals, linear_refusals
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin, SandwichConv2d, SandwichLinear
-from lipkit.layers.activations import slope_activation
-from lipkit.layers.cayley_pair import ContractionLinear, free_pair
+from lipkit.layers.base import slope_activation
+from lipkit.layers.sandwich import ContractionLinear, free_pair
 from lipkit.linalg import cayley
 from lipkit.modules import FourierConv2d, SandwichBlock, export, lipschitz, load, save
 from lipkit.modules.activations import BY_NAME
@@ -277,3 +277,19 @@ def test_conv_of_linear_form_and_of_a_vector() -> None:
         layer(torch.zeros(1, 3, 4, 4, dtype=torch.float64))
     # Vectors with leading dimensions, as nn.Linear takes them.
     assert SandwichLinear(4, 3)(torch.zeros(2, 5, 4)).shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize("activation", ["relu", None])
+def test_one_linear_map_is_given_only_where_it_is_the_layer(activation: str | None) -> None:
+    torch.manual_seed(0)
+    dense = SandwichLinear(3, 4, activation=activation, dtype=torch.float64)
+    conv = SandwichConv2d(3, 4, 1, activation=activation, dtype=torch.float64)
+    if activation is None:
+        x = torch.randn(5, 3, dtype=torch.float64)
+        assert torch.allclose(dense(x), x @ dense.weight().mT + dense.bias, atol=1e-13)
+        flat = conv(x[:, :, None, None])[:, :, 0, 0]
+        assert torch.allclose(flat, x @ conv.matrix().mT + conv.bias, atol=1e-13)
+        return
+    for method in (dense.weight, lambda: conv.symbol(4, 4), conv.matrix):
+        with pytest.raises(OptionError, match=r"expected activation=None.*got activation=ReLU\(\): use halves"):
+            method()

@@ -67,7 +67,7 @@ def test_singular_values_bound_and_export(sizes, dtype: torch.dtype, mode: str) 
 @each_mode
 def test_is_the_exponential_of_its_skew_operator(mode: str) -> None:
     layer = SocConv2d(3, 3, 3, padding_mode=mode, eval_terms=20, dtype=torch.float64).eval()
-    kernel = layer.kernel().detach()
+    kernel = layer.generator().detach()
     assert torch.equal(kernel, -adjoint(kernel))
     conv = torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode=mode, bias=False, dtype=torch.float64)
     conv.weight.data = kernel
@@ -77,7 +77,7 @@ def test_is_the_exponential_of_its_skew_operator(mode: str) -> None:
 
 def test_kernel_is_inside_the_unit_ball_and_uses_it() -> None:
     for channels, size in ((1, 3), (4, 3), (16, 3), (8, 5), (8, 1)):
-        kernel = SocConv2d(channels, channels, size).kernel()
+        kernel = SocConv2d(channels, channels, size).generator()
         norm = float(symbol_sup(kernel.detach()))
         assert 0.4 <= norm <= 1.01
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +63,52 @@ def test_get_names_what_is_known() -> None:
     with pytest.raises(OptionError, match=r"expected one of cayley, .*, got 'caley'"):
         families.get("caley")
     assert families.names() == list(FAMILIES)
+
+
+FAMILY = """
+from torch import nn
+
+from lipkit.layers.base import Family, KernelConv2d
+from lipkit.layers.cayley import CayleyLinear
+from lipkit.layers.export import register_one_lipschitz
+from lipkit.layers.dense import orthogonal_free
+
+
+class HalvedConv2d(KernelConv2d):
+    def make_parameters(self, device, dtype, *, factor=0.5):
+        self.factor = factor
+        self.free = orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
+
+    def kernel(self):
+        return self.factor * self.free / max(1.0, float(self.free.detach().abs().sum()))
+
+
+register_one_lipschitz(HalvedConv2d)
+HALVED = Family(name="halved", title="t", paper="p", equation="e", conv=HalvedConv2d, linear=CayleyLinear)
+"""
+USE = """
+import lipkit
+from lipkit.cli.main import main
+
+net = lipkit.models.kwlarge(layer="halved", factor=0.25, input_shape=(1, 8, 8), dense=(8, 8))
+assert lipkit.lipschitz(lipkit.export(net, (1, 8, 8))) <= lipkit.lipschitz(net) == 1
+main(["list", "layers"])
+"""
+
+
+@pytest.mark.slow
+def test_a_new_family_is_its_own_file_and_its_name_in_the_table(tmp_path: Path) -> None:
+    package = Path(families.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "lipkit", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "lipkit/layers/halved.py").write_text(FAMILY)
+    table = tmp_path / "lipkit/layers/families.py"
+    text = table.read_text().replace("(CAYLEY, ", "(HALVED, CAYLEY, ", 1)
+    table.write_text(text.replace("import LOT", "import LOT\nfrom lipkit.layers.halved import HALVED", 1))
+    done = subprocess.run(
+        [sys.executable, "-c", USE], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "halved" in done.stdout
 
 
 HALF = {

@@ -159,7 +159,7 @@ def _nnpack_enabled() -> bool:
 
 
 def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
-    """The settings that break the model of arithmetic of this evaluator now, each with its remedy; empty if none does."""
+    """Settings that break the model of arithmetic of this evaluator now, each with its remedy; empty if none does."""
     found = settings(kind)
     if name == "float64":
         # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
@@ -192,7 +192,7 @@ def _convolves(module: nn.Module, blocks: bool) -> bool:
 
 
 def _shares_windows(module: nn.Module) -> bool:
-    """True where an algorithm can reuse work between windows; without overlap a convolution is a product of matrices."""
+    """True where algorithms can reuse work between windows; without overlap a convolution is a product of matrices."""
     if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
         return windows_overlap(module)
     return not isinstance(module, modules.PhaseConv2d)

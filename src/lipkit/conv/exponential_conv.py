@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from lipkit.conv.spectrum import (
 from lipkit.conv.symbol import check_kernel, circular_conv2d, fold
 from lipkit.errors import ShapeError
 from lipkit.linalg.exponential import taylor, taylor_products
+from lipkit.linalg.precision import autocast_on
 
 Way = Literal["features", "frequencies", "symbol"]
 # Most numbers of a symbol: 256 MiB in float32, of which a training step holds several.
@@ -94,7 +94,7 @@ def exponential_conv2d(
     outputs = c if outputs is None else outputs
     if way is None:
         counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
-        way = "features" if _autocast(x) else sorted(counts, key=counts.__getitem__)[0]
+        way = "features" if autocast_on(x) else sorted(counts, key=counts.__getitem__)[0]
     if way == "features":
         folded = fold(kernel, h, w)
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
@@ -114,8 +114,3 @@ def exponential_conv2d(
     real = powers(raw.real, spectrum.real)
     waves = powers(pair, as_complex(spectrum.pair))
     return synthesise(Spectrum(real, as_pair(waves)), h, w, matrices)
-
-
-def _autocast(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -84,7 +84,7 @@ class AugmentSection(Section):
     brightness: NotNegative = Field(default=0.0, description="factor uniform in 1 -+ this, each image its own")
     contrast: NotNegative = Field(default=0.0, description="of the distance from the mean grey, likewise")
     saturation: NotNegative = Field(default=0.0, description="of the distance from grey, likewise")
-    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="moved by up to this fraction of a turn")
+    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="by up to this fraction of a turn")
 
 
 def _checked(build: Any, name: str, options: dict[str, Any]) -> None:

@@ -1,18 +1,15 @@
-"""Constrained layers, one family per file; :mod:`lipkit.layers.families` is their table."""
+"""Constrained layers, one family in one file; :mod:`lipkit.layers.families` is their table."""
 
 from lipkit.layers.aol import AolConv2d, AolLinear
 from lipkit.layers.bcop import BcopConv2d
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
-from lipkit.layers.cayley_pair import ContractionLinear
-from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
+from lipkit.layers.dense import BjorckLinear, NormalizedLinear, OrthogonalLinear
 from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
-from lipkit.layers.lln import NormalizedLinear
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.rko import RkoConv2d
-from lipkit.layers.sandwich import SandwichLinear
-from lipkit.layers.sandwich_conv import SandwichConv2d
+from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
 from lipkit.layers.steps import AfterStep, after_step, register_after_step

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv.autocorrelation import autocorrelation
-from lipkit.layers._base import ConstrainedLinear, KernelConv2d
-from lipkit.layers._export import register_one_lipschitz
+from lipkit.layers.base import ConstrainedLinear, Family, KernelConv2d
+from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32
 
 
@@ -115,3 +115,15 @@ class AolConv2d(KernelConv2d):
 
 
 register_one_lipschitz(AolLinear, AolConv2d)
+
+
+AOL = Family(
+    name="aol",
+    title="Almost-orthogonal: columns rescaled by a diagonal bound",
+    paper="Prach & Lampert, ECCV 2022",
+    equation="theorems 1 and 2",
+    conv=AolConv2d,
+    linear=AolLinear,
+    claim="contraction",
+    smooth=False,
+)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
 from lipkit.conv.block import bcop_kernel
-from lipkit.layers._base import KernelConv2d
-from lipkit.layers._export import export_kernel_conv
-from lipkit.layers.dense import orthogonal_free
+from lipkit.layers.base import Family, KernelConv2d
+from lipkit.layers.cayley import CayleyLinear
+from lipkit.layers.dense import BjorckLinear, orthogonal_free
+from lipkit.layers.export import export_kernel_conv
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -25,23 +26,13 @@ class BcopConv2d(KernelConv2d):
               P_i = V_i V_i^\top,\; V_i = \mathrm{orth}(W_i),\; H = \mathrm{orth}(W_0)
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; any sizes, odd, even or different, also larger than
-            the image.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         orthogonalize: how H and the V_i are made orthonormal: a name of ``linalg.ORTHOGONALIZE`` or a function.
             'bjorck' is BCOP, 'cayley' is CayleyBCOP.
 
     Parameters ``free`` W_0 (out_channels, s^2 in_channels), ``projectors`` W_i (kh + kw - 2, c, c // 2) with
     c = max(out_channels, s^2 in_channels), absent for a 1 x 1 kernel or a single channel, and ``bias``. All of them
     start orthonormal. (The published construction draws H square and crops; this is the same set of kernels.)
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
         1-Lipschitz for the named functions, also where an iteration stops early: a factor with
@@ -51,9 +42,6 @@ class BcopConv2d(KernelConv2d):
 
     Cost:
         kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
-
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
 
     >>> layer = BcopConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
@@ -67,11 +55,8 @@ class BcopConv2d(KernelConv2d):
 
     projectors: nn.Parameter | None
 
-    def __init__(self, *conv: Any, orthogonalize: str | Orthogonalize = "bjorck", **named: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        super().__init__(*conv, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         self.free = orthogonal_free((self.out_channels, self.inner_channels), device, dtype)
         channels, factors = max(self.free.shape), sum(self.kernel_size) - 2
         made = [orthogonal_free((channels, channels // 2), device, dtype).detach() for _ in range(factors)]
@@ -114,3 +99,22 @@ def _bcop(layer: BcopConv2d, input_shape: Shape | None) -> Tensor | float:
 
 
 export_rule(BcopConv2d)(export_kernel_conv)
+
+
+BCOP = Family(
+    name="bcop",
+    title="Block convolution of projectors, by Björck iteration",
+    paper="Li et al., NeurIPS 2019",
+    equation="algorithm 1",
+    conv=BcopConv2d,
+    linear=BjorckLinear,
+    options={"orthogonalize": ("bjorck", "cayley")},
+)
+CAYLEY_BCOP = Family(
+    name="cayley_bcop",
+    title="Block convolution of projectors, by the Cayley transform",
+    paper="Trockman & Kolter, ICLR 2021",
+    equation="section 5; Li et al. 2019, algorithm 1",
+    conv=cayley_bcop,
+    linear=CayleyLinear,
+)

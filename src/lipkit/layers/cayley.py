@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, cayley_conv2d, kernel_symbol
 from lipkit.conv.cayley_conv import cayley_linear, solves_pay
 from lipkit.conv.spectrum import as_complex, as_pair
-from lipkit.layers._base import ConstrainedLinear, SymbolConv2d, half_through_float32
-from lipkit.layers._export import register_one_lipschitz
+from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
+from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off
 
@@ -93,18 +93,9 @@ class CayleyConv2d(SymbolConv2d):
     .. math:: \hat y(f) = \mathrm{cayley}(\hat W(f))\, \hat x(f) + b, \qquad W = g\, V / \|V\|_F
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be as large as the image or larger.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw), ``scale`` g (0-d) and ``bias``.
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
         1-Lipschitz; all singular values 1 up to rounding, an isometry if out_channels >= s^2 in_channels.
@@ -114,9 +105,6 @@ class CayleyConv2d(SymbolConv2d):
         solve for the features of the batch forward and backward (``lipkit.conv.cayley_conv``): the matrices of the
         layer are never made. For a batch above 3 c / 2 an inverse, and products in place of the solves. A 1 x 1 kernel
         has one matrix for all frequencies: one transform, then one product for each s x s patch.
-
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
 
     >>> layer = CayleyConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
@@ -149,3 +137,13 @@ class CayleyConv2d(SymbolConv2d):
 
 
 register_one_lipschitz(CayleyLinear, CayleyConv2d)
+
+
+CAYLEY = Family(
+    name="cayley",
+    title="Cayley transform at each frequency",
+    paper="Trockman & Kolter, ICLR 2021",
+    equation="algorithm 1, proposition A.7",
+    conv=CayleyConv2d,
+    linear=CayleyLinear,
+)

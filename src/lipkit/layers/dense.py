@@ -1,15 +1,17 @@
-"""Dense layers with a semi-orthogonal matrix: by Björck iteration, or by any function of ``linalg.table``."""
+"""Dense layers: a semi-orthogonal matrix, by Björck iteration or any function of ``linalg.table``, or unit rows."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.layers._base import ConstrainedLinear, check_positive
-from lipkit.layers._export import export_linear, register_one_lipschitz
+from lipkit.layers.base import ConstrainedLinear, check_positive
+from lipkit.layers.export import export_linear, register_one_lipschitz
+from lipkit.linalg import at_least_float32
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -50,12 +52,9 @@ class BjorckLinear(ConstrainedLinear):
         Anil, Lucas & Grosse, ICML 2019, section 4.2; Björck & Bowie, SIAM J. Numer. Anal. 8 (1971).
     """
 
-    def __init__(self, *linear: Any, iterations: int = 20, order: int = 1, **named: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, iterations: int = 20, order: int = 1) -> None:
         check_positive(iterations=iterations, order=order)
         self.iterations, self.order = iterations, order
-        super().__init__(*linear, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
 
     def weight(self) -> Tensor:
@@ -88,11 +87,8 @@ class OrthogonalLinear(ConstrainedLinear):
     True
     """
 
-    def __init__(self, *linear: Any, orthogonalize: str | Orthogonalize = "exponential", **named: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "exponential") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        super().__init__(*linear, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         self.free = orthogonal_free((self.out_features, self.in_features), device, dtype)
 
     def weight(self) -> Tensor:
@@ -102,10 +98,52 @@ class OrthogonalLinear(ConstrainedLinear):
         return f"{super().extra_repr()}, orthogonalize={function_name(self.orthogonalize)}"
 
 
+def unit_rows(v: Tensor) -> Tensor:
+    r"""Each row divided by its norm; a zero row stays zero (with a finite gradient).
+
+    >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
+    [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
+    """
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(1e-12)
+
+
+class NormalizedLinear(ConstrainedLinear):
+    r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
+
+    A margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2` behind a 1-Lipschitz body: what the
+    pairwise certificate of :func:`lipkit.certify` uses for any network with a linear last layer. The layer as a whole
+    is **not** 1-Lipschitz: :math:`\sigma_{max}(W)` can reach the root of the number of rows, and ``lipschitz`` says so.
+
+    Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.
+
+    Guarantee:
+        Unit rows up to rounding; ``lipschitz`` is the proved spectral norm of the weight as it is now.
+
+    >>> layer = NormalizedLinear(8, 3)
+    >>> layer.weight().norm(dim=1).round(decimals=5).tolist()
+    [1.0, 1.0, 1.0]
+
+    References:
+        Singla, Singla & Feizi, ICLR 2022 (LLN); [LBDN] section 6.3.
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        free = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))
+
+    def weight(self) -> Tensor:
+        return unit_rows(at_least_float32(self.free))
+
+
 @lipschitz_rule(OrthogonalLinear)
 def _orthogonal_linear(layer: OrthogonalLinear, input_shape: Shape | None) -> Tensor | float:
     return 1.0 if proved(layer.orthogonalize) else spectral_norm(layer.weight())
 
 
-export_rule(OrthogonalLinear)(export_linear)
+@lipschitz_rule(NormalizedLinear)
+def _normalized_linear(layer: NormalizedLinear, input_shape: Shape | None) -> Tensor:
+    return spectral_norm(layer.weight())
+
+
+export_rule(OrthogonalLinear, NormalizedLinear)(export_linear)
 register_one_lipschitz(BjorckLinear)

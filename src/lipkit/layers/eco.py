@@ -13,8 +13,9 @@ from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
 from lipkit.conv.spectrum import as_pair
 from lipkit.errors import OptionError
-from lipkit.layers._base import ConstrainedConv2d, half_through_float32
-from lipkit.layers._export import patch_module, resampled_size
+from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
+from lipkit.layers.cayley import CayleyLinear
+from lipkit.layers.export import patch_module, resampled_size
 from lipkit.linalg.exponential import check_terms, taylor_range
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.skew_polynomial import taylor_exponential
@@ -37,16 +38,10 @@ class EcoConv2d(ConstrainedConv2d):
     not depend on it.
 
     Args:
-        in_channels, out_channels: as ``nn.Conv2d``.
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         kernel_size: k, or (kh, kw), odd or even, that divide height and width of the image (after downsampling).
-            On one pixel only 1 does: there the layer is a dense orthogonal matrix.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size of an undilated kernel; always circular.
-        dilation: 1, in units of the dilation that the image size implies.
-        groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+            On one pixel only 1 does: there the layer is a dense orthogonal matrix. Dilation is 1 in units of what the
+            image size implies.
         orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
             another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
         train_terms, eval_terms: T in training and in evaluation mode, the one thing in which they differ (default 5
@@ -90,15 +85,16 @@ class EcoConv2d(ConstrainedConv2d):
     free: nn.Parameter
     imaginary: nn.Parameter | None
 
-    def __init__(
+    def make_parameters(
         self,
-        *conv: Any,
+        device: Any,
+        dtype: Any,
+        *,
         orthogonalize: str | Orthogonalize = "taylor",
         train_terms: int | None = None,
         eval_terms: int | None = None,
         complex_p0: bool = False,
         evaluation: str = "phase",
-        **named: Any,
     ) -> None:
         for name, terms in (("train_terms", train_terms), ("eval_terms", eval_terms)):
             if terms is not None and orthogonalize != "taylor":
@@ -114,9 +110,6 @@ class EcoConv2d(ConstrainedConv2d):
         self.train_terms = TRAIN_TERMS if train_terms is None else train_terms
         self.eval_terms = EVAL_TERMS if eval_terms is None else eval_terms
         self.complex_p0, self.evaluation = complex_p0, evaluation
-        super().__init__(*conv, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         n_real, n_pair = distinct_frequencies(self.kernel_size)
         self.free = self._orthogonal(n_real + n_pair, device, dtype)
         self.register_parameter(
@@ -225,3 +218,24 @@ def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     unshuffle = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
     symbol = layer.symbol(layer.eval_terms)
     return nn.Sequential(*unshuffle, PhaseConv2d.from_symbol(symbol, layer.kernel_size, height, width, layer.bias))
+
+
+ECO = Family(
+    name="eco",
+    title="Exponential of skew matrices at the k^2 frequencies of a dilated kernel",
+    paper="Yu, Li, Cai & Li, ICLR 2022",
+    equation="algorithm 1, equations 14 to 17, appendices A and B",
+    conv=EcoConv2d,
+    linear=CayleyLinear,
+    sizes="kernels that divide the image (after downsampling), odd or even",
+    accepts=lambda k, h, w: h % k == 0 and w % k == 0,
+    options={
+        "orthogonalize": ("taylor", "exponential", "cayley"),
+        "train_terms": (3, 5),
+        "eval_terms": (5, 10),
+        "complex_p0": (False, True),
+        "evaluation": ("phase", "dilated"),
+    },
+    slack=1e-3,
+    train_gap=1.5e-3,
+)

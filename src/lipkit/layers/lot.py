@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
-from lipkit.layers._base import SymbolConv2d
-from lipkit.layers._export import export_symbol_conv, resampled_size
+from lipkit.layers.base import Family, SymbolConv2d
+from lipkit.layers.dense import OrthogonalLinear
+from lipkit.layers.export import export_symbol_conv, resampled_size
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -26,13 +28,7 @@ class LotConv2d(SymbolConv2d):
               \hat V (\hat V^* \hat V)^{-1/2} \quad (c_{out} > c_{in})
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be as large as the image or larger.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         orthogonalize: how the matrix at each frequency is made semi-orthogonal: a name of
             ``linalg.ORTHOGONALIZE`` or a function on complex batches. 'polar' is LOT by singular values (exact, and on
             a CPU several times faster than the iterations), 'newton_schulz' LOT as published and 'bjorck' a steadier
@@ -40,9 +36,6 @@ class LotConv2d(SymbolConv2d):
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts as a semi-orthogonal centre tap
     plus noise of a third of its size: well conditioned at every frequency.
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
         1-Lipschitz for the named functions, also where an iteration stops early (its singular values then lie below
@@ -53,9 +46,6 @@ class LotConv2d(SymbolConv2d):
     Cost:
         One singular value decomposition of size c = min(out_channels, s^2 in_channels) at each of about
         H W / (2 s^2) frequencies; a single one for a 1 x 1 kernel.
-
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
 
     >>> layer = LotConv2d(3, 8, 3)
     >>> x = torch.ones(1, 3, 7, 5)
@@ -68,11 +58,8 @@ class LotConv2d(SymbolConv2d):
         equation 4 and algorithm 1.
     """
 
-    def __init__(self, *conv: Any, orthogonalize: str | Orthogonalize = "polar", **named: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "polar") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        super().__init__(*conv, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         kh, kw = self.kernel_size
         shape = (self.out_channels, self.inner_channels)
         # The symbol of noise of variance v has singular values of up to sqrt(v kh kw) (sqrt(cout) + sqrt(cin)).
@@ -108,3 +95,14 @@ def _lot(layer: LotConv2d, input_shape: Shape | None) -> Tensor | float:
 
 
 export_rule(LotConv2d)(export_symbol_conv)
+
+
+LOT = Family(
+    name="lot",
+    title="Polar factor at each frequency",
+    paper="Xu, Li & Li, NeurIPS 2022",
+    equation="equation 4, algorithm 1",
+    conv=LotConv2d,
+    linear=partial(OrthogonalLinear, orthogonalize="polar"),
+    options={"orthogonalize": ("polar", "bjorck", "newton_schulz", "cayley")},
+)

@@ -11,8 +11,9 @@ from lipkit.bounds import circular
 from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import ShapeError
-from lipkit.layers._base import ConstrainedConv2d, check_positive, half_through_float32
-from lipkit.layers._export import circular_module, resampled_size, stride_modules
+from lipkit.layers.base import ConstrainedConv2d, Family, check_positive, half_through_float32
+from lipkit.layers.dense import BjorckLinear
+from lipkit.layers.export import circular_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -38,19 +39,10 @@ class OssnConv2d(ConstrainedConv2d):
     estimate, so the norm of the layer is 1 or slightly above.
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be larger than the image.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         iterations: steps of the power method, at least 1. Gradients pass through all of them.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts with all singular values 1.
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
         No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers. It is at least 1 up to
@@ -73,12 +65,9 @@ class OssnConv2d(ConstrainedConv2d):
         [Cayley] section 6 (the baseline OSSN); Gouk et al., Machine Learning 110 (2021); Miyato et al., ICLR 2018.
     """
 
-    def __init__(self, *conv: Any, iterations: int = 30, **named: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, iterations: int = 30) -> None:
         check_positive(iterations=iterations)
         self.iterations = iterations
-        super().__init__(*conv, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         self.free = delta_orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
 
     def kernel(self, height: int, width: int) -> Tensor:
@@ -116,3 +105,15 @@ def _ossn(layer: OssnConv2d, input_shape: Shape | None) -> Tensor:
 def _export_ossn(layer: OssnConv2d, input_shape: Shape) -> nn.Module:
     kernel = layer.kernel(*resampled_size(layer, input_shape))
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
+
+
+OSSN = Family(
+    name="ossn",
+    title="divided by its norm, estimated by the convolutional power method",
+    paper="Gouk et al., Machine Learning 2021",
+    equation="section 3",
+    conv=OssnConv2d,
+    linear=BjorckLinear,
+    claim="none",
+    smooth=False,
+)

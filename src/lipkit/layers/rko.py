@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lipkit.bounds import circular, spectral_norm, symbol_sup
 from lipkit.conv.reshape import contraction_from_matrix, kernel_to_matrix
-from lipkit.layers._base import KernelConv2d
-from lipkit.layers._export import export_kernel_conv, resampled_size
-from lipkit.layers.dense import orthogonal_free
+from lipkit.layers.base import Family, KernelConv2d
+from lipkit.layers.cayley import CayleyLinear
+from lipkit.layers.dense import BjorckLinear, orthogonal_free
+from lipkit.layers.export import export_kernel_conv, resampled_size
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.proof.roundoff import up
@@ -35,21 +36,12 @@ class RkoConv2d(KernelConv2d):
               W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be larger than the image.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         orthogonalize: 'bjorck' (RKO), 'cayley' (CRKO), another name of ``linalg.table``, or a function
             ``(m, n) -> (m, n)``.
 
     Parameters ``free`` W (out_channels, s^2 in_channels, kh, kw), semi-orthogonal as a matrix at the start, and
     ``bias``.
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
         1-Lipschitz on every image size (proof: ``conv.reshape.contraction_from_matrix``) with a function of the
@@ -59,9 +51,6 @@ class RkoConv2d(KernelConv2d):
 
     Cost:
         One orthogonalisation of the matrix and one convolution.
-
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
 
     >>> import torch
     >>> layer = RkoConv2d(3, 8, 3, bias=False)
@@ -73,11 +62,8 @@ class RkoConv2d(KernelConv2d):
         Li et al., NeurIPS 2019, section 4.1; [Cayley] section 6 (CRKO).
     """
 
-    def __init__(self, *conv: Any, orthogonalize: str | Orthogonalize = "bjorck", **named: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:
         self.orthogonalize = resolve(orthogonalize)
-        super().__init__(*conv, **named)
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
         self.free = orthogonal_free((self.out_channels, self.inner_channels, *self.kernel_size), device, dtype)
 
     def kernel(self) -> Tensor:
@@ -108,3 +94,25 @@ def _rko(layer: RkoConv2d, input_shape: Shape | None) -> Tensor | float:
 
 
 export_rule(RkoConv2d)(export_kernel_conv)
+
+
+RKO = Family(
+    name="rko",
+    title="reshaped kernel, Björck orthonormalisation, divided by the root of its taps",
+    paper="Li et al., NeurIPS 2019",
+    equation="section 4.1",
+    conv=RkoConv2d,
+    linear=BjorckLinear,
+    claim="contraction",
+    options={"orthogonalize": ("bjorck", "polar", "exponential")},
+)
+CRKO = Family(
+    name="crko",
+    title="reshaped kernel, Cayley transform, divided by the root of its taps",
+    paper="Trockman & Kolter, ICLR 2021",
+    equation="section 6",
+    conv=crko_conv2d,
+    linear=CayleyLinear,
+    claim="contraction",
+    options={"orthogonalize": ("cayley", "householder")},
+)

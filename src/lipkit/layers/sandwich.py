@@ -1,29 +1,145 @@
-r"""Sandwich layers: a linear map, an activation with slope in [0, 1] and another map, together 1-Lipschitz [LBDN]."""
+r"""Layers made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I` [LBDN].
+
+A sandwich layer is a linear map, an activation with slope in [0, 1] and another map, together 1-Lipschitz: dense, and
+as a convolution, where it is a sandwich at each frequency.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import solve_form, solves_pay
 from lipkit.conv.normal_matrices import normal_matrices_of, prepare
+from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers._base import half_through_float32
-from lipkit.layers._export import export_linear, in_float64, placed_like
-from lipkit.layers.activations import slope_activation
-from lipkit.layers.cayley import rescaled
-from lipkit.layers.cayley_pair import CayleyPairLinear
-from lipkit.linalg import at_least_float32
+from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32, slope_activation
+from lipkit.layers.cayley import free_and_scale, rescaled
+from lipkit.layers.export import (
+    export_linear,
+    export_symbol_conv,
+    in_float64,
+    patch_module,
+    placed_like,
+    register_one_lipschitz,
+    resampled_size,
+    stride_modules,
+)
+from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off
-from lipkit.modules import SandwichBlock, Shape, export_rule, guard, lipschitz_rule
+from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 
 SQRT2 = math.sqrt(2.0)
+# Singular values of Y at birth: A and B = 2 Y / (1 + Y^2) are then balanced, and the linear form near an isometry.
+BALANCED = math.tan(math.pi / 8)
+# The fraction of the usual size that X has at birth: A starts as a moderate rotation.
+BIRTH_TURN = 0.5
+
+
+def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The (X, Y) whose Cayley transform is :math:`[A^\top; B^\top]`, for :math:`A A^\top + B B^\top = I`.
+
+    .. math:: Z = (I - A^\top)(I + A^\top)^{-1},\quad Y = -\tfrac12 B^\top (I + Z),\quad
+              X = \tfrac12\, \mathrm{strictly\ lower}(Z - Z^\top)
+
+    Args:
+        a: ``(q, q)`` without the eigenvalue -1; a symmetric positive semidefinite one is safest.
+        b: ``(q, p)``.
+
+    >>> a, b = torch.tensor([[0.6]]), torch.tensor([[0.8, 0.0]])
+    >>> x, y = free_pair(a, b)
+    >>> cayley(torch.cat((x, y))).allclose(torch.tensor([[0.6], [0.8], [0.0]]))
+    True
+
+    References:
+        [LBDN] Appendix D.5, equation 37.
+    """
+    eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    half = torch.linalg.inv(eye + a.mT)
+    z = 2 * half - eye
+    return torch.tril(z - z.mT, -1) / 2, -b.mT @ half
+
+
+def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
+    """Set ``scale * free / ||free||`` to ``value``; a zero keeps its random direction, so that it can be trained."""
+    norm = torch.linalg.vector_norm(value)
+    with torch.no_grad():
+        if bool(norm <= 1e-14 * value.numel()):
+            scale.zero_()
+            return
+        free.copy_(value)
+        scale.copy_(norm)
+
+
+class CayleyPairLinear(ConstrainedLinear):
+    r"""Abstract: a dense layer made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I`.
+
+    Parameters ``x_free`` (q, q), ``y_free`` (p, q) and their norms ``x_scale``, ``y_scale``: the free matrices are
+    :math:`X = g X'/\|X'\|_F` and :math:`Y = h Y'/\|Y'\|_F`.
+    """
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        p, q = self.in_features, self.out_features
+        self.x_free, size = free_and_scale((q, q), device, dtype)
+        self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
+        self.y_free = nn.Parameter(nn.init.orthogonal_(torch.empty(p, q, device=device, dtype=dtype)))
+        norm = self.birth_value() * math.sqrt(min(p, q))
+        self.y_scale = nn.Parameter(torch.tensor(norm, device=device, dtype=dtype))
+
+    def birth_value(self) -> float:
+        """Singular values of Y in a new layer."""
+        return BALANCED
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """:math:`A^\\top` (q, q) and :math:`B` (q, p), in float32 or better."""
+        free = torch.cat((rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)))
+        q = cayley(free)
+        return q[: self.out_features], q[self.out_features :].mT
+
+    def set_factors(self, a: Tensor, b: Tensor) -> None:
+        """Set the free parameters so that :meth:`factors` gives A (q, q) and B (q, p); ``A A^T + B B^T = I``."""
+        x, y = free_pair(a, b)
+        _store(self.x_free, self.x_scale, x)
+        _store(self.y_free, self.y_scale, y)
+
+
+class ContractionLinear(CayleyPairLinear):
+    r"""Dense layer ``y = B x + b`` that reaches every :math:`\|B\|_2 \le 1`: the last layer of an LBDN.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+
+    Guarantee:
+        1-Lipschitz; complete: every matrix of spectral norm at most 1 is reached (:math:`A = (I - B B^\top)^{1/2}`).
+
+    Cost:
+        One inverse of size out_features per forward pass.
+
+    >>> layer = ContractionLinear(5, 3)
+    >>> bool(torch.linalg.matrix_norm(layer.weight(), 2) <= 1 + 1e-6)
+    True
+
+    References:
+        [LBDN] equations 6, 7 and 9.
+    """
+
+    def birth_value(self) -> float:
+        return math.tan(math.pi / 6)
+
+    def weight(self) -> Tensor:
+        return self.factors()[1]
+
+
+register_one_lipschitz(ContractionLinear)
 
 
 class SandwichLinear(CayleyPairLinear):
@@ -66,19 +182,19 @@ class SandwichLinear(CayleyPairLinear):
     """
 
     log_psi: nn.Parameter | None
+    activation: nn.Module | None
 
-    def __init__(self, *linear: Any, activation: str | nn.Module | None = "relu", **named: Any) -> None:
-        module = None if activation is None else slope_activation(activation)
-        self.linear_form = module is None
-        super().__init__(*linear, **named)
-        self.activation = module
-
-    def make_parameters(self, device: Any, dtype: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
         super().make_parameters(device, dtype)
-        add_log_psi(self, self.linear_form, self.out_features, device, dtype)
+        add_activation(self, activation, self.out_features, device, dtype)
 
     def weight(self) -> Tensor:
-        """:math:`2 A^\\top B` (out_features, in_features): the layer itself in its linear form."""
+        """:math:`2 A^\\top B` (out_features, in_features), in the linear form.
+
+        Raises:
+            OptionError: the layer has an activation, and no matrix computes it.
+        """
+        check_linear_form(self, "weight()")
         at, b = self.factors()
         return 2 * (at @ b)
 
@@ -163,10 +279,23 @@ class SandwichLinear(CayleyPairLinear):
         return layer
 
 
-def add_log_psi(layer: nn.Module, linear_form: bool, channels: int, device: Any, dtype: Any) -> None:
-    """Give a new layer the parameter ``log_psi`` (channels,), zero; None in its linear form."""
-    zeros = None if linear_form else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
+def add_activation(
+    layer: nn.Module, activation: str | nn.Module | None, channels: int, device: Any, dtype: Any
+) -> None:
+    """Give a new layer its activation and the parameter ``log_psi`` (channels,), zero; two None in its linear form."""
+    chosen = None if activation is None else slope_activation(activation)
+    layer.register_module("activation", chosen)
+    zeros = None if chosen is None else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
     layer.register_parameter("log_psi", zeros)
+
+
+def check_linear_form(layer: nn.Module, method: str) -> None:
+    """Raise ``OptionError`` unless the layer has no activation: only then a matrix is all of it."""
+    if layer.activation is not None:
+        raise OptionError(
+            f"{type(layer).__name__}.{method}: expected activation=None, where one linear map is the whole layer, "
+            f"got activation={layer.activation!r}: use halves(), the two maps around it"
+        )
 
 
 def bound_with_activation(layer: nn.Module, input_shape: Shape | None) -> float:
@@ -214,3 +343,155 @@ def plain_activation(activation: nn.Module) -> nn.Module:
     if hasattr(plain, "inplace"):
         setattr(plain, "inplace", False)  # noqa: B010
     return plain
+
+
+class SandwichConv2d(SymbolConv2d):
+    r"""Circular convolution with its activation inside: the sandwich layer at each frequency.
+
+    .. math:: \hat v = \sqrt2\, \Psi^{-1} \hat B\, \hat x, \qquad
+              \hat y = \sqrt2\, \hat A^* \Psi\, \widehat{\sigma(v + b)}, \qquad
+              [\hat A\ \hat B] = \mathrm{cayley}([\hat X^*; \hat Y^*])^*,\quad \hat A \hat A^* + \hat B \hat B^* = I
+
+    Without activation it is the linear form :math:`\hat y = 2 \hat A^* \hat B \hat x` plus bias.
+
+    Args:
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
+        activation: as :class:`SandwichLinear`.
+
+    Parameters ``x_free`` (out_channels, out_channels, kh, kw), ``y_free`` (out_channels, s^2 in_channels, kh, kw),
+    their norms ``x_scale`` and ``y_scale`` (0-d), ``log_psi`` (out_channels; not in the linear form) and ``bias``.
+
+    Guarantee:
+        1-Lipschitz. Exports as a :class:`lipkit.modules.SandwichBlock` of two Fourier convolutions (of two
+        ``nn.Conv2d`` for a 1 x 1 kernel), whose bound is proved from its numbers with the multiplier :math:`\Psi^2`;
+        the linear form as one of them.
+
+    Cost:
+        At each of about H W / (2 s^2) frequencies LU factors of size out_channels, shared by the solves of two Cayley
+        convolutions in solve form (``lipkit.conv.cayley_conv``). A 1 x 1 kernel has one pair of matrices for all
+        frequencies: one inverse, and two products for each s x s patch.
+
+    Raises:
+        OptionError: an argument that is not supported, an activation that does not qualify. ShapeError: an input that
+            does not fit.
+
+    >>> SandwichConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
+    torch.Size([1, 8, 7, 5])
+
+    References:
+        [LBDN] Wang & Manchester, ICML 2023, algorithm 1, Appendix B.
+    """
+
+    log_psi: nn.Parameter | None
+    activation: nn.Module | None
+
+    def make_parameters(self, device: Any, dtype: Any, *, activation: str | nn.Module | None = "relu") -> None:
+        q, p = self.out_channels, self.inner_channels
+        self.x_free, size = free_and_scale((q, q, *self.kernel_size), device, dtype)
+        self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
+        self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
+        # The mean square of Y's singular values, over all frequencies, is then that of the dense layer.
+        self.y_scale = nn.Parameter(torch.tensor(BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
+        add_activation(self, activation, q, device, dtype)
+
+    def free_kernels(self) -> tuple[Tensor, Tensor]:
+        """X (out_channels, out_channels, kh, kw), Y (out_channels, s^2 in_channels, kh, kw), in float32 or better."""
+        return rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
+
+    def factors(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """``[A B]`` at the self-conjugate frequencies (n_r, q, q + p) and, complex, at the pairs (n_p, q, q + p)."""
+        raw = kernel_symbol(torch.cat(self.free_kernels(), 1), height, width)
+        return cayley(raw.real), cayley(as_complex(raw.pair))
+
+    def symbol(self, height: int, width: int) -> Symbol:
+        """:math:`2 A^* B`, in the linear form.
+
+        Raises:
+            OptionError: the layer has an activation, and no symbol computes it.
+        """
+        check_linear_form(self, "symbol()")
+        q = self.out_channels
+        return _symbol(*(2 * (both[..., :q].mH @ both[..., q:]) for both in self.factors(height, width)))
+
+    def psi(self) -> Tensor:
+        """The diagonal of Psi (out_channels,), in float32 or better."""
+        assert self.log_psi is not None
+        return at_least_float32(self.log_psi).exp()
+
+    def halves(self, height: int, width: int) -> tuple[Symbol, Symbol]:
+        """The symbols around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^* \\Psi`."""
+        q, psi = self.out_channels, self.psi()
+        both = self.factors(height, width)
+        first = _symbol(*(SQRT2 * m[..., q:] / psi[:, None] for m in both))
+        return first, _symbol(*(SQRT2 * m[..., :q].mH * psi for m in both))
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Of a 1 x 1 kernel: the two halves as the matrices that all frequencies share."""
+        first, second = self.halves(1, 1)
+        return first.real[0], second.real[0]
+
+    @half_through_float32
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation is None:
+            return super().forward(x)
+        if self.pointwise:
+            self.check_input(x)
+            with autocast_off(x):
+                first, second = self.matrices()
+                inside = self.on_patches(x.to(first.dtype), first)
+                return F.conv2d(self.activation(inside), second[..., None, None])
+        x = self.resample(x)
+        with autocast_off(x):
+            kernels, psi = self.free_kernels(), self.psi()
+            x = x.to(psi.dtype)
+            normal = normal_matrices_of(*kernels, *x.shape[-2:], wide=True)
+            # Both maps solve with the same matrices.
+            factors = prepare(normal, 2 * len(x))
+            bias = None if self.bias is None else self.bias.to(psi.dtype)
+            v = solve_form("second", x, normal, factors, bias, SQRT2 / psi)
+            return solve_form("first adjoint", self.activation(v), normal, factors, scale=SQRT2 * psi)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", activation=None" if self.activation is None else "")
+
+
+def _symbol(real: Tensor, pair: Tensor) -> Symbol:
+    return Symbol(real, as_pair(pair))
+
+
+lipschitz_rule(SandwichConv2d)(bound_with_activation)
+
+
+@export_rule(SandwichConv2d)
+def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
+    if layer.activation is None:
+        return export_symbol_conv(layer, input_shape)
+    size = resampled_size(layer, input_shape)
+    exact = in_float64(layer)
+    activation, multiplier = plain_activation(layer.activation), placed_like(layer, exact.psi().square())
+    if layer.pointwise:
+        one, two = (placed_like(layer, half) for half in exact.matrices())
+        first, second = patch_module(one, layer.stride, layer.bias), patch_module(two, 1, None)
+        return SandwichBlock(first, activation, second, multiplier)
+    before, after = (Symbol(*(placed_like(layer, part) for part in half)) for half in exact.halves(*size))
+    block = SandwichBlock(
+        FourierConv2d.from_symbol(before, *size, layer.bias),
+        activation,
+        FourierConv2d.from_symbol(after, *size, None),
+        multiplier,
+    )
+    return nn.Sequential(*stride_modules(layer), block)
+
+
+SANDWICH = Family(
+    name="sandwich",
+    title="linear map, activation and linear map, from one Cayley transform at each frequency",
+    paper="Wang & Manchester, ICML 2023",
+    equation="equation 10, algorithm 1",
+    conv=SandwichConv2d,
+    linear=SandwichLinear,
+    claim="contraction",
+    options={"activation": ("relu", "tanh", None)},
+    own_activation=True,
+    affine=partial(SandwichLinear, activation=None),
+)

@@ -13,8 +13,9 @@ from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.kernel_exponential import skew, taylor_features, taylor_norm
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
-from lipkit.layers._base import ConstrainedConv2d, half_through_float32
-from lipkit.layers._export import patch_module, resampled_size, stride_modules
+from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
+from lipkit.layers.cayley import CayleyLinear
+from lipkit.layers.export import patch_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.exponential import check_terms, taylor
 from lipkit.linalg.gram_norm import gram_norm
@@ -52,20 +53,13 @@ class SocConv2d(ConstrainedConv2d):
     in radians.
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; odd kernel sizes, also larger than the image.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
+        kernel_size: odd.
         padding_mode: 'circular' (exports as an exact Fourier convolution) or 'zeros' (as its Taylor recurrence).
-        device, dtype: of the parameters (float32 or float64).
         train_terms, eval_terms: T in training and in evaluation mode, the one thing in which they differ.
 
     Parameters ``free`` M (c, c, kh, kw) with c = max(s^2 in_channels, out_channels), and ``bias``. Missing input
     channels are zeros, surplus output channels are dropped.
-
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
 
     Guarantee:
         :math:`\max_{|\theta| \le 1} |p_T(i\theta)|`-Lipschitz, 1.0009 for T = 5 and 1 + 2e-8 for T = 10: what
@@ -91,12 +85,6 @@ class SocConv2d(ConstrainedConv2d):
         Singla & Feizi, "Skew Orthogonal Convolutions", ICML 2021, theorems 2 to 4 and algorithm 1.
     """
 
-    def __init__(self, *conv: Any, train_terms: int = 5, eval_terms: int = 10, **named: Any) -> None:
-        check_terms(train_terms, "train_terms")
-        check_terms(eval_terms, "eval_terms")
-        self.train_terms, self.eval_terms = train_terms, eval_terms
-        super().__init__(*conv, **named)
-
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
         if padding_mode not in ("circular", "zeros"):
             raise OptionError(f"padding_mode: expected 'circular' or 'zeros', got {padding_mode!r}")
@@ -105,7 +93,10 @@ class SocConv2d(ConstrainedConv2d):
         super().check_padding(kernel, padding, "circular")
         self.padding_mode = padding_mode
 
-    def make_parameters(self, device: Any, dtype: Any) -> None:
+    def make_parameters(self, device: Any, dtype: Any, *, train_terms: int = 5, eval_terms: int = 10) -> None:
+        check_terms(train_terms, "train_terms")
+        check_terms(eval_terms, "eval_terms")
+        self.train_terms, self.eval_terms = train_terms, eval_terms
         c = max(self.inner_channels, self.out_channels)
         free = torch.empty(c, c, *self.kernel_size, device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.kaiming_uniform_(free, a=math.sqrt(5)))
@@ -115,16 +106,16 @@ class SocConv2d(ConstrainedConv2d):
         """The highest power in the present mode."""
         return self.train_terms if self.training else self.eval_terms
 
-    def kernel(self) -> Tensor:
-        """The skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better; zero for a symmetric M."""
+    def generator(self) -> Tensor:
+        """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better."""
         kernel = skew(at_least_float32(self.free))
         # First to unit Frobenius norm, so that nothing underflows on the way to the bound.
         kernel = kernel / torch.linalg.vector_norm(kernel).clamp_min(1e-12)
         return kernel / reshaped_norm(kernel).to(kernel.dtype)
 
     def matrix(self, terms: int) -> Tensor:
-        """Of a 1 x 1 kernel: the matrix (out_channels, s^2 in_channels), the same with either padding."""
-        return taylor(self.kernel()[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
+        """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same with either padding."""
+        return taylor(self.generator()[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +124,7 @@ class SocConv2d(ConstrainedConv2d):
             if self.pointwise:
                 matrix = self.matrix(self.terms)
             else:
-                kernel = self.kernel()
+                kernel = self.generator()
         if self.pointwise:
             return self.on_patches(x, matrix)
         x = downsample(x, self.stride)
@@ -163,7 +154,7 @@ def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
     height, width = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(layer.matrix(layer.eval_terms), layer.stride, layer.bias)
-    kernel = layer.kernel()
+    kernel = layer.generator()
     if layer.padding_mode == "circular":
         raw = kernel_symbol(kernel.double(), height, width)
         pairs = as_pair(taylor(as_complex(raw.pair), layer.eval_terms))
@@ -187,3 +178,18 @@ def _export_soc(layer: SocConv2d, input_shape: Shape) -> nn.Module:
     if plain.bias is not None and layer.bias is not None:
         plain.bias.copy_(layer.bias)
     return nn.Sequential(*stride_modules(layer), plain)
+
+
+SOC = Family(
+    name="soc",
+    title="Exponential of a skew kernel, by Taylor terms",
+    paper="Singla & Feizi, ICML 2021",
+    equation="theorems 2 to 4, algorithm 1",
+    conv=SocConv2d,
+    linear=CayleyLinear,
+    sizes="odd kernels, any image",
+    accepts=lambda k, h, w: k % 2 == 1,
+    options={"train_terms": (3, 5), "eval_terms": (5, 10)},
+    slack=1e-3,
+    train_gap=1.5e-3,
+)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lipkit.errors import LipkitError, ShapeError
-from lipkit.layers._base import check_positive
+from lipkit.layers.base import check_positive
 from lipkit.modules import Shape
 
 

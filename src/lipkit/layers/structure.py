@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers._base import check_dtype, check_positive
+from lipkit.layers.base import check_dtype, check_positive
 from lipkit.modules import Affine, ConvexResidual, Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.modules.residual import refuse_inplace
 from lipkit.proof.roundoff import reciprocal_up, up

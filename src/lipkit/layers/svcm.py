@@ -10,8 +10,9 @@ from torch import Tensor
 from lipkit.bounds import circular, symbol_sup
 from lipkit.conv import fold, symbol
 from lipkit.errors import ShapeError
-from lipkit.layers._base import KernelConv2d, check_positive
-from lipkit.layers._export import export_kernel_conv, resampled_size
+from lipkit.layers.base import Family, KernelConv2d, check_positive
+from lipkit.layers.dense import BjorckLinear
+from lipkit.layers.export import export_kernel_conv, resampled_size
 from lipkit.layers.ossn import delta_orthogonal_free
 from lipkit.layers.steps import AfterStep
 from lipkit.linalg import at_least_float32
@@ -110,13 +111,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
     r"""Singular value clipping: the free kernel itself, kept near norm 1 by an explicit :meth:`project_`.
 
     Args:
-        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be larger than the image.
-        stride: s, emulated by invertible downsampling; ``kernel_size`` applies after it.
-        padding: 'same', or the integer that preserves the size.
-        dilation, groups: 1.
-        bias: whether a bias is added.
-        padding_mode: 'circular'.
-        device, dtype: of the parameters (float32 or float64).
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
 
     Parameters ``free`` (out_channels, s^2 in_channels, kh, kw), with all singular values 1 at the start, and
     ``bias``. Nothing happens to the kernel between projections, so **a training loop has to project**: ``lipkit.fit``
@@ -124,15 +119,9 @@ class SvcmConv2d(KernelConv2d, AfterStep):
     `lipkit.layers.register_after_step` once. A loop that does not is told by ``lipschitz`` and ``export`` alone, whose
     bound is that of the kernel as it is.
 
-    Shapes:
-        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
-
     Guarantee:
         No claimed constant: ``lipschitz`` computes one from the numbers, for the input shape if it is given, else
         for every image size.
-
-    Raises:
-        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
 
     >>> from lipkit.modules import lipschitz
     >>> layer = SvcmConv2d(2, 2, 3)
@@ -180,3 +169,14 @@ def _svcm(layer: SvcmConv2d, input_shape: Shape | None) -> Tensor:
 
 
 export_rule(SvcmConv2d)(export_kernel_conv)
+
+
+SVCM = Family(
+    name="svcm",
+    title="singular values clipped by alternating projections between optimiser steps",
+    paper="Sedghi, Gupta & Long, ICLR 2019",
+    equation="section 3, algorithm 1",
+    conv=SvcmConv2d,
+    linear=BjorckLinear,
+    claim="none",
+)

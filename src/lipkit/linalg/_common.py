@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.errors import ShapeError
+from lipkit.errors import OptionError, ShapeError
+
+
+def check_positive(**values: int) -> None:
+    """Raise ``OptionError`` unless every value is an integer of at least 1.
+
+    >>> check_positive(iterations=3, order=1)
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
 
 
 def check_matrix(a: Tensor, name: str = "w") -> None:

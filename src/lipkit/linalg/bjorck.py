@@ -7,17 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.errors import OptionError
-from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise ``OptionError`` unless ``value`` is an integer of at least 1.
-
-    >>> check_count("iterations", 3)
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+from lipkit.linalg._common import at_least_float32, check_matrix, check_positive, eye_like
 
 
 def into_unit_ball(w: Tensor) -> Tensor:
@@ -106,8 +96,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         section 4.2.
     """
     check_matrix(w)
-    check_count("iterations", iterations)
-    check_count("order", order)
+    check_positive(iterations=iterations, order=order)
     w = at_least_float32(w)
     if w.shape[-2] < w.shape[-1]:
         return bjorck(w.mH, iterations, order).mH

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
-from lipkit.linalg.bjorck import bjorck_step, check_count, into_unit_ball
+from lipkit.linalg._common import at_least_float32, check_matrix, check_positive, eye_like
+from lipkit.linalg.bjorck import bjorck_step, into_unit_ball
 
 
 def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
@@ -53,7 +53,7 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
         "LOT: Layer-wise Orthogonal Training", NeurIPS 2022, algorithm 1.
     """
     check_matrix(w)
-    check_count("iterations", iterations)
+    check_positive(iterations=iterations)
     w = at_least_float32(w)
     if w.shape[-2] < w.shape[-1]:
         return newton_schulz(w.mH, iterations).mH

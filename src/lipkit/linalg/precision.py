@@ -136,6 +136,12 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def autocast_on(x: Tensor) -> bool:
+    """Whether autocast may lower the precision of products on the device of ``x``."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def autocast_off(x: Tensor) -> Any:
     """A context in which autocast does not lower the precision of products on the device of ``x``."""
     if not torch.amp.is_autocast_available(x.device.type):

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers._base import check_positive, half_through_float32
-from lipkit.layers.cayley_pair import ContractionLinear
-from lipkit.layers.sandwich import SandwichLinear
+from lipkit.layers.base import check_positive, half_through_float32
+from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Network, Shape, export_rule, lipschitz, lipschitz_rule

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers._base import check_positive
+from lipkit.layers.base import check_positive
 from lipkit.models._parts import activated, bounded, check_classes, check_image
 from lipkit.models._unconstrained import find, strided_kernel
 from lipkit.modules import Shape

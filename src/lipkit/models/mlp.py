@@ -12,7 +12,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Scale, families
-from lipkit.layers._base import check_positive
+from lipkit.layers.base import check_positive
 from lipkit.models._parts import bounded, check_options, flat_size, make_activation
 from lipkit.modules import Shape
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Sum
-from lipkit.layers._base import check_positive
+from lipkit.layers.base import check_positive
 from lipkit.models._parts import bounded, check_classes, check_image
 from lipkit.modules import Shape
 

@@ -1,8 +1,13 @@
-"""The exports that constrained layers share: made in float64, rounded once, of the plainest modules that do."""
+"""Exports of constrained layers: made in float64, rounded once, of the plainest modules that compute them.
+
+A layer whose norm is at most 1 by construction needs one line, :func:`register_one_lipschitz`. Others register rules of
+their own with ``lipkit.modules.lipschitz_rule`` and ``export_rule``, made of the functions of this file.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,17 +16,29 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, fold
 from lipkit.conv.resample import patch_kernel
 from lipkit.errors import ShapeError
-from lipkit.layers._base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
+from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
-
-def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
-    """The plain module of the emulated stride, if there is one."""
-    return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
-
+__all__ = [
+    "circular_module",
+    "export_kernel_conv",
+    "export_linear",
+    "export_symbol_conv",
+    "in_float64",
+    "patch_module",
+    "placed_like",
+    "register_one_lipschitz",
+    "resampled_size",
+    "stride_modules",
+]
 
 Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
+    """The plain module of the emulated stride: one, or none for a stride of 1."""
+    return [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
 
 
 def in_float64(layer: Layer) -> Layer:
@@ -98,8 +115,13 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
 
 
 def register_one_lipschitz(*types: type[nn.Module]) -> None:
-    """Both rules for final layers that are 1-Lipschitz by construction; the export follows from their base."""
-    exports: list[tuple[type[nn.Module], Any]] = [
+    """Register both rules for layer classes that are 1-Lipschitz by construction.
+
+    The constant is 1. The export follows from the base class: the matrix as ``nn.Linear``, the symbol as a
+    :class:`FourierConv2d`, the kernel as a circular ``nn.Conv2d``. Rules hold for exactly these classes, not for
+    those that inherit from them.
+    """
+    exports: list[tuple[type[nn.Module], Callable[..., nn.Module]]] = [
         (ConstrainedLinear, export_linear),
         (SymbolConv2d, export_symbol_conv),
         (KernelConv2d, export_kernel_conv),

@@ -1,11 +1,19 @@
-"""What every constrained layer shares: arguments checked once, bias, stride. Exports are in ``_export``."""
+"""The base classes of constrained layers, and the record by which the table of families knows them.
+
+A dense layer inherits from :class:`ConstrainedLinear` and returns its matrix. A convolution inherits from
+:class:`KernelConv2d` if its constrained object is a kernel, from :class:`SymbolConv2d` if it is a matrix at each
+frequency, and from :class:`ConstrainedConv2d` if it computes its output in a way of its own. The exports that fit them
+are in :mod:`lipkit.layers.export`; docs/adding_a_family.md writes a family from beginning to end.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +23,68 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, apply_symbol, circular_conv2d, downsample, fold
 from lipkit.conv.resample import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg._common import check_positive
+from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.modules.activations import BY_NAME, slope_restricted
+
+__all__ = [
+    "ConstrainedConv2d",
+    "ConstrainedLinear",
+    "Family",
+    "KernelConv2d",
+    "SymbolConv2d",
+    "check_dtype",
+    "check_positive",
+    "half_through_float32",
+    "new_bias",
+    "slope_activation",
+]
 
 Pair = int | tuple[int, int]
 
 
-def check_positive(**values: int) -> None:
-    """Raise ``OptionError`` unless every value is an integer of at least 1."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+@dataclass(frozen=True)
+class Family:
+    """One way to constrain a layer: a row of :data:`lipkit.layers.families.FAMILIES`.
+
+    Attributes:
+        name: acronym, as used in recipes (``layer=cayley``).
+        title: the method in words.
+        paper, equation: where it comes from.
+        conv, linear: constructors with the argument order of ``nn.Conv2d`` and ``nn.Linear``.
+        claim: 'orthogonal' (all singular values 1), 'contraction' (at most 1), or 'none' (``lipschitz`` computes the
+            constant from the numbers).
+        sizes: the kernels and images it accepts, in words.
+        accepts: the same as a predicate of kernel size, height and width (after downsampling).
+        options: keyword options of the convolution and the values that the laws try.
+        slack: relative amount by which ``lipschitz`` of a layer may exceed 1 (a truncation error in the bound).
+        attained: fraction of its bound that the norm of a new layer reaches at least (not for 'orthogonal').
+        train_gap: declared relative difference between training and evaluation mode (Taylor terms).
+        smooth: whether the layer is differentiable where singular values of a parameter coincide.
+        own_activation: whether the layers contain their activation: a model puts none after them.
+        affine: constructor of the affine dense layer that ends a network, where ``linear`` is not affine.
+    """
+
+    name: str
+    title: str
+    paper: str
+    equation: str
+    conv: Callable[..., nn.Module]
+    linear: Callable[..., nn.Module]
+    claim: str = "orthogonal"
+    sizes: str = "any kernel, any image"
+    accepts: Callable[[int, int, int], bool] = field(default=lambda k, h, w: True)
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    slack: float = 0.0
+    attained: float | None = None
+    train_gap: float = 0.0
+    smooth: bool = True
+    own_activation: bool = False
+    affine: Callable[..., nn.Module] | None = None
+
+    def last(self, in_features: int, out_features: int, **options: Any) -> nn.Module:
+        """The affine dense layer of this family: the last one of a network."""
+        return (self.affine or self.linear)(in_features, out_features, **options)
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -38,22 +98,47 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """The contract of every family in bfloat16 and float16: weight and products in float32, the output as the input.
+    """Decorate ``forward`` with the contract of every family in bfloat16 and float16.
 
-    Parameters of half precision are taken as they are; under autocast the products are autocast's.
+    Weight and products are made in float32, and the output has the dtype of the input. Parameters of half precision
+    are taken as they are; under autocast the products are autocast's.
     """
 
     @functools.wraps(forward)
     def call(layer: Any, x: Tensor) -> Tensor:
-        if x.dtype not in (torch.bfloat16, torch.float16) or _autocast(x.device.type):
+        if x.dtype not in (torch.bfloat16, torch.float16) or autocast_on(x):
             return forward(layer, x)
         return forward(layer, x.float()).to(x.dtype)
 
     return call
 
 
-def _autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def slope_activation(activation: str | nn.Module) -> nn.Module:
+    """The activation of this name, or a copy of this module, with slope in [0, 1] everywhere.
+
+    =============================================== ==================================================================
+    qualify                                         do not
+    =============================================== ==================================================================
+    relu, relu6, hardtanh, tanh, sigmoid,           GELU, SiLU, Mish, Hardswish, SELU (slopes above 1 or below 0), abs
+    hardsigmoid, softplus, softsign, logsigmoid,    and PReLU (slopes below 0, or learnable), MaxMin, GroupSort and
+    softshrink, tanhshrink, celu, elu (alpha <= 1), Softmax (not elementwise), Hardshrink and Threshold (jumps)
+    leakyrelu (slope <= 1)
+    =============================================== ==================================================================
+
+    Raises:
+        OptionError: an activation that does not qualify; the message lists those that do.
+
+    >>> slope_activation("tanh"), slope_activation(nn.LeakyReLU(0.1))
+    (Tanh(), LeakyReLU(negative_slope=0.1))
+    """
+    if isinstance(activation, str) and activation in BY_NAME:
+        return BY_NAME[activation]()
+    if isinstance(activation, nn.Module) and slope_restricted(activation):
+        return copy.deepcopy(activation)
+    raise OptionError(
+        f"activation: expected one with slope in [0, 1] ({', '.join(sorted(BY_NAME))}, or such a module), "
+        f"got {activation!r}"
+    )
 
 
 def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.Parameter | None:
@@ -65,27 +150,40 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
 
 
 class ConstrainedLinear(nn.Module, ABC):
-    """A dense layer ``y = Q x + b`` whose matrix Q = ``weight()`` obeys a constraint by construction.
+    """A dense layer ``y = Q x + b`` whose matrix Q obeys a constraint by construction.
 
-    Subclasses make their parameters in ``make_parameters`` and return Q, ``(out_features, in_features)``, from
-    ``weight()``. Options of a subclass are keyword arguments, checked and set before ``super().__init__``.
+    A subclass makes its parameters in :meth:`make_parameters` and returns Q from :meth:`weight`.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+
+    Raises:
+        OptionError: sizes below 1, another dtype.
     """
 
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         check_positive(in_features=in_features, out_features=out_features)
         check_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.make_parameters(device, dtype)
+        self.make_parameters(device, dtype, **options)
         self.register_parameter("bias", new_bias(out_features, in_features, bias, device, dtype))
 
     @abstractmethod
-    def make_parameters(self, device: Any, dtype: Any) -> None:
-        """Create every free parameter; called once, by ``__init__``."""
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     @abstractmethod
     def weight(self) -> Tensor:
@@ -104,10 +202,24 @@ class ConstrainedLinear(nn.Module, ABC):
 class ConstrainedConv2d(nn.Module, ABC):
     """A circular, size-preserving convolution with emulated stride whose norm is constrained by construction.
 
-    Takes the arguments of ``nn.Conv2d`` in their order. ``stride`` s is an invertible downsampling (the kernel, of
-    ``kernel_size`` taps, then acts on s^2 in_channels), ``padding`` is 'same' or the integer that preserves the size.
-    Subclasses make their parameters in ``make_parameters``; their options are keyword arguments, checked and set
-    before ``super().__init__``.
+    A subclass makes its parameters in :meth:`make_parameters` and computes its output in ``forward``.
+
+    Args:
+        in_channels, out_channels, kernel_size: as ``nn.Conv2d``; the kernel may be as large as the image or larger.
+        stride: s, emulated by an invertible downsampling; ``kernel_size`` applies after it, so that the kernel acts
+            on s^2 in_channels (``inner_channels``).
+        padding: 'same', or the integer that preserves the size.
+        dilation, groups: 1.
+        bias: whether a bias is added.
+        padding_mode: 'circular'.
+        device, dtype: of the parameters (float32 or float64).
+        options: keyword options of the subclass, handed to :meth:`make_parameters`.
+
+    Shapes:
+        ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)``, any H and W that s divides.
+
+    Raises:
+        OptionError: an argument that is not supported. ShapeError: an input that does not fit.
     """
 
     bias: nn.Parameter | None
@@ -125,6 +237,7 @@ class ConstrainedConv2d(nn.Module, ABC):
         padding_mode: str = "circular",
         device: Any = None,
         dtype: Any = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
@@ -146,12 +259,12 @@ class ConstrainedConv2d(nn.Module, ABC):
         self.kernel_size, self.stride = kernel, step
         self.inner_channels = in_channels * step**2
         fan_in = self.inner_channels * kernel[0] * kernel[1]
-        self.make_parameters(device, dtype)
+        self.make_parameters(device, dtype, **options)
         self.register_parameter("bias", new_bias(self.bias_channels(), fan_in, bias, device, dtype))
 
     @abstractmethod
-    def make_parameters(self, device: Any, dtype: Any) -> None:
-        """Create every free parameter; called once, by ``__init__``."""
+    def make_parameters(self, device: Any, dtype: Any, *_: Any, **options: Any) -> None:
+        """Check and keep the options, and create every free parameter; called once, by ``__init__``."""
 
     def bias_channels(self) -> int:
         """Number of biases: one for each output channel, unless the bias sits inside the layer."""
@@ -175,7 +288,7 @@ class ConstrainedConv2d(nn.Module, ABC):
 
     @property
     def pointwise(self) -> bool:
-        """Whether the kernel is 1 x 1: one matrix then serves every frequency, and every s x s patch of the image."""
+        """True for a 1 x 1 kernel: one matrix then serves every frequency, and every s x s patch of the image."""
         return self.kernel_size == (1, 1)
 
     def check_input(self, x: Tensor) -> None:
@@ -197,18 +310,19 @@ class ConstrainedConv2d(nn.Module, ABC):
         return F.conv2d(x, patch_kernel(matrix, self.stride), bias, stride=self.stride)
 
     def add_bias(self, y: Tensor) -> Tensor:
+        """``y`` plus the bias of each channel, if there is one."""
         return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
 
 
 class SymbolConv2d(ConstrainedConv2d):
-    """A convolution constrained at each frequency: subclasses return their symbol for an image size."""
+    """A convolution constrained at each frequency: a subclass returns its :meth:`symbol` for an image size."""
 
     @abstractmethod
     def symbol(self, height: int, width: int) -> Symbol:
         """The constrained symbol on ``height x width`` (after downsampling), in float32 or better."""
 
     def matrix(self) -> Tensor:
-        """Of a 1 x 1 kernel: the matrix (out_channels, s^2 in_channels) that all frequencies share."""
+        """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same at every frequency."""
         return self.symbol(1, 1).real[0]
 
     @half_through_float32
@@ -226,7 +340,7 @@ class SymbolConv2d(ConstrainedConv2d):
 
 
 class KernelConv2d(ConstrainedConv2d):
-    """A convolution whose constrained object is a kernel: subclasses return it."""
+    """A convolution whose constrained object is a kernel: a subclass returns it from :meth:`kernel`."""
 
     @abstractmethod
     def kernel(self) -> Tensor:

@@ -1,0 +1,221 @@
+"""The gain of every autograd Function of the package over its plain twin: the table of docs/performance.md.
+
+    python -m benchmarks.functions
+
+Forward and backward of both, float32, one thread, process time, in turns; medians. `saved` is what autograd keeps
+from the forward pass to the backward one, in MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from benchmarks.speed.clock import cpu_clock, interleaved, measuring
+from benchmarks.speed.memory import saved_bytes
+from benchmarks.speed.ratios import median, ratio
+from torch import Tensor
+
+from lipkit.conv import cayley_conv, phase_product, spectrum
+from lipkit.conv.normal_matrices import (
+    NormalMatrices,
+    _AddGram,
+    _skew,
+    _SkewTaps,
+    _Solution,
+    _solution,
+    factorize,
+    normal_matrices,
+)
+from lipkit.linalg import gram_norm, skew_polynomial
+from lipkit.linalg.cayley import _tall_cayley, _TallCayley
+from lipkit.linalg.polar import _TallPolar
+from lipkit.memory import keep_freed_memory
+from lipkit.modules import activations
+
+Function = Callable[..., Any]
+
+
+class Pair(NamedTuple):
+    """A Function and its twin on the same inputs; each returns the output whose derivative is taken."""
+
+    name: str
+    size: str
+    function: Function
+    plain: Function
+    inputs: tuple[Tensor, ...]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
+    """Normal numbers of this size that want a gradient."""
+    return (size * torch.randn(shape, dtype=dtype)).requires_grad_()
+
+
+# Channels, side and batch of a layer, as the papers have them.
+CONVOLUTIONS = [(64, 32, 128), (128, 16, 128), (256, 8, 128)]
+
+
+def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
+    """What a Cayley layer and a Fourier layer of these sizes call."""
+    size = f"{c}@{side}, batch {batch}"
+    n_real, n_pair = 4, (side**2 - 4) // 2
+    x = leaf(batch, c, side, side)
+    yield Pair("MaxMin", size, activations._MaxMin.apply, activations._sorted_halves, (x,))
+    matrices = spectrum.transform_matrices(side, side, dtype=torch.float32)
+    real, pair = leaf(n_real, c, c, size=c**-0.5), leaf(n_pair, 2, c, c, size=c**-0.5)
+    bias = leaf(c)
+    yield Pair(
+        "symbol on images (spectrum._Apply)",
+        size,
+        lambda *t: spectrum._Apply.apply(*t, *matrices),
+        lambda *t: spectrum._plain(*t, matrices),
+        (real, pair, bias, x),
+    )
+    kernel = (torch.randn(c, c, 3, 3) / (3 * c**0.5)).requires_grad_()
+    taps = leaf(9, c, c)
+    yield Pair(
+        "skew taps (normal_matrices._SkewTaps)",
+        size,
+        _SkewTaps.apply,
+        lambda t: _skew(t) + (torch.arange(9) == 4)[:, None, None] * torch.eye(c),
+        (taps,),
+    )
+    normal = normal_matrices(kernel.detach(), side, side)
+    inputs = tuple(t.detach().requires_grad_() for t in normal[:2])
+
+    def solved(x: Tensor, bias: Tensor, real: Tensor, pair: Tensor) -> Tensor:
+        return cayley_conv.solve_form("wide", x, NormalMatrices(real, pair, None, None), bias=bias)
+
+    def solved_plainly(x: Tensor, bias: Tensor, real: Tensor, pair: Tensor) -> Tensor:
+        made = NormalMatrices(real, pair, None, None)
+        return cayley_conv._plain("wide", x, bias, None, made, matrices)
+
+    yield Pair("solve form (cayley_conv._Solved)", size, solved, solved_plainly, (x, bias, *inputs))
+    w = leaf(n_pair, c, c, dtype=torch.complex64)
+    a = leaf(n_pair, c, c, dtype=torch.complex64)
+    yield Pair(
+        "Gram matrix (normal_matrices._AddGram)",
+        size,
+        lambda a, w: _AddGram.apply(a, w, True),
+        lambda a, w: a + w.conj() @ w.mT,
+        (a, w),
+    )
+    rows = leaf(n_pair, c // 2, c, dtype=torch.complex64)
+
+    def solution(transposed: Tensor, rows: Tensor) -> Tensor:
+        factors = factorize(transposed.detach(), batch)
+        return _Solution.apply(transposed, rows, *factors)
+
+    well = (torch.eye(c) + 0.3 * normal.pair.detach()).requires_grad_()
+    yield Pair("half of a transform (normal_matrices._Solution)", size, solution, _solution, (well, rows))
+
+
+def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
+    """What a dense layer of this width and batch, or a batch of matrices, calls."""
+    size = f"{batch} of {n} x {n}"
+    u = leaf(batch, n, n, size=n**-0.5)
+    yield Pair(
+        "Cayley transform (linalg.cayley)",
+        size,
+        lambda u: _TallCayley.apply(u, None)[0],
+        lambda u: _tall_cayley(u, None)[0],
+        (u,),
+    )
+    v = leaf(batch, n, n, size=n**-0.5)
+    yield Pair(
+        "Cayley transform, tall",
+        f"{batch} of {2 * n} x {n}",
+        lambda u, v: _TallCayley.apply(u, v)[0],
+        lambda u, v: _tall_cayley(u, v)[0],
+        (u, v),
+    )
+    yield Pair(
+        "Taylor exponential (linalg.skew_polynomial)",
+        size,
+        lambda u: skew_polynomial._TaylorExponential.apply(u, 5)[0],
+        lambda u: skew_polynomial._taylor_exponential(u, 5),
+        (u,),
+    )
+
+    def plain_polar(u: Tensor) -> Tensor:
+        left, _, right = torch.linalg.svd(u, full_matrices=False)
+        return left @ right
+
+    yield Pair("polar factor (linalg.polar)", size, lambda u: _TallPolar.apply(u)[0], plain_polar, (u,))
+
+
+def norm_pairs(m: int, n: int) -> Iterator[Pair]:
+    """The proved norm of SOC's skew kernels, reshaped."""
+    a = leaf(m, n, size=n**-0.5)
+    yield Pair(
+        "norm by the Gram matrix (linalg.gram_norm)",
+        f"{m} x {n}",
+        lambda a: gram_norm._GramNorm.apply(a)[0],
+        gram_norm._plain,
+        (a,),
+    )
+
+
+def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
+    """ECO's layer of kernel 3."""
+    x = leaf(batch, c, side, side)
+    real, pair, bias = leaf(1, c, c, size=c**-0.5), leaf(4, 1, c, c, size=c**-0.5), leaf(c)
+    matrices = spectrum.transform_matrices(3, 3, dtype=torch.float32)
+
+    def plain(real: Tensor, pair: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        return phase_product._whole(spectrum.Symbol(real, pair), x, (3, 3), matrices) + bias[:, None, None]
+
+    yield Pair(
+        "phase form (phase_product._PhaseProduct)",
+        f"{c}@{side}, batch {batch}",
+        lambda *t: phase_product._PhaseProduct.apply(*t, matrices[0], (3, 3)),
+        plain,
+        (real, pair, bias, x),
+    )
+
+
+def pairs() -> Iterator[Pair]:
+    """Every Function at the sizes of the papers."""
+    for c, side, batch in CONVOLUTIONS:
+        yield from convolution_pairs(c, side, batch)
+    for c, side, batch in ((32, 24, 128), (128, 12, 128), (512, 3, 128)):
+        yield from phase_pairs(c, side, batch)
+    for n, batch in ((64, 64), (128, 5), (512, 1)):
+        yield from matrix_pairs(n, batch)
+    for m, n in ((64, 576), (128, 1152), (512, 4608)):
+        yield from norm_pairs(m, n)
+
+
+def step(function: Function, inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+    """Forward and backward, with an upstream gradient that is there already."""
+    upstream = torch.randn_like(function(*inputs))
+
+    def work() -> object:
+        return torch.autograd.grad(function(*inputs), inputs, upstream)
+
+    return work
+
+
+def row(pair: Pair) -> str:
+    """One line of the table."""
+    work = {"function": step(pair.function, pair.inputs), "plain": step(pair.plain, pair.inputs)}
+    samples = interleaved(work, cpu_clock, seconds=1.0, repeats=15, least=3)
+    kept = [saved_bytes(lambda f=f: f(*pair.inputs)) / 2**20 for f in (pair.function, pair.plain)]
+    return (
+        f"| {pair.name} | {pair.size} | {1e3 * median(samples['function']):.2f} | "
+        f"{ratio(samples['plain'], samples['function']):.2f} | {kept[0]:.1f} | {kept[1]:.1f} |"
+    )
+
+
+def main() -> None:
+    keep_freed_memory()
+    torch.manual_seed(0)
+    print("| Function | size | ms | plain / Function | saved MiB | plain's |\n|:--|:--|--:|--:|--:|--:|")
+    with measuring("cpu"):
+        for pair in pairs():
+            print(row(pair), flush=True)
+
+
+if __name__ == "__main__":
+    main()
