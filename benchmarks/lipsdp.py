@@ -118,17 +118,17 @@ def clarabel_gain(network: Network) -> tuple[float, float]:
 
 INTRODUCTION = """# Time and size of LipSDP
 
-`lipsdp.solve` finds multipliers of the LMI by a barrier method on its structure, and proves the gain that
-they give; `lipsdp.verify` proves a gain with multipliers that are there, as an LBDN's are. Made by
+`lipsdp.solve` finds multipliers of the LMI by a barrier method that uses its structure, and proves the gain
+that they give. `lipsdp.verify` proves a gain with given multipliers, such as an LBDN's own. Made by
 `python benchmarks/lipsdp.py > docs/lipsdp.md`: process time on one thread of a shared 2-core x86-64
 machine, random networks (entries of variance 1 / inputs, ReLU, float64). `N` is the total width, inputs and
-outputs included (`solve` reduces inputs beyond the first hidden width, 784 to 190, by a QR factorisation).
-`product` is that of the layers' norms; `ratio` says how far the proved gain is below it.
+outputs included. (`solve` reduces inputs beyond the first hidden width, 784 to 190, by a QR factorisation.)
+`product` is that of the layers' norms; `ratio` is the product over the proved gain.
 
 | network | N | solve, s | Newton steps | verify, s | proved gain | product | ratio |
 |---|---|---|---|---|---|---|---|"""
 AGAINST = """
-At {limit} Newton steps `solve` stops (`max_steps`): that gain is proved too, but a smaller one may be.
+At {limit} Newton steps `solve` stops (`max_steps`): that gain is proved too, but a smaller one may exist.
 
 ## Against a general solver
 
@@ -136,17 +136,16 @@ At {limit} Newton steps `solve` stops (`max_steps`): that gain is proved too, bu
 
 ## Where it stops
 
-A Newton step and a proof grow with the cube of N, the memory with its square; the number of steps grows
-with N, width and depth too. One Newton step and one proof, for three hidden layers of equal width:
+The time of a Newton step and of a proof grows with the cube of N, the memory with its square; the number of
+steps grows with N, width and depth too. One Newton step and one proof, for three hidden layers of equal width:
 
 | N | Newton step, s | proof, s |
 |---|---|---|"""
 END = """
 150 steps take {now:.1f} minutes at N = {n}; at N = {large} they would take {then:.0f} minutes (extrapolated), and
-some 15 matrices of N x N {memory:.0f} GB: a few thousand units are where `solve` stops being practical.
+some 15 matrices of N x N would take {memory:.0f} GB. So `solve` is practical up to a few thousand units.
 `verify` goes further: it is one factorisation, so an LBDN of that size is still proved from its own
-multipliers. For larger networks there is the product of norms, which `lipschitz` gives for every exported
-network."""
+multipliers. For larger networks `lipschitz` gives the product of norms, as for every exported network."""
 
 
 def against_clarabel() -> str:
