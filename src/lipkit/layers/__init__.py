@@ -1,5 +1,7 @@
 """Constrained layers, one family in one file; :mod:`lipkit.layers.families` is their table."""
 
+from lipkit.layers import base as base
+from lipkit.layers import export as export
 from lipkit.layers.aol import AolConv2d, AolLinear
 from lipkit.layers.bcop import BcopConv2d
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
@@ -51,6 +53,8 @@ __all__ = [
     "Sum",
     "SvcmConv2d",
     "after_step",
+    "base",
+    "export",
     "register_after_step",
 ]
 
