@@ -16,7 +16,6 @@ from lipkit.files import MAX_BYTES
 # A deflate stream expands at most 1032 times (RFC 1951: 258 bytes from 2 bits); gzip and zip only add to it.
 _DEFLATE_RATIO = 1032
 
-
 # zipfile raises the last three for a damaged directory: an unknown version, a bad name, a short record.
 _BROKEN = (OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error)
 

@@ -18,7 +18,6 @@ from lipkit.errors import DataError, OptionError
 HELD_BYTES = 1 << 31
 """Image files that take at most 2 GiB of memory for each split are decoded once, when they are loaded."""
 
-
 DATASETS: dict[str, Entry] = {
     "digits": digits.ENTRY,
     "mnist": mnist.ENTRY,

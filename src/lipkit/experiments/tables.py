@@ -148,7 +148,6 @@ def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
 
 TABLES: dict[str, Table] = load_tables()
 
-
 DIGITS = "lipkit.experiments.tables:enlarged_digits"
 # What stands in for a data set: images of the same number of channels, in the order of preference.
 STAND_INS = {

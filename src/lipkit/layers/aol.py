@@ -116,7 +116,6 @@ class AolConv2d(KernelConv2d):
 
 register_one_lipschitz(AolLinear, AolConv2d)
 
-
 AOL = Family(
     name="aol",
     title="Almost-orthogonal: columns rescaled by a diagonal bound",

@@ -100,7 +100,6 @@ def _bcop(layer: BcopConv2d, input_shape: Shape | None) -> Tensor | float:
 
 export_rule(BcopConv2d)(export_kernel_conv)
 
-
 BCOP = Family(
     name="bcop",
     title="Block convolution of projectors, by Björck iteration",

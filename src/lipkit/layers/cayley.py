@@ -138,7 +138,6 @@ class CayleyConv2d(SymbolConv2d):
 
 register_one_lipschitz(CayleyLinear, CayleyConv2d)
 
-
 CAYLEY = Family(
     name="cayley",
     title="Cayley transform at each frequency",

@@ -96,7 +96,6 @@ def _lot(layer: LotConv2d, input_shape: Shape | None) -> Tensor | float:
 
 export_rule(LotConv2d)(export_symbol_conv)
 
-
 LOT = Family(
     name="lot",
     title="Polar factor at each frequency",

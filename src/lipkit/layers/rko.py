@@ -95,7 +95,6 @@ def _rko(layer: RkoConv2d, input_shape: Shape | None) -> Tensor | float:
 
 export_rule(RkoConv2d)(export_kernel_conv)
 
-
 RKO = Family(
     name="rko",
     title="reshaped kernel, Björck orthonormalisation, divided by the root of its taps",

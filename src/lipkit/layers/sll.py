@@ -322,7 +322,6 @@ def _one(module: nn.Module, input_shape: Shape | None) -> float:
 export_rule(SllLinear, CplLinear)(export_residual_linear)
 export_rule(SllConv2d, CplConv2d)(export_residual_conv)
 
-
 SLL = Family(
     name="sll",
     title="Residual around an activation, weight used twice, diagonal bound",

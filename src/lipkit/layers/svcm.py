@@ -170,7 +170,6 @@ def _svcm(layer: SvcmConv2d, input_shape: Shape | None) -> Tensor:
 
 export_rule(SvcmConv2d)(export_kernel_conv)
 
-
 SVCM = Family(
     name="svcm",
     title="singular values clipped by alternating projections between optimiser steps",

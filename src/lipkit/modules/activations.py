@@ -145,7 +145,6 @@ class GroupSort(nn.Module):
 # One unit in the last place is at most 2 u of the result.
 LIBRARY = 2 * 16.0
 
-
 SOFTMAX_EXP = 2 * 64.0
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 BLOCK = 16
 
-
 _Blocked = TypeVar("_Blocked", "BlockedLinear", "BlockedConv2d")
 
 

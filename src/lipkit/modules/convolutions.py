@@ -36,7 +36,6 @@ from lipkit.proof.roundoff import up
 
 _Conv = nn.Conv1d | nn.Conv2d
 
-
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d
 
 

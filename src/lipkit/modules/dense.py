@@ -84,7 +84,6 @@ def _affine(module: Affine, input_shape: Shape | None) -> Tensor:
 
 _PerOutput = Callable[[Tensor], Tensor]
 
-
 _Conv = nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
 
 
@@ -224,7 +223,6 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
 
 
 export_rule(Affine)(export_same)
-
 
 stored(nn.Linear, in_features=COUNT, out_features=COUNT, bias=flag)
 stored(

@@ -260,6 +260,5 @@ def relative_to_input(
 
 export_rule(FourierConv2d)(export_same)
 
-
 SIDE = whole(-(2**31), 1 << 16)
 stored(FourierConv2d, in_channels=COUNT, out_channels=COUNT, height=SIDE, width=SIDE, bias=flag)

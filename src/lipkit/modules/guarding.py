@@ -29,7 +29,6 @@ _CALLED = (
     "forward",
 )
 
-
 # The methods of each class when a rule was registered for it: a rule speaks of those functions and no others.
 _METHODS: dict[type, dict[str, object]] = {}
 

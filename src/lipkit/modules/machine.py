@@ -31,9 +31,7 @@ class Local(NamedTuple):
 # At a batch x (N, *input_shape) in float64: bounds for all inputs near each of its samples.
 Measure = Callable[[Tensor], Local]
 
-
 RoundingRule = Callable[[Any, Shape, Arithmetic], Measure]
-
 
 _RULES: dict[type[nn.Module], RoundingRule] = {}
 

@@ -156,7 +156,6 @@ def _stored_symbol(module: StoredSymbol, input_shape: Shape, arithmetic: Arithme
 
 export_rule(PhaseConv2d)(export_same)
 
-
 stored(
     PhaseConv2d,
     in_channels=COUNT,

@@ -35,22 +35,16 @@ from lipkit.modules.network import Network
 Shape = tuple[int, ...]
 """The shape of one sample, without the batch."""
 
-
 # The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
 LipschitzRule = Callable[[Any, Shape | None], Tensor | float]
 
-
 ExportRule = Callable[[Any, Shape], nn.Module]
-
 
 Rule = TypeVar("Rule", LipschitzRule, ExportRule)
 
-
 _LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
 
-
 _EXPORT: dict[type[nn.Module], ExportRule] = {}
-
 
 # Ends the message of a missing bound.
 ELSEWHERE = "; for networks with their own forward use lipkit.analyze"

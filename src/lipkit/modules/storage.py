@@ -27,9 +27,7 @@ from lipkit.proof.roundoff import WIDE
 # 2: the order of the frequencies of Fourier convolutions above 64 pixels changed.
 SCHEMA_VERSION = 2
 
-
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-
 
 # Numbers in the Fourier transforms of one network, which a configuration names by their size alone.
 MAX_TRANSFORM = 1 << 28

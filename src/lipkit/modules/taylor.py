@@ -129,7 +129,6 @@ def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmet
 
 export_rule(TaylorConv2d)(export_same)
 
-
 stored(
     TaylorConv2d,
     in_channels=COUNT,

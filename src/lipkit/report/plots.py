@@ -31,7 +31,6 @@ _VARIABLES = {
     SERIES[3]: "var(--plot-4, #7c3aed)",
 }
 
-
 # A phone's page is 332 px wide: at this width in points its 9-point text is more than 11 px high.
 NARROW = 3.7
 
