@@ -24,7 +24,7 @@ from lipkit.interop import model_card
 from lipkit.report import read_record, write_report
 from lipkit.text import printable, printable_lines
 
-RUN = Path(__file__).parent / "run_of_schema_1"
+RUN = Path(__file__).parents[1] / "experiments" / "run_of_schema_1"
 LINE = "certified(36/255)  100.00 %"
 FORGED = f"a\n{LINE}\r\x1b[2K\x1b[1A\u202e\u2066\u2028\x85\x9b1m\u200b\ud800\x7f"
 

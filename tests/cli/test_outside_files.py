@@ -31,7 +31,7 @@ from lipkit.report.record import read_any_record
 from lipkit.report.run_files import read_radii
 from lipkit.training.checkpoints import read_json, read_metrics
 
-RUN = Path(__file__).parent / "run_of_schema_1"
+RUN = Path(__file__).parents[1] / "experiments" / "run_of_schema_1"
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "certificate": ("certificate.jsonl", read_certificate),
     "record": ("record.json", read_record),
