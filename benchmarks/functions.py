@@ -21,15 +21,12 @@ from lipkit.conv import cayley_conv, phase_product, spectrum
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
     _AddGram,
-    _skew,
-    _SkewTaps,
     _Solution,
     _solution,
     factorize,
     normal_matrices,
 )
 from lipkit.linalg import gram_norm, skew_polynomial
-from lipkit.linalg.cayley import _tall_cayley, _TallCayley
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
 from lipkit.modules import activations
@@ -72,16 +69,8 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         lambda *t: spectrum._plain(*t, matrices),
         (real, pair, bias, x),
     )
-    kernel = (torch.randn(c, c, 3, 3) / (3 * c**0.5)).requires_grad_()
-    taps = leaf(9, c, c)
-    yield Pair(
-        "skew taps (normal_matrices._SkewTaps)",
-        size,
-        _SkewTaps.apply,
-        lambda t: _skew(t) + (torch.arange(9) == 4)[:, None, None] * torch.eye(c),
-        (taps,),
-    )
-    normal = normal_matrices(kernel.detach(), side, side)
+    kernel = torch.randn(c, c, 3, 3) / (3 * c**0.5)
+    normal = normal_matrices(kernel, side, side)
     inputs = tuple(t.detach().requires_grad_() for t in normal[:2])
 
     def solved(x: Tensor, bias: Tensor, real: Tensor, pair: Tensor) -> Tensor:
@@ -102,34 +91,22 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
         (a, w),
     )
     rows = leaf(n_pair, c // 2, c, dtype=torch.complex64)
-
-    def solution(transposed: Tensor, rows: Tensor) -> Tensor:
-        factors = factorize(transposed.detach(), batch)
-        return _Solution.apply(transposed, rows, *factors)
-
     well = (torch.eye(c) + 0.3 * normal.pair.detach()).requires_grad_()
-    yield Pair("half of a transform (normal_matrices._Solution)", size, solution, _solution, (well, rows))
+    # A sandwich layer has the factors already, for its other half.
+    factors = factorize(well.detach(), batch)
+    yield Pair(
+        "half of a transform (normal_matrices._Solution)",
+        size,
+        lambda *t: _Solution.apply(*t, *factors),
+        _solution,
+        (well, rows),
+    )
 
 
 def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
     """What a dense layer of this width and batch, or a batch of matrices, calls."""
     size = f"{batch} of {n} x {n}"
     u = leaf(batch, n, n, size=n**-0.5)
-    yield Pair(
-        "Cayley transform (linalg.cayley)",
-        size,
-        lambda u: _TallCayley.apply(u, None)[0],
-        lambda u: _tall_cayley(u, None)[0],
-        (u,),
-    )
-    v = leaf(batch, n, n, size=n**-0.5)
-    yield Pair(
-        "Cayley transform, tall",
-        f"{batch} of {2 * n} x {n}",
-        lambda u, v: _TallCayley.apply(u, v)[0],
-        lambda u, v: _tall_cayley(u, v)[0],
-        (u, v),
-    )
     yield Pair(
         "Taylor exponential (linalg.skew_polynomial)",
         size,
@@ -159,7 +136,8 @@ def norm_pairs(m: int, n: int) -> Iterator[Pair]:
 
 def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     """ECO's layer of kernel 3."""
-    x = leaf(batch, c, side, side)
+    # In the memory format in which ECO layers pass their features on.
+    x = torch.randn(batch, c, side, side).to(memory_format=torch.channels_last).requires_grad_()
     real, pair, bias = leaf(1, c, c, size=c**-0.5), leaf(4, 1, c, c, size=c**-0.5), leaf(c)
     matrices = spectrum.transform_matrices(3, 3, dtype=torch.float32)
 

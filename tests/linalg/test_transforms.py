@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from lipkit.bounds import aol, fantastic_four, gram, lipbound, reshaped, spectra
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol
 from lipkit.conv.phase_product import apply_phases
 from lipkit.errors import OptionError
-from lipkit.linalg import ORTHOGONALIZE, cayley, polar, taylor_exponential
+from lipkit.linalg import ORTHOGONALIZE, cayley, polar, taylor_exponential, torch_private
 from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.transforms import differentiated, outside, transformed
 
@@ -114,3 +118,50 @@ def test_what_is_at_work() -> None:
     with torch.no_grad():
         assert not differentiated(x.requires_grad_())
     assert differentiated(x)
+
+
+@pytest.mark.parametrize("name", torch_private.NAMES)
+def test_torch_still_has_each_private_name(name: str) -> None:
+    parts = name.split(".")
+    found = torch
+    for i, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            with contextlib.suppress(ImportError):
+                import_module(".".join(parts[:i]))
+        assert hasattr(found, part), f"torch has no {name} any more: {torch_private.NAMES[name]}"
+        found = getattr(found, part)
+
+
+def test_torch_still_has_the_private_attributes_of_its_classes() -> None:
+    made = {"torch.nn.Module": torch.nn.Module(), "torch.nn.Conv2d": torch.nn.Conv2d(1, 1, 1), "torch.Tensor": X}
+    for kind, attributes in torch_private.ATTRIBUTES.items():
+        for attribute in attributes:
+            assert hasattr(made[kind], attribute), f"{kind} has no {attribute} any more"
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """The private names of torch in a program: imported, written out, or asked for by a string."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            path = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            path = ast.unparse(node).split(".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+            path = [*ast.unparse(node.args[0]).split("."), ast.unparse(node.args[1]).strip("'")]
+        else:
+            continue
+        if path[0] in ("torch", "nn") and any(p.startswith("_") and not p.startswith("__") for p in path):
+            found.append(".".join(path))
+    return found
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    assert private_names(ast.parse("import torch\ntorch._C.f(nn.modules.x._Norm)\nfrom torch.a import _b")) != []
+    package = Path(torch_private.__file__).parents[1]
+    found = {
+        path.relative_to(package).as_posix(): private_names(ast.parse(path.read_text()))
+        for path in package.rglob("*.py")
+    }
+    assert len(found.pop("linalg/torch_private.py")) > 5
+    assert {path: names for path, names in found.items() if names} == {}

@@ -7,18 +7,18 @@ import copy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral_hook
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError
+from lipkit.linalg.torch_private import normalisations
 from lipkit.modules import guard
 from lipkit.modules.guarding import refuse_wrapper
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
-PARAMETRIZATIONS = (_SpectralNorm, _WeightNorm, _Orthogonal)
+PARAMETRIZATIONS = normalisations()
 HOOKS = (SpectralNorm, WeightNorm)
 
 
@@ -81,7 +81,7 @@ def _materialise(name: str, module: nn.Module) -> None:
                         "or weight normalisation or orthogonal of torch.nn.utils.parametrizations: make the weight "
                         "constant with torch.nn.utils.parametrize.remove_parametrizations"
                     )
-                if type(kind) is _SpectralNorm and kind.training:
+                if type(kind).__name__ == "_SpectralNorm" and kind.training:
                     raise _still_changing(name)
             parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=True)
     for hook in list(module._forward_pre_hooks.values()):

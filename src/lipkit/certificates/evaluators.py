@@ -19,6 +19,7 @@ from torch import nn
 from lipkit import modules
 from lipkit.errors import OptionError
 from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
+from lipkit.linalg.torch_private import nnpack_enabled
 from lipkit.modules.blocked import BLOCK, blocked
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.proof.arithmetic import Arithmetic, arithmetic_of
@@ -136,7 +137,7 @@ def settings(kind: str) -> dict[str, str]:
     }
     backends = torch.backends
     if kind != "cuda":
-        return found | {"nnpack": str(_nnpack_enabled()), "mkldnn": str(backends.mkldnn.enabled)}
+        return found | {"nnpack": str(nnpack_enabled()), "mkldnn": str(backends.mkldnn.enabled)}
     names = ("enabled", "allow_tf32", "benchmark", "deterministic")
     sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     return (
@@ -148,14 +149,6 @@ def settings(kind: str) -> dict[str, str]:
             "cuda.linalg": str(backends.cuda.preferred_linalg_library()).split(".")[-1],
         }
     )
-
-
-def _nnpack_enabled() -> bool:
-    if not torch.backends.nnpack.is_available():
-        return False
-    # torch has no public getter; where the private one is missing it counts as enabled.
-    getter = getattr(torch._C, "_get_nnpack_enabled", None)
-    return True if getter is None else bool(getter())
 
 
 def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:

@@ -82,31 +82,10 @@ def _taps(kernel: Tensor) -> Tensor:
     return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
 
 
-def _skew(taps: Tensor) -> Tensor:
-    return taps.mT - taps.flip(0)
-
-
-class _SkewTaps(torch.autograd.Function):
-    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, the centre in the middle; without I its own adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, taps: Tensor, identity: bool = True) -> Tensor:
-        made = _skew(taps)
-        if identity:
-            made[len(made) // 2].diagonal().add_(1)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _skew(grads[0]) if transformed() else _SkewTaps.apply(grads[0], False), None
-
-
 def _skew_taps(taps: Tensor) -> Tensor:
-    if not transformed():
-        made: Tensor = _SkewTaps.apply(taps)
-        return made
+    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, the centre in the middle."""
     centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
-    return _skew(taps) + centre[:, None, None] * eye_like(taps)
+    return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)
 
 
 def _parts(a: Tensor) -> list[slice]:

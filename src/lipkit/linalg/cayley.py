@@ -1,63 +1,13 @@
-"""The Cayley transform: any matrix to a semi-orthogonal one, with its analytic derivative."""
+"""The Cayley transform: any matrix to a semi-orthogonal one, and the solves that apply it without making it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
-from lipkit.linalg.transforms import transformed
-
-
-def _tall_cayley(u: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What :class:`_TallCayley` computes, by operations that every tracer and every derivative of torch knows."""
-    z = u - u.mH
-    if v is not None:
-        z = z + v.mH @ v
-    eye = eye_like(u)
-    x = torch.linalg.inv(z + eye)
-    top = 2 * x - eye
-    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2), x
-
-
-class _TallCayley(torch.autograd.Function):
-    """(Q, X) from U (n x n) and V (p x n): X = (I + U - U* + V*V)^-1, Q = [2X - I; -2VX].
-
-    X is returned as a second output so that the backward pass needs no further inverse and is itself
-    differentiable (a tensor saved from the inside of the forward pass would be a constant to autograd).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, x = _tall_cayley(u, v)
-        ctx.save_for_backward(x, v)
-        ctx.set_materialize_grads(False)
-        return q, x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        x, v = ctx.saved_tensors
-        grad_q, grad_x = grads
-        n = x.shape[-1]
-        # Everything first becomes a gradient with respect to X; then dX = -X dZ X.
-        total = grad_x
-        grad_v = None
-        if grad_q is not None:
-            from_q = 2 * grad_q[..., :n, :]
-            if v is not None:
-                bottom = grad_q[..., n:, :]
-                from_q = from_q - 2 * (v.mH @ bottom)
-                grad_v = -2 * (bottom @ x.mH)
-            total = from_q if total is None else total + from_q
-        if total is None:
-            return None, None
-        grad_z = -(x.mH @ total @ x.mH)
-        if v is not None:
-            curvature = v @ (grad_z + grad_z.mH)
-            grad_v = curvature if grad_v is None else grad_v + curvature
-        return grad_z - grad_z.mH, grad_v
 
 
 def cayley(w: Tensor) -> Tensor:
@@ -68,7 +18,7 @@ def cayley(w: Tensor) -> Tensor:
     .. math:: Z = U - U^* + V^*V, \qquad Q = [\,(I+Z)^{-1}(I-Z);\; -2V(I+Z)^{-1}\,], \qquad Q^*Q = I,
 
     and for a wide one the transform of :math:`W^*`, transposed back. With :math:`X = (I+Z)^{-1}` this is
-    :math:`[2X - I; -2VX]`: one inverse, which the backward pass reuses (square: :math:`dQ = -2X\,dA\,X`).
+    :math:`[2X - I; -2VX]`: one inverse, which the derivative reuses (square: :math:`dQ = -2X\,dA\,X`).
 
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
@@ -92,8 +42,7 @@ def cayley(w: Tensor) -> Tensor:
     torch.Size([3, 2])
 
     References:
-        [Cayley] Trockman & Kolter, ICLR 2021, equation 2 and Proposition A.7. The backward formula is the
-        differential of the two expressions above.
+        [Cayley] Trockman & Kolter, ICLR 2021, equation 2 and Proposition A.7.
     """
     check_matrix(w)
     w = at_least_float32(w)
@@ -101,8 +50,13 @@ def cayley(w: Tensor) -> Tensor:
     if m < n:
         return cayley(w.mH).mH
     u, v = (w, None) if m == n else (w[..., :n, :], w[..., n:, :])
-    made: Tensor = (_tall_cayley if transformed() else _TallCayley.apply)(u, v)[0]
-    return made
+    z = u - u.mH
+    if v is not None:
+        z = z + v.mH @ v
+    eye = eye_like(u)
+    x = torch.linalg.inv(z + eye)
+    top = 2 * x - eye
+    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
 
 
 class Factors(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whether torch is transforming functions: what writes into memory of its own must give way then."""
+"""Transforms of functions by torch: what writes into memory of its own must give way to them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lipkit.errors import OptionError
+from lipkit.linalg.torch_private import functions_transformed, without_transforms
 
 
 def transformed() -> bool:
@@ -20,9 +20,7 @@ def transformed() -> bool:
     >>> transformed(), torch.func.vmap(lambda x: x if transformed() else 2 * x)(torch.ones(2))
     (False, tensor([1., 1.]))
     """
-    # torch has no public getter of either; where a private one is missing nothing is at work.
-    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0
+    return functions_transformed()
 
 
 def differentiated(a: Tensor) -> bool:
@@ -53,12 +51,7 @@ def outside(a: Tensor) -> Iterator[Tensor]:
     if not transformed():
         yield a.detach()
         return
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    functorch = torch._C._functorch
-    while functorch.is_gradtrackingtensor(a):
-        a = functorch.get_unwrapped(a)
-    if functorch.is_batchedtensor(a):
-        raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
-    with temporarily_clear_interpreter_stack():
-        yield a.detach()
+    with without_transforms(a) as numbers:
+        if numbers is None:
+            raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
+        yield numbers

@@ -17,9 +17,10 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import families
 from lipkit.models.nearest import start_near
 from lipkit.modules.guarding import guard, refuse_wrapper
-from lipkit.modules.registry import rules
+from lipkit.modules.registry import Shape, rules
 
-Shape = tuple[int, ...]
+# SyncBatchNorm inherits from none of the others.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _refusal(module: nn.Module, family: families.Family, sizes: set[tuple[int, i
         if not sizes and not all(family.accepts(side, side, side) for side in k):
             return f"{family.name} accepts {family.sizes}, got a kernel of {k}"
         return None
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BATCH_NORMS):
         return "its constant depends on its statistics and weight: leave it out, or fold it first"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     leaf = not any(True for _ in module.children())

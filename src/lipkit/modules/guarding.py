@@ -7,15 +7,12 @@ own functions, the code object of a method, or a method that asks whether it is 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
-from torch.utils._device import DeviceContext
 
 from lipkit.errors import NoRuleError
+from lipkit.linalg.torch_private import active_modes, has_global_hooks
 
 # What a call of a module goes through in nn.Module; of the classes below it every method counts.
 _CALLED = (
@@ -67,16 +64,11 @@ def guard(module: nn.Module) -> None:
 
 
 def _refuse_modes() -> None:
-    # torch has no public getters; where the private ones are missing no mode counts as active.
-    functions: list[Any] = getattr(torch.overrides, "_get_current_function_mode_stack", list)()
-    dispatch: list[Any] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)()
-    for mode in (*functions, *dispatch):
-        # A default device only says where new tensors go.
-        if type(mode) is not DeviceContext or mode.device.type == "meta":
-            raise NoRuleError(
-                f"expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
-                f"{type_name(type(mode))}: leave it first"
-            )
+    for mode in active_modes():
+        raise NoRuleError(
+            f"expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
+            f"{type_name(type(mode))}: leave it first"
+        )
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:
@@ -90,7 +82,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         raise NoRuleError(
             f"{name} has forward hooks or pre-hooks, which can change its output, expected none: remove them"
         )
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if has_global_hooks():
         raise NoRuleError(
             f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
         )

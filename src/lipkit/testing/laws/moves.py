@@ -159,7 +159,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
 def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
     plain, compiled = copy.deepcopy(layer), copy.deepcopy(layer)
     x = x.clone().requires_grad_()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with _quiet():
         z = torch.compile(compiled, backend=backend, fullgraph=case.fullgraph)(x)
         z.square().sum().backward()
