@@ -213,7 +213,7 @@ X = normal(1, 20, 2)
         (X, X, {"batch_size": 0}, OptionError, "batch_size as an integer >= 1"),
         (X, X, {"lr": -1.0}, OptionError, "lr as a finite number > 0"),
         (X, X, {"confidence": 1.0}, OptionError, "confidence between 0 and 1, got 1"),
-        (X, X, {"diameter": 0.0}, OptionError, "finite diameter > 0, got 0"),
+        (X, X, {"diameter": 0.0}, OptionError, "diameter as a finite number > 0, got 0"),
         (X, X, {"critic": "cauchy"}, OptionError, "cauchy"),
         (X, X, {"critic": nn.Linear(2, 3)}, OptionError, r"critic of one output, 128 values, got the shape \(128, 3\)"),
         (X, X, {"critic": nn.ReLU()}, OptionError, "a critic with parameters to train, got ReLU"),

@@ -27,7 +27,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Send], Awaitable[None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address can only be this machine.
+    """True for a name or address that can only be this machine.
 
     >>> [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "192.168.0.2", "example.org")]
     [True, True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""What the explorer shows of a run: its test images, certified radii, and attacks at any radius."""
+"""A run as the explorer shows it: its test images, certified radii, and attacks at any radius."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lipkit.certificates.measurement import float64_copy
 from lipkit.data import Split
 from lipkit.errors import OptionError, RunError
 from lipkit.report import Record, read_record
-from lipkit.report.examples import data_uri, is_image
+from lipkit.report.examples import class_name, data_uri, is_image
 from lipkit.report.run_files import RADII, read_radii
 from lipkit.text import printable
 
@@ -88,7 +88,7 @@ class ExploredRun:
         }
 
     def attack(self, index: int, eps: float) -> dict[str, Any]:
-        """What l2 PGD finds within ``eps`` of a sample, confirmed in float64, beside what is certified there.
+        """The point that l2 PGD finds within ``eps`` of a sample, confirmed in float64, beside what is certified there.
 
         Raises:
             OptionError: an index or radius out of range.
@@ -142,7 +142,7 @@ class ExploredRun:
         return x.float(), y
 
     def _name(self, label: int) -> str:
-        return self.classes[label] if 0 <= label < len(self.classes) else str(label)
+        return class_name(self.classes, label)
 
 
 def open_run(folder: Path, split: Split, classes: Sequence[str]) -> ExploredRun:

@@ -40,18 +40,18 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
     made = families.get(family)
     if len(input_shape) != 3 or input_shape[1] % 2 or input_shape[2] % 2 or not math.prod(input_shape):
         return mlp(HIDDEN, family, input_shape=input_shape, classes=1, **options)
-    channels, height, breadth = input_shape
+    channels, height, width = input_shape
     between: list[type[nn.Module]] = [] if made.own_activation else [MaxMin]
     wide, deep = CHANNELS
     # The largest kernel up to 3 x 3 that the family takes at each size.
-    first, second = (next(k for k in (3, 2, 1) if made.accepts(k, height // s, breadth // s) or k == 1) for s in (1, 2))
+    first, second = (next(k for k in (3, 2, 1) if made.accepts(k, height // s, width // s) or k == 1) for s in (1, 2))
     return nn.Sequential(
         made.conv(channels, wide, first, **options),
         *(kind() for kind in between),
         made.conv(wide, deep, second, stride=2, **options),
         *(kind() for kind in between),
         nn.Flatten(),
-        made.linear(deep * height * breadth // 4, UNITS),
+        made.linear(deep * height * width // 4, UNITS),
         *(kind() for kind in between),
         made.last(UNITS, 1),
     )

@@ -22,9 +22,9 @@ from lipkit.modules import Network, export
 from lipkit.modules.chains import proved_bound
 from lipkit.training.randomness import derived_seed, own_random_state
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
+from lipkit.wasserstein.intervals import Moments, bernstein, check_confidence, moments, student
 from lipkit.wasserstein.losses import kr_loss
-from lipkit.wasserstein.samples import as_pair
+from lipkit.wasserstein.samples import as_pair, check_counts, check_positive
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -67,7 +67,7 @@ class Estimate:
 
     @property
     def proved(self) -> bool:
-        """Whether the interval covers at this sample size (given the diameter), and not only as samples grow."""
+        """True if the interval covers at this sample size (given the diameter), not only as samples grow."""
         return self.method == "bernstein"
 
 
@@ -141,9 +141,15 @@ def distance(
         Chernozhukov et al., "Double/debiased machine learning", Econometrics Journal 21 (2018) (cross-fitting).
     """
     x, y = as_pair(x, y)
-    _check(steps, batch_size, lr, folds, confidence, diameter, seed, critic)
+    check_counts(0, steps=steps, seed=seed)
+    check_counts(1, batch_size=batch_size, folds=folds)
+    check_positive(lr=lr)
+    check_confidence(confidence)
     if diameter is not None:
+        check_positive(diameter=diameter)
         _check_diameter(x, y, diameter)
+    if steps == 0 and not isinstance(critic, nn.Module):
+        raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
     where = torch.device(device)
     shape = tuple(x.shape[1:])
     parts = _parts(len(x), len(y), folds if steps else 0, seed)
@@ -211,8 +217,6 @@ def fit(
     optimizer = torch.optim.Adam(parameters, lr=lr)
     dtype = parameters[0].dtype
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (1 - step / steps)
         drawn = [s[torch.randint(len(s), (batch_size,), generator=generator)] for s in (x, y)]
         values = one_output(model(torch.cat(drawn).to(device, dtype)), 2 * batch_size)
         value = loss(values[:batch_size], values[batch_size:])
@@ -220,10 +224,17 @@ def fit(
             raise OptionError(
                 f"expected a finite loss, got {float(value.detach())} at step {step + 1}: a smaller lr may help"
             )
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
-        optimizer.step()
+        descend(optimizer, value, lr * (1 - step / steps))
         after_step(model, tuple(x.shape[1:]), step + 1 if step + 1 < steps else None)
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
+    """One step of the optimiser at this rate, down the gradient of the loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
 
 
 def one_output(values: Tensor, count: int) -> Tensor:
@@ -272,25 +283,3 @@ def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:
         far = max(float((part.double() - first).flatten(1).norm(dim=1).max()) for part in samples.split(4096))
         if far > diameter * (1 + 1e-12):
             raise DataError(f"expected samples within the diameter {diameter:g}, got one of {name} at distance {far:g}")
-
-
-def _check(
-    steps: int, batch_size: int, lr: float, folds: int, confidence: float, diameter: float | None, seed: int,
-    critic: object,
-) -> None:  # fmt: skip
-    for name, count, least in (
-        ("steps", steps, 0),
-        ("batch_size", batch_size, 1),
-        ("folds", folds, 1),
-        ("seed", seed, 0),
-    ):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise OptionError(f"expected {name} as an integer >= {least}, got {count!r}")
-    if not (math.isfinite(lr) and lr > 0):
-        raise OptionError(f"expected lr as a finite number > 0, got {lr}")
-    if not 0 < confidence < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
-    if diameter is not None and not (math.isfinite(diameter) and diameter > 0):
-        raise OptionError(f"expected a finite diameter > 0, got {diameter}")
-    if steps == 0 and not isinstance(critic, nn.Module):
-        raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")

@@ -9,6 +9,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from lipkit.errors import OptionError
+from lipkit.wasserstein.samples import check_positive
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
         Welch, "The generalization of 'Student's' problem when several different population variances are involved",
         Biometrika 34 (1947).
     """
-    _check(confidence)
+    check_confidence(confidence)
     return sum(_welch(first, second, confidence) for first, second in pairs) / len(pairs)
 
 
@@ -100,9 +101,8 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     References:
         Maurer & Pontil, "Empirical Bernstein bounds and sample-variance penalization", COLT 2009, theorem 4.
     """
-    _check(confidence)
-    if not (math.isfinite(width) and width > 0):
-        raise OptionError(f"expected a finite width > 0, got {width}")
+    check_confidence(confidence)
+    check_positive(width=width)
     log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))
     each = (
         math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1))
@@ -112,6 +112,7 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     return sum(each) / len(pairs)
 
 
-def _check(confidence: float) -> None:
+def check_confidence(confidence: float) -> None:
+    """Raise `OptionError` unless it is above 0 and below 1."""
     if not 0 < confidence < 1:
         raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")

@@ -1,4 +1,4 @@
-r"""What a critic f minimises, from its values on samples of the two distributions.
+r"""The losses that a critic f minimises, from its values on samples of the two distributions.
 
 Notation: ``fx`` and ``fy`` are f on samples of P and of Q; the critic is high on P and low on Q.
 """
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError
+from lipkit.wasserstein.samples import check_positive
 
 
 def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
@@ -67,6 +68,5 @@ def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float 
     """
     if not (math.isfinite(alpha) and alpha >= 0):
         raise OptionError(f"expected alpha as a finite number >= 0, got {alpha}")
-    if not (math.isfinite(margin) and margin > 0):
-        raise OptionError(f"expected margin as a finite number > 0, got {margin}")
+    check_positive(margin=margin)
     return kr_loss(fx, fy) + alpha / 2 * (F.relu(margin - fx).mean() + F.relu(margin + fy).mean())

@@ -21,9 +21,9 @@ from lipkit.layers import after_step
 from lipkit.modules import Shape
 from lipkit.training.randomness import derived_seed, own_random_state
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.estimate import one_output
+from lipkit.wasserstein.estimate import descend, one_output
 from lipkit.wasserstein.losses import kr_loss
-from lipkit.wasserstein.samples import as_samples
+from lipkit.wasserstein.samples import as_samples, check_counts, check_positive
 
 HIDDEN = 256
 
@@ -113,14 +113,8 @@ def train(
         critic as in Anil, Lucas, Grosse, "Sorting out Lipschitz function approximation", ICML 2019.
     """
     data = as_samples(x, "x")
-    for name, count in (
-        ("latent", latent), ("steps", steps), ("critic_steps", critic_steps), ("batch_size", batch_size),
-    ):  # fmt: skip
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise OptionError(f"expected {name} as an integer >= 1, got {count!r}")
-    for name, rate in (("lr", lr), ("critic_lr", critic_lr)):
-        if not (math.isfinite(rate) and rate > 0):
-            raise OptionError(f"expected {name} as a finite number > 0, got {rate}")
+    check_counts(1, latent=latent, steps=steps, critic_steps=critic_steps, batch_size=batch_size)
+    check_positive(lr=lr, critic_lr=critic_lr)
     where, shape = torch.device(device), tuple(data.shape[1:])
     with own_random_state(where, derived_seed(seed, 3)):
         # The name of the function is hidden by the argument.
@@ -128,58 +122,36 @@ def train(
         judge = critics.instance(critic, shape)
         maker.to(where).train()
         judge.to(where).train()
-        history = _play(
-            data, maker, judge, latent, steps, critic_steps, batch_size, (lr, critic_lr),
-            torch.Generator().manual_seed(derived_seed(seed, 4)), where, progress,
-        )  # fmt: skip
+        drawn = torch.Generator().manual_seed(derived_seed(seed, 4))
+        making, judging = (torch.optim.Adam(net.parameters(), betas=(0.5, 0.9)) for net in (maker, judge))
+
+        def made() -> Tensor:
+            fake = maker(torch.randn(batch_size, latent, generator=drawn).to(where))
+            if tuple(fake.shape) != (batch_size, *shape):
+                raise ShapeError(f"expected a generator of samples of shape {shape}, got {tuple(fake.shape[1:])}")
+            return fake
+
+        def values(samples: Tensor) -> Tensor:
+            return one_output(judge(samples), len(samples))
+
+        history: list[float] = []
+        for step in range(steps):
+            found, left = 0.0, 1 - step / steps
+            for inner in range(critic_steps):
+                real = data[torch.randint(len(data), (batch_size,), generator=drawn)].to(where, torch.float32)
+                with torch.no_grad():
+                    fake = made()
+                both = values(torch.cat([real, fake]))
+                loss = kr_loss(both[:batch_size], both[batch_size:])
+                descend(judging, loss, critic_lr * left)
+                number = step * critic_steps + inner + 1
+                after_step(judge, shape, number if number < steps * critic_steps else None)
+                found = -float(loss.detach())
+            loss = -values(made()).mean()
+            descend(making, loss, lr * left)
+            if not (math.isfinite(found) and math.isfinite(float(loss.detach()))):
+                raise OptionError(f"expected finite losses, got {found} at step {step + 1}: smaller rates may help")
+            history.append(found)
+            if progress is not None:
+                progress(step + 1, found)
     return Wgan(maker.eval(), judge.eval(), latent, tuple(history))
-
-
-def _play(
-    data: Tensor, maker: nn.Module, judge: nn.Module, latent: int, steps: int, critic_steps: int, batch_size: int,
-    rates: tuple[float, float], drawn: torch.Generator, device: torch.device,
-    progress: Callable[[int, float], None] | None,
-) -> list[float]:  # fmt: skip
-    shape = tuple(data.shape[1:])
-    optimizers = [
-        torch.optim.Adam(net.parameters(), lr=rate, betas=(0.5, 0.9))
-        for net, rate in zip((maker, judge), rates, strict=True)
-    ]
-
-    def made() -> Tensor:
-        fake = maker(torch.randn(batch_size, latent, generator=drawn).to(device))
-        if tuple(fake.shape) != (batch_size, *shape):
-            raise ShapeError(f"expected a generator of samples of shape {shape}, got {tuple(fake.shape[1:])}")
-        return fake
-
-    def values(samples: Tensor) -> Tensor:
-        return one_output(judge(samples), len(samples))
-
-    history: list[float] = []
-    for step in range(steps):
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * (1 - step / steps)
-        found = 0.0
-        for inner in range(critic_steps):
-            real = data[torch.randint(len(data), (batch_size,), generator=drawn)].to(device, torch.float32)
-            with torch.no_grad():
-                fake = made()
-            both = values(torch.cat([real, fake]))
-            loss = kr_loss(both[:batch_size], both[batch_size:])
-            optimizers[1].zero_grad(set_to_none=True)
-            loss.backward()
-            optimizers[1].step()
-            number = step * critic_steps + inner + 1
-            after_step(judge, shape, number if number < steps * critic_steps else None)
-            found = -float(loss.detach())
-        loss = -values(made()).mean()
-        optimizers[0].zero_grad(set_to_none=True)
-        loss.backward()
-        optimizers[0].step()
-        if not (math.isfinite(found) and math.isfinite(float(loss.detach()))):
-            raise OptionError(f"expected finite losses, got {found} at step {step + 1}: smaller rates may help")
-        history.append(found)
-        if progress is not None:
-            progress(step + 1, found)
-    return history
