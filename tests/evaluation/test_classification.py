@@ -20,7 +20,7 @@ from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import (
     Attack,
     attack,
-    attack_certificate,
+    attack_samples,
     check_accuracy,
     check_examples,
     evaluate,
@@ -46,7 +46,7 @@ EPS = (0.02, 0.1, 0.5)
 
 
 def test_accuracies_add_up() -> None:
-    result = evaluate(network(), split(), eps=EPS, classes=("a", "b", "c"), attack=Attack(samples=None))
+    result = evaluate(network(), split(), eps=EPS, attack=Attack(samples=None), classes=("a", "b", "c"))
     assert result.clean.count == 54
     counts = [certified.count for certified in result.certified]
     assert counts == [int((result.certificate.radius > eps).sum()) for eps in EPS]
@@ -185,23 +185,24 @@ def test_the_network_of_the_caller_is_not_changed() -> None:
     assert {tensor.dtype for tensor in net.state_dict().values()} == {torch.float32}
 
 
-def test_attack_certificate_survives_infinite_radii() -> None:
+def test_an_attack_survives_infinite_radii() -> None:
     last = nn.Linear(2, 2)
     last.weight.data, last.bias.data = torch.zeros(2, 2), torch.tensor([1.0, 0.0])
     net = modules.Network([last], (2,))
     x, y = torch.rand(5, 2), torch.zeros(5, dtype=torch.int64)
     attack = Attack(eps=(0.5,), steps=3, restarts=1, samples=None, box=(0.0, 1.0), seed=0)
-    attacked, check = attack_certificate(net, certify(net, x, y), x, y, attack)
-    assert attacked[0].share.value == attacked[0].certified.value == 1.0
-    assert check.compared == 0
+    found = attack_samples(net, certify(net, x, y), x, y, attack)
+    assert found.rows[0].share.value == found.rows[0].certified.value == 1.0
+    assert found.cross_check.compared == 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"eps": (-0.1,)}, "every eps to be finite and >= 0, got -0.1"),
-        ({"attack": Attack(eps=(math.inf,))}, r"every attack\.eps to be finite and >= 0, got inf"),
-        ({"attack": Attack(samples=-1)}, r"attack\.samples >= 0 or None, got -1"),
+        ({"attack": Attack(eps=(math.inf,))}, "every eps of the attack to be finite and >= 0, got inf"),
+        ({"attack": Attack(samples=-1)}, "samples >= 0 of the attack, or None, got -1"),
+        ({"attack": Attack(norm="linf")}, "an attack in l2, got 'linf'"),
         ({"classes": ("a", "b")}, "at least 3 class names, got 2"),
         ({"confidence": 1.0}, "between 0 and 1, got 1.0"),
     ],

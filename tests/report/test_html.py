@@ -40,7 +40,7 @@ def make_run(folder: Path, *, shape: tuple[int, ...] = (1, 4, 4), metrics: bool 
     y[:5] = (y[:5] + 1) % 3
     data = Split(x, y)
     classes = (EVIL, "b", "c")
-    result = evaluate(network, data, eps=(36 / 255, 0.5), classes=classes, attack=Attack(steps=5))
+    result = evaluate(network, data, eps=(36 / 255, 0.5), attack=Attack(steps=5), classes=classes)
     record = from_evaluation(
         result, name=EVIL, data=EVIL, classes=classes, recipe={EVIL: EVIL, "model": {"width": 2}}, seed=0
     )

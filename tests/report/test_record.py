@@ -23,7 +23,7 @@ def evaluation() -> Evaluation:
     network = modules.Network([nn.Flatten(), nn.Linear(16, 3)], (1, 4, 4))
     x = torch.rand(30, 1, 4, 4)
     data = Split(x, network(x).argmax(dim=1))
-    return evaluate(network, data, eps=(36 / 255, 0.5), classes=("a", "b", "c"), attack=Attack(steps=5))
+    return evaluate(network, data, eps=(36 / 255, 0.5), attack=Attack(steps=5), classes=("a", "b", "c"))
 
 
 @pytest.fixture

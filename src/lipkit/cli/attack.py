@@ -76,6 +76,7 @@ def attack_run(
         OptionError: a radius that the data make a slip, or images outside of [0, 1].
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
+    import dataclasses
     import time
 
     import torch
@@ -115,7 +116,7 @@ def attack_run(
     certificate = certify(network, x, y, batch_size=batch_size, device=device)
     start = time.perf_counter()
     attempt = attack_samples(
-        network, certificate, x, y, Attack(attack.eps, steps, restarts, None, box, seed, name, norm),
+        network, certificate, x, y, dataclasses.replace(attack, samples=None),
         batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
     )  # fmt: skip
     path = save_attack(

@@ -89,7 +89,7 @@ def _check_opcodes(blob: bytes) -> None:
             if index > count:
                 raise DataError(f"expected a memo index of at most {count}, got {index}")
             reusable[index] = before in _REUSABLE
-        elif name in _GETS and argument is not None and not reusable.get(argument, True):
+        elif name in _GETS and not reusable.get(argument or 0, True):
             raise DataError("expected each tuple and number of the pickle once, got one that is used again")
         tuples += name in _TUPLES
         if tuples > MAX_TUPLES:

@@ -1,4 +1,4 @@
-"""What a network is worth on test data: accuracies or errors, held against what was certified."""
+"""Accuracies or errors of a network on test data, held against its certificates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from lipkit.evaluation.attack import (
     Attacked,
     Attempt,
     Examples,
-    attack_certificate,
     attack_samples,
     choose_samples,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "Examples",
     "Latency",
     "RegressionEvaluation",
-    "attack_certificate",
     "attack_samples",
     "check_accuracy",
     "check_examples",

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lipkit import modules
-from lipkit.attacks import ATTACKS, Found, run_attack, shrink
+from lipkit.attacks import ATTACKS, run_attack, shrink
 from lipkit.attacks.ascent import Box, check_choice, clip, misclassified
 from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
 from lipkit.certificates.measurement import float64_copy
+from lipkit.errors import OptionError
 from lipkit.evaluation.cross_check import CrossCheck, check_accuracy, check_examples
 
 
@@ -25,21 +26,21 @@ class Attack:
     """An attack at the radii ``eps``, on ``samples`` samples (None: all) drawn by ``seed``.
 
     Attributes:
-        eps: radii in units of ``norm``; none of them attacks nothing, and for `evaluate` None means its own.
-        steps, restarts: gradient steps of each start, and starts; None for the attack's defaults.
-        samples: how many samples are attacked; None for all.
-        box: range of valid input entries; None for no limit. For `evaluate` ``"auto"`` is [0, 1] if every sample lies
-            in it (images), else None.
+        eps: radii in units of ``norm``, empty for no attack; None for those that `evaluate` certifies.
+        steps, restarts: of the attack; None for its defaults.
+        samples: how many samples are attacked.
+        box: range of valid input entries, None for no limit; "auto" is [0, 1] if every sample lies in it (images),
+            else None.
         seed: of the choice of samples and of the attack.
         name: one of `lipkit.attacks.ATTACKS`.
         norm: ``"l2"`` or ``"linf"``.
     """
 
-    eps: Any = None
-    steps: int | None = 50
-    restarts: int | None = 1
+    eps: tuple[float, ...] | None = None
+    steps: int | None = None
+    restarts: int | None = None
     samples: int | None = 1000
-    box: Any = "auto"
+    box: Box | Literal["auto"] = "auto"
     seed: int = 0
     name: str = "pgd"
     norm: str = "l2"
@@ -77,33 +78,13 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """All that `attack_samples` found; ``ran`` says which attacks did run, ``clean`` is the share that was correct."""
+    """The findings of `attack_samples`; ``ran`` names the attacks that did run, ``clean`` counts what was correct."""
 
     rows: tuple[Attacked, ...]
     cross_check: CrossCheck
     examples: Examples
     clean: Share
     ran: tuple[str, ...]
-
-
-def attack_certificate(
-    network: modules.Network,
-    certificate: Certificate,
-    x: Tensor,
-    y: Tensor,
-    attack: Attack,
-    *,
-    batch_size: int = 256,
-    confidence: float = 0.95,
-    device: str | torch.device = "cpu",
-) -> tuple[tuple[Attacked, ...], CrossCheck]:
-    """`attack_samples` without the examples."""
-    if not attack.eps:
-        return (), CrossCheck(0, math.inf)
-    attempt = attack_samples(
-        network, certificate, x, y, attack, batch_size=batch_size, confidence=confidence, device=device
-    )
-    return attempt.rows, attempt.cross_check
 
 
 def attack_samples(
@@ -137,6 +118,9 @@ def attack_samples(
         OptionError, ShapeError: see `lipkit.attacks.run_attack`.
     """
     numbers = torch.arange(len(x)) if numbers is None else numbers
+    box, radii = resolved_box(attack.box, x), attack.eps
+    if radii is None or any(not (eps >= 0 and math.isfinite(eps)) for eps in radii):
+        raise OptionError(f"expected radii of the attack, finite and >= 0, got {radii}")
     check_choice("attack", attack.name, tuple(ATTACKS))
     space, minimum_norm = ball(attack.norm), ATTACKS[attack.name].minimum_norm
     exact = float64_copy(network)
@@ -144,8 +128,8 @@ def attack_samples(
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = choose_samples(len(x), attack.samples, attack.seed)
-    order = sorted(range(len(attack.eps)), key=attack.eps.__getitem__)
-    survived = torch.zeros(len(attack.eps), len(x), dtype=torch.bool)
+    order = sorted(range(len(radii)), key=radii.__getitem__)
+    survived = torch.zeros(len(radii), len(x), dtype=torch.bool)
     compared, closest = 0, math.inf
     parts: list[Examples] = []
     ran: dict[str, None] = {}
@@ -154,23 +138,28 @@ def attack_samples(
         if not len(index):
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
-        radii: list[float | Tensor] = [attack.eps[row] for row in order]
+        reached: list[float | Tensor] = [radii[row] for row in order]
         if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
-            radii.append(torch.where(own.isfinite(), own, max(attack.eps)))
+            reached.append(torch.where(own.isfinite(), own, max(radii)))
         alive = torch.ones(len(index), dtype=torch.bool)
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)
         nearest: Tensor | None = None
-        for row, eps in enumerate(radii):
+        for row, eps in enumerate(reached):
             # what fell at a smaller radius has fallen at a larger one; last, every sample at its own radius
             active = alive.nonzero()[:, 0] if row < len(order) else torch.arange(len(index))
             if not len(active):  # nothing is left to attack; torch's PixelUnshuffle fails on empty batches
                 continue
             fresh = nearest is None
             if nearest is None:
-                found = _run(fast, clean[active].to(device), labels[active].to(device), eps, attack, generator)
-                points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], attack.box)
+                # AutoAttack knows one radius for all samples.
+                name = "apgd" if attack.name == "autoattack" and isinstance(eps, Tensor) else attack.name
+                found = run_attack(
+                    name, fast, clean[active].to(device), labels[active].to(device), eps=eps, norm=attack.norm,
+                    steps=attack.steps, restarts=attack.restarts, box=box, generator=generator,
+                )  # fmt: skip
+                points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
                 ran[found.ran] = None
                 nearest = points if minimum_norm else None
             else:
@@ -192,7 +181,7 @@ def attack_samples(
                 near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
         parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
     rows = []
-    for eps, alive in zip(attack.eps, survived, strict=True):
+    for eps, alive in zip(radii, survived, strict=True):
         reach = eps if attack.norm == "l2" else _diagonal(eps, x[0].numel())
         certified = certificate.certified(reach)
         check_accuracy(certificate, chosen, alive, reach, numbers)
@@ -213,15 +202,11 @@ def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
 
 
-def _run(
-    model: modules.Network, x: Tensor, y: Tensor, eps: float | Tensor, attack: Attack, generator: torch.Generator
-) -> Found:
-    # AutoAttack knows one radius for all samples.
-    name = "apgd" if attack.name == "autoattack" and isinstance(eps, Tensor) else attack.name
-    return run_attack(
-        name, model, x, y, eps=eps, norm=attack.norm, steps=attack.steps, restarts=attack.restarts, box=attack.box,
-        generator=generator,
-    )  # fmt: skip
+def resolved_box(box: Box | Literal["auto"], x: Tensor) -> Box:
+    """The range of valid entries that "auto" stands for: [0, 1] if every sample lies in it, else None."""
+    if box == "auto":
+        return (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
+    return box
 
 
 def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:

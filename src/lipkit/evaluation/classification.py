@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lipkit import modules
-from lipkit.attacks.ascent import Box
 from lipkit.certificates import Certificate, certify, format_radius
 from lipkit.certificates.intervals import Share, check_radii, share
 from lipkit.errors import OptionError
-from lipkit.evaluation.attack import Attack, Attacked, attack_certificate
+from lipkit.evaluation.attack import Attack, Attacked, attack_samples, resolved_box
 from lipkit.evaluation.cross_check import CrossCheck
 
 if TYPE_CHECKING:
@@ -36,9 +35,9 @@ class ClassRow:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` measured. ``eps`` and ``certified`` run in parallel; ``times`` are seconds.
+    """The findings of `evaluate`. ``eps`` and ``certified`` run in parallel; ``times`` are seconds.
 
-    ``certified_ignored`` runs in parallel too: the same as if no logit were rounded, the field's convention.
+    ``certified_ignored`` runs in parallel too: certified as if no logit were rounded, the field's convention.
     """
 
     certificate: Certificate
@@ -78,19 +77,19 @@ def evaluate(
 ) -> Evaluation:
     r"""Certify every sample, attack some of them, and stop if the two disagree.
 
-    The attack (`lipkit.attacks.pgd`, margin loss, unless another is named) runs in l2 at each ``attack.eps`` and once
-    at each sample's own radius. Each example it finds is confirmed by the float64 network that was certified, moved as
-    close to its sample as bisection brings it, and its float64 norm compared with the sample's certified radius.
+    The attack runs in l2 at each of its radii and once at each sample's own. Each example it finds is confirmed by the
+    float64 network that was certified, moved as close to its sample as bisection brings it, and its float64 norm
+    compared with the sample's certified radius.
 
     **Guarantee.** If this returns, no adversarial example it found lies inside a certified radius, and accuracy
-    under attack is at least the certified accuracy at every ``attack.eps``, on the same samples. That is a test of
-    the certificates, which do not rest on it.
+    under attack is at least the certified accuracy at every radius of the attack, on the same samples. That is a test
+    of the certificates, which do not rest on it.
 
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and int64 labels; ``split.batch(index)`` gives inputs and labels.
         eps: l2 radii for certified accuracy, in units of the input.
-        attack: `lipkit.evaluation.Attack`, in l2; None for its defaults, PGD at ``eps`` on 1000 samples.
+        attack: what to run, in l2; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` is none.
         classes: class names, one for each logit; empty names them 0, 1, ...
         batch_size: samples evaluated at once.
         confidence: of the Clopper-Pearson intervals.
@@ -103,23 +102,26 @@ def evaluate(
             value outside its range.
         NoRuleError, ShapeError: see `lipkit.certify`.
     """
-    attack = attack or Attack()
+    attack = Attack() if attack is None else attack
     eps = _radii("eps", eps)
-    attacked_eps = eps if attack.eps is None else _radii("attack.eps", attack.eps)
-    check_radii((*eps, *attacked_eps), network.input_shape, network.input_range, large=large_eps)
+    radii = eps if attack.eps is None else _radii("eps of the attack", attack.eps)
+    check_radii((*eps, *radii), network.input_shape, network.input_range, large=large_eps)
+    if attack.norm != "l2":
+        raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
     if attack.samples is not None and attack.samples < 0:
-        raise OptionError(f"expected attack.samples >= 0 or None, got {attack.samples}")
+        raise OptionError(f"expected samples >= 0 of the attack, or None, got {attack.samples}")
     start = time.perf_counter()
     x, y = split.batch(slice(None))  # a slice does not copy what is in memory already
-    box: Box = attack.box
-    if attack.box == "auto":
-        box = (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
-    attack = dataclasses.replace(attack, eps=attacked_eps, box=box)
+    attack = dataclasses.replace(attack, eps=radii, box=resolved_box(attack.box, x))
     certificate = certify(network, x, y, batch_size=batch_size, device=device)
     certified_at = time.perf_counter()
-    attacked, cross_check = attack_certificate(
-        network, certificate, x, y, attack, batch_size=batch_size, confidence=confidence, device=device
-    )
+    attacked: tuple[Attacked, ...] = ()
+    cross_check = CrossCheck(0, math.inf)
+    if radii:
+        attempt = attack_samples(
+            network, certificate, x, y, attack, batch_size=batch_size, confidence=confidence, device=device
+        )
+        attacked, cross_check = attempt.rows, attempt.cross_check
     end = time.perf_counter()
     return Evaluation(
         certificate=certificate,

@@ -64,12 +64,12 @@ def save_attack(
     settings: dict[str, Any] = {
         "attack": attack.name,
         "norm": attack.norm,
-        "eps": list(attack.eps),
+        "eps": list(attack.eps or ()),
         "steps": attack.steps,
         "restarts": attack.restarts,
         "samples": attack.samples,
         "seed": attack.seed,
-        "box": None if attack.box is None else list(attack.box),
+        "box": list(attack.box) if isinstance(attack.box, tuple) else attack.box,
         "data": data,
         "network_sha256": certificate.network_sha256,
     }

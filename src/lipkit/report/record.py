@@ -88,7 +88,7 @@ def from_evaluation(
             restarts=attack.restarts,
             samples=attack.samples,
             seed=attack.seed,
-            box=attack.box,
+            box=None if attack.box == "auto" else attack.box,
             compared=evaluation.cross_check.compared,
             closest=evaluation.cross_check.closest,
         ),
