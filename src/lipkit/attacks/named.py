@@ -43,7 +43,7 @@ class Named:
 
     @property
     def minimum_norm(self) -> bool:
-        """Whether it looks for the closest example, whatever its distance, rather than within ``eps``."""
+        """True if it looks for the closest example, whatever its distance, rather than within ``eps``."""
         return "eps" not in self.takes
 
 

@@ -180,8 +180,8 @@ def rotate_hue(x: Tensor, turns: Tensor) -> Tensor:
     return torch.stack(channels, 1).clamp(0, 1)
 
 
-def _blend(x: Tensor, other: Tensor, share: Tensor) -> Tensor:
-    return (share * x + (1 - share) * other).clamp(0, 1)
+def _blend(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    return (weight * x + (1 - weight) * other).clamp(0, 1)
 
 
 def _factor(drawn: Tensor, amount: float) -> Tensor:

@@ -39,7 +39,7 @@ def load_folder(path: Path) -> Data:
 
 
 def load_images(path: Path, size: int, *, name: str | None = None, layout: str = LAYOUT) -> Data:
-    """The same folders with images of any size, as ImageNet's: RGB of (3, size, size), resized and cropped.
+    """Folders as of `load_folder` with images of any size, as ImageNet's: RGB of (3, size, size), resized and cropped.
 
     The short side becomes 256/224 times `size`, then a square is cut out of the centre; grey, CMYK and transparent
     images become RGB.

@@ -67,7 +67,7 @@ class ImageFiles:
 
     @property
     def nbytes(self) -> int:
-        """What all images take when decoded."""
+        """Bytes of all images when decoded."""
         return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:

@@ -57,8 +57,8 @@ def uniform_points(n: int, seed: int) -> Tensor:
     >>> bool((uniform_points(9, 0) == uniform_points(10, 0)[:9]).all())
     True
     """
-    share = (np.random.PCG64(seed).random_raw(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return torch.from_numpy((LOW + (HIGH - LOW) * share).astype(np.float32))
+    unit = (np.random.PCG64(seed).random_raw(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy((LOW + (HIGH - LOW) * unit).astype(np.float32))
 
 
 ENTRY = Entry(

@@ -18,34 +18,34 @@ from lipkit.errors import CertificateViolation
 if TYPE_CHECKING:
     from lipkit.data import Split
 
-# A secant is evaluated in float64: its slope can lie above the true one by rounding alone.
+# Slopes are evaluated in float64: one can lie above the true one by rounding alone.
 _ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class RegressionEvaluation:
-    """What `evaluate_regression` measured.
+    """The findings of `evaluate_regression`.
 
     Attributes:
         certificate: of the test samples.
         mse: mean of the squared errors over samples and outputs.
         rmse: (d,) root of the mean squared error of each output.
-        secant: the steepest secant found; ``secant.lower`` is a lower bound of the Lipschitz constant.
-        output_slopes: (d,) the steepest slope of each output that was seen: on that secant, or between two samples.
+        search: the steepest pair of inputs found; ``search.lower`` is a finite-difference lower bound of the constant.
+        output_slopes: (d,) the steepest slope of each output that was seen: between that pair, or two samples.
         times: seconds.
     """
 
     certificate: RegressionCertificate
     mse: float
     rmse: tuple[float, ...]
-    secant: SecantSearch
+    search: SecantSearch
     output_slopes: tuple[float, ...]
     times: dict[str, float]
 
     @property
     def lower(self) -> float:
         """Lower bound of the Lipschitz constant; never a certificate."""
-        return self.secant.lower
+        return self.search.lower
 
     @property
     def tightness(self) -> float:
@@ -74,13 +74,13 @@ def evaluate_regression(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> RegressionEvaluation:
-    """Certify a regression network, measure its error, search for its steepest secant, and stop if they disagree.
+    """Certify a regression network, measure its error, search for its steepest slope, and stop if they disagree.
 
     The search (`lipkit.analysis.lipschitz_lower_bound`) starts at the samples and may leave their range, as the
     certified bound holds everywhere.
 
-    **Guarantee.** If this returns, no secant that was seen, found by the search or between neighbouring samples, is
-    steeper than the certified constant, nor is any output's steeper than its own. That is a test of the bounds, which
+    **Guarantee.** If this returns, no slope that was seen, found by the search or between neighbouring samples, is
+    above the certified constant, nor is any output's above its own. That is a test of the bounds, which
     do not rest on it.
 
     Args:
@@ -94,21 +94,21 @@ def evaluate_regression(
         device: where the outputs are evaluated.
 
     Raises:
-        CertificateViolation: a secant is steeper than the certified constant: the bound is wrong.
+        CertificateViolation: a slope is above the certified constant: the bound is wrong.
         NoRuleError, ShapeError, OptionError: see `lipkit.certificates.certify_regression`.
     """
     start = time.perf_counter()
     x, y = split.batch(torch.arange(len(split)))
     certificate = certify_regression(network, x, y, delta=delta, batch_size=batch_size, device=device)
     certified_at = time.perf_counter()
-    secant = lipschitz_lower_bound(network, start=x, restarts=restarts, steps=steps, seed=seed)
-    slopes = torch.maximum(_slopes(network, secant.x[None], secant.y[None]), _slopes(network, x[:-1], x[1:]))
-    check_slopes(certificate, secant.lower, slopes)
+    search = lipschitz_lower_bound(network, start=x, restarts=restarts, steps=steps, seed=seed)
+    slopes = torch.maximum(_slopes(network, search.x[None], search.y[None]), _slopes(network, x[:-1], x[1:]))
+    check_slopes(certificate, search.lower, slopes)
     return RegressionEvaluation(
         certificate=certificate,
         mse=certificate.mse,
         rmse=tuple(certificate.error.square().mean(dim=0).sqrt().tolist()),
-        secant=secant,
+        search=search,
         output_slopes=tuple(slopes.tolist()),
         times={"certify": certified_at - start, "search": time.perf_counter() - certified_at},
     )
@@ -119,7 +119,7 @@ def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tenso
 
     Args:
         certificate: of the network.
-        lower: slope of a secant of the whole network.
+        lower: slope of the whole network between two inputs.
         slopes: (d,) slopes of each output.
 
     Raises:
@@ -133,13 +133,13 @@ def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tenso
     for name, slope, constant in rows:
         if slope > constant * (1 + _ROUNDING):
             raise CertificateViolation(
-                f"{name}: expected no secant steeper than the certified constant {constant:.9g}, got one of slope "
-                f"{slope:.9g}"
+                f"{name}: expected no slope above the certified constant {constant:.9g}, got {slope:.9g} between two "
+                "inputs"
             )
 
 
 def _slopes(network: modules.Network, x: Tensor, y: Tensor) -> Tensor:
-    """(d,) the steepest slope of each output on the secants from x to y, in float64; 0 where they are too short."""
+    """(d,) the steepest slope of each output from x to y, in float64; 0 where they are too short."""
     exact, x, y = float64_copy(network), x.detach().cpu().double(), y.detach().cpu().double()
     with torch.no_grad():
         rise = (exact(y) - exact(x)).abs() if len(x) else exact(y.new_zeros(1, *network.input_shape)) * 0

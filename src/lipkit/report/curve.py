@@ -59,7 +59,7 @@ def curve_of(network: modules.Network, evaluation: RegressionEvaluation, split: 
     sample_y = evaluation.certificate.target
     low, high = (float(v) for v in torch.aminmax(sample_x))
     margin = 0.05 * (high - low) or 1.0
-    centre = (evaluation.secant.x + evaluation.secant.y).double() / 2
+    centre = (evaluation.search.x + evaluation.search.y).double() / 2
     reach = zoom(float(sample_y.max() - sample_y.min()), evaluation.certificate.constant, high - low)
     x = torch.cat(
         (

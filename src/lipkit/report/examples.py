@@ -34,7 +34,7 @@ _KEYS = ("image", "index", "label", "prediction", "group", "radius", "margin")
 
 
 def is_image(shape: tuple[int, ...]) -> bool:
-    """Whether inputs of this shape can be shown: (H, W), (1, H, W) or (3, H, W).
+    """True for inputs of a shape that can be shown: (H, W), (1, H, W) or (3, H, W).
 
     >>> is_image((3, 32, 32)), is_image((1, 8, 8)), is_image((12,))
     (True, True, False)

@@ -100,7 +100,7 @@ def svg(figure: Figure, name: str) -> str:
     return text.strip()
 
 
-_SHARES = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
+_ACCURACY = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
 
 
 def accuracy_curve(record: Record, radii: Radii | None = None) -> str:
@@ -147,7 +147,7 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
     axis.set_xlim(0, right)
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("l2 radius")
-    axis.set_ylabel("share of test samples")
+    axis.set_ylabel("fraction of test samples")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     top = axis.secondary_xaxis("top")
     ticks = sorted({row.eps for row in record.certified if row.eps > 0})
@@ -172,12 +172,11 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Loss and accuracies against the epoch, side by side; an empty string if there are neither.
 
     Args:
-        series: (epoch, value) pairs by name. Losses and squared errors go left, accuracies and other shares
-            right.
+        series: (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
     """
     losses = [name for name in series if "loss" in name.lower() or name.endswith("mse")]
-    shares = [name for name in series if name not in losses and _is_fraction(name, series[name])]
-    panels = [(title, names) for title, names in (("loss", losses), ("accuracy", shares)) if names]
+    accuracies = [name for name in series if name not in losses and _is_accuracy(name, series[name])]
+    panels = [(title, names) for title, names in (("loss", losses), ("accuracy", accuracies)) if names]
     if not panels:
         return ""
     return both(lambda narrow: _training(panels, series, narrow), "training")
@@ -218,5 +217,5 @@ def _log_scale(axis: Axes, values: Sequence[float]) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _is_fraction(name: str, points: Sequence[tuple[float, float]]) -> bool:
-    return _SHARES.search(name) is not None and all(0 <= value <= 1 for _, value in points)
+def _is_accuracy(name: str, points: Sequence[tuple[float, float]]) -> bool:
+    return _ACCURACY.search(name) is not None and all(0 <= value <= 1 for _, value in points)

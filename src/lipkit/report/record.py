@@ -108,17 +108,17 @@ def from_regression(
         evaluation: from `lipkit.evaluation.evaluate_regression`.
         name: of the run.
         data: name of the data set.
-        search: ``restarts``, ``steps`` and ``seed`` of the search for steep secants.
+        search: ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
         facts: of the run, see `Facts`.
     """
-    certificate, secant = evaluation.certificate, evaluation.secant
+    certificate, found = evaluation.certificate, evaluation.search
     columns = (
         evaluation.rmse,
         certificate.output_constants.tolist(),
         certificate.output_deviation.tolist(),
         evaluation.output_slopes,
     )
-    short = secant.x.numel() <= _MOST_NUMBERS
+    short = found.x.numel() <= _MOST_NUMBERS
     return RegressionRecord(
         **_common(name, data, certificate, facts, evaluation.times),
         mse=evaluation.mse,
@@ -132,8 +132,8 @@ def from_regression(
         ],
         search=SearchRecord(
             **search,
-            x=secant.x.flatten().tolist() if short else [],
-            y=secant.y.flatten().tolist() if short else [],
+            x=found.x.flatten().tolist() if short else [],
+            y=found.y.flatten().tolist() if short else [],
         ),
     )
 

@@ -1,4 +1,4 @@
-"""What is read from a run folder besides the record: radii by sample, and metrics by epoch."""
+"""Files of a run folder besides the record: radii by sample, and metrics by epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Radii:
         return len(self.radius)
 
     def certified(self, eps: np.ndarray) -> np.ndarray:
-        """Certified accuracy at each of the radii ``eps`` (M,): share of samples, correct with a radius above it.
+        """Certified accuracy at each of the radii ``eps`` (M,): fraction of samples, correct with a radius above it.
 
         >>> radius, margin = np.array([0.1, 0.3, 0.0]), np.array([1.0, 3.0, -1.0])
         >>> radii = Radii(np.array([True, True, False]), np.array([4, 2, 7]), radius, margin)

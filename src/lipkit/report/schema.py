@@ -183,7 +183,7 @@ class OutputRecord(_Model):
 
 
 class SearchRecord(_Model):
-    """The search for steep secants: its settings, and the two inputs of the steepest one."""
+    """The search for a steep slope: its settings, and the two inputs of the steepest one."""
 
     restarts: int
     steps: int

@@ -20,7 +20,7 @@ class _Share(Protocol):
 
 
 def percent(value: float) -> str:
-    """A share as a percentage with two decimals.
+    """A fraction as a percentage with two decimals.
 
     >>> percent(0.98765), percent(float("nan"))
     ('98.77 %', 'n/a')
@@ -29,7 +29,7 @@ def percent(value: float) -> str:
 
 
 def interval(share: _Share) -> str:
-    """The interval of a share, in per cent, outward by at most the second decimal's rounding.
+    """The interval of an accuracy, in per cent, outward by at most the second decimal's rounding.
 
     >>> from lipkit.certificates.intervals import Share
     >>> interval(Share(95, 100, 0.8872, 0.9836))
@@ -88,9 +88,9 @@ def output_rows(record: RegressionRecord) -> tuple[list[str], list[list[str]]]:
     header = ["output", "RMSE", f"deviation for {record.delta:g}", "certified gain", "steepest seen", "tightness"]
     rows = []
     for number, row in enumerate(record.outputs):
-        share = row.steepest / row.constant if row.constant > 0 else math.nan
+        tightness = row.steepest / row.constant if row.constant > 0 else math.nan
         figures = [f"{v:.5g}" for v in (row.rmse, row.deviation, row.constant, row.steepest)]
-        rows.append([str(number), *figures, percent(share)])
+        rows.append([str(number), *figures, percent(tightness)])
     return header, rows
 
 
@@ -112,7 +112,7 @@ def summary(record: AnyRecord) -> str:
 
 
 def rounding(found: RoundingRecord) -> str:
-    """What certificates say about rounding, in one sentence.
+    """The statement of certificates about rounding, in one sentence.
 
     >>> made = {"evaluator": "float64", "dtype": "float64", "block": None, "device": "cpu", "torch": "2"}
     >>> rounding(RoundingRecord(rounding="sound", settings={}, **made))
