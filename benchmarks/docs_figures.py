@@ -19,10 +19,9 @@ from torch import Tensor, nn
 import lipkit
 from families import SHAPE, trained
 from lipkit.bounds.lmi import lmi_matrix
-from lipkit.conv import two_taps
+from lipkit.conv.block import two_taps
 from lipkit.conv.phases import frequency_map
-from lipkit.conv.spectrum import transform_matrices
-from lipkit.conv.transform import to_rows
+from lipkit.conv.transform import to_rows, transform_matrices
 from lipkit.layers.families import FAMILIES
 from lipkit.layers.svcm import project
 from lipkit.linalg import bjorck
@@ -201,7 +200,7 @@ def first_page() -> plt.Figure:
     radii = torch.linspace(0, 1.2, 121, dtype=torch.float64)
     plt.rcParams["font.size"] = 10.5  # of the first page only: it stays readable on a phone
     figure, axis = plt.subplots(figsize=(4.6, 3.1), layout="constrained")
-    models = (("Cayley layers", lipkit.models.small), ("ordinary", lipkit.models.convnet))
+    models = (("Cayley layers", lipkit.models.small), ("ordinary", lipkit.models.plain_networks))
     for number, (name, model) in enumerate(models):
         plain, data = on_digits(model)
         proved, attacked = proved_and_attacked(plain, *data.test.batch(slice(None)), radii)

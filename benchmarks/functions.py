@@ -26,6 +26,7 @@ from lipkit.conv.normal_matrices import (
     factorize,
     normal_matrices,
 )
+from lipkit.conv.transform import transform_matrices
 from lipkit.linalg import gram_norm, skew_polynomial
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
@@ -59,7 +60,7 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     n_real, n_pair = 4, (side**2 - 4) // 2
     x = leaf(batch, c, side, side)
     yield Pair("MaxMin", size, activations._MaxMin.apply, activations._sorted_halves, (x,))
-    matrices = spectrum.transform_matrices(side, side, dtype=torch.float32)
+    matrices = transform_matrices(side, side, dtype=torch.float32)
     real, pair = leaf(n_real, c, c, size=c**-0.5), leaf(n_pair, 2, c, c, size=c**-0.5)
     bias = leaf(c)
     yield Pair(
@@ -139,7 +140,7 @@ def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     # In the memory format in which ECO layers pass their features on.
     x = torch.randn(batch, c, side, side).to(memory_format=torch.channels_last).requires_grad_()
     real, pair, bias = leaf(1, c, c, size=c**-0.5), leaf(4, 1, c, c, size=c**-0.5), leaf(c)
-    matrices = spectrum.transform_matrices(3, 3, dtype=torch.float32)
+    matrices = transform_matrices(3, 3, dtype=torch.float32)
 
     def plain(real: Tensor, pair: Tensor, bias: Tensor, x: Tensor) -> Tensor:
         return phase_product._whole(spectrum.Symbol(real, pair), x, (3, 3), matrices) + bias[:, None, None]

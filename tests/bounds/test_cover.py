@@ -13,7 +13,7 @@ from lipkit.bounds.cover import divided, first_cells, share
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.kernels import scaled
 from lipkit.bounds.peak import find_peak
-from lipkit.conv.autocorrelation import autocorrelation, half_lags
+from lipkit.conv.block import autocorrelation, half_lags
 from lipkit.proof.definite import cholesky_succeeds, stored_entries
 
 from .reference import symbol_norm

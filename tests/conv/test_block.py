@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipkit.conv import bcop_kernel, block_convolve, two_taps
+from lipkit.conv import bcop_kernel, block_convolve
+from lipkit.conv.block import two_taps
 from lipkit.errors import ShapeError
 
 SIZES = [(1, 1), (2, 2), (3, 3), (4, 4), (1, 3), (5, 2)]

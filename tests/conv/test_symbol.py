@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipkit.conv import apply_symbol, downsample, fold, kernel_symbol, symbol
-from lipkit.conv.spectrum import analyse, frequencies, multiply, synthesise, transform_matrices
-from lipkit.conv.symbol import symbol_at, symbol_parts
+from lipkit.conv import apply_symbol, downsample, fold, kernel_symbol, symbol, symbol_at
+from lipkit.conv.spectrum import analyse, multiply, synthesise
+from lipkit.conv.symbol import symbol_parts
+from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.errors import ShapeError
 
 SIZES = [(1, 1), (1, 2), (2, 2), (1, 5), (3, 3), (4, 4), (5, 7), (6, 5), (8, 8), (7, 10), (9, 9), (12, 8)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.gram_norm import SMALLEST, _plain, gram_norm
-from lipkit.linalg.panels import PANEL, Mirror, mirrored_product
+from lipkit.linalg.matrices import PANEL, Mirror, mirrored_product
 
 LARGE = 4 * PANEL + 3  # products by panels
 

@@ -17,7 +17,7 @@ from lipkit.bounds import aol, fantastic_four, gram, lipbound, reshaped, spectra
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol
 from lipkit.conv.phase_product import apply_phases
 from lipkit.errors import OptionError
-from lipkit.linalg import ORTHOGONALIZE, cayley, polar, taylor_exponential, torch_private
+from lipkit.linalg import ORTHOGONALIZE, cayley, polar, taylor_exponential, transforms
 from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.transforms import differentiated, outside, transformed
 
@@ -120,7 +120,7 @@ def test_what_is_at_work() -> None:
     assert differentiated(x)
 
 
-@pytest.mark.parametrize("name", torch_private.NAMES)
+@pytest.mark.parametrize("name", transforms.NAMES)
 def test_torch_still_has_each_private_name(name: str) -> None:
     parts = name.split(".")
     found = torch
@@ -128,13 +128,13 @@ def test_torch_still_has_each_private_name(name: str) -> None:
         if not hasattr(found, part):
             with contextlib.suppress(ImportError):
                 import_module(".".join(parts[:i]))
-        assert hasattr(found, part), f"torch has no {name} any more: {torch_private.NAMES[name]}"
+        assert hasattr(found, part), f"torch has no {name} any more: {transforms.NAMES[name]}"
         found = getattr(found, part)
 
 
 def test_torch_still_has_the_private_attributes_of_its_classes() -> None:
     made = {"torch.nn.Module": torch.nn.Module(), "torch.nn.Conv2d": torch.nn.Conv2d(1, 1, 1), "torch.Tensor": X}
-    for kind, attributes in torch_private.ATTRIBUTES.items():
+    for kind, attributes in transforms.ATTRIBUTES.items():
         for attribute in attributes:
             assert hasattr(made[kind], attribute), f"{kind} has no {attribute} any more"
 
@@ -158,10 +158,10 @@ def private_names(tree: ast.AST) -> list[str]:
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
     assert private_names(ast.parse("import torch\ntorch._C.f(nn.modules.x._Norm)\nfrom torch.a import _b")) != []
-    package = Path(torch_private.__file__).parents[1]
+    package = Path(transforms.__file__).parents[1]
     found = {
         path.relative_to(package).as_posix(): private_names(ast.parse(path.read_text()))
         for path in package.rglob("*.py")
     }
-    assert len(found.pop("linalg/torch_private.py")) > 5
+    assert len(found.pop("linalg/transforms.py")) > 5
     assert {path: names for path, names in found.items() if names} == {}

@@ -13,7 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError
-from lipkit.linalg.torch_private import normalisations
+from lipkit.linalg.transforms import normalisations
 from lipkit.modules import guard
 from lipkit.modules.guarding import refuse_wrapper
 

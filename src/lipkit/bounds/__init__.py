@@ -5,12 +5,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lipkit.bounds.aol import aol
-from lipkit.bounds.circular import circular
-from lipkit.bounds.fantastic_four import fantastic_four
+from lipkit.bounds.circular import circular, polyphase
 from lipkit.bounds.gram import gram
 from lipkit.bounds.lipbound import lipbound, lipbound_estimate
-from lipkit.bounds.polyphase import polyphase
-from lipkit.bounds.reshaped import reshaped
+from lipkit.bounds.reshaped import fantastic_four, reshaped
 from lipkit.bounds.symbol_sup import grid_correction, symbol_sup
 from lipkit.proof.norms import spectral_norm, spectral_norms
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import constant, finite_groups, unscaled
-from lipkit.conv.autocorrelation import half_autocorrelation
+from lipkit.conv.block import half_autocorrelation
 from lipkit.proof.roundoff import gamma, up
 
 

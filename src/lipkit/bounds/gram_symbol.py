@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipkit.conv.autocorrelation import half_autocorrelation, half_lags
+from lipkit.conv.block import half_autocorrelation, half_lags
 from lipkit.proof.definite import cholesky_succeeds, stored_entries
 from lipkit.proof.roundoff import UNIT, gamma
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipkit.bounds.kernels import constant, finite_groups, unscaled
 from lipkit.bounds.symbol_sup import grid_correction
-from lipkit.conv.autocorrelation import half_lags
+from lipkit.conv.block import half_lags
 from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError
 from lipkit.proof.roundoff import gamma, up

@@ -19,7 +19,7 @@ from torch import nn
 from lipkit import modules
 from lipkit.errors import OptionError
 from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
-from lipkit.linalg.torch_private import nnpack_enabled
+from lipkit.linalg.transforms import nnpack_enabled
 from lipkit.modules.blocked import BLOCK, blocked
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.proof.arithmetic import Arithmetic, arithmetic_of

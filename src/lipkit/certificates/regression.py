@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lipkit import modules
 from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.lmi_balance import balance
+from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.margins import round_up

@@ -1,12 +1,11 @@
-"""Algebra of convolution kernels: symbols, products in Fourier space, strides, exponentials, block products."""
+"""Kernels and their symbols: the names for users; what layers and proofs need besides is in the files."""
 
-from lipkit.conv.block import bcop_kernel, block_convolve, two_taps
-from lipkit.conv.cayley_conv import cayley_conv2d
-from lipkit.conv.exponential_conv import exponential_conv2d
-from lipkit.conv.kernel_exponential import adjoint, skew, taylor_features
-from lipkit.conv.resample import downsample
+from lipkit.conv.block import bcop_kernel, block_convolve
+from lipkit.conv.cayley_conv import cayley_conv2d, cayley_linear
+from lipkit.conv.exponential_conv import adjoint, exponential_conv2d, skew
+from lipkit.conv.patches import downsample
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
-from lipkit.conv.symbol import circular_conv2d, fold, symbol
+from lipkit.conv.symbol import circular_conv2d, fold, symbol, symbol_at
 
 __all__ = [
     "Symbol",
@@ -15,6 +14,7 @@ __all__ = [
     "bcop_kernel",
     "block_convolve",
     "cayley_conv2d",
+    "cayley_linear",
     "circular_conv2d",
     "downsample",
     "exponential_conv2d",
@@ -22,8 +22,7 @@ __all__ = [
     "kernel_symbol",
     "skew",
     "symbol",
-    "taylor_features",
-    "two_taps",
+    "symbol_at",
 ]
 
 

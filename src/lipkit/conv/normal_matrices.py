@@ -20,9 +20,8 @@ from lipkit.conv.frequency_solve import conjugated, product
 from lipkit.conv.spectrum import Symbol, as_pair
 from lipkit.conv.symbol import check_kernel, symbol_parts
 from lipkit.conv.transform import frequencies
-from lipkit.linalg._common import eye_like
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
-from lipkit.linalg.panels import PANEL, cached_parts, mirrored_product
+from lipkit.linalg.matrices import PANEL, cached_parts, eye_like, mirrored_product
 from lipkit.linalg.transforms import transformed
 
 # From this side on one triangle of a Gram matrix is computed, and mirrored.

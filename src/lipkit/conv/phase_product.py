@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, split_phases
-from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise, transform_matrices
+from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
+from lipkit.conv.transform import transform_matrices
 from lipkit.linalg.transforms import transformed
 
 # Numbers in one buffer of a piece (2 MiB in float32), and the fewest pixels that keep the products efficient.

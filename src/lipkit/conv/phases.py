@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.conv.spectrum import Symbol, frequencies
+from lipkit.conv.spectrum import Symbol
 from lipkit.conv.symbol import check_kernel
+from lipkit.conv.transform import frequencies
 from lipkit.errors import ShapeError
 
 Size = tuple[int, int]

@@ -30,21 +30,6 @@ from lipkit.conv.transform import (
 )
 from lipkit.linalg.transforms import transformed
 
-__all__ = [
-    "Spectrum",
-    "Symbol",
-    "analyse",
-    "apply_symbol",
-    "as_complex",
-    "as_pair",
-    "frequencies",
-    "kernel_symbol",
-    "multiply",
-    "split_rows",
-    "synthesise",
-    "transform_matrices",
-]
-
 
 class Symbol(NamedTuple):
     """A symbol on ``h x w``: ``real`` is ``(n_r, cout, cin)``, ``pair`` is ``(n_p, 2, cout, cin)`` (R, then S)."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv.autocorrelation import autocorrelation
+from lipkit.conv.block import autocorrelation
 from lipkit.layers.base import ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, apply_symbol, circular_conv2d, downsample, fold
-from lipkit.conv.resample import check_divides, patch_kernel
+from lipkit.conv.patches import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
-from lipkit.linalg._common import check_positive
+from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.modules.activations import BY_NAME, slope_restricted
 

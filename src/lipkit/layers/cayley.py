@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, cayley_conv2d, kernel_symbol
-from lipkit.conv.cayley_conv import cayley_linear, solves_pay
+from lipkit.conv import Symbol, cayley_conv2d, cayley_linear, kernel_symbol
+from lipkit.conv.cayley_conv import solves_pay
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import register_one_lipschitz

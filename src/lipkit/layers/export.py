@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, fold
-from lipkit.conv.resample import patch_kernel
+from lipkit.conv.patches import patch_kernel
 from lipkit.errors import ShapeError
 from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lipkit.bounds import circular, spectral_norm, symbol_sup
-from lipkit.conv.reshape import contraction_from_matrix, kernel_to_matrix
+from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
 from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import BjorckLinear, orthogonal_free

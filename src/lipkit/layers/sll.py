@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular, spectral_norm
 from lipkit.conv import adjoint, circular_conv2d, fold
-from lipkit.conv.autocorrelation import autocorrelation
+from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import (
     ConstrainedConv2d,

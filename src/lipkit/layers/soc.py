@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
-from lipkit.conv.kernel_exponential import skew, taylor_features, taylor_norm
+from lipkit.conv.exponential_conv import skew, taylor_features, taylor_norm
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32

@@ -1,10 +1,10 @@
 """Pure functions on matrices ``(..., m, n)``, real or complex, batched: any matrix to a semi-orthogonal one."""
 
-from lipkit.linalg._common import at_least_float32, orthogonality_residual
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.cayley import cayley
 from lipkit.linalg.exponential import exponential
 from lipkit.linalg.householder import householder
+from lipkit.linalg.matrices import at_least_float32, orthogonality_residual
 from lipkit.linalg.newton_schulz import newton_schulz
 from lipkit.linalg.polar import polar
 from lipkit.linalg.skew_polynomial import taylor_exponential

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.linalg._common import at_least_float32, check_matrix, check_positive, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
 
 
 def into_unit_ball(w: Tensor) -> Tensor:

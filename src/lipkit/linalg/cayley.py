@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
 
 
 def cayley(w: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
 
 # Coefficients beyond this are far below any rounding, and the rational arithmetic of `taylor_range` gets slow.
 MAX_TERMS = 100

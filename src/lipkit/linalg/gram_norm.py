@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg._common import check_matrix
 from lipkit.linalg.exponential import schatten_bound
-from lipkit.linalg.panels import mirrored_product
+from lipkit.linalg.matrices import check_matrix, mirrored_product
 from lipkit.linalg.precision import product_settings, reduced_products
 from lipkit.linalg.transforms import outside, transformed
 

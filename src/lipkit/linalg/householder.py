@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.linalg._common import at_least_float32, check_matrix, eye_like
 from lipkit.linalg.bjorck import bjorck_step
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
 
 
 def householder(w: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.linalg._common import at_least_float32, check_matrix, check_positive, eye_like
 from lipkit.linalg.bjorck import bjorck_step, into_unit_ball
+from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
 
 
 def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg._common import at_least_float32, check_matrix
+from lipkit.linalg.matrices import at_least_float32, check_matrix
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:

@@ -1,15 +1,97 @@
-"""Transforms of functions by torch: what writes into memory of its own must give way to them."""
+"""Every name of torch that is not public, with the public way beside it, and its use: transforms of functions.
+
+A release of torch may drop any of the names. `NAMES` says what breaks then; a test looks for each, and for others
+elsewhere. Where torch transforms functions, what writes into memory of its own must give way.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations
 
 from lipkit.errors import OptionError
-from lipkit.linalg.torch_private import functions_transformed, without_transforms
+
+NAMES = {
+    "torch._C._are_functorch_transforms_active": "no public way; transforms of torch.func count as not at work",
+    "torch.autograd.forward_ad._current_level": "no public way; dual numbers count as not at work",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "no public way; no proofs inside of torch.func",
+    "torch._C._functorch.is_gradtrackingtensor": "no public way; no proofs inside of torch.func",
+    "torch._C._functorch.is_batchedtensor": "no public way; no proofs inside of torch.func",
+    "torch._C._functorch.get_unwrapped": "no public way; no proofs inside of torch.func",
+    "torch._C._get_nnpack_enabled": "torch.backends.nnpack.set_flags returns it, but sets it; NNPACK counts as enabled",
+    "torch.overrides._get_current_function_mode_stack": "no public way; function modes are not refused",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "no public way; dispatch modes are not refused",
+    "torch.utils._device.DeviceContext": "torch.get_default_device says the device; lipkit is not imported",
+    "torch.nn.modules.module._global_forward_hooks": "no public way; lipschitz and export raise AttributeError",
+    "torch.nn.modules.module._global_forward_pre_hooks": "no public way; lipschitz and export raise AttributeError",
+    "torch.nn.utils.parametrizations._SpectralNorm": "the type of a parametrization that was made; analyze refuses it",
+    "torch.nn.utils.parametrizations._WeightNorm": "the type of a parametrization that was made; analyze refuses it",
+    "torch.nn.utils.parametrizations._Orthogonal": "the type of a parametrization that was made; analyze refuses it",
+}
+"""Private name -> its public counterpart; what happens without it."""
+
+ATTRIBUTES = {
+    "torch.nn.Module": ("_forward_hooks", "_forward_pre_hooks", "_parameters", "_buffers", "_modules", "_apply"),
+    "torch.nn.Conv2d": ("_reversed_padding_repeated_twice",),
+    "torch.Tensor": ("_version",),
+}
+"""Private attributes of public classes, used where they are needed: no public getter returns as much."""
+
+
+def functions_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or a dual number is at work."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+    return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0
+
+
+@contextlib.contextmanager
+def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
+    """The tensor that transforms of ``torch.func`` wrap, where none is at work; None of a batch of ``vmap``."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(a):
+        a = functorch.get_unwrapped(a)
+    if functorch.is_batchedtensor(a):
+        yield None
+        return
+    with temporarily_clear_interpreter_stack():
+        yield a.detach()
+
+
+def nnpack_enabled() -> bool:
+    """Whether torch may convolve by NNPACK on this machine."""
+    if not torch.backends.nnpack.is_available():
+        return False
+    return bool(getattr(torch._C, "_get_nnpack_enabled", lambda: True)())
+
+
+def active_modes() -> list[Any]:
+    """The modes that see operations of torch now, apart from a default device: that only says where tensors go."""
+    from torch.utils._device import DeviceContext
+
+    functions: list[Any] = getattr(torch.overrides, "_get_current_function_mode_stack", list)()
+    dispatch: list[Any] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    both = (*functions, *dispatch)
+    return [mode for mode in both if type(mode) is not DeviceContext or mode.device.type == "meta"]
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are installed that see every module."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def normalisations() -> tuple[type, ...]:
+    """The parametrizations of ``torch.nn.utils.parametrizations`` whose weight is made of stored numbers."""
+    names = ("_SpectralNorm", "_WeightNorm", "_Orthogonal")
+    return tuple(getattr(parametrizations, name) for name in names if hasattr(parametrizations, name))
 
 
 def transformed() -> bool:

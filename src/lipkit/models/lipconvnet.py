@@ -9,8 +9,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers.base import check_positive
-from lipkit.models._parts import activated, bounded, check_classes, check_image
-from lipkit.models._unconstrained import find, strided_kernel
+from lipkit.models._parts import activated, bounded, check_classes, check_image, find, strided_kernel
 from lipkit.modules import Shape
 
 # (channels of group 1, channels of group 2, stride of group 2) of each block.

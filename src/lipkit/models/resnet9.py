@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.layers import Residual, ScaledAvgPool2d
-from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
-from lipkit.models._unconstrained import find
+from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options, find
 from lipkit.modules import Shape
 
 

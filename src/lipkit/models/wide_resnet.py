@@ -10,8 +10,16 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d
 from lipkit.layers.base import check_positive
-from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options
-from lipkit.models._unconstrained import find, strided_kernel
+from lipkit.models._parts import (
+    activated,
+    bounded,
+    check_classes,
+    check_image,
+    check_options,
+    dense_options,
+    find,
+    strided_kernel,
+)
 from lipkit.modules import Shape
 
 

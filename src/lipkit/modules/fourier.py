@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, apply_symbol
-from lipkit.conv.spectrum import transform_matrices
+from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, flag, stored, whole
 from lipkit.modules.machine import Local, Measure

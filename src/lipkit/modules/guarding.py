@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lipkit.errors import NoRuleError
-from lipkit.linalg.torch_private import active_modes, has_global_hooks
+from lipkit.linalg.transforms import active_modes, has_global_hooks
 
 # What a call of a module goes through in nn.Module; of the classes below it every method counts.
 _CALLED = (

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds.symbol_sup import symbol_sup
-from lipkit.conv.kernel_exponential import adjoint, taylor_features, taylor_norm
+from lipkit.conv.exponential_conv import adjoint, taylor_features, taylor_norm
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
 from lipkit.modules.configuration import COUNT, INTEGER, flag, stored, whole

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError
 from lipkit.modules import Shape
-from lipkit.testing.tolerance import tolerance
+from lipkit.testing.reference import tolerance
 
 CLAIMS = ("orthogonal", "contraction", "none")
 

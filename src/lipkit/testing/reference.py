@@ -1,4 +1,4 @@
-"""What a layer is, found by applying it: independent of its own formulas, singular values by numpy in float64."""
+"""Singular values and norms of a layer, found by applying it: independent of its own formulas, by numpy in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lipkit.modules import Shape
-from lipkit.testing.tolerance import tolerance
+
+
+def tolerance(n: int, dtype: torch.dtype, c: float = 4.0) -> float:
+    r"""Relative rounding allowance :math:`c \, n \, \varepsilon` of an operation on ``n`` numbers.
+
+    Args:
+        n: size of the operation, usually the number of inputs or outputs of the layer.
+        dtype: of the arithmetic; :math:`\varepsilon` is ``torch.finfo(dtype).eps``.
+        c: constant of the operation.
+
+    >>> tolerance(1, torch.float64, c=1.0) == 2.0**-52
+    True
+    """
+    return c * n * torch.finfo(dtype).eps
+
 
 Function = Callable[[Tensor], Tensor]
 Matrix = NDArray[np.float64]

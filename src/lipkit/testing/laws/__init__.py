@@ -9,19 +9,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lipkit.testing.case import Case
-from lipkit.testing.laws.attained import attained
-from lipkit.testing.laws.complete import complete
-from lipkit.testing.laws.exported import exported
+from lipkit.testing.laws.bounds import attained, sizes, sound, trained
 from lipkit.testing.laws.gradients import gradients
+from lipkit.testing.laws.interface import exported, options_act, refusals
 from lipkit.testing.laws.moves import moves
-from lipkit.testing.laws.never_stale import never_stale
-from lipkit.testing.laws.options_act import options_act
-from lipkit.testing.laws.pure import pure
-from lipkit.testing.laws.refusals import refusals
-from lipkit.testing.laws.round_trips import round_trips
-from lipkit.testing.laws.sizes import sizes
-from lipkit.testing.laws.sound import sound
-from lipkit.testing.laws.trained import trained
+from lipkit.testing.laws.state import complete, never_stale, pure, round_trips
 
 
 class Law(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError
 from lipkit.modules import export
 from lipkit.testing.case import Case, distance, forward, require, require_same, require_small
-from lipkit.testing.tolerance import tolerance
+from lipkit.testing.reference import tolerance
 
-OBJECTS = ("weight", "kernel", "symbol")
+OBJECTS = ("weight", "kernel", "symbol", "generator")
 
 
 def moves(case: Case) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.lmi_balance import balance
+from lipkit.bounds.lmi_solver import balance
 
 
 def feasible(seed: int, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipkit.conv.reshape import contraction_from_matrix, kernel_to_matrix
+from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
 from lipkit.errors import ShapeError
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lipkit.linalg import skew_polynomial
 from lipkit.linalg.exponential import taylor_range
-from lipkit.linalg.skew_polynomial import _taylor_exponential, taylor_exponential
-from lipkit.linalg.wide_exponential import wide_taylor_exponential
+from lipkit.linalg.skew_polynomial import _taylor_exponential, taylor_exponential, wide_taylor_exponential
 
 SHAPES = [(1, 3), (1, 9), (3, 8), (4, 30), (2, 5, 40), (0, 2, 9)]
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]

@@ -1,0 +1,160 @@
+"""Laws of the bound and the shapes: sound (1), attained (2), trained (10), sizes (11)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipkit.layers import after_step
+from lipkit.modules import Shape, export, lipschitz
+from lipkit.testing.case import Case, forward, require, require_same, states
+from lipkit.testing.reference import operators, singular_values, steepest_secant, tolerance
+
+
+def true_norm(layer: nn.Module, case: Case, shape: Shape, dtype: torch.dtype) -> float:
+    """The norm of the matrix of an affine layer, or of the Jacobians of another one; never less than a secant."""
+    x = case.x(shape, batch=4, dtype=dtype)
+    return max(float(singular_values(operators(layer, x[:2])).max()), steepest_secant(layer, x))
+
+
+def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]:
+    """The chain of inequalities for a layer as it is now, at one input shape."""
+    eps = case.eps(shape)
+    claimed = float(lipschitz(layer, shape).detach())
+    require(math.isfinite(claimed), f"input {shape}: expected a finite lipschitz(layer), got {claimed}")
+    reached = true_norm(layer, case, shape, case.dtype)
+    require(
+        reached <= claimed * (1 + eps),
+        f"input {shape}: expected a norm of at most lipschitz(layer) = {claimed:.9g} (training={layer.training}), "
+        f"got {reached:.9g}",
+    )
+    network = export(layer, shape)
+    proved = float(lipschitz(network))
+    # The proof adds its own rounding allowance, of the order n^2 u times the condition of a diagonal scaling.
+    proof = tolerance(max(8, math.prod(shape)) ** 2, torch.float64, c=256.0)
+    require(
+        proved <= claimed * (1 + case.slack + eps + proof),
+        f"input {shape}: expected lipschitz(export(layer)) of at most lipschitz(layer) = {claimed:.12g}, "
+        f"got {proved / claimed - 1:.3g} (relative) above it",
+    )
+    exported = true_norm(network, case, shape, case.dtype)
+    require(
+        exported <= proved * (1 + eps),
+        f"input {shape}: expected the exported layer to have a norm of at most its bound {proved:.9g}, "
+        f"got {exported:.9g}",
+    )
+    # The same numbers in float64 arithmetic: the bound must hold to float64 rounding, whatever dtype they had.
+    double = copy.deepcopy(network).double()
+    exact, bound = true_norm(double, case, shape, torch.float64), float(lipschitz(double))
+    allowed = tolerance(max(8, math.prod(shape)), torch.float64)
+    require(
+        exact <= bound * (1 + allowed),
+        f"input {shape}: expected the exported layer in float64 to have a norm of at most its bound {bound:.17g}, "
+        f"got {exact:.17g}",
+    )
+    return {"norm": reached, "claimed": claimed, "proved": proved, "exported": exported}
+
+
+def sound(case: Case) -> dict[str, float]:
+    """Law 1, at every input shape: a new layer in training mode and one with moved weights in evaluation mode."""
+    measured: dict[str, float] = {}
+    for shape in case.input_shapes:
+        for layer in states(case):
+            found = check_bounds(layer, case, shape)
+            measured = {key: max(value, measured.get(key, 0.0)) for key, value in found.items()}
+            if case.claim != "none":
+                limit = case.gamma * (1 + case.slack) * (1 + case.eps(shape))
+                require(
+                    found["claimed"] <= limit,
+                    f"input {shape}: expected lipschitz(layer) of at most the claimed {limit:.9g} "
+                    f"(training={layer.training}), got {found['claimed']:.9g}",
+                )
+    return measured
+
+
+def attained(case: Case) -> dict[str, float]:
+    """Law 2, at every input shape: all singular values for an orthogonal layer, the largest for others."""
+    smallest, largest = float("inf"), 0.0
+    for shape in case.input_shapes:
+        for layer in states(case):
+            claimed = float(lipschitz(layer, shape).detach())
+            x = case.x(shape, batch=4)
+            # Far from the origin no bias decides which side of a kink every unit is on.
+            values = singular_values(operators(layer, torch.cat((x[:2], 30 * x[2:]))))
+            low, high = float(values.min()), float(values.max())
+            smallest, largest = min(smallest, low), max(largest, high)
+            if case.claim == "orthogonal":
+                # What a declared truncation adds to the bound it may also take from below.
+                allowed = case.eps(shape) + min(max(claimed / case.gamma - 1, 0.0), case.slack)
+                require(
+                    case.gamma * (1 - allowed) <= low and high <= case.gamma * (1 + allowed),
+                    f"input {shape}: expected every singular value in {case.gamma:.6g} * (1 +- {allowed:.2g}) "
+                    f"(training={layer.training}), got {low:.9g} to {high:.9g}",
+                )
+            else:
+                aim = case.attained * (case.gamma if case.claim == "contraction" else claimed) * (1 - case.eps(shape))
+                require(
+                    high >= aim,
+                    f"input {shape}: expected a largest singular value of at least {aim:.6g}, "
+                    f"{case.attained:.3g} of the bound (training={layer.training}), got {high:.9g}",
+                )
+    return {"smallest": smallest, "largest": largest}
+
+
+STEPS, RATE = 5, 1.0
+
+
+def trained(case: Case) -> dict[str, float]:
+    """Law 10: law 1 after Adam steps of rate 1 that push the outputs away from zero, without and with `after_step`."""
+    layer = case.layer()
+    if any(p.requires_grad for p in layer.parameters()):
+        optimiser = torch.optim.Adam(layer.parameters(), lr=RATE)
+        for step in range(STEPS):
+            optimiser.zero_grad()
+            y = layer(case.x(extra=37 + step))
+            (-y.square().mean() + y.mean()).backward()
+            optimiser.step()
+        broken = [name for name, p in layer.named_parameters() if not bool(torch.isfinite(p).all())]
+        require(
+            not broken, f"expected finite parameters after {STEPS} Adam steps of rate {RATE}, got others in {broken}"
+        )
+    before = {**check_bounds(layer, case, case.shape), **check_bounds(layer.eval(), case, case.shape)}
+    if not after_step(layer, case.shape):
+        return before
+    finished = check_bounds(layer, case, case.shape)
+    return {name: max(value, finished[name]) for name, value in before.items()}
+
+
+def expected_shape(layer: nn.Module, shape: Shape) -> Shape | None:
+    """Output shape that the attributes of a layer promise; None if they say nothing."""
+    attribute: dict[str, Any] = vars(layer)
+    if "out_features" in attribute:
+        return (*shape[:-1], attribute["out_features"])
+    if "out_channels" in attribute and len(shape) == 3:
+        stride = attribute.get("stride", 1)
+        steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
+        return (attribute["out_channels"], shape[1] // steps[0], shape[2] // steps[1])
+    return None
+
+
+def sizes(case: Case) -> dict[str, float]:
+    """Law 11: shapes are right, and after all other sizes each one gives what a new layer gives."""
+    used = case.moved(case.layer())
+    for shape in (*case.input_shapes, *reversed(case.input_shapes)):
+        x = case.x(shape)
+        y = forward(used, x)
+        expected = case.output_shape(shape) if case.output_shape else expected_shape(used, shape)
+        if expected is not None:
+            require(
+                tuple(y.shape) == (len(x), *expected),
+                f"input {shape}: expected an output of shape {tuple(expected)}, got {tuple(y.shape[1:])}",
+            )
+        new = case.moved(case.layer())
+        require_same(y, forward(new, x), case.eps(shape), f"input {shape} after other sizes, against a new layer")
+        one = forward(used, x[:1])
+        require_same(one, y[:1], case.eps(shape), f"input {shape}: one sample against the same one in a batch")
+    return {"sizes": float(len(case.input_shapes))}

@@ -1,0 +1,123 @@
+"""Laws of what surrounds a layer: export (3), options act (8), refusals (13)."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import LipkitError, OptionError, ShapeError
+from lipkit.modules import export, lipschitz, load, save
+from lipkit.modules.configuration import describe
+from lipkit.testing.case import Case, Refusal, forward, require, require_same
+
+
+def exported(case: Case) -> dict[str, float]:
+    """Law 3, at every input shape, from a layer with a bias and from a freshly loaded one that never ran."""
+    worst = 0.0
+    for shape in case.input_shapes:
+        x, eps = case.x(shape), case.eps(shape)
+        layer = case.moved(case.layer()).eval()
+        y = forward(layer, x)
+        before = torch.get_rng_state()
+        network = export(layer, shape)
+        drawn = not torch.equal(before, torch.get_rng_state())
+        require(not drawn, "expected an export that leaves the random state as it is, got one that draws from it")
+        worst = max(worst, require_same(forward(network, x), y, eps, f"input {shape}: output of the export"))
+        try:
+            describe(network)
+        except OptionError as error:
+            require(False, f"expected an export of plain modules, got another one: {error}")
+        asking = [name for name, p in network.named_parameters() if p.requires_grad]
+        require(not asking, f"expected an export without trainable parameters, got {asking}")
+        require(not any(m.training for m in network.modules()), "expected an export in evaluation mode, got training")
+        fresh = case.layer(extra=7)
+        fresh.load_state_dict(layer.state_dict())
+        again = forward(export(fresh, shape), x)
+        require_same(again, y, eps, f"input {shape}: export of a freshly loaded layer before any forward pass")
+        if shape == case.shape:
+            with tempfile.TemporaryDirectory() as folder:
+                loaded = load(save(network, Path(folder)))
+            require_same(forward(loaded, x), y, eps, f"input {shape}: export after save and load")
+        before = forward(network, x)
+        case.moved(layer, extra=3)
+        require(
+            torch.equal(forward(network, x), before),
+            "expected an export that is independent of the layer, got one that changed with its parameters",
+        )
+    return {"difference": worst}
+
+
+def _observe(case: Case, option: str, value: Any) -> list[Tensor] | None:
+    """Outputs and claims in both modes at one seed, or None if the value is refused."""
+    try:
+        # Moved: the initial weights may be special (already orthogonal, say), so that options agree there.
+        layer = case.moved(case.layer(**{option: value}))
+        x = case.x(dtype=value if isinstance(value, torch.dtype) else None)
+        seen = []
+        for training in (True, False):
+            layer.train(training)
+            seen += [forward(layer, x), lipschitz(layer, case.shape).detach()]
+    except LipkitError:
+        return None
+    return seen
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def options_act(case: Case) -> dict[str, float]:
+    """Law 8: any two values of an option differ in an output or a claim, to the last bit, or one is refused."""
+    refused = 0
+    for option, values in case.options.items():
+        require(len(values) > 1, f"option {option}: expected at least two values to compare, got {values}")
+        seen = [(value, _observe(case, option, value)) for value in values]
+        accepted = [(value, found) for value, found in seen if found is not None]
+        refused += len(seen) - len(accepted)
+        require(bool(accepted), f"option {option}: expected at least one value that is accepted, got none of {values}")
+        for (v, a), (w, b) in combinations(accepted, 2):
+            require(
+                not _same(a, b),
+                f"option {option}: expected {v!r} and {w!r} to act differently (or to be refused), "
+                "got the same outputs and claims",
+            )
+    return {"options": float(len(case.options)), "refused": float(refused)}
+
+
+def _other_size(case: Case) -> Refusal:
+    shape = case.shape
+    other = (*shape[:-1], shape[-1] + 1)
+    return Refusal(
+        f"the layer exported for {shape} called on {other}",
+        lambda make: export(make(), shape)(case.x(other)),
+        ShapeError,
+        (str(shape[-1]), str(shape[-1] + 1)),
+    )
+
+
+def refusals(case: Case) -> dict[str, float]:
+    """Law 13: each bad argument raises its error, whose message has "expected ..., got ..." and both values."""
+    table = (_other_size(case), *case.refusals)
+
+    def make(**options: Any) -> nn.Module:
+        return case.layer(**options)
+
+    for refusal in table:
+        name = refusal.error.__name__
+        try:
+            refusal.call(make)
+        except LipkitError as error:
+            message = str(error)
+            require(isinstance(error, refusal.error), f"{refusal.what}: expected {name}, got {type(error).__name__}")
+            missing = [word for word in ("expected", "got", *refusal.words) if word not in message]
+            require(not missing, f"{refusal.what}: expected a message that holds {missing}, got {message!r}")
+        except Exception as error:
+            require(False, f"{refusal.what}: expected {name}, got {type(error).__name__}: {error}")
+        else:
+            require(False, f"{refusal.what}: expected {name}, got no error")
+    return {"refusals": float(len(table))}
