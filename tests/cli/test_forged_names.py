@@ -17,8 +17,7 @@ from lipkit.analysis import analyze
 from lipkit.cli import console
 from lipkit.cli.bound import describe
 from lipkit.cli.main import main
-from lipkit.experiments.table_runs import Found
-from lipkit.experiments.table_text import render
+from lipkit.experiments.table_runs import Found, render
 from lipkit.experiments.tables import TABLES
 from lipkit.interop import model_card
 from lipkit.report import read_record, write_report

@@ -15,8 +15,7 @@ from lipkit.data import Data, ImageFiles, Split
 from lipkit.errors import DataError, NoRuleError, OptionError, RecipeError, RunError, ShapeError
 from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
-from lipkit.experiments.display import Silent
-from lipkit.experiments.outcome import finish
+from lipkit.experiments.outcome import Silent, finish
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import CayleyLinear
 from lipkit.report import read_record

@@ -21,7 +21,7 @@ from lipkit.errors import LipkitError, OptionError, RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
-from lipkit.explorer.guard import HEADERS, authorities, check_host
+from lipkit.explorer.server import HEADERS, authorities, check_host
 
 HOST = "127.0.0.1:8000"
 

@@ -7,8 +7,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data import Split
 from lipkit.errors import DataError
-from lipkit.training.randomness import augment_generator, derived_seed
-from lipkit.training.sources import batches, share, source
+from lipkit.training.sources import augment_generator, batches, derived_seed, share, source
 
 
 class Noisy(Dataset):

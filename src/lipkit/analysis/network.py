@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lipkit.analysis import functions as functions
 from lipkit.analysis import layer_functions as layer_functions
 from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
-from lipkit.analysis.prepare import constant_copy, sample
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
-from lipkit.analysis.running import BATCHES, check_outputs, observe, stays_float64
+from lipkit.analysis.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
 from lipkit.analysis.tracing import Root, trace
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow

@@ -96,7 +96,7 @@ def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
 
 def describe(found: NetworkBound, everything: bool = False) -> str:
     """The bounds and the table of layers, what raises the bound most first."""
-    from lipkit.experiments.display import columns
+    from lipkit.experiments.outcome import columns
 
     # Below 1 the logarithm is negative, and so are the fractions of what raises the bound.
     layers = sorted(found.layers, key=lambda layer: layer.fraction if found.upper < 1 else -layer.fraction)

@@ -13,7 +13,7 @@ KINDS = ("layers", "models", "datasets", "recipes", "tables")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
     """List layers, models, datasets, recipes, or the published tables of lipkit reproduce."""
-    from lipkit.experiments.display import columns
+    from lipkit.experiments.outcome import columns
 
     known = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "tables": tables}
     click.echo(columns(known[kind]()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from lipkit.experiments.display import Display
+    from lipkit.experiments.outcome import Display
     from lipkit.experiments.tables import Available, Scale, Table
 
 
@@ -136,7 +136,7 @@ def run_table(
     """Make the runs that are missing; the table as text, and what failed."""
     from lipkit.experiments import table_runs
     from lipkit.experiments import table_runs as table_records
-    from lipkit.experiments.table_text import render
+    from lipkit.experiments.table_runs import render
 
     runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root)
     failed: list[str] = []
@@ -154,7 +154,7 @@ def print_kept(name: str, table: Table, folder: Path, scale: Scale | None) -> st
     """The table from kept records, as text."""
     from lipkit.experiments import table_runs
     from lipkit.experiments import table_runs as table_records
-    from lipkit.experiments.table_text import render
+    from lipkit.experiments.table_runs import render
     from lipkit.experiments.tables import SCALES
 
     runs = [run for each in SCALES for run in table_runs.plan(table, Path("runs") / name, scale=each)]

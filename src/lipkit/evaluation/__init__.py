@@ -6,12 +6,14 @@ from lipkit.evaluation.attack import (
     Attack,
     Attacked,
     Attempt,
+    CrossCheck,
     Examples,
     attack_samples,
+    check_accuracy,
+    check_examples,
     choose_samples,
 )
 from lipkit.evaluation.classification import EPS, ClassRow, Evaluation, evaluate, per_class
-from lipkit.evaluation.cross_check import CrossCheck, check_accuracy, check_examples
 from lipkit.evaluation.latency import Latency, latency
 from lipkit.evaluation.regression import RegressionEvaluation, evaluate_regression
 

@@ -14,8 +14,7 @@ from lipkit import modules
 from lipkit.certificates import Certificate, certify, format_radius
 from lipkit.certificates.intervals import Share, check_radii, share
 from lipkit.errors import OptionError
-from lipkit.evaluation.attack import Attack, Attacked, attack_samples, resolved_box
-from lipkit.evaluation.cross_check import CrossCheck
+from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
 
 if TYPE_CHECKING:
     from lipkit.data import Split

@@ -1,7 +1,6 @@
 """Runs described by recipes: ``train`` makes one, from data to certificates; ``certify`` measures it again."""
 
-from lipkit.experiments.display import Display, Silent
-from lipkit.experiments.outcome import Outcome
+from lipkit.experiments.outcome import Display, Outcome, Silent
 from lipkit.experiments.recipe import load_recipe, names
 from lipkit.experiments.recipe_schema import Recipe
 from lipkit.experiments.run import certify, read_recipe, train

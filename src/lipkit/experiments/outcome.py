@@ -1,10 +1,11 @@
-"""The end of a run: certify, attack or search, measure the latency, record, report."""
+"""The end of a run: certify, attack or search, measure the latency, record, report; and where a run reports to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,12 +14,60 @@ from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import Data, Split
 from lipkit.evaluation import Attack, evaluate, evaluate_regression, latency
 from lipkit.experiments.build import input_range
-from lipkit.experiments.display import Display
 from lipkit.experiments.recipe import Recipe, to_yaml
 from lipkit.files import write_atomic
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
 from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
+from lipkit.text import printable
 from lipkit.training.checkpoints import create
+
+if TYPE_CHECKING:
+    from lipkit.training import Progress
+
+
+class Display(Protocol):
+    """Where a pipeline reports to."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+
+    def progress(self, event: Progress) -> None:
+        """Show where training stands."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def progress(self, event: Progress) -> None: ...
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    >>> duration(7), duration(75), duration(3700), duration(float("nan"))
+    ('0:07', '1:15', '1:01:40', '-:--')
+    """
+    if seconds != seconds:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns, all to the left.
+
+    >>> print(columns([["small", "a network"], ["kwlarge", "another"]]))
+    small    a network
+    kwlarge  another
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
 
 RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
 

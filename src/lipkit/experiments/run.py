@@ -25,8 +25,7 @@ from lipkit.data import Data, Split
 from lipkit.errors import OptionError, RunError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
-from lipkit.experiments.display import Display, Silent, duration
-from lipkit.experiments.outcome import RECIPE, Outcome, finish
+from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
 from lipkit.files import write_atomic

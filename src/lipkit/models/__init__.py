@@ -10,14 +10,13 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.models.convert import Conversion, Converted, Kept, convert
-from lipkit.models.kwlarge import kwlarge
+from lipkit.models.kwlarge import kwlarge, small
 from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.lbdn_conv import lbdn_conv
 from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
 from lipkit.models.plain_networks import convnet, wrn_plain
 from lipkit.models.resnet9 import resnet9
-from lipkit.models.small import small
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

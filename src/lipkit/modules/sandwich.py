@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds.sandwich import sandwich_gain
+from lipkit.bounds.lmi import sandwich_gain
 from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import chain_constant
@@ -32,7 +32,7 @@ class SandwichBlock(nn.Module):
 
     .. math:: \|f\|_{Lip} \le \tfrac12 \big\| [\, \Lambda^{1/2} W_1 \;|\; \Lambda^{-1/2} W_2^* \,] \big\|_2^2
 
-    for an activation with slope in [0, 1] (``lipkit.bounds.sandwich``).
+    for an activation with slope in [0, 1] (``lipkit.bounds.lmi``).
 
     Args:
         first: ``nn.Linear``, :class:`FourierConv2d`, or an ``nn.Conv2d`` whose windows do not overlap (with its bias).

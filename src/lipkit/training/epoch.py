@@ -21,9 +21,8 @@ from lipkit.training import saving
 from lipkit.training.adversarial import Adversary, attacked_batch
 from lipkit.training.options import Penalty, TrainOptions
 from lipkit.training.progress import Clock, Totals
-from lipkit.training.randomness import attack_generator, augment_generator
 from lipkit.training.schedules import Schedule
-from lipkit.training.sources import Source, batches, share
+from lipkit.training.sources import Source, attack_generator, augment_generator, batches, share
 from lipkit.training.trainee import Trainee, update
 
 

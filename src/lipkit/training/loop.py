@@ -20,8 +20,7 @@ from lipkit.training.devices import check_precision, make_fabric, on_first
 from lipkit.training.epoch import Objective, Plan, run_epoch
 from lipkit.training.options import TrainOptions
 from lipkit.training.progress import Clock, Divergence, Totals, board, peak_memory, require_tensorboard, write_csv
-from lipkit.training.randomness import derived_seed, kept_random_state, own_random_state
-from lipkit.training.sources import Augment, Source, source
+from lipkit.training.sources import Augment, Source, derived_seed, kept_random_state, own_random_state, source
 from lipkit.training.trainee import Trainee
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from lipkit.training import checkpoints, trainee
 from lipkit.training.devices import on_first
 from lipkit.training.progress import Divergence
-from lipkit.training.randomness import random_state, set_random_state
+from lipkit.training.sources import random_state, set_random_state
 from lipkit.training.trainee import Trainee
 
 Generators = Mapping[str, torch.Generator]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lipkit.wasserstein import wgan
+from lipkit.wasserstein import wgan as wgan
 from lipkit.wasserstein.estimate import Estimate, distance
-from lipkit.wasserstein.exact import assignment
 from lipkit.wasserstein.losses import hinge_kr_loss, kr_loss
+from lipkit.wasserstein.samples import assignment
 
 __all__ = ["Estimate", "assignment", "distance", "hinge_kr_loss", "kr_loss", "wgan"]
 

@@ -20,7 +20,7 @@ from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
 from lipkit.modules import Network, export
 from lipkit.modules.chains import proved_bound
-from lipkit.training.randomness import derived_seed, own_random_state
+from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, check_confidence, moments, student
 from lipkit.wasserstein.losses import kr_loss

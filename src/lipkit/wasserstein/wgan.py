@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import after_step
 from lipkit.modules import Shape
-from lipkit.training.randomness import derived_seed, own_random_state
+from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.estimate import descend, one_output
 from lipkit.wasserstein.losses import kr_loss

@@ -17,7 +17,7 @@ MEASURES = {
     "kernel_bounds": "kernels",
     "network_bounds": "networks",
     "truncation": "kernels",
-    "wasserstein": "critics",
+    "wasserstein": "trained",
 }
 AFTER = {"attack": "trained", "local_lipschitz": "trained", "layer_norms": "trained"}
 
