@@ -185,7 +185,7 @@ def proved_and_attacked(plain: lipkit.modules.Network, x: Tensor, y: Tensor, rad
 
 
 def certified_accuracy() -> plt.Figure:
-    plain, data = on_digits(lipkit.models.kwlarge)
+    plain, data = on_digits(lipkit.models.small)
     radii = torch.linspace(0, 1.5, 151, dtype=torch.float64)
     proved, attacked = proved_and_attacked(plain, *data.test.batch(slice(None)), radii)
     figure, axis = plt.subplots(figsize=(5.5, 3), layout="constrained")
@@ -200,7 +200,7 @@ def first_page() -> plt.Figure:
     radii = torch.linspace(0, 1.2, 121, dtype=torch.float64)
     plt.rcParams["font.size"] = 10.5  # of the first page only: it stays readable on a phone
     figure, axis = plt.subplots(figsize=(4.6, 3.1), layout="constrained")
-    models = (("Cayley layers", lipkit.models.kwlarge), ("ordinary", lipkit.models.plain_networks))
+    models = (("Cayley layers", lipkit.models.small), ("ordinary", lipkit.models.convnet))
     for number, (name, model) in enumerate(models):
         plain, data = on_digits(model)
         proved, attacked = proved_and_attacked(plain, *data.test.batch(slice(None)), radii)

@@ -112,7 +112,7 @@ from lipkit.layers import FAMILIES, CayleyConv2d, CayleyLinear, Family
 from lipkit.testing import check_layer
 
 FAMILIES["mine"] = Family("mine", "Cayley again", "-", "-", CayleyConv2d, CayleyLinear)
-model = lipkit.models.kwlarge(layer="mine", input_shape=(1, 8, 8), classes=3)
+model = lipkit.models.small(layer="mine", input_shape=(1, 8, 8), classes=3)
 assert any(isinstance(m, CayleyConv2d) for m in model)
 measured = check_layer(lambda **options: FAMILIES["mine"].linear(4, 4, **options), input_shape=(4,), laws=[1, 2])
 assert abs(measured[2]["largest"] - 1) < 1e-9

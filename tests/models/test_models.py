@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
-from lipkit.models import build, kwlarge
-from lipkit.models import kwlarge as small
+from lipkit.models import build, kwlarge, small
 from lipkit.modules import export, lipschitz
 
 
