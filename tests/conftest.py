@@ -1,4 +1,4 @@
-"""A headless Chromium, and what must hold for every page at every width."""
+"""The marker ``fast``, reports without plots, and a headless Chromium with what must hold for every page."""
 
 from __future__ import annotations
 
@@ -40,6 +40,23 @@ FLAWS = """() => {
   }
   return flaws;
 }"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is fast unless it or its file is marked thorough or slow."""
+    for item in items:
+        if not {"slow", "thorough"} & {mark.name for mark in item.iter_markers()}:
+            item.add_marker("fast")
+
+
+@pytest.fixture(scope="module")
+def no_plots() -> Iterator[None]:
+    """Reports without plots, which take most of their time. tests/report draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("plots", "curve"):
+            patch.setattr(f"lipkit.report.{module}.both", lambda draw, name: f"<p>{name}</p>")
+        yield
 
 
 @pytest.fixture(scope="module")

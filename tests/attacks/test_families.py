@@ -33,9 +33,9 @@ def check(count: int, **options: int) -> list[float]:
     return largest
 
 
-def test_two_networks_of_every_family() -> None:
-    largest = check(2 * len(families.names()), samples=2)
-    assert len(largest) > 45  # both attacks find something on nearly every network
+def test_a_network_of_every_family() -> None:
+    largest = check(len(families.names()), samples=2)
+    assert len(largest) > 22  # both attacks find something on nearly every network
     assert max(largest) <= 1
     assert max(largest) > 0.5
 

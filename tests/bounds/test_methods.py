@@ -41,10 +41,10 @@ def kernel_of(kind: str, *shape: int, seed: int) -> Tensor:
     return k
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(["random", "smooth", "low rank", "one tap", "float32"]),
-    n=st.sampled_from([3, 5, 8, 16, 32]),
+    n=st.sampled_from([3, 5, 8, 16]),
     kh=st.sampled_from([1, 2, 3, 5, 7]),
     kw=st.sampled_from([1, 2, 3, 5, 7]),
     cin=st.integers(1, 3),
@@ -149,11 +149,11 @@ def test_groups_take_the_maximum() -> None:
 
 
 def test_depthwise_kernels_of_many_channels() -> None:
-    kernel = kernel_of("random", 96, 1, 3, 3, seed=4)
-    exact = max(supremum(kernel[i : i + 1]) for i in range(96))
-    assert exact <= float(symbol_sup(kernel, groups=96)) <= 1.01 * exact
+    kernel = kernel_of("random", 24, 1, 3, 3, seed=4)
+    exact = max(supremum(kernel[i : i + 1]) for i in range(24))
+    assert exact <= float(symbol_sup(kernel, groups=24)) <= 1.01 * exact
     # One output and one input channel: LipBound is the grid alone.
-    assert exact <= float(lipbound(kernel, groups=96)) <= exact * grid_correction(3, 10) ** 2 * (1 + 1e-9)
+    assert exact <= float(lipbound(kernel, groups=24)) <= exact * grid_correction(3, 10) ** 2 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", METHODS)

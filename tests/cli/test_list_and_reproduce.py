@@ -13,6 +13,8 @@ from lipkit.layers.families import FAMILIES
 from lipkit.models import MODELS
 from lipkit.report import read_record
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 
 @pytest.mark.parametrize(
     ("kind", "expected"),

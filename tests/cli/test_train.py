@@ -17,6 +17,8 @@ from lipkit.modules import export
 from lipkit.report import read_record
 from lipkit.training import checkpoints as run_folder
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 QUICK = [
     "data.limit=60", "train.epochs=1", "train.batch_size=2", "train.accelerator=cpu", "certify.eps=36/255",
     "certify.attack_steps=2", "certify.attack_samples=5", "model.options.width=1", "train.evaluate_samples=20",

@@ -27,6 +27,8 @@ from lipkit.explorer import open_runs
 from lipkit.interop import from_pretrained
 from lipkit.report import read_record
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 # A run as lipkit 0.1.0 wrote it, record and certificate of schema 1.0: later versions read it.
 OLD = Path(__file__).parent / "run_of_schema_1"
 QUICK = ["certify.attack_steps=2", "certify.attack_samples=4"]

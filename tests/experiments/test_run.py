@@ -22,6 +22,8 @@ from lipkit.report import read_record
 from lipkit.report.examples import load_examples
 from lipkit.training import checkpoints as run_folder
 
+pytestmark = pytest.mark.usefixtures("no_plots")
+
 QUICK = [
     "data.limit=60", "train.epochs=2", "train.batch_size=20", "train.accelerator=cpu", "train.evaluate_every=1",
     "certify.eps=36/255", "certify.attack_steps=2", "certify.attack_samples=20",

@@ -15,11 +15,12 @@ from lipkit.explorer import ExploredRun, open_runs
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     base = tmp_path_factory.mktemp("explored")
+    limits = ["train.epochs=4", "data.limit=400", "train.evaluate_every=9"]
     made = []
     for name, seed in (("first", 0), ("<img src=x onerror=alert(1)>", 1)):
         recipe = load_recipe(
             "digits_cayley",
-            ["train.epochs=2", "certify.attack_steps=2", "certify.attack_samples=8", f"train.seed={seed}"],
+            [*limits, "certify.attack_steps=2", "certify.attack_samples=8", f"train.seed={seed}"],
         )
         assert pipeline.train(recipe, folder=base / name) is not None
         made.append(base / name)

@@ -11,7 +11,7 @@ from lipkit.layers import families
 from lipkit.layers.rko import RkoConv2d, reshaped_bound
 from lipkit.linalg import ORTHOGONALIZE, polar
 from lipkit.modules import export, lipschitz
-from lipkit.testing import check_layer, conv_options, conv_refusals, dense_matrix
+from lipkit.testing import check_layer, dense_matrix
 
 LAYERS = [(3, 8, 3, 1), (8, 3, 3, 1), (2, 9, 3, 3), (3, 12, 2, 2)]
 
@@ -34,9 +34,7 @@ def test_obeys_the_laws(name, cin, cout, k, stride):
         make,
         input_shape=shapes,
         claim=family.claim,
-        laws=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13),
-        options={**conv_options(), **family.options},
-        refusals=conv_refusals(cin, *shapes[0][1:]),
+        laws=(1, 2, 3, 9, 10, 11),  # the others do not depend on the shape: tests/laws
     )
 
 

@@ -92,7 +92,7 @@ def test_division_brings_the_norm_to_at_most_one_and_not_far_below():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize("iterations", [1, 3, 12])
+@pytest.mark.parametrize("iterations", [1, 3, 8])
 def test_gradients(dtype, iterations):
     torch.manual_seed(5)
     repeated = torch.linalg.qr(torch.randn(5, 3, dtype=dtype))[0]

@@ -120,7 +120,8 @@ def test_the_laws() -> None:
             laws=(1, 2, *([3] if dtype == torch.float32 else []), 4, 5, 6, 7, 8, 9, 10, 11, 13),
             options={"activation": ("relu", "tanh"), "bias": (True, False), "gamma": (1.0, 2.0)},
         )
-    check_layer(make, input_shape=(4,), dtype=torch.float32, claim="contraction", gamma=2.0, laws=(12,))
+    shallow = partial(LBDN, [4, 6, 3], gamma=2.0)
+    check_layer(shallow, input_shape=(4,), dtype=torch.float32, claim="contraction", gamma=2.0, laws=(12,))
 
 
 def test_the_bound_sees_hooks_and_replaced_activations() -> None:

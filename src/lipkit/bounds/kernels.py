@@ -1,4 +1,4 @@
-"""What the bounds of a convolution kernel share: groups, exact scaling, the size of rounding errors."""
+"""Common to the bounds of a convolution kernel: groups, exact scaling, the size of rounding errors."""
 
 from __future__ import annotations
 

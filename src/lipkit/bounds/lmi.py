@@ -41,7 +41,7 @@ _SMALL = 1e-250
 
 
 def is_positive_semidefinite(h: Tensor, error: float = 0.0) -> bool:
-    r"""Whether a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
+    r"""True if a symmetric float64 matrix is proved positive semidefinite, whatever its entries' rounding.
 
     Runs Cholesky on :math:`H - cI`, :math:`c = \gamma_{n+1}/(1-\gamma_{n+1})\,\mathrm{tr}(H) + e`: success proves that
     every symmetric matrix within spectral distance ``error`` (e) of ``h`` is positive semidefinite.
@@ -114,7 +114,7 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
 
 
 def proves_gain(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> bool:
-    """Whether ``H >= 0`` is proved in floating point for these weights, multipliers and ``gain``.
+    """True if ``H >= 0`` is proved in floating point for these weights, multipliers and ``gain``.
 
     Guarantee:
         True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is

@@ -150,7 +150,7 @@ def _plain(
     normal: NormalMatrices,
     matrices: list[Tensor],
 ) -> Tensor:
-    """What :class:`_Solved` computes, by operations that every tracer and every derivative of torch knows."""
+    """The function of :class:`_Solved`, by operations that every tracer and every derivative of torch knows."""
     h, w = x.shape[-2:]
     channels = None if scale is None else scale[:, None, None]
     if form == "first adjoint" and channels is not None:
@@ -252,7 +252,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def solves_pay(x: Tensor, side: int) -> bool:
-    """Whether a dense layer on ``x`` (..., n) had better solve with matrices of this size than make its own matrix.
+    """True if a dense layer on ``x`` (..., n) had better solve with matrices of this size than make its own matrix.
 
     Small matrices, and batches larger than them, are faster made: the solves have more calls and run at a lower rate
     (measured on a CPU: the two meet at sizes of 256 to 384).

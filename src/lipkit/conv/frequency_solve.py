@@ -101,7 +101,7 @@ class _Further:
 
 
 class _FurtherInReals(_Further):
-    """The same at pairs by products of real numbers: rows are read as they lie, and written in one pass.
+    """Solutions at pairs by products of real numbers: rows are read as they lie, and written in one pass.
 
     ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. Two tensors of the size of W_2 are made for it, which
     pays where a batch is larger than the matrices.
@@ -125,7 +125,7 @@ class _FurtherInReals(_Further):
 
 
 def _further(group: Group) -> _Further | None:
-    """What makes the further outputs; an explicit inverse is there for large batches."""
+    """The matrices of the further outputs; an explicit inverse is there for large batches."""
     if group.rest is None:
         return None
     in_reals = group.factors.pivots is None and group.rest.is_complex()

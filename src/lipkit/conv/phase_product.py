@@ -73,7 +73,7 @@ def apply_phases(
 
 
 def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor | None) -> bool:
-    """Whether the batch is taken in pieces: only where the operations run as they are written, on a CPU."""
+    """True if the batch is taken in pieces: only where the operations run as they are written, on a CPU."""
     numbers = [*symbol, *matrices] if bias is None else [*symbol, *matrices, bias]
     return (
         x.device.type == "cpu"
@@ -161,7 +161,7 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
 
 
 def _in_planes(x: Tensor) -> bool:
-    """Whether each channel lies in memory as one plane, and not the channels of each pixel together."""
+    """True if each channel lies in memory as one plane, and not the channels of each pixel together."""
     return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -155,7 +155,7 @@ def _applied(
 
 
 def _plain(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
-    """What :class:`_Apply` computes, by operations that every tracer and every derivative of torch knows."""
+    """The function of :class:`_Apply`, by operations that every tracer and every derivative of torch knows."""
     h, w = x.shape[-2:]
     y = synthesise(multiply(Symbol(real, pair), analyse(x, matrices)), h, w, matrices)
     return y if bias is None else y + bias[:, None, None]

@@ -44,7 +44,7 @@ def count_real(h: int, w: int) -> int:
 
 
 def is_dense(h: int, w: int) -> bool:
-    """Whether images of this size are transformed by one dense matrix."""
+    """True if images of this size are transformed by one dense matrix."""
     return h * w <= DENSE_PIXELS
 
 

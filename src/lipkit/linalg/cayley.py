@@ -60,7 +60,7 @@ def cayley(w: Tensor) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What solves with a batch of matrices N: LU factors and pivots, or the transposed inverse where pivots is None."""
+    """Factors of matrices N to solve with: LU factors and pivots, or the transposed inverse if pivots is None."""
 
     matrix: Tensor
     pivots: Tensor | None

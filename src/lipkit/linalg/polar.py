@@ -74,7 +74,7 @@ class _TallPolar(torch.autograd.Function):
 
 
 class _WithForwardMode(_TallPolar):
-    """The same with forward-mode derivatives, which ``torch.compile`` does not take."""
+    """A variant with forward-mode derivatives, which ``torch.compile`` does not take."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:

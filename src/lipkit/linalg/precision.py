@@ -25,7 +25,7 @@ _HARMLESS = ("unset", "", "0", "strict")
 
 
 def product_settings(kind: str) -> dict[str, str]:
-    """What torch has been told about float32 products on a type of device ("cpu", "cuda").
+    """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
     A setting that torch does not read out because several backends were told different things is "mixed": what each
     of them was told stands beside it.
@@ -137,7 +137,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def autocast_on(x: Tensor) -> bool:
-    """Whether autocast may lower the precision of products on the device of ``x``."""
+    """True if autocast may lower the precision of products on the device of ``x``."""
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 

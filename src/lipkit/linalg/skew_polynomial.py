@@ -129,7 +129,7 @@ def empty_powers(batch: Sequence[int], c: int, like: Tensor) -> Powers:
 
 
 def fill_powers(smallest: float, out: Powers) -> None:
-    r"""What value and gradient share, for the skew A that ``out.a`` ``(n, c, c)`` holds, written into ``out``.
+    r"""Common part of value and gradient, for the skew A that ``out.a`` ``(n, c, c)`` holds, written into ``out``.
 
     ``share`` is :math:`1 / \|a^8\|_F^{1/8}`, so that share a has at most the norm 1, but not more than
     ``scale / smallest``: matrices of a smaller norm are not scaled up.
@@ -333,7 +333,7 @@ class _TaylorExponential(torch.autograd.Function):
 
 
 class _WithForwardMode(_TaylorExponential):
-    """The same with forward-mode derivatives, which ``torch.compile`` does not take."""
+    """A variant with forward-mode derivatives, which ``torch.compile`` does not take."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, terms: None) -> tuple[Tensor | None, ...]:

@@ -50,7 +50,7 @@ def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
 
 
 def proved(function: Orthogonalize) -> bool:
-    """Whether ``function`` is one of the table, whose result has norm at most 1 by proof; of others nothing is known.
+    """True if ``function`` is one of the table, whose result has norm at most 1 by proof; of others nothing is known.
 
     >>> proved(cayley), proved(lambda w: w)
     (True, False)

@@ -46,7 +46,7 @@ ATTRIBUTES = {
 
 
 def functions_transformed() -> bool:
-    """Whether a transform of ``torch.func`` or a dual number is at work."""
+    """True while a transform of ``torch.func`` or a dual number is at work."""
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0
 
@@ -67,7 +67,7 @@ def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
 
 
 def nnpack_enabled() -> bool:
-    """Whether torch may convolve by NNPACK on this machine."""
+    """True if torch may convolve by NNPACK on this machine."""
     if not torch.backends.nnpack.is_available():
         return False
     return bool(getattr(torch._C, "_get_nnpack_enabled", lambda: True)())
@@ -84,7 +84,7 @@ def active_modes() -> list[Any]:
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are installed that see every module."""
+    """True if hooks are installed that see every module."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
@@ -95,7 +95,7 @@ def normalisations() -> tuple[type, ...]:
 
 
 def transformed() -> bool:
-    """Whether ``torch.func`` (vmap, jvp, grad, ...), a batch of gradients or a dual number is at work.
+    """True while ``torch.func`` (vmap, jvp, grad, ...), a batch of gradients or a dual number is at work.
 
     These follow torch's own operations, not those that write into memory of ours: pure functions take another way then.
 
@@ -106,7 +106,7 @@ def transformed() -> bool:
 
 
 def differentiated(a: Tensor) -> bool:
-    """Whether a derivative with respect to ``a`` may be taken: through its graph, or by a transform.
+    """True if a derivative with respect to ``a`` may be taken: through its graph, or by a transform.
 
     >>> differentiated(torch.ones(1)), differentiated(torch.ones(1, requires_grad=True))
     (False, True)

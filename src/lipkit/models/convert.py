@@ -45,7 +45,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` returns: the new model, and what happened to each layer of the old one."""
+    """The new model that `convert` returns, and what happened to each layer of the old one."""
 
     model: nn.Module
     converted: tuple[Converted, ...]

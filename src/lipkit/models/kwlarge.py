@@ -65,7 +65,7 @@ def kwlarge(
         activation, pool).
     """
     family = find(layer)
-    channels, height, breadth = check_image(input_shape, 4, "kwlarge")
+    channels, rows, columns = check_image(input_shape, 4, "kwlarge")
     check_classes(classes)
     check_options(options)
     check_positive(kernel_size=kernel_size)
@@ -82,7 +82,7 @@ def kwlarge(
         kernel = strided_kernel(family, kernel_size, max(1, kernel_size // 2))
         return activated(family, family.conv(cin, cout, kernel, stride=stride, **options), activation)
 
-    features = 64 * width * (height // 4) * (breadth // 4)
+    features = 64 * width * (rows // 4) * (columns // 4)
     shared = dense_options(family, options)
     layers = [
         *conv(channels, 32 * width, 1),
@@ -127,9 +127,9 @@ def small(
     3
     """
     family = families.get(layer)
-    _, height, breadth = check_image(input_shape, 2, "small")
-    twice = max(height, breadth) > 12
-    channels, height, breadth = check_image(input_shape, 4 if twice else 2, "small")
+    _, rows, columns = check_image(input_shape, 2, "small")
+    twice = max(rows, columns) > 12
+    channels, rows, columns = check_image(input_shape, 4 if twice else 2, "small")
     check_classes(classes)
     check_options(options)
     dense = dense_options(family, options)
@@ -139,7 +139,7 @@ def small(
     ]
     if twice:
         layers += activated(family, family.conv(32 * width, 32 * width, 1, stride=2, **options))
-    pixels = height * breadth // (16 if twice else 4)
+    pixels = rows * columns // (16 if twice else 4)
     layers += [
         nn.Flatten(),
         *activated(family, family.linear(32 * width * pixels, 256 * width, **dense)),

@@ -70,7 +70,7 @@ def lbdn_conv(
     family = find(layer)
     check_positive(blocks=blocks, width=width, kernel_size=kernel_size)
     check_positive(**{f"hidden[{i}]": n for i, n in enumerate(hidden)})
-    channels, height, breadth = check_image(input_shape, 2**blocks, "lbdn_conv")
+    channels, rows, columns = check_image(input_shape, 2**blocks, "lbdn_conv")
     check_classes(classes)
     check_options(options)
     if not isinstance(last_layer_normalization, bool):
@@ -84,7 +84,7 @@ def lbdn_conv(
         layers += activated(family, family.conv(target, target, strided, stride=2, **options))
         current = target
     layers.append(nn.Flatten())
-    current *= height * breadth // 4**blocks
+    current *= rows * columns // 4**blocks
     for units in hidden:
         layers += activated(family, family.linear(current, units, **dense_options(family, options)))
         current = units

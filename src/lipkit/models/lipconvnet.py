@@ -17,7 +17,7 @@ BLOCKS = ((32, 64, 2), (64, 128, 2), (128, 256, 2), (256, 512, 3), (512, 1024, 1
 
 
 class Ends(TypedDict, total=False):
-    """What stands before and behind the blocks."""
+    """The parts before and behind the blocks."""
 
     input_shape: Shape
     classes: int
@@ -72,7 +72,7 @@ def lipconvnet(
     References:
         [ECO] Table 1, section 5.1; Singla & Feizi, ICML 2021.
     """
-    channels, height, width_in = check_image(ends.get("input_shape", (3, 32, 32)), 1, "lipconvnet")
+    channels, rows, columns = check_image(ends.get("input_shape", (3, 32, 32)), 1, "lipconvnet")
     classes = ends.get("classes", 10)
     check_classes(classes)
     check_positive(depth=depth)
@@ -85,10 +85,10 @@ def lipconvnet(
     if layer is not None:
         first_blocks = last_blocks = layer
     layers: list[nn.Module] = []
-    if (height, width_in) != (side, side):
-        top, left = (side - height) // 2, (side - width_in) // 2
+    if (rows, columns) != (side, side):
+        top, left = (side - rows) // 2, (side - columns) // 2
         # Negative padding crops.
-        layers.append(nn.ZeroPad2d((left, side - width_in - left, top, side - height - top)))
+        layers.append(nn.ZeroPad2d((left, side - columns - left, top, side - rows - top)))
     current, size = channels, side
     for block, (inner, last, stride) in enumerate(BLOCKS):
         family = find(first_blocks if block < first else last_blocks)

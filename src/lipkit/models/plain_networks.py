@@ -35,7 +35,7 @@ def convnet(
     >>> [type(m).__name__ for m in convnet(batch_norm=False)][:3], convnet()[-1].out_features
     (['Conv2d', 'ReLU', 'Conv2d'], 10)
     """
-    channels, height, breadth = check_image(input_shape, 4, "convnet")
+    channels, rows, columns = check_image(input_shape, 4, "convnet")
     check_classes(classes)
     check_positive(width=width)
     if not isinstance(batch_norm, bool):
@@ -46,7 +46,7 @@ def convnet(
         layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))
         layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
         cin = cout
-    layers += [nn.Flatten(), nn.Linear(cin * height * breadth // 16, 64 * width, bias=not batch_norm)]
+    layers += [nn.Flatten(), nn.Linear(cin * rows * columns // 16, 64 * width, bias=not batch_norm)]
     layers += [nn.BatchNorm1d(64 * width), nn.ReLU()] if batch_norm else [nn.ReLU()]
     return bounded([*layers, nn.Linear(64 * width, classes)], 1.0, mean, std, channels)
 
@@ -84,7 +84,7 @@ def wrn_plain(
     References:
         Zagoruyko & Komodakis, "Wide Residual Networks", BMVC 2016; WRN-28-10 is the network of [LipBound] section 6.
     """
-    channels, height, breadth = check_image(input_shape, 4, "wrn_plain")
+    channels, rows, columns = check_image(input_shape, 4, "wrn_plain")
     check_classes(classes)
     check_positive(depth=depth, widen=widen)
     if depth < 10 or depth % 6 != 4:
@@ -101,7 +101,7 @@ def wrn_plain(
             current = target
     layers += [
         *_activated(current),
-        nn.AvgPool2d((height // 4, breadth // 4)),
+        nn.AvgPool2d((rows // 4, columns // 4)),
         nn.Flatten(),
         nn.Linear(current, classes),
     ]

@@ -46,7 +46,7 @@ def resnet9(
         [Cayley] section 6.1 and Appendix B (1-Lipschitz ResNet9).
     """
     family = find(layer)
-    channels, height, breadth = check_image(input_shape, 16, "resnet9")
+    channels, rows, columns = check_image(input_shape, 16, "resnet9")
     check_classes(classes)
     check_options(options)
 
@@ -56,7 +56,7 @@ def resnet9(
     def skip(c: int) -> nn.Module:
         return Residual(nn.Sequential(*conv(c, c), *conv(c, c)))
 
-    features = 8 * width * (height // 16) * (breadth // 16)
+    features = 8 * width * (rows // 16) * (columns // 16)
     layers = [
         *conv(channels, width),
         *conv(width, 2 * width),

@@ -65,7 +65,7 @@ def wide_resnet(
         [Cayley] section 6.1 (WideResNet10-10); Zagoruyko & Komodakis, BMVC 2016.
     """
     family = find(layer)
-    channels, height, breadth = check_image(input_shape, 16, "wide_resnet")
+    channels, rows, columns = check_image(input_shape, 16, "wide_resnet")
     check_classes(classes)
     check_options(options)
     check_positive(kernel_size=kernel_size)
@@ -95,9 +95,9 @@ def wide_resnet(
         for i in range((depth - 4) // 6):
             layers.append(block(current, target, stride if i == 0 else 1))
             current = target
-    pool_h, pool_w = height // 8, breadth // 8
+    pool_h, pool_w = rows // 8, columns // 8
     if pool_h != pool_w:
-        raise OptionError(f"input_shape: expected a square image for the last pooling, got {height} x {breadth}")
+        raise OptionError(f"input_shape: expected a square image for the last pooling, got {rows} x {columns}")
     layers += [
         *before,
         ScaledAvgPool2d(pool_h),

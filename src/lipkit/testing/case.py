@@ -127,7 +127,7 @@ class Case:
             return self.make(**options).to(dtype).train()
 
     def moved(self, layer: nn.Module, extra: int = 1, size: float = 0.3) -> nn.Module:
-        """The same layer with every parameter moved by random numbers: nothing is at its initial value any more."""
+        """The layer with every parameter moved by random numbers: nothing is at its initial value any more."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
                 spread = p.square().mean().sqrt() + 0.05

@@ -72,7 +72,7 @@ def jacobians(f: Function, x: Tensor) -> list[Matrix]:
 
 
 def is_affine(f: Function, x: Tensor) -> bool:
-    """Whether ``f(a) + f(b) - f(0) = f(a + b)`` for all pairs of neighbouring points of ``x``, to rounding.
+    """True if ``f(a) + f(b) - f(0) = f(a + b)`` for all pairs of neighbouring points of ``x``, to rounding.
 
     >>> x = torch.randn(4, 3)
     >>> is_affine(lambda x: 2 * x + 1, x), is_affine(torch.relu, x)
