@@ -66,7 +66,7 @@ def test_a_wrong_constant_stops_the_evaluation(factor: float, monkeypatch: pytes
     monkeypatch.setattr(chains, "lipschitz", lambda module, shape=None: factor * lipschitz(module, shape))
     with pytest.raises(
         CertificateViolation,
-        match=r"the network: expected no slope above the certified constant .* got .* between two inputs",
+        match=r"the network: expected no slope above .* got .* between two inputs",
     ):
         evaluate_regression(net, split(net), **QUICK)
 

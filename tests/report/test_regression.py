@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from lipkit import modules
@@ -148,6 +149,10 @@ def test_errors_during_training_are_drawn(run: Path) -> None:
 
 def test_a_corrupt_curve_is_one_clear_line(run: Path) -> None:
     (run / CURVE).write_bytes(b"nonsense")
+    with pytest.raises(RunError, match=r"curve\.safetensors: expected the tensors x, y, sample_x, sample_y, centre"):
+        write_report(run)
+    tensors = {name: torch.zeros(3) for name in ("x", "y", "sample_x", "sample_y", "centre")}
+    (run / CURVE).write_bytes(save(tensors))
     with pytest.raises(RunError, match=r"curve\.safetensors: expected the graph of a network"):
         write_report(run)
 

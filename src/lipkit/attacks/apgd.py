@@ -48,18 +48,11 @@ def apgd(
     **Cost.** ``restarts (steps + 1)`` gradients, fewer for samples that fall early.
 
     Args:
-        model: any callable from (N, ...) to logits (N, K >= 2) that treats samples independently (modules: ``eval()``).
-        x: (N, ...) float32 or float64.
-        y: (N,) int64 labels.
-        eps: radius, one number or (N,), in the norm's units.
-        norm: ``"l2"`` or ``"linf"``.
+        model, x, y, eps, norm, box, generator, stop_early: see `lipkit.attacks.pgd`.
         loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
         targeted: whether each start goes for one class.
         steps: gradient steps of each start.
         restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
-        box: smallest and largest value of an input entry, or None.
-        generator: randomness; None is a CPU generator with seed 0. The global random state is never used.
-        stop_early: leave a sample alone once it is misclassified.
 
     Returns:
         (N, ...), the best point found for each sample: a misclassified one if there was one, else the one of largest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,23 +48,15 @@ def ball(norm: str) -> Ball:
 
 
 def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
-    """(N,) distances, computed in float64 from the numbers as they are (on the CPU where a device has none).
+    """(N,) distances, l2 or of another order, computed in float64 from the numbers as they are (on the CPU where a
+    device has none).
 
-    >>> norms(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)).tolist()
-    [5.0]
+    >>> [norms(torch.tensor([[3.0, -4.0]]), torch.zeros(1, 2), order).tolist() for order in (2, math.inf)]
+    [[5.0], [4.0]]
     """
     if point.device.type == "mps":
         return norms(point.cpu(), centre.cpu(), order).float().to(point.device)
     return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), order, dim=1)
-
-
-def largest(point: Tensor, centre: Tensor) -> Tensor:
-    """(N,) l_inf distances, computed as `norms` are.
-
-    >>> largest(torch.tensor([[3.0, -4.0]]), torch.zeros(1, 2)).tolist()
-    [4.0]
-    """
-    return norms(point, centre, math.inf)
 
 
 def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
@@ -172,5 +165,5 @@ def _cube(like: Tensor, generator: torch.Generator) -> Tensor:
 
 BALLS = {
     "l2": Ball(direction=_unit, random=_random_ball, project=project_l2, distance=norms),
-    "linf": Ball(direction=_signs, random=_cube, project=project_linf, distance=largest),
+    "linf": Ball(direction=_signs, random=_cube, project=project_linf, distance=partial(norms, order=math.inf)),
 }

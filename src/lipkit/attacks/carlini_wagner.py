@@ -44,16 +44,13 @@ def carlini_wagner(
     **Cost.** ``targets searches steps`` gradients. It draws nothing at random.
 
     Args:
-        model: any callable from (N, ...) to logits (N, K >= 2) that treats samples independently (modules: ``eval()``).
-        x: (N, ...) float32 or float64.
-        y: (N,) int64 labels.
+        model, x, y, box: see `lipkit.attacks.pgd`.
         steps: of Adam for each weight.
         searches: values of the weight c that are tried.
         rate: learning rate of Adam, for x' in units of half the width of the box (1 without a box).
         weight: the first c.
         confidence: margin, in logits, that the objective asks for.
         targets: how many classes are tried.
-        box: smallest and largest value of an input entry, or None.
 
     Returns:
         (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.

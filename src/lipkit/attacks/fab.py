@@ -140,15 +140,10 @@ def fab(
     **Cost.** ``restarts targets (steps + polish)`` gradients and some 20 evaluations for each bisection.
 
     Args:
-        model: any callable from (N, ...) to logits (N, K >= 2) that treats samples independently (modules: ``eval()``).
-        x: (N, ...) float32 or float64.
-        y: (N,) int64 labels.
-        norm: ``"l2"`` or ``"linf"``.
+        model, x, y, norm, box, generator: see `lipkit.attacks.pgd`.
         steps: iterations for each class and start.
         restarts: starts for each class: the sample, then random points at half the distance found so far.
         targets: how many classes are tried, the largest wrong logits first; None for all.
-        box: smallest and largest value of an input entry, or None.
-        generator: randomness of the further starts; None is a CPU generator with seed 0.
         polish: projections at the end; 0 for FAB as published.
 
     Returns:

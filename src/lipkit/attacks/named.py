@@ -89,15 +89,9 @@ def run_attack(
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),
             ``"fab"``, ``"cw"`` (l2 only), or ``"autoattack"``.
-        model: any callable from (N, ...) to logits (N, K >= 2) that treats samples independently (modules: ``eval()``).
-        x: (N, ...) float32 or float64, at least one sample.
-        y: (N,) int64 labels.
-        eps: radius, one number or (N,), in the norm's units.
-        norm: ``"l2"`` or ``"linf"``.
+        model, x, y, eps, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
         steps: see the attack; None for its default. AutoAttack has its own.
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).
-        box: smallest and largest value of an input entry, or None.
-        generator: randomness; None is a CPU generator with seed 0.
 
     Returns:
         `Found`: the points, and which attack ran.

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from lipkit import modules
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import RunError
 from lipkit.evaluation import RegressionEvaluation
-from lipkit.files import read_bytes, write_atomic
+from lipkit.files import write_atomic
 from lipkit.report.plots import GRID, SERIES, both, figure_of, legend
+from lipkit.report.run_files import read_tensors
 from lipkit.report.schema import RegressionRecord
 
 if TYPE_CHECKING:
@@ -95,12 +95,10 @@ def load_curve(folder: Path) -> Curve | None:
         RunError: the file is corrupt or its tensors do not fit together.
     """
     path = folder / CURVE
-    if not path.exists():
-        return None
+    tensors = read_tensors(path, [field.name for field in dataclasses.fields(Curve)])
     try:
-        tensors = load(read_bytes(path))
-        return Curve(**{field.name: tensors[field.name] for field in dataclasses.fields(Curve)})
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        return None if tensors is None else Curve(**tensors)
+    except ValueError as error:
         raise RunError(f"{path}: expected the graph of a network, got {error!r}") from None
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from lipkit.certificates import Certificate
 from lipkit.errors import RunError, ShapeError
-from lipkit.files import read_bytes, write_atomic
+from lipkit.files import write_atomic
+from lipkit.report.run_files import read_tensors
 
 if TYPE_CHECKING:
     from lipkit.data import Split
@@ -125,13 +125,10 @@ def load_examples(folder: Path) -> list[Example]:
         RunError: the file is corrupt or its tensors do not fit together.
     """
     path = folder / EXAMPLES
-    if not path.exists():
+    tensors = read_tensors(path, _KEYS)
+    if tensors is None:
         return []
-    try:
-        tensors = load(read_bytes(path))
-        columns = [tensors[key] for key in _KEYS]
-    except (SafetensorError, KeyError, OSError) as error:
-        raise RunError(f"{path}: expected the tensors {', '.join(_KEYS)}, got {error!r}") from None
+    columns = list(tensors.values())
     if len({len(column) for column in columns}) != 1 or any(column.ndim != 1 for column in columns[1:]):
         raise RunError(f"{path}: expected tensors of one length, got {[tuple(column.shape) for column in columns]}")
     if any(group not in range(len(GROUPS)) for group in tensors["group"].tolist()):

@@ -6,12 +6,16 @@ import csv
 import dataclasses
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
 
 from lipkit.errors import RunError
-from lipkit.files import read_text
+from lipkit.files import read_bytes, read_text
 from lipkit.text import printable
 from lipkit.training.checkpoints import read_metrics
 
@@ -62,6 +66,21 @@ def read_radii(folder: Path) -> Radii | None:
     if not np.isin(columns["correct"], (0, 1)).all() or not (columns["radius"] >= 0).all():
         raise RunError(f"{path}: expected correct to be 0 or 1 and radius >= 0")
     return Radii(**columns | {"correct": columns["correct"] == 1})
+
+
+def read_tensors(path: Path, names: Sequence[str]) -> dict[str, Tensor] | None:
+    """Read the tensors of these names from a safetensors file; None if there is none.
+
+    Raises:
+        RunError: the file is corrupt, or one is missing.
+    """
+    if not path.exists():
+        return None
+    try:
+        tensors = load(read_bytes(path))
+        return {name: tensors[name] for name in names}
+    except (SafetensorError, KeyError, OSError) as error:
+        raise RunError(f"{path}: expected the tensors {', '.join(names)}, got {error!r}") from None
 
 
 def read_series(folder: Path) -> dict[str, list[tuple[float, float]]]:

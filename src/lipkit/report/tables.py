@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
-from lipkit.certificates.intervals import format_radius
-from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord
+from lipkit.certificates.intervals import Share, format_radius
+from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
 from lipkit.text import printable, table
-
-
-class _Share(Protocol):
-    @property
-    def value(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
 
 
 def percent(value: float) -> str:
@@ -28,10 +18,9 @@ def percent(value: float) -> str:
     return "n/a" if math.isnan(value) else f"{100 * value:.2f} %"
 
 
-def interval(share: _Share) -> str:
+def interval(share: Share | ShareRecord) -> str:
     """The interval of an accuracy, in per cent, outward by at most the second decimal's rounding.
 
-    >>> from lipkit.certificates.intervals import Share
     >>> interval(Share(95, 100, 0.8872, 0.9836))
     '88.72 to 98.36'
     """
