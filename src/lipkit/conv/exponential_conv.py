@@ -162,6 +162,7 @@ def exponential_conv2d(
     Raises:
         ShapeError: the kernel is not square in its channels, or has fewer than x.
 
+    >>> import torch
     >>> turn = torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])[:, :, None, None]
     >>> x = torch.tensor([1.0, 0.0]).reshape(1, 2, 1, 1)
     >>> exponential_conv2d(turn, x, 15).flatten().round(decimals=4).abs().tolist()
