@@ -18,6 +18,8 @@ from torch import nn
 from lipkit.certificates import lipsdp
 from lipkit.modules.activations import slope_restricted
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -148,6 +148,7 @@ def steepest(model: nn.Module, shape: tuple[int, ...], points: int = 3) -> float
     return max(float(np.linalg.norm(j, 2)) for j in jacobians(lambda t: model(t.clone()), x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_the_bound_is_above_the_jacobian(name: str) -> None:
     make, shape = CASES[name]
@@ -169,6 +170,7 @@ def positive(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 def test_a_long_search_does_not_beat_the_bound() -> None:
     torch.manual_seed(3)
     model = positive(Everything())

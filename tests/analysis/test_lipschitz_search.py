@@ -34,6 +34,7 @@ def test_a_steep_region_is_found() -> None:
     assert 0 <= float(found.y) <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("box", [None, (0.0, 1.0)])
 def test_never_above_the_proved_bound_and_close_to_it(box: tuple[float, float] | None) -> None:
     torch.manual_seed(1)

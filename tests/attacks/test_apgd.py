@@ -38,6 +38,7 @@ def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") 
     return ((logits.gather(1, y[:, None]) - logits) / size).nan_to_num(math.inf).amin(dim=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("attack", ["margin", "dlr"])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
@@ -67,6 +68,7 @@ def test_cross_entropy_alone_overstates_robustness_even_of_a_linear_model() -> N
     assert lost["ce"] < lost["margin"] / 2
 
 
+@pytest.mark.thorough
 def test_apgd_finds_no_less_than_plain_steps_on_a_network() -> None:
     torch.manual_seed(1)
     network = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
@@ -113,6 +115,7 @@ def test_same_generator_same_points_and_global_randomness_untouched() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "autoattack"])
 def test_every_attack_runs_by_name_under_no_grad_on_one_sample(name: str) -> None:
     layer, x = linear(), points(1, 5)

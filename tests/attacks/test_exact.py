@@ -19,6 +19,8 @@ from lipkit.attacks.fab import towards_hyperplane
 from lipkit.certificates import certify
 from lipkit.certificates.measurement import float64_copy
 
+pytestmark = pytest.mark.thorough
+
 
 def network() -> modules.Network:
     torch.manual_seed(0)

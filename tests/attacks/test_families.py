@@ -10,6 +10,8 @@ import pytest
 
 from lipkit.layers import families
 
+pytestmark = pytest.mark.thorough
+
 
 def _benchmark():
     path = Path(__file__).parents[2] / "benchmarks" / "attacks.py"

@@ -53,6 +53,7 @@ def cases(dtype: torch.dtype, networks: int) -> tuple[int, int, int]:
     return attacked, ignoring, sound
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_ignores_rounding_is_broken_and_what_allows_for_it_is_not(dtype: torch.dtype) -> None:
     attacked, ignoring, sound = cases(dtype, 12)

@@ -34,6 +34,7 @@ def test_numbers_are_rounded_to_nearest(precision, bits):
     assert torch.equal(precision.significant(z, bits).real, precision.significant(x, bits))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("product", ["mm", "bmm", "matmul", "addmm", "baddbmm", "conv2d", "einsum"])
 def test_every_product_takes_rounded_factors_and_nothing_else_does(precision, product):
     torch.manual_seed(0)

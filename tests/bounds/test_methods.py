@@ -88,6 +88,7 @@ def test_no_bound_is_below_the_truth(
         assert float(reshaped(kernel, groups=groups, stride=stride)) >= truth
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
 def test_trained_kernels(trained_kernels: list[Tensor], mode: str) -> None:
     for kernel in trained_kernels:
@@ -98,6 +99,7 @@ def test_trained_kernels(trained_kernels: list[Tensor], mode: str) -> None:
                 assert float(method(kernel)) >= truth, (name, kernel.shape, n)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     kind=st.sampled_from(["random", "smooth", "low rank", "one tap", "float32"]),
@@ -113,6 +115,7 @@ def test_symbol_sup_is_within_one_percent(kind: str, kh: int, kw: int, cin: int,
     assert exact * (1 - 1e-9) <= float(symbol_sup(kernel)) <= 1.01 * exact * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_symbol_sup_is_within_one_percent_of_trained_and_large_kernels(trained_kernels: list[Tensor]) -> None:
     g = torch.Generator().manual_seed(5)
     large = torch.randn(40, 30, 3, 3, generator=g)  # factorised in float32 first
@@ -121,6 +124,7 @@ def test_symbol_sup_is_within_one_percent_of_trained_and_large_kernels(trained_k
         assert exact * (1 - 1e-9) <= float(symbol_sup(kernel)) <= 1.01 * exact * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tolerance", [0.3, 0.05, 0.002])
 def test_tolerance_is_kept(tolerance: float) -> None:
     for seed in range(4):
@@ -148,6 +152,7 @@ def test_groups_take_the_maximum() -> None:
         )
 
 
+@pytest.mark.thorough
 def test_depthwise_kernels_of_many_channels() -> None:
     kernel = kernel_of("random", 24, 1, 3, 3, seed=4)
     exact = max(supremum(kernel[i : i + 1]) for i in range(24))

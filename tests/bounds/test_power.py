@@ -28,6 +28,7 @@ def dense_norm(kernel: torch.Tensor, h: int, w: int) -> float:
     return float(np.linalg.norm(a.reshape(cout * h * w, -1), 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -145,6 +145,7 @@ def by_inverses(h: Tensor, block: int) -> Tensor:
     return low
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("n", [24, 48, 120, 240])
 def test_cholesky_factorisations_solve_by_substitution(dtype: torch.dtype, n: int) -> None:

@@ -283,6 +283,7 @@ def test_any_bytes_give_a_certificate_or_one_error(data: st.DataObject) -> None:
         assert len(file.certificate) == 3
 
 
+@pytest.mark.thorough
 def test_the_command_confirms_and_refuses(tmp_path: Path) -> None:
     from click.testing import CliRunner
 

@@ -22,6 +22,8 @@ from lipkit.errors import ShapeError
 from lipkit.modules import local_error
 from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
+pytestmark = pytest.mark.thorough
+
 Scalar = Callable[[mpf], mpf]
 FORMATS = [(torch.float32, FLOAT32), (torch.float64, FLOAT64)]
 

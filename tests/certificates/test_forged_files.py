@@ -26,6 +26,8 @@ from lipkit.certificates.certificate_file import describe, read_certificate, ver
 from lipkit.cli.check import report
 from lipkit.errors import LipkitError
 
+pytestmark = pytest.mark.thorough
+
 EACH = 34
 RADII = (0.0, 0.01, 0.1)
 # What no network and no data can prove: it may say anything, but only below the line that says so.

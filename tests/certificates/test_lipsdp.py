@@ -78,6 +78,7 @@ def clarabel_gain(network: Network) -> float:
     return float(solution.x[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sizes", "spread"),
     [([3, 8, 8, 2], 1.0), ([4, 20, 20, 20, 3], 1.0), ([9, 5, 7], 1.0), ([2, 6, 5, 6, 7], 4.0)],
@@ -90,6 +91,7 @@ def test_solver_agrees_with_clarabel(sizes: list[int], spread: float) -> None:
     assert not lipsdp.verify(network, reference * 0.99, proof.multipliers)
 
 
+@pytest.mark.thorough
 def test_sixty_units_three_times_below_the_product() -> None:
     proof = lipsdp.solve(mlp([4, 60, 60, 60, 3]))
     assert proof.product / proof.gain > 3

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("reference_certificates", ROOT / "benchmarks/reference_certificates.py")
 assert SPEC is not None

@@ -17,6 +17,8 @@ from lipkit.cli.main import main
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.recipe import load_recipe
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

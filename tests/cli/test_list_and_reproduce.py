@@ -28,6 +28,7 @@ def test_list_names_everything(kind, expected, capsys):
         assert len(found[name].split()) > 2, found[name]
 
 
+@pytest.mark.thorough
 def test_a_table_is_trained_once_and_set_beside_the_paper(monkeypatch, tmp_path, capsys):
     table = Table(
         source="Paper, table 1",

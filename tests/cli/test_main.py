@@ -158,6 +158,7 @@ def test_exit_codes(train, capsys, error, code, text):
     assert "\n" not in line
 
 
+@pytest.mark.thorough
 def test_output_into_a_closed_pipe_is_no_traceback():
     code = "import sys; from lipkit.cli.main import main; sys.exit(main(['list', 'datasets']))"
     done = subprocess.run(

@@ -142,6 +142,7 @@ LINES = [f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(
 MERGED = [f"    a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "message"),
     [

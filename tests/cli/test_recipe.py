@@ -58,6 +58,7 @@ def test_the_reference_names_every_key_and_option(capsys: pytest.CaptureFixture[
         assert part in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", names())
 def test_a_shown_recipe_is_that_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "show", name, "train.epochs=3"]) == 0

@@ -17,7 +17,7 @@ from lipkit.modules import export
 from lipkit.report import read_record
 from lipkit.training import checkpoints as run_folder
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_plots")]
 
 QUICK = [
     "data.limit=60", "train.epochs=1", "train.batch_size=2", "train.accelerator=cpu", "certify.eps=36/255",

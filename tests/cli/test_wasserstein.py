@@ -27,6 +27,7 @@ def test_two_files(files, capsys):
     assert "asymptotic" in out
 
 
+@pytest.mark.thorough
 def test_json_and_a_diameter(files, capsys):
     arguments = [str(files / "x.npy"), str(files / "y.npy"), "--diameter", "20", "--limit", "100", "--json"]
     assert main(["wasserstein", *arguments, *FAST]) == 0
@@ -37,6 +38,7 @@ def test_json_and_a_diameter(files, capsys):
     assert found["low"] < found["value"] < found["high"]
 
 
+@pytest.mark.thorough
 def test_data_sets_and_a_generator(capsys):
     fast = ["--steps", "2", "--folds", "2", "--limit", "40", "--batch-size", "8"]
     assert main(["wasserstein", "digits", "digits@test", *fast]) == 0

@@ -80,6 +80,7 @@ def test_halves_of_the_wide_transform(form: str, size: tuple[int, int, int]) -> 
         assert close(one, two)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [(4, 5), (9, 10), (1, 1)], ids=str)
 @pytest.mark.parametrize(("batch", "biased"), [(2, False), (2, True), (5, True)])
 def test_halves_with_scaled_channels(size: tuple[int, int], batch: int, biased: bool) -> None:
@@ -116,6 +117,7 @@ def test_only_halves_are_scaled() -> None:
         solve_form("wide", random(1, 3, 2, 2), normal_matrices(random(3, 3, 1, 1), 2, 2), scale=random(3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("channels", [(2, 2), (3, 2), (2, 3)], ids=str)
 def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
     free, x = (random(*channels, 1, 2) / 2).requires_grad_(), random(1, channels[1], 2, 3, seed=1).requires_grad_()
@@ -158,6 +160,7 @@ def test_norms_are_kept_in_float32(channels: int, size: tuple[int, int], batch: 
 
 
 # Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("batched", [0, 2**19])
 @pytest.mark.parametrize("size", [(2, 3), (1, 66)], ids=str)

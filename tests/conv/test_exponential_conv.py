@@ -138,6 +138,7 @@ def test_missing_channels_are_zeros_and_surplus_ones_are_dropped(way: Way) -> No
     torch.testing.assert_close(exponential_conv2d(kernel, x, 5, 4, way=way), whole[:, :4])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients(way: Way) -> None:
     torch.manual_seed(0)

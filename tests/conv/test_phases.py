@@ -125,6 +125,7 @@ def test_pieces_of_a_batch_and_their_gradients(
 
 
 # The first forward-mode derivative makes torch script functions of its own, which it has deprecated.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_second_derivatives_forward_mode_and_function_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces(monkeypatch)

@@ -197,6 +197,7 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(cut=st.integers(0, 100), place=st.integers(0, 5000), value=st.integers(0, 255), deflate=st.booleans())
 def test_fuzz_damaged_files(scratch, cut, place, value, deflate):

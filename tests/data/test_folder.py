@@ -187,6 +187,7 @@ def test_many_files_keep_their_order(tmp_path):
     assert len(data.test) == 1  # val in the place of test
 
 
+@pytest.mark.thorough
 def test_training_from_files_is_training_from_memory(folder, monkeypatch):
     from torch import nn
 

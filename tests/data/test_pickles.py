@@ -183,6 +183,7 @@ def test_too_large_a_file(tmp_path, monkeypatch):
     refused(tmp_path / "f", bytes(20), "at most 10 bytes, got 22")
 
 
+@pytest.mark.thorough
 def test_deep_nesting_is_only_refused(tmp_path):
     refused(tmp_path / "f", b")" + b"\x85" * 999 + b".", "expected a pickled dict, got tuple")
     refused(tmp_path / "f", b"]" * 200_000 + b"a" * 199_999 + b".", "expected a pickled dict, got list")
@@ -211,12 +212,14 @@ def test_fuzz_random_bytes(scratch, body):
 OPCODES = [op.code.encode("latin-1") for op in pickletools.opcodes]
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(body=st.lists(st.sampled_from(OPCODES) | st.binary(max_size=2) | st.just(UINT8) | st.just(RECONSTRUCT)))
 def test_fuzz_random_programs(scratch, body):
     read_or_refuse(scratch / "f", b"\x80\x02" + b"".join(body) + b".")
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(protocol=st.integers(2, 5), cut=st.integers(0, 400), place=st.integers(0, 400), value=st.integers(0, 255))
 def test_fuzz_damaged_pickles(scratch, protocol, cut, place, value):

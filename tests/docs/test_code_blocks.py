@@ -72,6 +72,7 @@ def differences(printed: str, stated: str) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_a_page_runs_and_prints_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Classes of a page are found again by pickle, and their rules end with the page.

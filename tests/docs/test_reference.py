@@ -12,6 +12,8 @@ import pytest
 
 import lipkit
 
+pytestmark = pytest.mark.thorough
+
 # Roles, directives, LaTeX, doctests and sections, as the sources have them.
 MARKUP = re.compile(r":\w+:`|`|::|\\\w|&gt;&gt;&gt;|<blockquote>|\*\*|^(?:Args|Raises|Returns):", re.M)
 PACKAGES = [name for name in lipkit.__all__ if ismodule(getattr(lipkit, name))]

@@ -84,6 +84,7 @@ def test_examples_are_moved_close_before_they_are_compared() -> None:
     assert 1.0 <= result.cross_check.closest < 1.0001
 
 
+@pytest.mark.thorough
 def test_the_closest_example_of_all_batches_counts() -> None:
     whole, parts = (evaluate(network(), split(), eps=(0.5,), batch_size=size) for size in (60, 7))
     assert whole.cross_check.closest == pytest.approx(parts.cross_check.closest, rel=1e-6)
@@ -144,6 +145,7 @@ def test_attacked_accuracy_below_certified_accuracy_is_a_violation() -> None:
     check_accuracy(certificate, torch.arange(sample), survived, 0.05)  # not attacked: nothing to compare
 
 
+@pytest.mark.thorough
 def test_the_attack_runs_on_a_drawn_subset_of_the_right_size() -> None:
     data = split()
     first = evaluate(network(), data, eps=EPS, attack=Attack(samples=20, seed=1))
@@ -163,6 +165,7 @@ def test_nothing_to_attack() -> None:
     assert all(row.share.total == 0 and math.isnan(row.share.value) for row in none.attacked)
 
 
+@pytest.mark.thorough
 def test_the_box_is_that_of_images_only_if_the_samples_are_in_it() -> None:
     data = split()
     assert evaluate(network(), data, eps=(0.1,)).attack.box == (0.0, 1.0)

@@ -35,6 +35,7 @@ def attack(name: str, norm: str = "l2", eps: tuple[float, ...] = (0.05, 0.3)) ->
     return Attack(eps, steps, None, None, None, 0, name, norm)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "norm"), [(n, m) for n in ("pgd", "apgd", "fab", "cw") for m in ("l2", "linf") if (n, m) != ("cw", "linf")]
 )

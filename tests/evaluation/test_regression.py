@@ -31,6 +31,7 @@ def split(net: modules.Network, count: int = 30) -> Split:
     return Split(x, y + torch.tensor([0.1, -0.2])[: y.shape[1]])
 
 
+@pytest.mark.thorough
 def test_figures() -> None:
     net = network()
     found = evaluate_regression(net, split(net), delta=0.3, **QUICK)

@@ -14,7 +14,7 @@ from lipkit.modules import Affine
 from lipkit.training import LipschitzPenalty, PgdAdversary
 from lipkit.training import checkpoints as run_folder
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_plots")]
 
 QUICK = [
     "data.limit=60", "train.epochs=1", "train.batch_size=20", "train.accelerator=cpu", "adversary.steps=2",

@@ -43,6 +43,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.thorough
 def test_a_second_certification_lies_beside_the_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(run)
     assert main(["certify", str(run), "certify.eps=0.1", *QUICK]) == 0
@@ -99,6 +100,7 @@ def test_a_forgotten_quotient_stops_before_anything_is_done(
     assert files(run) == before
 
 
+@pytest.mark.thorough
 def test_a_large_radius_of_images_is_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((8, 1, 12, 12), np.float32), np.arange(8) % 2

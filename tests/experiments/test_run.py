@@ -65,6 +65,7 @@ def test_a_run_leaves_everything_a_report_needs(finished):
     assert rows[1]["clean"] == finished.metrics["clean"]
 
 
+@pytest.mark.thorough
 def test_the_same_recipe_gives_the_same_network_in_a_new_folder_and_another_seed_another(finished):
     out = finished.folder.parent
     again = pipeline.train(quick(), out=out)
@@ -75,6 +76,7 @@ def test_the_same_recipe_gives_the_same_network_in_a_new_folder_and_another_seed
     assert other.record.network_sha256 != finished.record.network_sha256
 
 
+@pytest.mark.thorough
 def test_certify_again_keeps_what_training_knew(finished, capsys):
     before = read_record(finished.folder)
     assert main(["certify", str(finished.folder), "certify.eps=0.1,0.25", "certify.attack_samples=null"]) == 0
@@ -132,6 +134,7 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
+@pytest.mark.thorough
 def test_ctrl_c_then_resume_gives_the_network_of_an_uninterrupted_run(finished, tmp_path):
     display = Interrupted(1)
     with pytest.raises(KeyboardInterrupt):
@@ -148,6 +151,7 @@ def test_ctrl_c_then_resume_gives_the_network_of_an_uninterrupted_run(finished, 
         pipeline.train(quick("train.lr=1"), resume=folder)
 
 
+@pytest.mark.thorough
 def test_seeds_print_mean_and_deviation(tmp_path, capsys):
     assert main(["train", *QUICK, "train.epochs=1", "--seeds", "2", "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
@@ -264,6 +268,7 @@ def test_data_that_is_wrong_is_refused_before_a_folder_is_made(mine, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_regression_ends_with_an_error_a_bound_and_a_search(mine, tmp_path, capsys):
     changes = [
         f"data={mine}:line", "task=regression", "loss=mse", f"model={mine}:bounded", "train.epochs=40", "train.lr=0.05",
@@ -292,6 +297,7 @@ def test_regression_ends_with_an_error_a_bound_and_a_search(mine, tmp_path, caps
     assert "tightness" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_inputs_that_are_no_images_are_attacked_without_a_box(mine, tmp_path):
     changes = [f"data={mine}:points", f"model={mine}:bounded", "train.epochs=20", "train.lr=0.05", "certify.eps=0.1"]
     record = pipeline.train(quick(*changes), out=tmp_path / "runs").record

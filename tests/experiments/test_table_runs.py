@@ -98,6 +98,7 @@ def test_a_changed_recipe_never_passes_for_the_one_before(table, tmp_path):
     assert folders[0].name.startswith("small-net-gamma-1-seed0-")
 
 
+@pytest.mark.thorough
 def test_a_smoke_run_in_two_processes(table, tmp_path, capsys):
     change = ["certify.search_restarts=2", "certify.search_steps=2", "train.evaluate_every=9"]
     arguments = ["reproduce", "t1", *change, "--scale", "smoke", "--workers", "2", "--out", str(tmp_path)]
@@ -168,6 +169,7 @@ def test_a_run_of_another_table_is_taken_from_there(table, tmp_path):
     assert again[0].done
 
 
+@pytest.mark.thorough
 def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys):
     table = Table(
         source="Paper, table 2",

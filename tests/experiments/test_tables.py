@@ -51,6 +51,7 @@ def test_a_table_names_recipes_figures_and_measurements_that_exist(name: str) ->
         assert recipe.task == "regression" or {f"{e:.9f}" for e in recipe.certify.eps} == radii
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_row_has_a_valid_recipe_at_every_scale(name: str, scale: str) -> None:

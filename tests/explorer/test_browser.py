@@ -14,7 +14,7 @@ import torch
 from lipkit.explorer import ExploredRun, listen, serve
 
 sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture(scope="module")

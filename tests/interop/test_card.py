@@ -15,7 +15,7 @@ from lipkit.experiments.recipe import load_recipe
 from lipkit.interop import from_pretrained, model_card, robustbench_info
 from lipkit.report import Record, read_record
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_plots")]
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ def test_onnx_and_program_compute_the_same_for_every_family(family: str, tmp_pat
         torch.testing.assert_close(runtime(x[:1]), exported(x[:1]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_float64_stays_float64(tmp_path: Path) -> None:
     exported = modules.Network(list(network("cayley").double()), SHAPE)
     runtime = interop.onnx_runtime(interop.write_onnx(exported, tmp_path / "n.onnx"))

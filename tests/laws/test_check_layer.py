@@ -44,6 +44,7 @@ def _rules() -> Iterator[None]:
     del registry._LIPSCHITZ[Rotation], registry._EXPORT[Rotation]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_layer_of_somebody_else_passes_every_law(dtype: torch.dtype) -> None:
     measured = check_layer(Rotation, input_shape=(2,), dtype=dtype)

@@ -20,6 +20,8 @@ from lipkit.linalg.table import ORTHOGONALIZE
 from lipkit.testing import LAWS, check_layer, conv_options, conv_refusals, linear_options, linear_refusals
 
 DTYPES = (torch.float32, torch.float64)
+# pytest -m fast takes float64 only, and compiles nothing.
+COMPILED = 12
 # The image sizes that one 3 x 3 layer is given, in this order: even, non-square, odd, kernel as large as the image, 1.
 IMAGES = ((6, 6), (5, 4), (3, 9), (5, 5), (3, 3), (1, 1))
 # Further layers: what -> (in_channels, out_channels, kernel_size, stride, images).
@@ -42,8 +44,17 @@ FEWER: dict[str, dict[str, Any]] = {
     "ossn": {"iterations": 2},
     **{key: {"orthogonalize": partial(bjorck, iterations=2)} for key in ("bcop", "rko")},
 }
-each_law = pytest.mark.parametrize("number", LAWS, ids=lambda n: f"{n}-{LAWS[n].name.replace(' ', '-')}")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+each_law = pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, marks=pytest.mark.thorough if n == COMPILED else [], id=f"{n}-{LAWS[n].name.replace(' ', '-')}")
+        for n in LAWS
+    ],
+)
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.thorough, id="float32"), pytest.param(torch.float64, id="float64")],
+)
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -127,6 +138,7 @@ def test_every_way_to_orthogonalise_a_dense_layer_differs() -> None:
     check_layer(make, input_shape=(5,), laws=[8], options={"orthogonalize": tuple(ORTHOGONALIZE)})
 
 
+@pytest.mark.thorough
 @each_dtype
 @pytest.mark.parametrize("function", ORTHOGONALIZE)
 def test_dense_layer_of_each_function(function: str, dtype: torch.dtype) -> None:
@@ -139,6 +151,7 @@ def test_dense_layer_of_each_function(function: str, dtype: torch.dtype) -> None
     )
 
 
+@pytest.mark.thorough
 @each_family
 @pytest.mark.parametrize("what", EXTRA)
 def test_bounds_of_other_shapes(name: str, what: str) -> None:
@@ -156,6 +169,7 @@ def test_bounds_of_other_shapes(name: str, what: str) -> None:
         check_layer(make, input_shape=shapes[:1], dtype=torch.float32, laws=(1, 2), **promises(family))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4), (6, 6)], ids=str)
 @pytest.mark.parametrize("name", DENSE)
 def test_bounds_of_other_dense_shapes(name: str, shape: tuple[int, int]) -> None:

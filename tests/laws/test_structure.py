@@ -145,7 +145,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("number", LAWS, ids=lambda n: f"{n}-{LAWS[n].name.replace(' ', '-')}")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.thorough, id="float32"), pytest.param(torch.float64, id="float64")],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_structure(name: str, dtype: torch.dtype, number: int) -> None:
     backends = ("aot_eager",) if dtype == torch.float32 else ()

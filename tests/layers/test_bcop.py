@@ -107,6 +107,7 @@ def test_zero_parameters(make) -> None:
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
 
 
+@pytest.mark.thorough
 def test_training_moves_every_parameter_and_keeps_the_constraint() -> None:
     layer = BcopConv2d(3, 6, 3)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}

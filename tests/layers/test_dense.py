@@ -23,6 +23,7 @@ def dense(layer):
         return layer.weight().double().numpy()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("cin", "cout"), SIZES[:3])
 def test_bjorck_linear_obeys_the_laws(cin, cout, dtype):
@@ -41,6 +42,7 @@ def test_bjorck_linear_obeys_the_laws(cin, cout, dtype):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ORTHOGONALIZE)
 @pytest.mark.parametrize(("cin", "cout"), SIZES[:3])
 def test_orthogonal_linear_obeys_the_laws(name, cin, cout):

@@ -189,6 +189,7 @@ def test_nothing_is_assumed_of_a_function_that_is_not_in_the_table() -> None:
     assert values(layer, (3, 6, 6)).max() == pytest.approx(1.5, rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -19,6 +19,7 @@ def norm_of(layer, shape):
         return float(np.linalg.norm(dense_matrix(layer, shape, layer.free.dtype), 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("cin", "cout", "k", "stride"), LAYERS)
 def test_obeys_the_laws(cin, cout, k, stride):
     family = families.get("ossn")
@@ -36,6 +37,7 @@ def test_obeys_the_laws(cin, cout, k, stride):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("iterations", [1, 3, 10])
 @pytest.mark.parametrize(("cin", "cout", "k", "stride"), LAYERS)

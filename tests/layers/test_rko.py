@@ -21,6 +21,7 @@ def values_of(layer, shape):
         return np.linalg.svd(dense_matrix(layer, shape, layer.free.dtype), compute_uv=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["rko", "crko"])
 @pytest.mark.parametrize(("cin", "cout", "k", "stride"), LAYERS)
 def test_obeys_the_laws(name, cin, cout, k, stride):

@@ -171,6 +171,7 @@ def test_refusals() -> None:
         TaylorConv2d(1, 1, (2, 3), 5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_laws_with_zero_padding(dtype: torch.dtype) -> None:
     check_layer(

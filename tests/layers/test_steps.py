@@ -74,6 +74,7 @@ def test_a_loop_that_calls_it():
     assert largest(steps(network(), after)) <= 1 + TOLERANCE
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_calls_it():
     handles = []
 
@@ -111,6 +112,7 @@ def test_fit_knows_the_size_after_augmentation():
     assert largest(model, (1, 4, 4)) <= 1 + TOLERANCE
 
 
+@pytest.mark.thorough
 def test_the_command_line(tmp_path):
     quick = ["data.limit=60", "train.epochs=2", "train.lr=0.05", "train.evaluate_samples=2"]
     recipe = load_recipe("digits_svcm", quick)
@@ -127,6 +129,7 @@ def test_the_command_line(tmp_path):
     assert largest(runs[0].result, (1, 8, 8)) <= 1 + TOLERANCE
 
 
+@pytest.mark.thorough
 def test_critics():
     x = samples()[0]
     found = wasserstein.distance(x, 0.5 * x.flip(0), critic=network()[:-1].append(nn.Linear(36, 1)), steps=6, lr=0.05)

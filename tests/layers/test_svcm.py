@@ -23,6 +23,7 @@ def fft_values(kernel: torch.Tensor, h: int, w: int) -> np.ndarray:
     return np.linalg.svd(spectrum.transpose(2, 3, 0, 1), compute_uv=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("cin", "cout", "k", "stride"), LAYERS)
 def test_obeys_the_laws(cin, cout, k, stride):
     family = families.get("svcm")
@@ -51,6 +52,7 @@ def test_clip_replaces_what_exceeds_one_and_touches_nothing_else(shape, dtype):
     assert torch.equal(clip(small), small)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "size"),
     [

@@ -138,6 +138,7 @@ def in_half(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Non
         assert bool(value.grad.isfinite().all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", HALF)
 @each_family

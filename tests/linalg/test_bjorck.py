@@ -91,6 +91,7 @@ def test_division_brings_the_norm_to_at_most_one_and_not_far_below():
     assert abs(norms(into_unit_ball(3 * q)).max() - 1) < 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("iterations", [1, 3, 8])
 def test_gradients(dtype, iterations):

@@ -63,6 +63,7 @@ def test_square_result_has_no_eigenvalue_minus_one_and_determinant_one() -> None
     assert np.allclose(np.linalg.det(q), 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_gradients_of_both_orders(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -153,6 +153,7 @@ def test_taylor_exponential_ignores_the_scale() -> None:
     assert (taylor_exponential(w) - taylor_exponential(-w)).norm() > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3), (2, 4)], ids=str)
 @pytest.mark.parametrize("complex_", [False, True])
 def test_gradients(shape: tuple[int, int], complex_: bool) -> None:
@@ -206,6 +207,7 @@ def test_tiny_and_huge_matrices_in_float32(scale: float) -> None:
 
 
 # The first forward-mode derivative makes torch script functions of its own, which it has deprecated.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_second_derivatives_forward_mode_and_function_transforms() -> None:
     w = random(2, 3, 2).requires_grad_()

@@ -68,6 +68,7 @@ def test_a_zero_column_is_no_reflection():
     assert np.abs(householder(w).numpy() - reflections(w.numpy())).max() < 1e-14
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_gradients(dtype):
     torch.manual_seed(3)

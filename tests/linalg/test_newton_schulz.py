@@ -57,6 +57,7 @@ def test_the_scale_of_the_argument_does_not_matter(scale):
     assert (newton_schulz(w * scale) - newton_schulz(w)).abs().max() < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_gradients(dtype):
     torch.manual_seed(4)

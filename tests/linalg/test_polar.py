@@ -35,6 +35,7 @@ def test_is_semi_orthogonal_for_every_matrix(w):
     assert torch.isfinite(w.grad).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_gradients_with_repeated_singular_values(dtype):
     torch.manual_seed(1)

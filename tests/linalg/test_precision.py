@@ -238,6 +238,7 @@ def everything(module: nn.Module, shape: tuple[int, ...]) -> list[Tensor]:
     return [t.detach().clone() for t in found]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", settings())
 @pytest.mark.parametrize("name", MODULES)
 def test_settings_do_not_change_bounds_exports_and_certificates(name: str, setting: str) -> None:

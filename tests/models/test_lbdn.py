@@ -48,6 +48,7 @@ def smallest_eigenvalue(weights: list[Tensor], multipliers: list[Tensor], gamma:
     return float(torch.linalg.eigvalsh(scale[:, None] * h * scale)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", [0, 6])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5, 10])
@@ -107,6 +108,7 @@ def test_secants_never_exceed_gamma_and_come_near(activation: object) -> None:
     assert worst >= 0.5 * gamma
 
 
+@pytest.mark.thorough
 def test_the_laws() -> None:
     make = partial(LBDN, [4, 6, 5, 3], gamma=2.0)
     for dtype in DTYPES:

@@ -16,6 +16,8 @@ import lipkit
 from lipkit.layers import Normalize, Rescale
 from lipkit.models import build, lbdn
 
+pytestmark = pytest.mark.thorough
+
 
 def to_onnx(network: lipkit.modules.Network) -> onnx.ModelProto:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -27,6 +27,7 @@ def truth(layer: nn.Module, shape: tuple[int, ...]) -> float:
         return float(np.linalg.norm(layer(eye).flatten(1).numpy(), 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["reflect", "replicate"])
 @pytest.mark.parametrize(
     ("k", "padding", "size"),
@@ -174,6 +175,7 @@ STRIDED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", STRIDED, ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])

@@ -613,6 +613,7 @@ def parallel(network: nn.Module) -> nn.Module:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrap", "attribute"),
     [

@@ -518,12 +518,14 @@ LIES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(LIES))
 def test_configurations_that_lie(folder: Path, name: str) -> None:
     edit(folder, LIES[name])
     refused(folder)
 
 
+@pytest.mark.thorough
 def test_a_small_file_cannot_ask_for_a_large_transform(tmp_path: Path) -> None:
     # A row of 4096 pixels with one channel takes 16 kB in the file and 64 MB as a transform; many take too much.
     count, width = 20, 4096

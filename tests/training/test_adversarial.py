@@ -46,6 +46,7 @@ class Watch(nn.Module):
         return self.net(x)
 
 
+@pytest.mark.thorough
 def test_the_attack_runs_in_evaluation_mode_and_the_step_in_training_mode() -> None:
     net = Watch(network())
     training.fit(net, data(32), epochs=1, adversary=PgdAdversary(eps=0.1, steps=3), **COMMON)
@@ -121,6 +122,7 @@ def test_constrained_layers_are_attacked_as_their_export_with_weights_built_once
     training.fit(net, data(32), epochs=1, adversary=PgdAdversary(eps=0.05, steps=2), **COMMON)
 
 
+@pytest.mark.thorough
 def test_adversarial_training_withstands_the_attack_that_breaks_ordinary_training() -> None:
     x, y = data()
     share = {}

@@ -12,6 +12,8 @@ import torch
 
 from lipkit.training import checkpoints as run_folder
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {here!r})

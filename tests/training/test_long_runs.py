@@ -93,6 +93,7 @@ def test_the_average_is_that_of_the_formula_and_is_what_is_evaluated():
     assert not any(p.data_ptr() == q.data_ptr() for p in run.model.parameters() for q in run.average.parameters())
 
 
+@pytest.mark.thorough
 def test_an_average_leaves_the_training_as_it_was():
     assert same(fit(ema=0.9).model, fit().model)
     assert fit().average is None
@@ -105,6 +106,7 @@ def test_update_is_exact_in_float64():
     torch.testing.assert_close(a, expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"max_minutes": 1e-9}, {"max_minutes": 1e-9, "ema": 0.9, "accumulate": 2}])
 def test_calls_that_time_ends_add_up_to_one_run_bit_for_bit(tmp_path, options):
     evaluate = {"evaluate": lambda model: {"sum": sum(float(p.sum()) for p in model.parameters())}}

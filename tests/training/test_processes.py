@@ -16,6 +16,8 @@ from lipkit.modules import lipschitz
 from lipkit.training import checkpoints as run_folder
 from lipkit.training import devices
 
+pytestmark = pytest.mark.thorough
+
 # 45 samples in batches of 8, so that the last batch has 5, and one rank has more of it than the other.
 SUBJECT = """
 import torch

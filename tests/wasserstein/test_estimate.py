@@ -39,6 +39,7 @@ def quick(x, y, **options) -> Estimate:
     return distance(x, y, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("d", "family"), [(2, "cayley"), (2, "sandwich"), (16, "cayley")])
 def test_shifted_gaussians(d, family):
     x, y = normal(1, 4000, d), normal(2, 4000, d, 1.0)
@@ -57,11 +58,13 @@ def test_shifted_gaussians(d, family):
     assert max(reached) <= 1 + 1e-6
 
 
+@pytest.mark.thorough
 def test_spheres():
     found = quick(sphere(1, 2000, 2, 1.0), sphere(2, 2000, 2, 2.0), critic="cayley", steps=150, lr=0.01)
     assert 0.8 < found.value <= found.high <= 1.01
 
 
+@pytest.mark.thorough
 def test_the_order_does_not_matter():
     x, y = normal(1, 500, 2), normal(2, 500, 2, 2.0)
     first, second = quick(x, y, steps=60), quick(y, x, steps=60)
@@ -83,6 +86,7 @@ def test_below_the_exact_distance_of_the_samples():
     assert found.low <= exact
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), d=st.integers(1, 3), n=st.integers(4, 12), scale=st.floats(0.1, 10))
 def test_a_fixed_critic_never_passes_the_exact_distance(seed, d, n, scale):
@@ -165,6 +169,7 @@ def test_a_module_is_copied():
 
 
 # One of each kind: symbol, kernel, power method, projection, rescaling, nonlinear block.
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["cayley", "bcop", "ossn", "svcm", "aol", "sandwich"])
 def test_families_on_images(family):
     x = torch.rand(24, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -176,6 +181,7 @@ def test_families_on_images(family):
     assert all(float(lipkit.lipschitz(f, (1, 8, 8))) <= found.constant for f in found.critics)
 
 
+@pytest.mark.thorough
 def test_hinge_and_other_losses():
     x, y = normal(1, 600, 2), normal(2, 600, 2, 3.0)
     found = quick(x, y, loss=hinge_kr_loss, steps=60)
@@ -186,6 +192,7 @@ def test_hinge_and_other_losses():
     assert share > 0.85  # the hinge puts the decision between the two, where the best classifier has 0.93
 
 
+@pytest.mark.thorough
 def test_inputs():
     x = np.random.default_rng(0).normal(size=50)
     found = quick(x, x + 2, steps=40)

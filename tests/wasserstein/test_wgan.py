@@ -9,6 +9,8 @@ from torch import nn
 from lipkit.errors import DataError, OptionError, ShapeError
 from lipkit.wasserstein import assignment, wgan
 
+pytestmark = pytest.mark.thorough
+
 
 def ring(seed: int, n: int) -> torch.Tensor:
     angle = 6.2831853 * torch.rand(n, generator=torch.Generator().manual_seed(seed))
