@@ -44,9 +44,10 @@ FLAWS = """() => {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is fast unless it or its file is marked thorough or slow."""
+    """A test is fast unless it or its file is marked thorough or slow; doctests are thorough."""
     for item in items:
-        if not {"slow", "thorough"} & {mark.name for mark in item.iter_markers()}:
+        slower = {"slow", "thorough"} & {mark.name for mark in item.iter_markers()}
+        if not slower and not isinstance(item, pytest.DoctestItem):
             item.add_marker("fast")
 
 

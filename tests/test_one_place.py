@@ -120,6 +120,7 @@ assert abs(measured[2]["largest"] - 1) < 1e-9
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", list(ADDITIONS))
 def test_one_of_each_is_added_from_outside(what: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -221,6 +221,7 @@ def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch,
     assert "cifar10: not there" in captured.err
 
 
+@pytest.mark.thorough
 def test_a_failing_worker_stops_the_table_with_its_error(table, tmp_path, capsys):
     arguments = ["reproduce", "t1", "data=npz:/nowhere.npz", "--workers", "2", "--out", str(tmp_path)]
     assert main(arguments) == 2

@@ -34,6 +34,7 @@ def test_the_kinds_are_all() -> None:
     assert {made[name] for name in KINDS} == set(made.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in families.names()]
 )

@@ -92,6 +92,7 @@ def test_the_multiplier_of_the_main_text_fails() -> None:
     assert smallest_eigenvalue(weights, [m / 2 for m in multipliers], 1.0) < -1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("activation", ["relu", "tanh", nn.LeakyReLU(0.3), ["softplus", "elu"]], ids=str)
 def test_secants_never_exceed_gamma_and_come_near(activation: object) -> None:
     gamma = 5.0
