@@ -492,6 +492,7 @@ LIES = {
     "word padding": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(padding="other"),
     "huge kernel": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(kernel_size=[10**9, 10**9]),
     "nested kernel": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(kernel_size=[[3], [3]]),
+    "empty kernel": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(kernel_size=[2, 0]),
     "zero groups": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(groups=0),
     "negative padding": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(padding=[-1, -1]),
     "mode": lambda c: c["network"]["modules"][4]["body"]["modules"][0].update(padding_mode="wrap"),
