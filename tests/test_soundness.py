@@ -25,6 +25,7 @@ def draws(count: int, seed: int = 0, **options: Any) -> list[tuple[str, str]]:
         return [soundness.attempt(seed, index, **options) for index in range(count)]
 
 
+@pytest.mark.thorough
 def test_the_first_draws_hold() -> None:
     found = draws(150)
     for kind in ("matrix_norms", "layers", "networks"):

@@ -12,6 +12,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin
 
 
+@pytest.mark.thorough
 def test_linear_maps_are_found_exactly() -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 3, padding=1)
@@ -21,6 +22,7 @@ def test_linear_maps_are_found_exactly() -> None:
     assert true * (1 - 1e-3) <= found <= true * (1 + 1e-6)
 
 
+@pytest.mark.thorough
 def test_a_steep_region_is_found() -> None:
     """Slope 1 almost everywhere, 7 on an interval of length 0.02."""
 

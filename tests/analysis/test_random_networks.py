@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -75,6 +76,7 @@ class Net(nn.Module):
 STEP = st.tuples(st.sampled_from([*UNARY, *BINARY, *BINARY]), st.integers(0, 1), st.integers(0, 9), st.integers(0, 9))
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(program=st.lists(STEP, min_size=1, max_size=7), seed=st.integers(0, 999))
 def test_no_jacobian_is_above_the_bound(program: list[tuple[str, int, int, int]], seed: int) -> None:

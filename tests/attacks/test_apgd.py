@@ -58,6 +58,7 @@ def test_linear_models_fall_exactly_beyond_the_distance_to_their_boundary(attack
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
+@pytest.mark.thorough
 def test_cross_entropy_alone_overstates_robustness_even_of_a_linear_model() -> None:
     layer = linear(1e4)
     x = points(40, 5)
@@ -81,6 +82,7 @@ def test_apgd_finds_no_less_than_plain_steps_on_a_network() -> None:
     assert lost["apgd"] >= lost["pgd"] > 5
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     st.floats(-8, 2),

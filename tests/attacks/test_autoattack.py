@@ -26,6 +26,7 @@ def images(count: int, pixels: int = 6) -> Tensor:
     return torch.rand(count, 1, pixels, pixels, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_it_runs_and_leaves_no_trace(norm: str) -> None:

@@ -39,6 +39,7 @@ def boundary_distance(layer: nn.Linear, x: Tensor, y: Tensor, norm: str = "l2") 
     return (gaps / apart).nan_to_num(math.inf).amin(dim=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e4])
 def test_linear_model_falls_exactly_beyond_the_distance_to_its_boundary(scale: float, norm: str) -> None:
@@ -63,6 +64,7 @@ def test_both_losses_fool_a_small_network(loss: str) -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(
     st.floats(-12, 3),
@@ -144,6 +146,7 @@ def test_without_early_stop_the_loss_keeps_rising() -> None:
     assert norms(full, x).min() > 1.99
 
 
+@pytest.mark.thorough
 def test_same_generator_same_points_and_global_randomness_untouched() -> None:
     layer, x = linear(), points(8, 5)
     y = layer(x).argmax(dim=1)
@@ -209,6 +212,7 @@ def test_in_the_box_a_linear_programme_finds_no_more() -> None:
         assert found[i].double().numpy() @ rising == pytest.approx(-best.fun, abs=1e-5)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(
     st.floats(-12, 3),

@@ -23,6 +23,7 @@ def measured(tmp_path):
     return done, tmp_path / "m.json"
 
 
+@pytest.mark.thorough
 def test_one_tiny_shape(measured, tmp_path):
     done, file = measured
     lines = [line for line in done.stdout.splitlines() if line.startswith("| 4@6")]

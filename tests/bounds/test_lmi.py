@@ -36,6 +36,7 @@ def steepest(weights: list[Tensor]) -> float:
     return best
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 3), min_size=3, max_size=4),

@@ -41,6 +41,7 @@ def kernel_of(kind: str, *shape: int, seed: int) -> Tensor:
     return k
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(["random", "smooth", "low rank", "one tap", "float32"]),

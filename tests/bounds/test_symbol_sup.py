@@ -43,6 +43,7 @@ def conv(kernel: Tensor, **options: object) -> nn.Conv2d:
     return layer
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     kh=st.sampled_from([1, 2, 3, 5, 7]),
@@ -79,6 +80,7 @@ def test_zero_padding_is_bounded(
     assert float(symbol_sup(kernel, groups=groups)) >= truth * (1 - 1e-13)
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(
     kh=st.sampled_from([1, 2, 3, 5, 7]),

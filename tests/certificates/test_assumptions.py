@@ -81,6 +81,7 @@ def three_products(a: Tensor, b: Tensor) -> Tensor:
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [4, 32, 100])
 def test_products_are_inner_products(dtype: torch.dtype, n: int) -> None:

@@ -112,6 +112,7 @@ def random_networks() -> list[modules.Network]:
     return [modules.Network(chain, (1, 8, 8)) for chain in (dense, conv, tanh)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(3))
 def test_pgd_never_beats_the_certificate(number: int) -> None:
     network = random_networks()[number]

@@ -260,6 +260,7 @@ def test_cut_long_and_missing_files_are_refused(written: Any, tmp_path: Path) ->
         read_certificate(tmp_path)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60)
 @given(st.data())
 def test_any_bytes_give_a_certificate_or_one_error(data: st.DataObject) -> None:

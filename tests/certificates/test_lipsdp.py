@@ -97,6 +97,7 @@ def test_sixty_units_three_times_below_the_product() -> None:
     assert proof.product / proof.gain > 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU])
 def test_no_sampled_gain_exceeds_the_proof(activation: type[nn.Module]) -> None:
     network = mlp([3, 10, 10, 2], activation, seed=3)

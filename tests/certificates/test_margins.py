@@ -20,6 +20,7 @@ def double(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=200)
 @given(st.lists(FINITE, min_size=2, max_size=5), st.floats(1e-6, 1e6))
 def test_global_radius_is_the_exact_one_rounded_down(values: list[float], constant: float) -> None:
@@ -34,6 +35,7 @@ def test_global_radius_is_the_exact_one_rounded_down(values: list[float], consta
         assert Fraction(radius) ** 2 >= exact_square * (1 - Fraction(1, 10**14))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=100)
 @given(st.lists(FINITE, min_size=4, max_size=4), st.lists(FINITE, min_size=2, max_size=2), st.floats(1e-3, 1e3))
 def test_last_layer_radius_is_the_exact_one_rounded_down(

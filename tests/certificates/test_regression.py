@@ -123,6 +123,7 @@ def test_a_scale_in_front_counts_too() -> None:
     np.testing.assert_allclose(found, 3 * plain_constant, rtol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_each_output_of_an_lbdn_has_its_own_proved_constant(seed: int) -> None:
     network = deep_network(seed)

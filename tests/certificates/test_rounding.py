@@ -97,6 +97,7 @@ def flips(network: modules.Network, x: Tensor, y: Tensor, across: Tensor, radius
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EVALUATORS)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_search_in_the_last_places_never_beats_a_sound_radius(name: str, seed: int) -> None:
@@ -128,6 +129,7 @@ def test_the_same_search_beats_the_convention(name: str) -> None:
     assert found > 0
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.floats(1e-2, 1e4), st.sampled_from(EVALUATORS))
 def test_no_step_inside_a_sound_radius_changes_the_class(seed: int, size: float, name: str) -> None:

@@ -74,6 +74,7 @@ def test_every_character_is_one_that_stays_in_its_place() -> None:
     assert printable("x" * 50, 10) == "x" * 7 + "..."
 
 
+@pytest.mark.thorough
 def test_a_report_prints_what_a_record_says_on_lines_of_its_own(
     forged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_report_prints_what_a_record_says_on_lines_of_its_own(
     check_screen(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_a_page_shows_what_a_record_says(forged: Path) -> None:
     text = write_report(forged).read_text()
     assert "100.00 %" in text

@@ -169,6 +169,7 @@ def test_aliases_that_stay_small_are_values(tmp_path: Path) -> None:
         load_recipe("digits_cayley", ["model.options=&a [*a]"])
 
 
+@pytest.mark.thorough
 def test_a_long_text_that_is_almost_a_number_is_seen_in_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(OPTIONS.format(f"    width: {'1' * 500_000}x\n"))

@@ -19,6 +19,7 @@ def files(tmp_path):
 FAST = ["--steps", "40", "--folds", "2", "--lr", "0.02", "--batch-size", "64"]
 
 
+@pytest.mark.thorough
 def test_two_files(files, capsys):
     assert main(["wasserstein", str(files / "x.npy"), str(files / "y.npy"), *FAST]) == 0
     out = capsys.readouterr().out

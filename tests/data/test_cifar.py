@@ -173,6 +173,7 @@ def test_fuzz_binary(scratch, start, size):
         read_or_refuse(read_binary, scratch / "f", (start + bytes(n))[:n])
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(cut=st.integers(0, 20_000), place=st.integers(0, 400), end=st.booleans(), value=st.integers(0, 255))
 def test_fuzz_damaged_pickles(scratch, cut, place, end, value):

@@ -114,6 +114,7 @@ def test_wrong_files(tmp_path, content, message, compressed):
         tracemalloc.stop()
 
 
+@pytest.mark.thorough
 def test_decompression_stops_at_the_claimed_size(tmp_path):
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(GOOD + bytes(50_000_000)))
@@ -155,6 +156,7 @@ def read_or_refuse(path, content: bytes) -> None:
     assert idx(values.numpy()) == plain
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(content=st.binary(max_size=64), header=st.booleans())
 def test_fuzz_random_bytes(scratch, content, header):
@@ -164,6 +166,7 @@ def test_fuzz_random_bytes(scratch, content, header):
     read_or_refuse(scratch / "not_zipped.gz", content)
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(cut=st.integers(0, 100), place=st.integers(0, 99), value=st.integers(0, 255))
 def test_fuzz_damaged_files(scratch, cut, place, value):

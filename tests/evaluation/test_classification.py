@@ -45,6 +45,7 @@ def split(count: int = 60) -> Split:
 EPS = (0.02, 0.1, 0.5)
 
 
+@pytest.mark.thorough
 def test_accuracies_add_up() -> None:
     result = evaluate(network(), split(), eps=EPS, attack=Attack(samples=None), classes=("a", "b", "c"))
     assert result.clean.count == 54
@@ -180,6 +181,7 @@ def test_uint8_images_are_certified_in_units_of_0_to_1() -> None:
     assert torch.equal(result.certificate.radius, certify(network(), x.float() / 255, y).radius)
 
 
+@pytest.mark.thorough
 def test_the_network_of_the_caller_is_not_changed() -> None:
     net = network(deep=True)
     before = modules.sha256(net)

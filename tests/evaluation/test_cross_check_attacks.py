@@ -69,6 +69,7 @@ def test_every_attack_finds_what_lies_within_reach_of_a_linear_network(name: str
     assert found.ran
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pgd", "apgd", "fab"])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_a_radius_too_large_stops_every_attack(name: str, norm: str) -> None:
@@ -88,6 +89,7 @@ def test_in_linf_the_certificate_counts_where_its_ball_holds_the_cube() -> None:
     assert 0 < row.certified.count < 21
 
 
+@pytest.mark.thorough
 def test_evaluate_takes_the_attack_by_name_and_says_so() -> None:
     data = split()
     default, chosen = (

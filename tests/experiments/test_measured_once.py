@@ -67,6 +67,7 @@ def test_a_second_certification_lies_beside_the_first(run: Path, capsys: pytest.
     assert torch.equal(shown.radius, read_certificate(again / "certificate.jsonl").certificate.radius)
 
 
+@pytest.mark.thorough
 def test_a_hub_folder_has_the_figures_of_the_run(run: Path) -> None:
     assert main(["certify", str(run), "certify.eps=0.1", *QUICK]) == 0
     assert main(["export", str(run), "--to", "hub"]) == 0
@@ -221,6 +222,7 @@ def test_a_folder_with_a_run_keeps_its_recipe(run: Path, kept: str) -> None:
     assert files(folder) == before
 
 
+@pytest.mark.thorough
 def test_attacks_never_replace_what_another_found(run: Path) -> None:
     arguments = ["attack", str(run), "--attack", "pgd", "--steps", "3", "--eps", "36/255"]
     assert main([*arguments, "--images", "2"]) == 0

@@ -44,6 +44,7 @@ def finished(tmp_path_factory):
     return pipeline.train(quick(), out=out)
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_everything_a_report_needs(finished):
     assert {p.name for p in finished.folder.iterdir()} == FILES
     assert finished.folder.name == "digits_cayley-001"
@@ -113,6 +114,7 @@ def test_image_files_are_decoded_once_for_evaluation_examples_and_certificate(tm
         assert torch.equal(example.image, split.batch(torch.tensor([example.index]))[0][0])
 
 
+@pytest.mark.thorough
 def test_report_again(finished, capsys):
     (finished.folder / "report.html").unlink()
     assert main(["report", str(finished.folder)]) == 0

@@ -131,6 +131,7 @@ def test_with_all_a_failing_run_does_not_stop_the_others(table, monkeypatch, tmp
     assert ["other", "tightness", "smoke", "1", "50.00 %", "0.25"] in shown
 
 
+@pytest.mark.thorough
 def test_records_are_kept_and_printed_without_training(table, monkeypatch, tmp_path, capsys):
     def train(recipe, *, folder=None, resume=None, display=None):
         made = pipeline.seeded(recipe, recipe.train.seed)

@@ -28,6 +28,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_names_recipes_figures_and_measurements_that_exist(name: str) -> None:
     table = TABLES[name]
@@ -67,6 +68,7 @@ def test_every_row_has_a_valid_recipe_at_every_scale(name: str, scale: str) -> N
             assert run.recipe.task == "regression" or (run.recipe.data.limit or 10**6) <= 512
 
 
+@pytest.mark.thorough
 def test_scales_change_what_they_say_and_the_full_one_nothing() -> None:
     table = TABLES["cayley_1"]
     full, hour, smoke = (plan(table, Path("runs") / "cayley_1", scale=s)[0].recipe for s in SCALES)
@@ -113,6 +115,7 @@ def test_cayley_table_1_is_the_papers() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_eco_table_2_is_the_papers() -> None:
     table = TABLES["eco_2"]
     found = published("eco_2")

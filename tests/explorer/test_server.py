@@ -23,6 +23,8 @@ from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
 from lipkit.explorer.server import HEADERS, authorities, check_host
 
+pytestmark = pytest.mark.thorough
+
 HOST = "127.0.0.1:8000"
 
 

@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return save_pretrained(model, tmp_path / "hub", name="small", options=OPTIONS, input_shape=(1, 6, 6), card="# a")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer", ["cayley", "eco", "sandwich", "svcm"])
 def test_a_model_comes_back_and_trains_on(layer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

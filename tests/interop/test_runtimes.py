@@ -29,6 +29,7 @@ def network(family: str, seed: int = 0) -> modules.Network:
 KINDS = ("cayley", "aol", "ossn", "eco", "sll", "sandwich")
 
 
+@pytest.mark.thorough
 def test_the_kinds_are_all() -> None:
     made = {name: frozenset(type(module) for module in network(name)) for name in families.names()}
     assert {made[name] for name in KINDS} == set(made.values())

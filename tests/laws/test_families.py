@@ -55,7 +55,11 @@ each_dtype = pytest.mark.parametrize(
     "dtype",
     [pytest.param(torch.float32, marks=pytest.mark.thorough, id="float32"), pytest.param(torch.float64, id="float64")],
 )
-each_family = pytest.mark.parametrize("name", FAMILIES)
+# pytest -m fast: a closed form, an iteration, phases, and a block that is more than a linear map.
+CORE = {"cayley", "rko", "eco", "sandwich"}
+each_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in CORE else pytest.mark.thorough) for name in FAMILIES]
+)
 
 
 def promises(family: Family) -> dict[str, Any]:
@@ -115,6 +119,7 @@ def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
     )
 
 
+@pytest.mark.thorough
 @each_law
 @each_dtype
 @pytest.mark.parametrize("name", DENSE)

@@ -540,6 +540,7 @@ def _check(kind: Callable[..., nn.Module], number: int, arguments: dict[str, Any
         check_layer(make, laws=[number], input_shape=(5,), dtype=dtype, **arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "kind", "says", "arguments"),
     [*BROKEN, *BROKEN_CONV],
@@ -559,6 +560,7 @@ def test_every_law_has_a_broken_layer() -> None:
     assert {number for number, *_ in [*BROKEN, *BROKEN_CONV]} == set(LAWS) == set(range(1, 14))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", LAWS)
 def test_the_unbroken_twin_passes(number: int) -> None:
     used: dict[str, Any] = {}
@@ -568,6 +570,7 @@ def test_the_unbroken_twin_passes(number: int) -> None:
     _check(UsesGain if number == 8 else Twin, number, used)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [11, 13])
 def test_the_unbroken_convolution_passes(number: int) -> None:
     for law, _, _, arguments in BROKEN_CONV:

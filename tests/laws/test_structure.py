@@ -144,6 +144,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", LAWS, ids=lambda n: f"{n}-{LAWS[n].name.replace(' ', '-')}")
 @pytest.mark.parametrize(
     "dtype",

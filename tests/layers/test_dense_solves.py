@@ -39,6 +39,7 @@ def test_gradients_of_both_orders() -> None:
     assert torch.autograd.gradgradcheck(cayley_linear, (w, x, b), fast_mode=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["cayley", "relu", "tanh"])
 @pytest.mark.parametrize(("m", "n"), [(384, 400), (400, 384)])
 def test_large_layers_are_their_exports(m: int, n: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,7 @@ def test_contraction_reaches_and_keeps_norm_1() -> None:
     assert torch.allclose(layer.weight(), target, atol=1e-14)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", ["dense", "odd", "even", "pixel", "stride"])
 def test_the_exported_block_proves_its_bound(make: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_dense_jacobians_and_bounds(kind: type[nn.Module], cin: int, cout: int, 
     assert 0.5 < norm <= float(lipschitz(plain)) <= 1 + 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", CONV)
 @pytest.mark.parametrize(
     ("cin", "cout", "size", "k", "stride"),

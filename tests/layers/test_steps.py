@@ -87,6 +87,7 @@ def test_an_optimizer_that_calls_it():
     assert largest(steps(model, lambda optimizer, model: None)) > 1 + TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_fit(ema):
     model = network()

@@ -72,6 +72,7 @@ def test_gradients_of_both_orders(shape: tuple[int, int], dtype: torch.dtype) ->
     assert torch.autograd.gradgradcheck(cayley, (w,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("make", [torch.zeros, torch.ones], ids=["zero", "ones"])
 def test_gradients_at_repeated_singular_values(shape: tuple[int, int], make: type) -> None:

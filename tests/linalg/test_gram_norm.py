@@ -77,6 +77,7 @@ def test_infinite_and_undefined_entries_are_not_hidden() -> None:
     assert not bool(torch.isfinite(gram_norm(torch.tensor([[1.0, torch.nan]]))))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (5, 3), (4, 4)])
 def test_derivatives(m: int, n: int) -> None:

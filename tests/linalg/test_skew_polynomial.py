@@ -60,6 +60,7 @@ def test_zero_is_the_identity_with_a_gradient_of_zero() -> None:
     assert bool(torch.isfinite(g).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_derivatives(dtype: torch.dtype) -> None:
     w = random(2, 7, dtype=dtype).requires_grad_()

@@ -156,6 +156,7 @@ def private_names(tree: ast.AST) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_private_names_of_torch_stand_in_one_file() -> None:
     assert private_names(ast.parse("import torch\ntorch._C.f(nn.modules.x._Norm)\nfrom torch.a import _b")) != []
     package = Path(transforms.__file__).parents[1]

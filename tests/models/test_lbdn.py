@@ -200,6 +200,7 @@ def test_build_for_images_and_for_vectors(tmp_path: Path) -> None:
 # Completeness.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [0, 30])
 @pytest.mark.parametrize("sizes", [[4, 2], [3, 8, 2], [2, 5, 7, 4], [1, 3, 3, 3, 3, 3, 1], [9, 3, 9]], ids=str)
 def test_round_trip(sizes: list[int], steps: int) -> None:
@@ -287,6 +288,7 @@ def test_on_the_boundary_with_singular_factors(inward: list[float], outward: lis
         assert torch.allclose(made, given, atol=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("factor", [1.001, 1.1])
 def test_an_infeasible_lmi_is_refused(factor: float) -> None:
     plain = export(trained([3, 6, 2], 1.0, torch.float64, 30), (3,))

@@ -82,6 +82,7 @@ def gain(model: nn.Module, shape: tuple[int, ...], seed: int) -> float:
     return float(np.linalg.norm(jacobian.numpy(), 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [kwlarge, small])
 @pytest.mark.parametrize("target", [0.1, 1.0, 7.5])
 def test_the_target_constant_is_claimed_and_reached(make: Any, target: float) -> None:
@@ -104,6 +105,7 @@ def test_the_target_constant_is_claimed_and_reached(make: Any, target: float) ->
     assert lower >= 0.05 * target
 
 
+@pytest.mark.thorough
 def test_normalisation_multiplies_by_the_inverse_of_the_smallest_std() -> None:
     shape = (3, 8, 8)
     model = kwlarge(input_shape=shape, lipschitz=2.0, mean=(0.5, 0.4, 0.3), std=(0.25, 0.125, 0.5))
@@ -149,6 +151,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_every_architecture_builds_claims_and_exports(name: str) -> None:
     options, shape = OTHERS[name]

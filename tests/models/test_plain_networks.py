@@ -80,6 +80,7 @@ def test_refusals(name, options, error) -> None:
         build(name, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options", "shape"),
     [

@@ -22,6 +22,7 @@ def matrix(layer: nn.Module, h: int, w: int) -> np.ndarray:
     return layer(torch.eye(h * w, dtype=torch.float64).reshape(-1, 1, h, w)).flatten(1).T.numpy()
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -260,6 +260,7 @@ def test_the_jump_of_softplus_counts() -> None:
     assert 1e-9 < error <= local_error(layer, (3,), FLOAT64)(x).error.at.item() < 1e-8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", names())
 def test_every_family_has_rules(name: str) -> None:
     family = FAMILIES[name]

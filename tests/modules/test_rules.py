@@ -439,6 +439,7 @@ def test_the_input_shape_travels_through_a_chain() -> None:
         lipschitz(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (4,))
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_no_pair_of_inputs_beats_the_bound_of_a_random_network(seed: int) -> None:

@@ -368,6 +368,7 @@ def set_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Non
     save_file(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [

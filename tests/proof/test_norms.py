@@ -124,6 +124,7 @@ def test_zero_is_exactly_zero() -> None:
     assert spectral_norm(zero).item() == 0.0
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     m=st.integers(1, 5),

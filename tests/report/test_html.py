@@ -27,6 +27,8 @@ from lipkit.report.run_files import read_radii
 from lipkit.report.tables import class_rows, summary
 from lipkit.text import table
 
+pytestmark = pytest.mark.thorough
+
 EVIL = "<script>alert('x')</script>&\"$x$"
 
 
@@ -144,7 +146,6 @@ def test_names_are_shown_not_obeyed(written: Path) -> None:
     assert Page(text).text.count("<script>alert('x')</script>&\"$x$") >= 4
 
 
-@pytest.mark.thorough
 def test_made_from_the_folder_alone(run: Path, written: Path, tmp_path: Path) -> None:
     first = written.read_bytes()
     copy = tmp_path / "elsewhere"
@@ -153,7 +154,6 @@ def test_made_from_the_folder_alone(run: Path, written: Path, tmp_path: Path) ->
     assert write_report(copy).read_bytes() == first
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(12,), (2, 3, 3)])
 def test_inputs_that_are_no_images_and_no_training(tmp_path: Path, shape: tuple[int, ...]) -> None:
     make_run(tmp_path, shape=shape, metrics=False)
@@ -162,7 +162,6 @@ def test_inputs_that_are_no_images_and_no_training(tmp_path: Path, shape: tuple[
     assert page.tags.count("img") == 0
 
 
-@pytest.mark.thorough
 def test_the_record_is_enough(tmp_path: Path) -> None:
     make_run(tmp_path, metrics=False)
     (tmp_path / "radii.csv").unlink()
@@ -177,7 +176,6 @@ def test_no_run(tmp_path: Path) -> None:
         write_report(tmp_path / "missing")
 
 
-@pytest.mark.thorough
 def test_plots_are_svg_with_the_page_s_colours(run: Path) -> None:
     record = read_record(run)
     curve = accuracy_curve(record, read_radii(run))
@@ -200,14 +198,12 @@ def test_no_training_curve_without_numbers() -> None:
     assert training_curves({"lr": [(1, 0.1)]}) == ""
 
 
-@pytest.mark.thorough
 def test_a_record_without_attack_or_radii(run: Path) -> None:
     record = read_record(run)
     assert "<svg" in accuracy_curve(record.model_copy(update={"attacked": []}))
     assert "<svg" in accuracy_curve(record.model_copy(update={"attacked": [], "certified": []}))
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_nothing_is_cut_small_or_covered(

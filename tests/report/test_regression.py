@@ -22,6 +22,8 @@ from lipkit.report.curve import CURVE, curve_of, load_curve, zoom
 from lipkit.report.record import from_regression
 from lipkit.report.tables import output_rows, summary
 
+pytestmark = pytest.mark.thorough
+
 SEARCH = {"restarts": 4, "steps": 10, "seed": 0}
 
 
@@ -89,7 +91,6 @@ def test_the_page_has_the_curve_and_the_figures(run: Path) -> None:
     assert "Clean accuracy" not in text
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_nothing_is_cut_small_or_covered(flaws: Callable[..., list[str]], run: Path) -> None:
     page = write_report(run).as_uri()
@@ -115,7 +116,6 @@ def test_vector_valued_runs_get_a_table_instead_of_a_curve(tmp_path: Path) -> No
     assert "batch 1: " in shown
 
 
-@pytest.mark.thorough
 def test_several_outputs_of_one_input_are_one_curve(tmp_path: Path) -> None:
     make_run(tmp_path / "v", outputs=2)
     text = write_report(tmp_path / "v").read_text("utf-8")
@@ -141,7 +141,6 @@ def test_the_curve_is_the_network_and_stays_in_the_cone(run: Path) -> None:
     assert curve.sample_y.shape == (40, 1)
 
 
-@pytest.mark.thorough
 def test_errors_during_training_are_drawn(run: Path) -> None:
     rows = [{"epoch": e, "loss": 1 / e, "test_mse": 2 / e} for e in range(1, 4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -160,7 +159,6 @@ def test_a_corrupt_curve_is_one_clear_line(run: Path) -> None:
         write_report(run)
 
 
-@pytest.mark.thorough
 def test_a_constant_network_has_a_page(tmp_path: Path) -> None:
     layer = nn.Linear(1, 1)
     nn.init.zeros_(layer.weight)

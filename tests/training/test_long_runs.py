@@ -42,6 +42,7 @@ def same(a, b):
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pieces", [2, 3, 50])
 def test_pieces_of_a_batch_add_up_to_its_gradient(pieces):
     def run(accumulate):

@@ -164,6 +164,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 def test_resume_continues_bit_for_bit(tmp_path, optimizer):
     def run(folder, resume=False, stop=None):
@@ -278,6 +279,7 @@ def test_progress_reports_every_epoch_and_its_steps():
     assert events[-1].row["loss"] == events[-1].loss
 
 
+@pytest.mark.thorough
 def test_regression_with_a_torch_dataset():
     class Line(Dataset):
         def __len__(self):

@@ -19,6 +19,7 @@ def network(family):
         return nn.Sequential(family.conv(2, 2, 1), nn.Flatten(), family.linear(32, 6))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", families.names())
 def test_bf16_autocast_never_reaches_the_constraint(name, monkeypatch):
     family = families.get(name)

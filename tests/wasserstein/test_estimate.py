@@ -72,12 +72,14 @@ def test_the_order_does_not_matter():
     assert min(first.value, second.value) > 1.8
 
 
+@pytest.mark.thorough
 def test_equal_distributions_have_no_distance():
     found = quick(normal(1, 2000, 8), normal(2, 2000, 8))
     assert found.low <= 0 <= found.high
     assert found.train_value > found.value  # the critics learnt noise, and the held-out samples do not reward it
 
 
+@pytest.mark.thorough
 def test_below_the_exact_distance_of_the_samples():
     x, y = normal(1, 400, 2), 0.5 * normal(2, 400, 2, 4.0)
     exact = assignment(x, y)
@@ -114,6 +116,7 @@ def test_a_fixed_critic_by_hand():
     assert len(found.critics) == 1
 
 
+@pytest.mark.thorough
 def test_held_out_samples_are_not_trained_on():
     """A sample that is moved changes the critics of all folds but the one that holds it out."""
     x, y = normal(1, 12, 2), normal(2, 12, 2, 1.0)
@@ -136,6 +139,7 @@ def test_every_sample_is_held_out_once(folds):
     assert len(found.critics) == folds
 
 
+@pytest.mark.thorough
 def test_the_proved_interval():
     x, y = normal(1, 400, 2).clamp(-1, 1), normal(2, 400, 2).clamp(-1, 1) + torch.tensor([0.5, 0.0])
     asymptotic, proved = quick(x, y), quick(x, y, diameter=3.3)
@@ -148,6 +152,7 @@ def test_the_proved_interval():
         quick(x, y, diameter=0.5)
 
 
+@pytest.mark.thorough
 def test_reproducible_and_without_side_effects():
     x, y = normal(1, 60, 3), normal(2, 60, 3)
     before, state = x.clone(), torch.get_rng_state()
