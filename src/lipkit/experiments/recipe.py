@@ -86,9 +86,18 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
+LATER = frozenset({"budget"})
+
+
 def to_yaml(recipe: Recipe) -> str:
-    """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.safe_dump(recipe.plain(), sort_keys=False, allow_unicode=True, width=110)
+    """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe.
+
+    Keys that came later are left out where they are not used: the text of an older recipe, by which the folders of a
+    table are found again, stays what it was.
+    """
+    content = recipe.plain()
+    content["train"] = {key: value for key, value in content["train"].items() if key not in LATER or value is not None}
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -249,7 +258,7 @@ def _required(path: tuple[str, ...]) -> list[str]:
     kind = None if field is None else field.annotation
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return [".".join(path)]
-    return [f"{path[0]}.{name}" for name, inner in kind.model_fields.items() if inner.is_required()]
+    return [f"{path[0]}.{name}" for name, inner in kind.model_fields.items() if inner.is_required()] or [path[0]]
 
 
 def _sentence(error: ErrorDetails) -> str:

@@ -96,7 +96,8 @@ def train(
         return None
     if not run.finished:
         display.note(
-            f"stopped after {section.max_minutes:g} minutes with {run.epochs_done} of {section.epochs} epochs done: "
+            f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
+            f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: "
             f"lipkit train --resume {folder} continues"
         )
         return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ from lipkit.layers import after_step
 from lipkit.modules import Shape
 from lipkit.training import saving
 from lipkit.training.adversarial import Adversary, attacked_batch
+from lipkit.training.clocks import Budget, Clock
 from lipkit.training.options import Penalty, TrainOptions
-from lipkit.training.progress import Clock, Totals
+from lipkit.training.progress import Totals
 from lipkit.training.schedules import Schedule
 from lipkit.training.sources import Source, attack_generator, augment_generator, batches, share
 from lipkit.training.trainee import Trainee, update
+
+Ended = Literal["", "stop", "end"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Plan:
         objective: what a step lowers.
         folder: of the run; None writes nothing.
         clock: ends training, or asks for a checkpoint.
+        budget: of time; None for none.
         input_shape: of one input as the model gets it, if a layer needs it after a step; else None.
     """
 
@@ -139,6 +143,7 @@ class Plan:
     objective: Objective
     folder: Path | None
     clock: Clock
+    budget: Budget | None
     input_shape: Shape | None
 
     @property
@@ -146,8 +151,25 @@ class Plan:
         """Steps of one epoch."""
         return math.ceil(len(self.data) / self.options.batch_size)
 
+    @property
+    def used(self) -> float:
+        """Seconds of the budget used so far; 0 without one."""
+        return 0.0 if self.budget is None else self.budget.used
 
-def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]) -> tuple[Totals, bool]:
+    def fraction(self, fabric: Any, number: int) -> float:
+        """Of training done with the step ``number``, counted from 1: by steps or by time, whichever is further.
+
+        All processes get the time of the first one: they must end together.
+        """
+        epochs = self.options.epochs
+        by_steps = 0.0 if epochs is None else number / (epochs * self.steps)
+        if self.budget is None:
+            return by_steps
+        used = self.budget.fraction
+        return max(by_steps, fabric.broadcast(used, src=0) if fabric.world_size > 1 else used)
+
+
+def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]) -> tuple[Totals, Ended]:
     """Train for one epoch, or for what is left of it, or until time is up.
 
     Args:
@@ -157,7 +179,8 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
         state: of the checkpoint to continue from, in this epoch or at its start; empty for none.
 
     Returns:
-        (sums of the epoch, whether it was ended by the clock, at a checkpoint).
+        (sums of the epoch, how it ended: "" at its last step, "stop" by the clock at a checkpoint, "end" because the
+        budget is used up).
 
     Raises:
         Divergence: a loss, or at a checkpoint a weight, is NaN or infinite.
@@ -168,30 +191,51 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
     generators = {"augment": augment, "attack": attack}
     saving.restore_random(network, state, generators)
     network.stepped.train()
-    totals = Totals(fabric, epoch, options.epochs, steps, progress=options.progress, before=state.get("totals"))
+    totals = Totals(fabric, epoch, steps, progress=options.progress, before=state.get("totals"))
     indices = batches(len(plan.data), options.batch_size, seed=options.seed, epoch=epoch, rank=rank, ranks=ranks)
+    if plan.budget is not None:
+        plan.budget.start()
+    fraction = plan.fraction(fabric, epoch * steps + done)
     for step, index in enumerate(islice(indices, done, None), done + 1):
         number = epoch * steps + step
-        set_rate(network.optimizer, options.lr * plan.rate(number / (options.epochs * steps)))
+        # Time is known up to this step only, steps to its end.
+        reached = plan.fraction(fabric, number) if plan.budget is None else fraction
+        set_rate(network.optimizer, options.lr * plan.rate(reached))
         x, y = _batch(plan, index, fabric.device, augment)
         size = min(options.batch_size, len(plan.data) - (step - 1) * options.batch_size)
         counted = share(size, rank=rank, ranks=ranks)
         sums = take_step(network, plan.objective, x, y, size=size, counted=counted, attack=attack)
+        if plan.budget is not None:
+            plan.budget.charge()
+        fraction = plan.fraction(fabric, number)
+        last = step == steps or fraction >= 1
         if plan.input_shape is not None:
-            after_step(network.stepped, plan.input_shape, number if step < steps else None)
+            after_step(network.stepped, plan.input_shape, None if last else number)
         if options.post_step is not None:
             with torch.no_grad():
-                options.post_step(network.stepped, number, step == steps)
+                options.post_step(network.stepped, number, last)
         if network.average is not None and options.ema is not None:
             update(network.average, network.parameters, options.ema, number)
-        if totals.add(step, sums, size, labelled=not y.is_floating_point()) and step < steps:
-            wish = plan.clock.wish(fabric)
-            if wish and (plan.folder is not None or wish == "stop"):
-                saving.save(network, plan.folder, epoch=epoch, step=step, totals=totals.state(), generators=generators)
-                plan.clock.saved()
-                if wish == "stop":
-                    return totals, True
-    return totals, False
+        read = totals.add(step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)
+        if last:
+            return totals, "end" if fraction >= 1 else ""
+        wish = plan.clock.wish(fabric) if read else ""
+        if wish and (plan.folder is not None or wish == "stop"):
+            saving.save(
+                network,
+                plan.folder,
+                epoch=epoch,
+                step=step,
+                used=plan.used,
+                totals=totals.state(),
+                generators=generators,
+            )
+            plan.clock.saved()
+            if wish == "stop":
+                return totals, "stop"
+            if plan.budget is not None:
+                plan.budget.start()  # the checkpoint is free
+    return totals, ""
 
 
 def _batch(plan: Plan, index: Tensor, device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,11 @@ from lipkit.layers.steps import after_step_layers
 from lipkit.modules import Shape
 from lipkit.training import checkpoints, losses, saving, schedules
 from lipkit.training import trainee as trainees
+from lipkit.training.clocks import Budget, Clock
 from lipkit.training.devices import check_precision, make_fabric, on_first
 from lipkit.training.epoch import Objective, Plan, run_epoch
 from lipkit.training.options import TrainOptions
-from lipkit.training.progress import Clock, Divergence, Totals, board, peak_memory, require_tensorboard, write_csv
+from lipkit.training.progress import Divergence, Totals, board, peak_memory, require_tensorboard, write_csv
 from lipkit.training.sources import Augment, Source, derived_seed, kept_random_state, own_random_state, source
 from lipkit.training.trainee import Trainee
 
@@ -66,7 +67,8 @@ def fit(
     After each step the layers of ``model`` that need it do their work, such as SVCM's projection: see
     `lipkit.layers.after_step`.
 
-    Step s of S changes the parameters at the rate ``lr * schedule(s / S)``, s = 1..S. Shuffling and
+    Step s of S changes the parameters at the rate ``lr * schedule(s / S)``, s = 1..S; with a ``budget`` at that of the
+    time used before the step, which no second run repeats to the bit. Shuffling and
     augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random state
     is seeded at the start, saved with each checkpoint and given back as it was found. So on a CPU, the same
     call with as many processes gives the same weights, bit for bit, whether or not it was interrupted and
@@ -117,7 +119,7 @@ def fit(
         _refuse_sharding(model, options)
     folder = None if run_dir is None else Path(run_dir)
     done, state, history = saving.open_run(fabric, model, folder, resume, options.settings(len(train)))
-    plan = _plan(model, train, options, folder, fabric.device)
+    plan = _plan(model, train, options, folder, fabric.device, state)
     with own_random_state(fabric.device, derived_seed(options.seed, 0, 2, fabric.global_rank)):
         network = trainees.prepare(fabric, model, options)
         saving.restore(network, state)
@@ -128,13 +130,21 @@ def fit(
     return Run(model, history, folder, done, average, not stopped)
 
 
-def _plan(model: nn.Module, data: Source, options: TrainOptions, folder: Path | None, device: torch.device) -> Plan:
+def _plan(
+    model: nn.Module,
+    data: Source,
+    options: TrainOptions,
+    folder: Path | None,
+    device: torch.device,
+    state: Mapping[str, Any],
+) -> Plan:
     loss = losses.build(options.loss) if isinstance(options.loss, str) else options.loss
     rate = schedules.build(options.schedule) if isinstance(options.schedule, str) else options.schedule
     objective = Objective(loss, options.penalty, options.adversary, options.grad_clip, options.accumulate)
     clock = Clock(options.max_minutes, options.checkpoint_seconds)
+    budget = None if options.budget is None else Budget(options.budget, state.get("used", 0.0))
     shape = _input_shape(data, options.augment, device) if after_step_layers(model) else None
-    return Plan(options, data, rate, objective, folder, clock, shape)
+    return Plan(options, data, rate, objective, folder, clock, budget, shape)
 
 
 def _refuse_sharding(model: nn.Module, options: TrainOptions) -> None:
@@ -155,13 +165,14 @@ def _epochs(
     fabric, options, folder = network.fabric, plan.options, plan.folder
     with board(folder if fabric.is_global_zero else None, options.tensorboard, done) as events:
         try:
-            for epoch in range(done, options.epochs):
-                totals, stopped = run_epoch(network, plan, epoch, state)
+            last = plan.fraction(fabric, done * plan.steps) >= 1
+            while not last:
+                totals, ended = run_epoch(network, plan, done, state)
                 state = {}
-                if stopped:
+                if ended == "stop":
                     return done, True
-                done, last = epoch + 1, epoch + 1 == options.epochs
-                row = _row(network, plan, epoch, totals, last or done % options.evaluate_every == 0)
+                done, last = done + 1, ended == "end"
+                row = _row(network, plan, done, totals, last or done % options.evaluate_every == 0)
                 history.append(row)
                 if folder is not None and fabric.is_global_zero:
                     checkpoints.append_metrics(folder, row)
@@ -169,7 +180,7 @@ def _epochs(
                     events.add(row)
                 wish = plan.clock.wish(fabric)
                 if last or done % options.checkpoint_every == 0 or wish:
-                    saving.save(network, folder, epoch=done, final=last)
+                    saving.save(network, folder, epoch=done, used=plan.used, final=last)
                     plan.clock.saved()
                 totals.report(plan.steps, row)
                 if wish == "stop" and not last:
@@ -180,16 +191,16 @@ def _epochs(
 
 
 def _row(network: Trainee, plan: Plan, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
-    """The epoch's line of metrics."""
+    """The line of metrics of ``epoch``, counted from 1."""
     fabric, pace, evaluate = network.fabric, totals.pace(), plan.options.evaluate
     spoilt = trainees.spoilt_parameter(network)  # the last step may spoil the weights after a loss that was finite
     if spoilt is not None:
-        raise Divergence(f"expected finite weights, got NaN or infinity in {spoilt} at the end of epoch {epoch + 1}")
-    row: dict[str, Any] = {"epoch": epoch + 1, **totals.row(), "lr": network.optimizer.param_groups[0]["lr"]}
+        raise Divergence(f"expected finite weights, got NaN or infinity in {spoilt} at the end of epoch {epoch}")
+    row: dict[str, Any] = {"epoch": epoch, **totals.row(), "lr": network.optimizer.param_groups[0]["lr"]}
     if plan.objective.penalty is not None:
         row["penalty"] = float(plan.objective.penalty(network.model).detach())
     if evaluated and evaluate is not None:
-        measured = _measured(network, plan, epoch + 1)
+        measured = _measured(network, plan, epoch)
 
         def values() -> dict[str, float]:
             with torch.no_grad(), kept_random_state(fabric.device):  # measuring must not change what is trained

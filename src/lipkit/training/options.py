@@ -23,6 +23,7 @@ from lipkit.errors import OptionError
 from lipkit.text import printable
 from lipkit.training import losses, schedules
 from lipkit.training.adversarial import Adversary
+from lipkit.training.clocks import parse_budget
 from lipkit.training.devices import check_precision, name_of
 from lipkit.training.progress import Progress
 from lipkit.training.sources import Augment
@@ -62,6 +63,17 @@ NotNegative = Annotated[float, BeforeValidator(parse_number), Field(ge=0, allow_
 Count = Annotated[StrictInt, Field(ge=1)]
 
 
+def _budget(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = f"{value}s"
+    if isinstance(value, str):
+        parse_budget(value)
+    return value
+
+
+Budgeted = Annotated[StrictStr, BeforeValidator(_budget)]
+
+
 class Section(BaseModel):
     """Named values: none but the declared ones, each in its range, unchanged afterwards."""
 
@@ -71,7 +83,14 @@ class Section(BaseModel):
 class Numbers(Section):
     """The options that a recipe can write down. A new one is a line here, and a line where it acts."""
 
-    epochs: Count = Field(description="passes over the training data")
+    epochs: Count | None = Field(
+        default=None, description="passes over the training data; null for as many as the budget lets it"
+    )
+    budget: Budgeted | None = Field(
+        default=None,
+        description="time for training, such as 400s, 10min, 1h (of the processor) or 1h wall: the learning rate "
+        "follows the fraction used; null for no limit. With epochs, what ends first ends it",
+    )
     batch_size: Count = Field(default=128, description="samples of one step, all devices together")
     lr: Positive = Field(default=0.001, description="peak learning rate")
     optimizer: Literal["adam", "adamw", "sgd"] = Field(default="adam", description="adam, adamw or sgd")
@@ -120,6 +139,12 @@ class Numbers(Section):
     channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
 
     @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.epochs is None and self.budget is None:
+            raise ValueError("expected epochs, or a budget, got neither")
+        return self
+
+    @model_validator(mode="after")
     def _precision_keeps_constraints(self) -> Self:
         try:
             check_precision(self.precision)
@@ -162,9 +187,10 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on what it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, batch_size, lr, optimizer, momentum, weight_decay, grad_clip, accumulate, ema, seed, evaluate_every,
-        evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard, accelerator, devices, nodes,
-        strategy, precision, compile, channels_last: as ``lipkit recipe show`` describes the keys of ``train``.
+        epochs, budget, batch_size, lr, optimizer, momentum, weight_decay, grad_clip, accumulate, ema, seed,
+        evaluate_every, evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard, accelerator,
+        devices, nodes, strategy, precision, compile, channels_last: as ``lipkit recipe show`` describes the keys of
+        ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.

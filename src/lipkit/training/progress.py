@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Progress:
 
     Attributes:
         epoch: the epoch in progress, counted from 1.
-        epochs: number of epochs in all.
+        epochs: number of epochs in all; with a budget, as many as the pace so far lets expect.
         step: steps done in this epoch.
         steps: steps of one epoch.
         loss: mean over the samples of this epoch so far.
@@ -59,7 +59,7 @@ class Totals:
 
     Args:
         fabric: a launched Fabric.
-        epoch, epochs: the epoch in progress, counted from 0, of how many.
+        epoch: the epoch in progress, counted from 0.
         steps: of one epoch.
         progress: told every few steps.
         before: what `state` gave, of an epoch that is continued.
@@ -69,13 +69,13 @@ class Totals:
         self,
         fabric: Any,
         epoch: int,
-        epochs: int,
         steps: int,
         *,
         progress: Callable[[Progress], None] | None,
         before: Mapping[str, float] | None = None,
     ) -> None:
-        self.fabric, self.epoch, self.epochs, self.steps = fabric, epoch, epochs, steps
+        self.fabric, self.epoch, self.steps = fabric, epoch, steps
+        self.epochs = epoch + 1
         self.labelled, self.progress = False, progress
         before = before or {}
         self.loss, self.correct = float(before.get("loss", 0.0)), float(before.get("correct", 0.0))
@@ -83,7 +83,7 @@ class Totals:
         self.pending: list[Tensor] = []
         self.samples_before, self.start = self.samples, time.perf_counter()
 
-    def add(self, step: int, sums: Tensor, size: int, *, labelled: bool) -> bool:
+    def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step.
 
         Args:
@@ -91,6 +91,7 @@ class Totals:
             sums: (2,), sum of the losses and number of correct answers in this process.
             size: of the batch over all processes.
             labelled: whether targets are labels, so that there is an accuracy.
+            fraction: of training done, 1 at its last step.
 
         Returns:
             whether the sums were read back from the device.
@@ -101,10 +102,13 @@ class Totals:
         self.labelled = labelled
         self.pending.append(sums)
         self.samples += size
-        if len(self.pending) < READ_EVERY and step < self.steps:
+        last = step == self.steps or fraction >= 1
+        if len(self.pending) < READ_EVERY and not last:
             return False
         self._read(step)
-        if step < self.steps:
+        done = self.epoch + step / self.steps
+        self.epochs = max(self.epoch + 1, round(done / fraction)) if fraction > 0 else self.epoch + 1
+        if not last:
             self.report(step)
         return True
 
@@ -166,45 +170,6 @@ def peak_memory(device: torch.device) -> float | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-Wish = Literal["", "save", "stop"]
-
-
-class Clock:
-    """Wall-clock limits of one call of ``fit``, which the first process keeps for all.
-
-    Args:
-        max_minutes: after which training stops at a checkpoint; None for no limit.
-        checkpoint_seconds: between checkpoints in the middle of an epoch; None for none there.
-
-    >>> Clock(max_minutes=None, checkpoint_seconds=60).wish_alone()
-    ''
-    """
-
-    def __init__(self, max_minutes: float | None, checkpoint_seconds: float | None) -> None:
-        self._limited = max_minutes is not None or checkpoint_seconds is not None
-        self._end = time.monotonic() + 60 * max_minutes if max_minutes is not None else math.inf
-        self._pause = checkpoint_seconds if checkpoint_seconds is not None else math.inf
-        self._saved = time.monotonic()
-
-    def wish_alone(self) -> Wish:
-        """The wish of this process' clock now."""
-        now = time.monotonic()
-        if now >= self._end:
-            return "stop"
-        return "save" if now - self._saved >= self._pause else ""
-
-    def wish(self, fabric: Any) -> Wish:
-        """The wish of the first process' clock now, in all processes: they must save and stop together."""
-        if not self._limited:
-            return ""
-        mine = self.wish_alone()
-        return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
-
-    def saved(self) -> None:
-        """Take note of a checkpoint."""
-        self._saved = time.monotonic()
 
 
 CSV, TENSORBOARD = "metrics.csv", "tensorboard"

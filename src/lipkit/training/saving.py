@@ -24,6 +24,7 @@ def save(
     *,
     epoch: int,
     step: int = 0,
+    used: float = 0.0,
     final: bool = False,
     totals: Mapping[str, float] | None = None,
     generators: Generators | None = None,
@@ -35,6 +36,7 @@ def save(
         folder: the run's; None writes nothing.
         epoch: epochs done.
         step: steps done in the epoch after those; then ``totals`` and ``generators`` are its own.
+        used: seconds of the budget.
         final: training is over: optimiser and random numbers are left out, older checkpoints deleted.
         totals: sums of the epoch in progress.
         generators: the streams of random numbers of the epoch in progress.
@@ -55,7 +57,7 @@ def save(
         )
     fabric = network.fabric
     model, average = trainee.whole(network), trainee.whole_average(network)
-    state: dict[str, Any] = {"step": step, "totals": dict(totals or {})}
+    state: dict[str, Any] = {"step": step, "totals": dict(totals or {}), "used": used}
     if average is not None:
         state["average"] = {name: value.cpu() for name, value in average.items()}
     if not final:

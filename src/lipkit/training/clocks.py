@@ -1,0 +1,111 @@
+"""The clocks of training: limits of one call, and a budget of time that the schedule follows."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from typing import Any, Literal
+
+from lipkit.text import printable
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*(cpu|wall)?", re.ASCII)
+
+
+def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall"]]:
+    """A budget as (seconds, clock).
+
+    Args:
+        text: a number of seconds, or one with the unit s, min or h; then, optionally, cpu or wall: time of the
+            processor that this process takes, which is the default, or time that passes.
+
+    Raises:
+        ValueError: another text, or no time at all.
+
+    >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall")
+    ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'))
+    """
+    match = _BUDGET.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    if not match or not 0 < seconds < math.inf:
+        raise ValueError(f"expected a time such as 400s, 10min, 1h or 1h wall, got {printable(repr(text), 80)}")
+    return seconds, "wall" if match[3] == "wall" else "cpu"
+
+
+class Budget:
+    """Time that training may take, over all its parts: what is used of it decides the learning rate, and ends it.
+
+    Only what happens between `start` and `charge` counts, not evaluations and checkpoints. The time of a part that was
+    cut before its checkpoint does not count: its steps are made again.
+
+    Args:
+        text: see `parse_budget`.
+        used: seconds, of the parts before.
+        now: the clock, in seconds; None for the one that ``text`` names.
+
+    >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
+    >>> budget.start()
+    >>> budget.charge()
+    >>> budget.fraction
+    0.5
+    """
+
+    def __init__(self, text: str, used: float = 0.0, now: Any = None) -> None:
+        self.seconds, clock = parse_budget(text)
+        self.used = used
+        self._now = now or (time.process_time if clock == "cpu" else time.monotonic)
+        self._since = 0.0
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._since = self._now()
+
+    def charge(self) -> None:
+        """Count what has passed since the last call."""
+        now = self._now()
+        self.used, self._since = self.used + now - self._since, now
+
+    @property
+    def fraction(self) -> float:
+        """The part of the budget that is used, at most 1."""
+        return min(1.0, self.used / self.seconds)
+
+
+Wish = Literal["", "save", "stop"]
+
+
+class Clock:
+    """Wall-clock limits of one call of ``fit``, which the first process keeps for all.
+
+    Args:
+        max_minutes: after which training stops at a checkpoint; None for no limit.
+        checkpoint_seconds: between checkpoints in the middle of an epoch; None for none there.
+
+    >>> Clock(max_minutes=None, checkpoint_seconds=60).wish_alone()
+    ''
+    """
+
+    def __init__(self, max_minutes: float | None, checkpoint_seconds: float | None) -> None:
+        self._limited = max_minutes is not None or checkpoint_seconds is not None
+        self._end = time.monotonic() + 60 * max_minutes if max_minutes is not None else math.inf
+        self._pause = checkpoint_seconds if checkpoint_seconds is not None else math.inf
+        self._saved = time.monotonic()
+
+    def wish_alone(self) -> Wish:
+        """The wish of this process' clock now."""
+        now = time.monotonic()
+        if now >= self._end:
+            return "stop"
+        return "save" if now - self._saved >= self._pause else ""
+
+    def wish(self, fabric: Any) -> Wish:
+        """The wish of the first process' clock now, in all processes: they must save and stop together."""
+        if not self._limited:
+            return ""
+        mine = self.wish_alone()
+        return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
+
+    def saved(self) -> None:
+        """Take note of a checkpoint."""
+        self._saved = time.monotonic()
