@@ -113,10 +113,19 @@ def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
         laws=[number],
         options={**conv_options(), **family.options},
         refusals=conv_refusals(*shapes[0]),
-        # Compiling is the dearest part of the suite: once for each family.
-        backends=("aot_eager",) if dtype == torch.float32 and name not in GRAPH_BREAKS else (),
+        # Compiling is the dearest part of the suite: here the core, below the others.
+        backends=("aot_eager",) if dtype == torch.float32 and name in CORE else (),
         **promises(family),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CORE | GRAPH_BREAKS])
+def test_compiled_convolution(name: str) -> None:
+    family = FAMILIES[name]
+    make = partial(family.conv, in_channels=3, out_channels=5, kernel_size=3, **FEWER.get(name, {}))
+    shapes = inputs(family, 3, 3, 1, IMAGES, 3)
+    check_layer(make, input_shape=shapes, laws=[COMPILED], backends=("aot_eager",), **promises(family))
 
 
 @pytest.mark.thorough
