@@ -125,7 +125,8 @@ def test_compiled_convolution(name: str) -> None:
     family = FAMILIES[name]
     make = partial(family.conv, in_channels=3, out_channels=5, kernel_size=3, **FEWER.get(name, {}))
     shapes = inputs(family, 3, 3, 1, IMAGES, 3)
-    check_layer(make, input_shape=shapes, laws=[COMPILED], backends=("aot_eager",), **promises(family))
+    options = {"dtype": torch.float32, "backends": ("aot_eager",)}
+    check_layer(make, input_shape=shapes, laws=[COMPILED], **options, **promises(family))
 
 
 @pytest.mark.thorough
