@@ -108,7 +108,7 @@ def test_overrides_apply_in_order_and_open_short_forms():
         ("train.epochs=2.5", "train.epochs: expected a valid integer, got 2.5"),
         ("train.epochs=true", "train.epochs: expected a valid integer, got True"),
         ("train.seed=-1", "train.seed: expected greater than or equal to 0, got -1"),
-        ("train.optimizer=adm", "train.optimizer: expected 'adam', 'adamw' or 'sgd', got 'adm'"),
+        ("train.optimizer=adm", "train.optimizer: expected 'adam', 'adamw', 'sgd', .*, got 'adm'"),
         ("train.momentum=1", "train.momentum: expected less than 1"),
         ("train.devices=1.5", "train.devices: expected"),
         ("train=5", "train: expected keys and values, got 5"),

@@ -322,7 +322,11 @@ def test_precision_is_fabrics():
         ({"weight_decay": -1.0}, OptionError, "weight_decay: expected greater than or equal to 0, got -1.0"),
         ({"grad_clip": 0.0}, OptionError, "grad_clip: expected greater than 0, got 0.0"),
         ({"evaluate_every": 0}, OptionError, "evaluate_every: expected greater than or equal to 1"),
-        ({"optimizer": "lbfgs"}, OptionError, "optimizer: expected 'adam', 'adamw' or 'sgd', got 'lbfgs'"),
+        (
+            {"optimizer": "lbfgs"},
+            OptionError,
+            "optimizer: expected 'adam', 'adamw', 'sgd', .*, got 'lbfgs'",
+        ),
         ({"loss": "hing"}, OptionError, "expected loss as one of"),
         ({"schedule": "no"}, OptionError, "expected schedule as one of"),
         ({"epoch": 3}, OptionError, "expected options among epochs, .*, got 'epoch'"),

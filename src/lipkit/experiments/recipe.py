@@ -86,7 +86,7 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
-LATER = frozenset({"budget"})
+LATER = frozenset({"budget", "manifold_lr"})
 
 
 def to_yaml(recipe: Recipe) -> str:

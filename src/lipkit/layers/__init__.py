@@ -15,6 +15,7 @@ from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLi
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
 from lipkit.layers.steps import AfterStep, after_step, register_after_step
+from lipkit.layers.stiefel import StiefelConv2d, StiefelLinear
 from lipkit.layers.structure import Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
 from lipkit.modules import GroupSort, MaxMin, Sum
@@ -50,6 +51,8 @@ __all__ = [
     "SllConv2d",
     "SllLinear",
     "SocConv2d",
+    "StiefelConv2d",
+    "StiefelLinear",
     "Sum",
     "SvcmConv2d",
     "after_step",

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from lipkit.training.adversarial import PgdAdversary
 from lipkit.training.loop import Run, fit
+from lipkit.training.optim import RiemannianAdam, SpectralDescent, Together
 from lipkit.training.options import TrainOptions
 from lipkit.training.progress import Progress
 from lipkit.training.regularisation import LipschitzPenalty
 
-__all__ = ["LipschitzPenalty", "PgdAdversary", "Progress", "Run", "TrainOptions", "fit"]
+__all__ = [
+    "LipschitzPenalty",
+    "PgdAdversary",
+    "Progress",
+    "RiemannianAdam",
+    "Run",
+    "SpectralDescent",
+    "Together",
+    "TrainOptions",
+    "fit",
+]
 
 
 def __dir__() -> list[str]:

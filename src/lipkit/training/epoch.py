@@ -6,7 +6,7 @@ A step cuts its batch in pieces, adds their gradients, and changes the parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -116,10 +116,10 @@ def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) ->
     return torch.stack([total, (outputs.argmax(dim=1) == y).sum().float() * (count > 0)])
 
 
-def set_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def set_rate(optimizer: Any, peaks: Sequence[float], factor: float) -> None:
+    """Set the learning rate of every group of parameters to ``factor`` times its peak."""
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak * factor
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
         number = epoch * steps + step
         # Time is known up to this step only, steps to its end.
         reached = plan.fraction(fabric, number) if plan.budget is None else fraction
-        set_rate(network.optimizer, options.lr * plan.rate(reached))
+        set_rate(network.optimizer, network.rates, plan.rate(reached))
         x, y = _batch(plan, index, fabric.device, augment)
         size = min(options.batch_size, len(plan.data) - (step - 1) * options.batch_size)
         counted = share(size, rank=rank, ranks=ranks)

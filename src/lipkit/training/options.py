@@ -93,7 +93,16 @@ class Numbers(Section):
     )
     batch_size: Count = Field(default=128, description="samples of one step, all devices together")
     lr: Positive = Field(default=0.001, description="peak learning rate")
-    optimizer: Literal["adam", "adamw", "sgd"] = Field(default="adam", description="adam, adamw or sgd")
+    optimizer: Literal["adam", "adamw", "sgd", "spectral", "riemannian_adam"] = Field(
+        default="adam",
+        description="adam, adamw or sgd; spectral or riemannian_adam: Stiefel layers along their manifold, all else "
+        "by adam",
+    )
+    manifold_lr: Positive | None = Field(
+        default=None,
+        description="peak learning rate of Stiefel layers: of spectral an angle in radians a step; null for 0.02, of "
+        "riemannian_adam for lr",
+    )
     momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="of sgd; the others ignore it")
     weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
     schedule: Any = Field(default="piecewise_linear", description="of the learning rate")
@@ -187,10 +196,10 @@ class TrainOptions(Numbers):
         adversary: called as ``adversary(model, x, y, generator)`` with the model in evaluation mode, after the
             augmentation; the step trains on what it returns (see `PgdAdversary`).
         progress: called with a `Progress` every few steps and at the end of each epoch.
-        epochs, budget, batch_size, lr, optimizer, momentum, weight_decay, grad_clip, accumulate, ema, seed,
-        evaluate_every, evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard, accelerator,
-        devices, nodes, strategy, precision, compile, channels_last: as ``lipkit recipe show`` describes the keys of
-        ``train``.
+        epochs, budget, batch_size, lr, optimizer, manifold_lr, momentum, weight_decay, grad_clip, accumulate, ema,
+        seed, evaluate_every, evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard,
+        accelerator, devices, nodes, strategy, precision, compile, channels_last: as ``lipkit recipe show`` describes
+        the keys of ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.

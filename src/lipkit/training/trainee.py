@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lipkit.errors import OptionError, RunError
+from lipkit.training import optim
 from lipkit.training.options import TrainOptions
 
 
@@ -26,6 +27,7 @@ class Trainee:
         stepped: the module whose parameters the optimiser changes: ``model`` itself unless sharded.
         wrapped: what is called in the forward pass: ``stepped`` with the processes' wrapper, perhaps compiled.
         optimizer: Fabric's.
+        rates: the peak learning rate of each of its groups.
         sharded: whether ``stepped`` is sharded.
         names: names of the trained parameters.
         parameters: the trained parameters, those that the optimiser holds, in the order of ``names``.
@@ -37,6 +39,7 @@ class Trainee:
     stepped: nn.Module
     wrapped: Any
     optimizer: Any
+    rates: tuple[float, ...]
     sharded: bool
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -61,17 +64,44 @@ def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Trainee:
 
         fabric.strategy.precision.convert_module(model)
         fabric.to_device(model)
-        chosen: Any = groups(stepped)
+        optimizer = fabric.setup_optimizers(make_optimizer(options, groups(stepped)))
     else:
-        chosen = [p for p in stepped.parameters() if p.requires_grad]
-    optimizer = fabric.setup_optimizers(make_optimizer(options, chosen))
+        optimizer = fabric.setup_optimizers(optimizer_of(options, stepped))
     found = {name: p for name, p in stepped.named_parameters() if p.requires_grad}
     average = [p.detach().clone() for p in found.values()] if options.ema is not None else None
-    return Trainee(fabric, model, stepped, wrapped, optimizer, sharded, tuple(found), tuple(found.values()), average)
+    rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    parameters = tuple(found.values())
+    return Trainee(fabric, model, stepped, wrapped, optimizer, rates, sharded, tuple(found), parameters, average)
+
+
+def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser that ``options`` name, of all trained parameters of ``model``.
+
+    Raises:
+        OptionError: an optimiser that would leave the manifold of Stiefel layers, or one for it without such layers.
+    """
+    inner, outer = optim.split(model)
+    along = options.optimizer in ("spectral", "riemannian_adam")
+    if along != bool(inner):
+        wanted = (
+            "optimizer spectral or riemannian_adam for Stiefel layers"
+            if inner
+            else (f"Stiefel layers for optimizer {options.optimizer}")
+        )
+        raise OptionError(f"expected {wanted}, got {options.optimizer if inner else type(model).__name__}")
+    if not along:
+        return make_optimizer(options, outer)
+    if options.optimizer == "spectral":
+        rate = 0.02 if options.manifold_lr is None else options.manifold_lr
+        first: torch.optim.Optimizer = optim.SpectralDescent(inner, rate)
+    else:
+        first = optim.RiemannianAdam(inner, options.lr if options.manifold_lr is None else options.manifold_lr)
+    rest = [make_optimizer(options, outer)] if outer else []
+    return optim.Together([first, *rest])
 
 
 def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimizer:
-    """The optimiser that ``options`` name, of parameters or of groups of them."""
+    """The optimiser that ``options`` name for unconstrained parameters, or groups of them."""
     lr, decay = options.lr, options.weight_decay
     if options.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=options.momentum, weight_decay=decay)

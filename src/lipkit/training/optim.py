@@ -1,0 +1,209 @@
+"""Optimisers of semi-orthogonal parameters, and one that lets several optimisers act as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers.stiefel import OnManifold
+from lipkit.linalg.stiefel import retract, spectral_step, tangent
+
+
+class _ManifoldOptimizer(Optimizer):
+    """Steps of single matrices: a subclass says how one moves.
+
+    A parameter (m, ...) counts as the matrix (m, the rest): the kernel of a 1 x 1 convolution is one.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim < 2:
+                    shape = tuple(p.shape)
+                    raise ShapeError(f"{type(self).__name__}: expected matrices, got a parameter {shape}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    moved = self.moved(p.flatten(1), p.grad.flatten(1), self.state[p], group)
+                    p.copy_(moved.reshape(p.shape))
+        return loss
+
+    def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """The next matrix; ``state`` is changed in place."""
+        raise NotImplementedError
+
+
+class SpectralDescent(_ManifoldOptimizer):
+    r"""Steepest descent in the spectral norm on the manifold of semi-orthogonal matrices.
+
+    .. math:: M \leftarrow \beta M + (1 - \beta) G, \qquad W \leftarrow s_\alpha(W, \beta M + (1 - \beta) G)
+
+    with s = `lipkit.linalg.stiefel.spectral_step`: every singular direction of the tangent turns by about one angle.
+
+    Args:
+        params: semi-orthogonal matrices, such as `lipkit.layers.StiefelLinear` has.
+        lr: :math:`\alpha`, an angle in radians a step; 0.01 to 0.05 in practice.
+        momentum: :math:`\beta`, in [0, 1).
+        steps: of the iteration for the matrix sign.
+
+    Raises:
+        OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
+
+    >>> w = nn.Parameter(torch.eye(2))
+    >>> optimizer = SpectralDescent([w], lr=0.1)
+    >>> w.grad = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    >>> optimizer.step()
+    >>> bool(w[0, 1] < -0.05), bool((w @ w.mT - torch.eye(2)).abs().max() < 1e-3)
+    (True, True)
+
+    References:
+        docs/mathematics; Jordan et al., Muon (2024), is the same step without a constraint.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.02, *, momentum: float = 0.95, steps: int = 4) -> None:
+        if not 0 <= momentum < 1:
+            raise OptionError(f"momentum: expected a number in [0, 1), got {momentum}")
+        if not lr >= 0:
+            raise OptionError(f"lr: expected an angle of at least 0, got {lr}")
+        if steps < 1:
+            raise OptionError(f"steps: expected at least 1, got {steps}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps})
+
+    def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        beta = group["momentum"]
+        average = state.setdefault("momentum_buffer", torch.zeros_like(g))
+        average.lerp_(g, 1 - beta)
+        return spectral_step(w, torch.lerp(average, g, 1 - beta), float(group["lr"]), group["steps"])
+
+
+class RiemannianAdam(_ManifoldOptimizer):
+    r"""Adam along the manifold: momentum of tangents, one second moment for a matrix, and a retraction.
+
+    With G the tangent of the gradient, of N entries,
+
+    .. math:: M \leftarrow \beta_1 T_W(M) + (1 - \beta_1) G, \quad v \leftarrow \beta_2 v + (1 - \beta_2) \|G\|_F^2 / N,
+        \quad W \leftarrow \mathrm{retract}(W - \alpha \hat M / (\sqrt{\hat v} + \epsilon))
+
+    A second moment of every entry, as in Adam, would depend on the basis, and leave the tangent space.
+
+    Args:
+        params: semi-orthogonal matrices.
+        lr: :math:`\alpha`.
+        betas: :math:`\beta_1, \beta_2`.
+        eps: :math:`\epsilon`.
+
+    Raises:
+        OptionError: an argument is out of range. ShapeError: a parameter is no matrix.
+
+    >>> w = nn.Parameter(torch.eye(2))
+    >>> optimizer = RiemannianAdam([w], lr=0.1)
+    >>> w.grad = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    >>> optimizer.step()
+    >>> bool(w[0, 1] < -0.05), bool((w @ w.mT - torch.eye(2)).abs().max() < 1e-5)
+    (True, True)
+
+    References:
+        Bécigneul & Ganea, ICLR 2019 (one second moment for each manifold of a product).
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            raise OptionError(f"betas: expected two numbers in [0, 1), got {betas}")
+        if not (lr >= 0 and eps > 0):
+            raise OptionError(f"lr and eps: expected numbers above 0, got {lr} and {eps}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        one, two = group["betas"]
+        g = tangent(w, g)
+        state["step"] = state.get("step", 0) + 1
+        # The momentum is a tangent of the point before: its part along the new one is carried over.
+        mean = g * (1 - one) if state["step"] == 1 else tangent(w, state["exp_avg"]).lerp(g, 1 - one)
+        square = two * state.get("exp_avg_sq", torch.zeros((), device=g.device)) + (1 - two) * g.square().mean()
+        state["exp_avg"], state["exp_avg_sq"] = mean, square
+        size = (square / (1 - two ** state["step"])).sqrt() + group["eps"]
+        return retract(w - group["lr"] * mean / ((1 - one ** state["step"]) * size))
+
+
+class Together(Optimizer):
+    """Several optimisers as one: their groups side by side, one step for all.
+
+    Args:
+        parts: optimisers of disjoint parameters.
+
+    >>> weight, bias = nn.Parameter(torch.eye(2)), nn.Parameter(torch.zeros(2))
+    >>> both = Together([SpectralDescent([weight]), torch.optim.Adam([bias])])
+    >>> [len(group["params"]) for group in both.param_groups]
+    [1, 1]
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        # The parts read the groups that schedules and users change: the same objects.
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every part."""
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the parts."""
+        return {"state": {}, "parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue every part, in place: the groups stay the same objects.
+
+        Raises:
+            OptionError: the state of another number of optimisers.
+        """
+        states = state_dict.get("parts", [])
+        if len(states) != len(self.parts):
+            raise OptionError(f"expected the states of {len(self.parts)} optimisers, got {len(states)}")
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def on_manifold(model: nn.Module) -> list[nn.Parameter]:
+    """The semi-orthogonal parameters of ``model`` that are trained.
+
+    >>> from lipkit.layers import StiefelLinear
+    >>> [tuple(p.shape) for p in on_manifold(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]
+    [(2, 3)]
+    """
+    found = [m.free for m in model.modules() if isinstance(m, OnManifold)]
+    return [p for p in found if isinstance(p, nn.Parameter) and p.requires_grad]
+
+
+def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trained parameters of ``model`` in two lists: semi-orthogonal ones, for an optimiser of this file; others.
+
+    >>> from lipkit.layers import StiefelLinear
+    >>> [len(part) for part in split(nn.Sequential(StiefelLinear(3, 2), nn.Linear(2, 2)))]
+    [1, 3]
+    """
+    first = on_manifold(model)
+    known: Iterable[int] = {id(p) for p in first}
+    return first, [p for p in model.parameters() if p.requires_grad and id(p) not in known]

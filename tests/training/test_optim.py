@@ -1,0 +1,145 @@
+"""Optimisers on the manifold: they stay there, they arrive, and `fit` uses and resumes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import CayleyLinear, MaxMin, StiefelConv2d, StiefelLinear
+from lipkit.linalg import orthogonality_residual
+from lipkit.modules import lipschitz
+from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, fit, optim
+
+OPTIMISERS = {"spectral": lambda p: SpectralDescent(p, 0.05), "riemannian": lambda p: RiemannianAdam(p, 0.05)}
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3)])
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_procrustes_is_solved(name: str, shape: tuple[int, int]) -> None:
+    # The semi-orthogonal W nearest to A, its polar factor, has the largest trace of W^T A.
+    generator = torch.Generator().manual_seed(2)
+    a = torch.randn(shape, generator=generator, dtype=torch.float64)
+    u, s, vh = np.linalg.svd(a.numpy(), full_matrices=False)
+    w = nn.Parameter(retracted(torch.randn(shape, generator=generator, dtype=torch.float64)))
+    if shape[0] == shape[1] and np.linalg.det(u @ vh) * np.linalg.det(w.detach().numpy()) < 0:
+        with torch.no_grad():
+            w[0].neg_()  # the orthogonal group has two parts, and a path stays in one
+    optimizer = OPTIMISERS[name]([w])
+    for step in range(600):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 600)
+        optimizer.zero_grad()
+        (-(w * a).sum()).backward()
+        optimizer.step()
+        assert float(orthogonality_residual(w.detach())) < 1e-6
+    assert float((w.detach() * a).sum()) > (1 - 1e-3) * s.sum()
+    assert np.abs(w.detach().numpy() - u @ vh).max() < 0.05
+
+
+def retracted(w: torch.Tensor) -> torch.Tensor:
+    u, _, vh = torch.linalg.svd(w, full_matrices=False)
+    return u @ vh
+
+
+def test_momentum_is_an_average_with_a_look_ahead() -> None:
+    w = nn.Parameter(torch.eye(3, dtype=torch.float64))
+    optimizer = SpectralDescent([w], 0.1, momentum=0.5)
+    first, second = torch.rand(2, 3, 3, dtype=torch.float64)
+    for g in (first, second):
+        w.grad = g.clone()
+        optimizer.step()
+    expected = 0.5 * (0.5 * first) + 0.5 * second
+    torch.testing.assert_close(optimizer.state[w]["momentum_buffer"], expected)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        StiefelConv2d(1, 8, 1, stride=2), MaxMin(), nn.Flatten(), StiefelLinear(32, 8), MaxMin(), nn.Linear(8, 2)
+    )  # fmt: skip
+
+
+def train(model: nn.Module | None = None, **options: Any) -> Run:
+    x = torch.rand(200, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    y = (x[:, 0, 0, 0] > x[:, 0, 3, 3]).long()
+    given = {"optimizer": "spectral", "epochs": 8, "batch_size": 4, "lr": 0.01, **options}
+    return fit(network() if model is None else model, (x, y), loss="cross_entropy", accelerator="cpu", **given)
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "riemannian_adam"}, {"manifold_lr": 0.1}])
+def test_fit_learns_and_stays_on_the_manifold(options: dict[str, Any]) -> None:
+    run = train(**options)
+    assert run.history[-1]["accuracy"] > 0.85
+    for layer in (run.model[0], run.model[3]):
+        assert abs(float(lipschitz(layer, (1, 4, 4) if layer is run.model[0] else (32,)).detach()) - 1) < 1e-5
+        assert not torch.equal(layer.free, network()[0 if layer is run.model[0] else 3].free)
+
+
+def test_both_rates_follow_the_schedule() -> None:
+    model, seen = network(), []
+    original = SpectralDescent.moved
+
+    def watch(self: Any, w: Any, g: Any, state: Any, group: Any) -> Any:
+        seen.append(group["lr"])
+        return original(self, w, g, state, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpectralDescent, "moved", watch)
+        run = train(model, epochs=1, schedule=lambda fraction: 1 - fraction / 2, manifold_lr=0.3)
+    assert seen[::2] == [0.3 * (1 - step / 100) for step in range(1, 51)]
+    assert run.history[0]["lr"] == 0.3 * 0.5
+
+
+def test_a_cut_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    whole = train()
+    part = train(run_dir=tmp_path, max_minutes=1e-9)
+    assert not part.finished
+    part = train(run_dir=tmp_path, resume=True)
+    for one, other in zip(whole.model.parameters(), part.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_optimisers_that_do_not_fit_the_layers_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"expected optimizer spectral or .* for Stiefel layers, got adam"):
+        train(optimizer="adam")
+    with pytest.raises(OptionError, match="expected Stiefel layers for optimizer spectral, got Sequential"):
+        train(nn.Sequential(nn.Flatten(), CayleyLinear(16, 2)))
+
+
+def test_one_for_several() -> None:
+    model = network()
+    inner, outer = optim.split(model)
+    assert [tuple(p.shape) for p in inner] == [(8, 4, 1, 1), (8, 32)]
+    assert len(outer) == 4
+    both = Together([SpectralDescent(inner), torch.optim.Adam(outer)])
+    with pytest.raises(OptionError, match="expected the states of 2 optimisers, got 1"):
+        both.load_state_dict({"parts": [{}]})
+    model(torch.rand(2, 1, 4, 4)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    both.step()
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    twin = Together([SpectralDescent(inner), torch.optim.Adam(outer)])
+    twin.load_state_dict(both.state_dict())
+    assert twin.param_groups[0] is twin.parts[0].param_groups[0]
+    both.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_refusals() -> None:
+    w = nn.Parameter(torch.eye(2))
+    for make, message in (
+        (lambda: SpectralDescent([w], momentum=1.0), r"momentum: expected a number in \[0, 1\), got 1.0"),
+        (lambda: SpectralDescent([w], lr=-1.0), "lr: expected an angle of at least 0, got -1.0"),
+        (lambda: SpectralDescent([w], steps=0), "steps: expected at least 1, got 0"),
+        (lambda: RiemannianAdam([w], betas=(0.9, 1.0)), "betas: expected two numbers"),
+        (lambda: RiemannianAdam([w], eps=0.0), "lr and eps: expected numbers above 0"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            make()
+    with pytest.raises(ShapeError, match="expected matrices, got a parameter"):
+        SpectralDescent([nn.Parameter(torch.ones(3))])
