@@ -54,6 +54,39 @@ def test_offset_cross_entropy_without_offset_is_cross_entropy(batch):
     assert found.item() == pytest.approx(losses.cross_entropy(*batch).item(), rel=1e-12)
 
 
+def test_emma_equals_its_formula_and_holds_the_shift_fixed(batch):
+    y, t = batch
+    n, label, reach, temperature = y.numpy(), t.numpy(), math.sqrt(2) * 2.0 * 0.3, 0.5
+    rows = np.arange(len(n))
+    raised = np.clip((n[rows, label][:, None] - n) / reach, 0.01, 1)
+    raised[rows, label] = 0
+    logs = log_softmax((n + raised * reach) / temperature)
+    leaf = y.clone().requires_grad_()
+    found = losses.emma(leaf, t, eps=0.3, temperature=temperature, lipschitz=2.0)
+    assert found.item() == pytest.approx(-temperature * logs[rows, label].mean(), rel=1e-12)
+    found.backward()
+    expected = np.exp(logs)
+    expected[rows, label] -= 1
+    np.testing.assert_allclose(leaf.grad.numpy(), expected / len(n), rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 5.0])
+def test_logit_annealing_equals_its_formula(batch, power):
+    y, t = batch
+    n, rows = y.numpy().copy(), np.arange(40)
+    n[rows, t.numpy()] -= 0.6
+    logs = log_softmax(n / 0.75)[rows, t.numpy()]
+    expected = (-0.75 * (1 - np.exp(logs)) ** power * logs).mean()
+    found = losses.logit_annealing(y, t, offset=0.6, power=power)
+    assert found.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_logit_annealing_is_finite_where_everything_is_learnt():
+    y = torch.tensor([[200.0, 0.0]], requires_grad=True)
+    losses.logit_annealing(y, torch.tensor([0]), power=0.5).backward()
+    assert torch.isfinite(y.grad).all()
+
+
 def test_certificate_regularized_equals_its_formula(batch):
     y, t = batch
     n, rows = y.numpy(), np.arange(40)

@@ -111,6 +111,65 @@ def certificate_regularized_cross_entropy(
     return F.cross_entropy(outputs, targets) - weight * radius.mean()
 
 
+def emma(
+    outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, temperature: float = 1.0, lipschitz: float = 1.0
+) -> Tensor:
+    r"""Cross-entropy against the strongest rivals that a radius allows, none raised above the true class.
+
+    .. math:: T\,\mathrm{CE}\Bigl(\frac{y + e \sqrt2 L \varepsilon}{T}, t\Bigr), \qquad
+        e_i = \mathrm{clip}\Bigl(\frac{y_t - y_i}{\sqrt2 L \varepsilon}, 0.01, 1\Bigr) \ (i \ne t), \quad e_t = 0
+
+    A class that an attack of radius eps could not raise to the true one is raised by its whole reach; a nearer one only
+    until they tie, so that samples beyond reach do not dominate. No gradient flows through e.
+
+    Args:
+        eps: l2 radius to train for, in units of the input; positive.
+        temperature: T, positive.
+        lipschitz: L, positive.
+
+    >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+    >>> round(emma(y, t, eps=2.0).item(), 4) == round(math.log(2), 4)  # in reach: raised to a tie
+    True
+
+    Source: Hu, Zou, Wang, Leino, Fredrikson, "Unlocking Deterministic Robustness Certification on ImageNet", NeurIPS
+    2023 (there with the distances of the rows of the last layer in place of sqrt(2)).
+    """
+    _positive(eps=eps, temperature=temperature, lipschitz=lipschitz)
+    reach = math.sqrt(2) * lipschitz * eps
+    raised = ((outputs.gather(1, targets[:, None]) - outputs) / reach).clamp(0.01, 1).detach()
+    raised = raised.scatter(1, targets[:, None], 0.0)
+    return temperature * F.cross_entropy((outputs + raised * reach) / temperature, targets)
+
+
+def logit_annealing(
+    outputs: Tensor, targets: Tensor, *, temperature: float = 0.75, offset: float = 2.0, power: float = 5.0
+) -> Tensor:
+    r"""Offset cross-entropy whose weight falls with what is learnt: capacity is left to the samples that need it.
+
+    .. math:: \frac{1}{N} \sum_n -T (1 - p_n)^\beta \log p_n, \qquad
+        p = \mathrm{softmax}\Bigl(\frac{y - \xi\,\mathrm{onehot}(t)}{T}\Bigr)_t
+
+    Args:
+        temperature: T, positive.
+        offset: xi, in units of the outputs; not negative.
+        power: beta; 0 is the offset cross-entropy.
+
+    >>> y, t = torch.tensor([[3.0, 1.0]]), torch.tensor([0])
+    >>> round(logit_annealing(y, t, temperature=1.0, offset=2.0, power=1.0).item(), 4)
+    0.3466
+
+    Source: Lai et al., "Enhancing Certified Robustness via Block Reflector Orthogonal Layers and Logit Annealing
+    Loss", ICML 2025 (T = 0.75, xi = 2, beta = 5).
+    """
+    _positive(temperature=temperature)
+    _not_negative(offset=offset, power=power)
+    shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
+    logs = F.log_softmax((outputs - shift) / temperature, dim=1).gather(1, targets[:, None])[:, 0]
+    # 1 - p without cancellation where p is near 1: its power has no derivative at 0 for powers below 1
+    missing = -torch.expm1(logs.clamp_max(-1e-12))
+    return (-temperature * missing**power * logs).mean()
+
+
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean of the squared differences over samples and outputs, for regression; shapes must agree exactly.
 
@@ -127,6 +186,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "offset_cross_entropy": offset_cross_entropy,
     "cross_entropy": cross_entropy,
     "certificate_regularized": certificate_regularized_cross_entropy,
+    "emma": emma,
+    "logit_annealing": logit_annealing,
     "mse": mse,
 }
 REGRESSION = frozenset({"mse"})
