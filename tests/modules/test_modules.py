@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from lipkit.conv import kernel_symbol
 from lipkit.errors import OptionError, ShapeError
-from lipkit.modules import Affine, ConvexResidual, FourierConv2d, GroupSort, MaxMin, Network, group_sort, maxmin
+from lipkit.modules import (
+    Affine,
+    ConvexResidual,
+    FourierConv2d,
+    GroupSort,
+    MaxMin,
+    Network,
+    Shift2d,
+    group_sort,
+    maxmin,
+)
 
 SIZES = [(1, 1), (1, 4), (2, 2), (3, 5), (7, 7), (8, 8), (8, 9), (9, 16)]
 
@@ -144,6 +154,20 @@ def test_gradients_of_sorting_are_permutations() -> None:
 
 
 # ---------------------------------------------------------------- affine and residual
+
+
+def test_shift_moves_each_group_as_numpy_does() -> None:
+    x = torch.rand(2, 9, 3, 4)
+    n = x.numpy()
+    moved = [
+        np.roll(n[:, 1 + 2 * i : 3 + 2 * i], by, axis)
+        for i, (axis, by) in enumerate([(2, 1), (2, -1), (3, 1), (3, -1)])
+    ]
+    assert np.array_equal(Shift2d(9, 2)(x).numpy(), np.concatenate([n[:, :1], *moved], axis=1))
+    with pytest.raises(ShapeError, match=r"expected images \(B, 9, H, W\), got \(2, 8, 3, 4\)"):
+        Shift2d(9, 2)(x[:, 1:])
+    with pytest.raises(OptionError, match="expected at least 4 moved >= 4 channels, got 7 with moved=2"):
+        Shift2d(7, 2)
 
 
 def test_affine_by_hand() -> None:

@@ -101,6 +101,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "maxmin": (modules.MaxMin, IMAGE, math.inf),
     "group sort": (lambda: modules.GroupSort(2), IMAGE, math.inf),
     "max pool": (lambda: nn.MaxPool2d(3, 2, 1), IMAGE, math.inf),
+    "shift": (lambda: modules.Shift2d(4, 1), IMAGE, math.inf),
     "resize": (lambda: modules.ResizeChannels(4, 6), IMAGE, math.inf),
     "fourier, dense": (lambda: fourier(4, 5, 6), IMAGE, 1000),
     "fourier, separable": (lambda: fourier(3, 4, 12), (3, 12, 12), 1000),
@@ -154,7 +155,7 @@ def test_the_bound_holds_and_is_not_idle(name: str) -> None:
             assert (error <= bound).all(), f"{name}, {size}, {far}"
             with torch.no_grad():
                 assert (module(h).flatten(1).abs().amax(1) <= local.peak.at + local.peak.slope * distance).all() or (
-                    type(module) in (modules.ResizeChannels,)
+                    type(module) in (modules.ResizeChannels, modules.Shift2d)
                 )
             closest = max(closest, float((error / bound).amax()))
     if not math.isinf(factor):

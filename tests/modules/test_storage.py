@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipkit.errors import DataError, OptionError
-from lipkit.modules import Affine, ConvexResidual, FourierConv2d, GroupSort, MaxMin, Network, load, save, sha256
+from lipkit.modules import (
+    Affine,
+    ConvexResidual,
+    FourierConv2d,
+    GroupSort,
+    MaxMin,
+    Network,
+    Shift2d,
+    load,
+    save,
+    sha256,
+)
 from lipkit.modules.configuration import build, describe, stored_types
 
 IMAGE = (2, 8, 8)
@@ -63,6 +74,7 @@ EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]]
     MaxMin: (MaxMin, (4,)),
     GroupSort: (lambda: GroupSort(3), (6,)),
     FourierConv2d: (lambda: randomised(FourierConv2d(2, 3, 8, 8, bias=False)), IMAGE),
+    Shift2d: (lambda: Shift2d(5, 1), (5, 2, 3)),
     Affine: (lambda: Affine(torch.randn(2), torch.randn(2)), IMAGE),
     ConvexResidual: (lambda: ConvexResidual(nn.Linear(3, 3), torch.tensor(0.3), nn.ReLU()), (3,)),
 }

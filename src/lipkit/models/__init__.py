@@ -15,6 +15,7 @@ from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.lbdn_conv import lbdn_conv
 from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
+from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, wrn_plain
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.wide_resnet import wide_resnet
@@ -26,6 +27,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lbdn_conv": lbdn_conv,
     "lipconvnet": lipconvnet,
     "mlp": mlp,
+    "patchnet": patchnet,
     "resnet9": resnet9,
     "small": small,
     "wide_resnet": wide_resnet,
@@ -67,6 +69,7 @@ __all__ = [
     "lbdn_conv",
     "lipconvnet",
     "mlp",
+    "patchnet",
     "resnet9",
     "small",
     "wide_resnet",

@@ -9,7 +9,7 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_rules
 from lipkit.modules.network import Network
 from lipkit.modules.phase import PhaseConv2d
-from lipkit.modules.rearrange import ResizeChannels
+from lipkit.modules.rearrange import ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
 from lipkit.modules.sandwich import SandwichBlock
@@ -29,6 +29,7 @@ __all__ = [
     "ResizeChannels",
     "SandwichBlock",
     "Shape",
+    "Shift2d",
     "SlopeResidual",
     "Sum",
     "TaylorConv2d",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -110,7 +111,6 @@ class ResizeChannels(nn.Module):
     Raises:
         OptionError: a number below 1. ShapeError: an input with other channels.
 
-    >>> import torch
     >>> ResizeChannels(2, 3)(torch.ones(1, 2)).tolist(), ResizeChannels(2, 1)(torch.ones(1, 2)).tolist()
     ([[1.0, 1.0, 0.0]], [[1.0]])
     """
@@ -133,8 +133,61 @@ class ResizeChannels(nn.Module):
         return f"{self.in_channels}, {self.out_channels}"
 
 
-@lipschitz_rule(ResizeChannels)
-def _resize(module: ResizeChannels, input_shape: Shape | None) -> float:
+# One pixel down, up, right and left, as (dimension, shift) of torch.roll.
+MOVES = ((2, 1), (2, -1), (3, 1), (3, -1))
+
+
+def shift(x: Tensor, moved: int) -> Tensor:
+    """The last 4 ``moved`` channels moved circularly by one pixel: ``moved`` each down, up, right and left.
+
+    A permutation, so an isometry: between pointwise layers it lets neighbours meet, without a product.
+
+    Args:
+        x: ``(B, C, H, W)`` with C >= 4 ``moved``.
+        moved: channels of each direction, at least 1.
+
+    >>> x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2).repeat(1, 4, 1, 1)
+    >>> shift(x, 1)[0, :, 0].tolist()  # a single row has no other to move to
+    [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 1.0]]
+
+    References:
+        Wu et al., CVPR 2018 (shift instead of spatial convolutions); LipNeXt, ICLR 2026 (as an isometry).
+    """
+    kept, *groups = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)
+    return torch.cat([kept, *(g.roll(by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
+
+
+class Shift2d(nn.Module):
+    """:func:`shift` as a module: 1-Lipschitz.
+
+    Args:
+        channels: of the input.
+        moved: channels of each of the four directions, at least 1.
+
+    Raises:
+        OptionError: fewer than 4 ``moved`` channels. ShapeError: an input with other channels, or no image.
+
+    >>> Shift2d(16, 2)(torch.zeros(1, 16, 4, 4)).shape
+    torch.Size([1, 16, 4, 4])
+    """
+
+    def __init__(self, channels: int, moved: int) -> None:
+        super().__init__()
+        if moved < 1 or channels < 4 * moved:
+            raise OptionError(f"Shift2d: expected at least 4 moved >= 4 channels, got {channels} with moved={moved}")
+        self.channels, self.moved = channels, moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != self.channels:
+            raise ShapeError(f"Shift2d: expected images (B, {self.channels}, H, W), got {tuple(x.shape)}")
+        return shift(x, self.moved)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, moved={self.moved}"
+
+
+@lipschitz_rule(ResizeChannels, Shift2d)
+def _resize(module: nn.Module, input_shape: Shape | None) -> float:
     return 1.0
 
 
@@ -142,6 +195,12 @@ def _resize(module: ResizeChannels, input_shape: Shape | None) -> float:
 def _export_resize(module: ResizeChannels, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
     return ResizeChannels(module.in_channels, module.out_channels)
+
+
+@export_rule(Shift2d)
+def _export_shift(module: Shift2d, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    return Shift2d(module.channels, module.moved)
 
 
 @rounding_rule(
@@ -155,6 +214,7 @@ def _export_resize(module: ResizeChannels, input_shape: Shape) -> nn.Module:
     nn.Dropout2d,
     nn.AlphaDropout,
     ResizeChannels,
+    Shift2d,
 )
 def _move(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return lambda x: Local(nothing(x), nothing(x))
@@ -167,3 +227,4 @@ stored(nn.Unflatten, dim=INTEGER, unflattened_size=INTEGER)
 stored(nn.PixelUnshuffle, downscale_factor=INTEGER)
 stored(nn.PixelShuffle, upscale_factor=INTEGER)
 stored(ResizeChannels, in_channels=COUNT, out_channels=COUNT)
+stored(Shift2d, channels=COUNT, moved=COUNT)

@@ -1,0 +1,96 @@
+"""PatchNet: orthogonal layers on patches and their neighbours, then dense ones: certified accuracy in little time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import MaxMin, NormalizedLinear, StiefelConv2d, StiefelLinear
+from lipkit.layers.base import check_positive
+from lipkit.models._parts import bounded, check_classes, check_image
+from lipkit.modules import Shape, Shift2d
+
+
+def patchnet(
+    patch: int = 4,
+    stages: Sequence[Sequence[int]] = ((64, 4),),
+    *,
+    narrow: int | None = None,
+    dense: Sequence[int] = (512, 512),
+    moved: float = 1 / 16,
+    input_shape: Shape = (3, 32, 32),
+    classes: int = 10,
+    lipschitz: float = 1.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> nn.Sequential:
+    r"""Patches, blocks of pointwise layers between which neighbours meet by shifts, dense layers, unit rows.
+
+    ========== ======================================================================================================
+    stage 1    `StiefelConv2d` on patches, then blocks: `StiefelConv2d` 1 x 1, MaxMin, `lipkit.modules.Shift2d`
+    stage s    `StiefelConv2d` on 2 x 2 patches of the stage before, then blocks
+    narrow     `StiefelConv2d` 1 x 1 to fewer channels, MaxMin
+    dense      `StiefelLinear`, MaxMin for each; `NormalizedLinear` with one row for each class
+    ========== ======================================================================================================
+
+    Every layer but the last has norm 1 and costs a plain product, so that nearly all of the time goes into learning:
+    train it with `lipkit.training.SpectralDescent` (``train.optimizer: spectral``). The first layer of a stage counts
+    as one of its blocks.
+
+    Args:
+        patch: p, side of the patches.
+        stages: (channels, blocks) of each stage. Fewer channels than a patch has numbers drop what a projection drops.
+        narrow: channels in front of the dense layers; None for those of the last stage.
+        dense: units of the hidden dense layers, at least one.
+        moved: fraction of the channels that move in each of the four directions; 0 for none.
+        input_shape: (C, H, W) with H and W multiples of p 2^(stages - 1).
+        classes: number of outputs.
+        lipschitz: target constant of the network in front of its last layer.
+        mean, std: input normalisation, part of the network.
+
+    Raises:
+        OptionError: sizes that are not as above. ShapeError: another input shape.
+
+    >>> net = patchnet(2, [(16, 2), (32, 1)], narrow=8, dense=[16], input_shape=(1, 8, 8))
+    >>> [type(m).__name__ for m in net][:6]
+    ['StiefelConv2d', 'MaxMin', 'Shift2d', 'StiefelConv2d', 'MaxMin', 'Shift2d']
+    >>> net[-1]
+    NormalizedLinear(16, 10, bias=True)
+
+    References:
+        docs/accuracy.md, which compares it with the networks of the papers at equal time.
+    """
+    check_positive(patch=patch, **({} if narrow is None else {"narrow": narrow}))
+    plan = [tuple(stage) for stage in stages]
+    if not plan or any(len(stage) != 2 for stage in plan):
+        raise OptionError(f"stages: expected one or more pairs (channels, blocks), got {stages!r}")
+    check_positive(**{f"stages[{i}][{j}]": n for i, stage in enumerate(plan) for j, n in enumerate(stage)})
+    check_positive(**{f"dense[{i}]": n for i, n in enumerate(dense)})
+    if not dense:
+        raise OptionError("dense: expected the units of at least one layer, got none")
+    if not 0 <= moved <= 0.25:
+        raise OptionError(f"moved: expected a fraction from 0 to 1/4, got {moved}")
+    check_classes(classes)
+    factor = patch * 2 ** (len(plan) - 1)
+    channels, rows, columns = check_image(input_shape, factor, "patchnet")
+
+    layers: list[nn.Module] = []
+    width = channels
+    for number, (wide, blocks) in enumerate(plan):
+        for block in range(blocks):
+            stride = 1 if block else patch if number == 0 else 2
+            layers += [StiefelConv2d(width, wide, 1, stride), MaxMin()]
+            width = wide
+            if (each := int(wide * moved)) > 0:
+                layers.append(Shift2d(wide, each))
+    if narrow is not None:
+        layers += [StiefelConv2d(width, narrow, 1), MaxMin()]
+        width = narrow
+    layers.append(nn.Flatten())
+    width *= (rows // factor) * (columns // factor)
+    for units in dense:
+        layers += [StiefelLinear(width, units), MaxMin()]
+        width = units
+    return bounded([*layers, NormalizedLinear(width, classes)], lipschitz, mean, std, channels)
