@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import numpy as np
 import onnx
@@ -61,9 +62,11 @@ def test_an_lbdn_in_physical_units_keeps_its_numbers(activation: str) -> None:
         torch.testing.assert_close(outputs(model, x), network(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", ["cayley"])
-def test_a_convolutional_network_computes_the_same(layer: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("small", {"layer": "cayley"}), ("patchnet", {"patch": 2, "stages": [(16, 2), (32, 2)]})]
+)
+def test_a_convolutional_network_computes_the_same(name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    network = lipkit.export(build("small", input_shape=(1, 8, 8), classes=10, layer=layer), (1, 8, 8))
+    network = lipkit.export(build(name, input_shape=(1, 8, 8), classes=10, **options), (1, 8, 8))
     x = torch.rand(5, 1, 8, 8)
     torch.testing.assert_close(outputs(to_onnx(network), x), network(x), rtol=1e-4, atol=1e-5)
