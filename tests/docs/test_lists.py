@@ -56,7 +56,7 @@ def test_verbs_and_laws_are_all_listed() -> None:
 def test_stated_defaults_of_recipes_are_theirs() -> None:
     settings = load_recipe("digits_cayley", ["train.evaluate_every=1"]).train
     rows = re.findall(r"^\| (`train\.[^|]*) \| ([^|]*) \|", (ROOT / "docs/training.md").read_text(), re.M)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for names, values in rows:
         stated = values.split(", ")
         actual = [getattr(settings, name) for name in re.findall(r"`train\.(\w+)`", names)]
