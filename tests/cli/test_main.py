@@ -94,7 +94,7 @@ def test_version(capsys):
         (["report", "/nowhere"], "expected a run folder, got /nowhere"),
         (["list", "colours"], "'colours' is not one of 'layers', 'models', 'datasets', 'recipes'"),
         (["reproduce", "table1"], "unknown table 'table1'; known: "),
-        (["reproduce", "nope"], r"^.{,240}$"),  # three lines of a terminal
+        (["reproduce", "nope"], r"^.{,320}$"),  # four lines of a terminal
         (["reproduce", "eco"], "unknown table 'eco', did you mean 'eco_2', 'eco_3', 'eco_5', 'eco_6' or 'eco_8'"),
         (["reproduce", "cayley_1", "x"], "expected one recipe and changes KEY=VALUE, got 'cayley_1' and 'x'"),
     ],

@@ -33,7 +33,7 @@ def test_every_key_is_described_once() -> None:
     [
         ("train.lr", "number > 0", "0.001"),
         ("train.momentum", "number >= 0 and < 1", "0.9"),
-        ("train.optimizer", "adam | adamw | sgd", "adam"),
+        ("train.optimizer", "adam | adamw | sgd | spectral | riemannian_adam", "adam"),
         ("train.epochs", "integer >= 1, or null", "null"),
         ("train.grad_clip", "number > 0, or null", "null"),
         ("augment.flip", "true | false", "false"),
