@@ -14,7 +14,7 @@ import lipkit
 
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
-    *("errors", "text", "files", "memory", "linalg", "conv", "proof", "bounds", "modules"),
+    *("errors", "text", "files", "memory", "networks", "linalg", "conv", "proof", "bounds", "modules"),
     *("layers", "models", "data"),
     "attacks",
     "analysis",

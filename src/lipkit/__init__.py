@@ -45,6 +45,7 @@ _PACKAGES = (
     "linalg",
     "models",
     "modules",
+    "networks",
     "proof",
     "report",
     "testing",

@@ -10,14 +10,17 @@ believed: `lipkit.certificates.certificate_file.verify` proves every radius agai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gzip
 import hashlib
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -140,17 +143,19 @@ _KNOWN = {"kind", *STATEMENTS, *_PROVED, "architecture", "input_shape", "evaluat
 def read_certificate(path: str | Path) -> CertificateFile:
     """Read a file of `write_certificate`; what it claims is not checked against anything but its own form.
 
+    A name that ends in ``.gz`` is a file that gzip has compressed.
+
     Raises:
         DataError: the file is missing, truncated or altered in form, or of another schema version.
     """
     path = Path(path)
     try:
-        with open_regular(path) as stream:
+        with _opened(path) as stream:
             header = _parse(path, 1, stream.readline(_LONGEST_HEADER + 1), _LONGEST_HEADER)
             _check_header(path, header)
             rows = _rows(path, stream, header["data"]["samples"])
             columns = list(zip(*rows, strict=True))
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a certificate, got: {error}") from None
     tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
     certificate = Certificate(
@@ -166,6 +171,17 @@ def read_certificate(path: str | Path) -> CertificateFile:
     known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
     other = {key: value for key, value in header.items() if key not in known}
     return CertificateFile(certificate, header["data"], tuple(header["architecture"]), header["versions"], other)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a certificate. Lines are read one by one, so that a small file cannot unpack to a large one."""
+    with open_regular(path) as file:
+        if path.suffix != ".gz":
+            yield file
+            return
+        with gzip.open(file) as unpacked:
+            yield unpacked  # type: ignore[misc]
 
 
 def _parse(path: Path, number: int, line: bytes, longest: int) -> dict[str, Any]:

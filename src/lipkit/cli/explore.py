@@ -16,11 +16,14 @@ import click
 def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, allow_remote: bool) -> None:
     """Serve a page that shows RUN: images, certified radii, adversarial examples at a radius that you slide.
 
-    Two runs on the same test samples are compared side by side. Stop it with Ctrl-C.
+    RUN is the folder of a run, or a name of lipkit list networks. Two runs on the same test samples are compared side
+    by side. Stop it with Ctrl-C.
     """
     from lipkit.explorer import listen
+    from lipkit.networks import resolved
     from lipkit.text import printable
 
+    runs = tuple(map(resolved, runs))
     for run in runs:
         if not run.is_dir():
             raise click.UsageError(f"expected the folder of a run, got {run}")

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 
 import click
 
-KINDS = ("layers", "models", "datasets", "recipes", "tables")
+from lipkit.files import read_text
+
+KINDS = ("layers", "models", "datasets", "recipes", "tables", "networks")
 
 
 @click.command("list")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
-    """List layers, models, datasets, recipes, or the published tables of lipkit reproduce."""
+    """List layers, models, datasets, recipes, the published tables of lipkit reproduce, or networks of lipkit.load."""
     from lipkit.experiments.outcome import columns
 
-    known = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "tables": tables}
+    known = {
+        "layers": layers,
+        "models": models,
+        "datasets": datasets,
+        "recipes": recipes,
+        "tables": tables,
+        "networks": networks,
+    }
     click.echo(columns(known[kind]()))
 
 
@@ -58,3 +69,28 @@ def tables() -> list[list[str]]:
     from lipkit.experiments.tables import TABLES
 
     return [[name, table.source, table.description] for name, table in TABLES.items()]
+
+
+def networks() -> list[list[str]]:
+    """Name, data, proved constant, what was measured, folder."""
+    from lipkit.networks import folder, names
+
+    return [[name, *_measured(folder(name)), str(folder(name))] for name in names()]
+
+
+def _measured(folder: Path) -> list[str]:
+    from lipkit.certificates import format_radius
+    from lipkit.report import Record, read_record
+
+    if (folder / "estimate.json").exists():
+        found = json.loads(read_text(folder / "estimate.json"))
+        return [found["data"], f"L {found['constant']:.4g}", f"W1 >= {found['low']:.4g} at 95 %", ""]
+    record = read_record(folder)
+    assert isinstance(record, Record)
+    first = record.certified[0]
+    return [
+        record.data.name,
+        f"L {record.lipschitz.computed:.4g}",
+        f"clean {100 * record.clean.value:.2f} %",
+        f"certified({format_radius(first.eps)}) {100 * first.share.value:.2f} %",
+    ]

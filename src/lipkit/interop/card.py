@@ -22,13 +22,16 @@ model = lipkit.interop.from_pretrained("{folder}")  # the free parameters: train
 ```"""
 
 
-def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence: str | None = None) -> str:
+def model_card(
+    record: Record | RegressionRecord, *, folder: str = ".", licence: str | None = None, load: str | None = None
+) -> str:
     """README.md of a model folder: YAML front matter, then figures, proof method, recipe and how to load it.
 
     Args:
         record: of the run that made the model.
         folder: how the loading example names the folder.
         licence: SPDX identifier of the weights' licence; left out if the owner does not name one.
+        load: the loading example, Markdown, in place of the one for ``folder``.
 
     Every figure comes from the record; names in it are written so that they stay text.
     """
@@ -70,7 +73,7 @@ def model_card(record: Record | RegressionRecord, *, folder: str = ".", licence:
         f"Network sha256: {_text(record.network_sha256)}.",
         "",
         "## Load",
-        _LOAD.format(folder=folder),
+        _LOAD.format(folder=folder) if load is None else load,
         "",
         "## Recipe",
         "```yaml",

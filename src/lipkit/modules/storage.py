@@ -6,6 +6,7 @@ weights file and never imports or evaluates anything that a file says.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -18,10 +19,12 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError, OptionError, suggestion
 from lipkit.files import read_bytes, read_text, write_atomic
+from lipkit.modules import fixed_point
 from lipkit.modules.configuration import build, describe
 from lipkit.modules.network import Network
+from lipkit.networks import names, resolved
 from lipkit.proof.roundoff import WIDE
 
 # 2: the order of the frequencies of Fourier convolutions above 64 pixels changed.
@@ -47,19 +50,34 @@ def sha256(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save(network: Network, folder: str | Path) -> Path:
+def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Path:
     """Write an exported network to ``folder`` (made if needed): ``config.json`` and ``model.safetensors``.
+
+    Args:
+        network: the result of ``lipkit.export``.
+        folder: where to write.
+        bits: 8 or 16 rounds the weights to integers of as many bits (`lipkit.modules.fixed_point`): a quarter or half
+            of the size in float32. What ``load`` returns is then another network than ``network``: certify that one.
 
     Raises:
         OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
-            with an argument that a configuration does not accept.
+            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
+    if bits not in (None, *fixed_point.BITS):
+        raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
+    if bits is not None:
+        stored = fixed_point.to_integers(tensors, bits)
+        tensors = fixed_point.from_integers(stored)
+        network = copy.deepcopy(network)
+        network.load_state_dict(tensors)
+    else:
+        stored = tensors
     config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
     if network.input_range is not None:
         config["input_range"] = list(network.input_range)
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
     try:
         text = json.dumps(config, indent=1, allow_nan=False) + "\n"
         _skeleton(json.loads(text)["network"], tensors)
@@ -68,7 +86,7 @@ def save(network: Network, folder: str | Path) -> Path:
         raise OptionError(f"save: expected a network that can be read back, got one that cannot: {error}") from None
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / WEIGHTS, save_safetensors(tensors))
+    write_atomic(folder / WEIGHTS, save_safetensors(stored))
     write_atomic(folder / CONFIG, text.encode())
     return folder
 
@@ -114,18 +132,26 @@ def _input_range(config: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def load(folder: str | Path) -> Network:
-    """Read a network written by :func:`save`.
+    """Read a network written by :func:`save`, or one that comes with the package.
+
+    Args:
+        folder: where it was saved; or, if nothing lies there, a name of ``lipkit list networks``.
 
     Raises:
         DataError: a file is missing or corrupt, or weights and configuration do not fit each other.
+
+    >>> network = load("digits-cayley")
+    >>> network(torch.zeros(1, 1, 8, 8)).shape
+    torch.Size([1, 10])
     """
-    folder = Path(folder)
+    found = resolved(folder)
+    folder = found if found == Path(folder) else found / "network"
     try:
         config = json.loads(read_text(folder / CONFIG), parse_constant=_not_a_number)
         tensors = load_safetensors(read_bytes(folder / WEIGHTS))
     except FileNotFoundError as error:
         inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG}"))]  # a run keeps its network in a folder
-        hint = f"; {' and '.join(map(str, inner))} has them" if inner else ""
+        hint = f"; {' and '.join(map(str, inner))} has them" if inner else suggestion(str(folder), names())
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}{hint}") from None
     except OSError as error:
         raise DataError(f"{folder}: {CONFIG} and {WEIGHTS} cannot be read: {error}") from None
@@ -135,6 +161,7 @@ def load(folder: str | Path) -> Network:
         got = config.get("schema_version") if isinstance(config, dict) else config
         raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
     try:
+        tensors = fixed_point.from_integers(tensors)
         network = _skeleton(config.get("network"), tensors)
         network.input_range = _input_range(config)
     except DataError as error:

@@ -14,12 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from lipkit.certificates.certificate_file import read_certificate
 from lipkit.errors import RunError
 from lipkit.files import read_bytes, read_text
 from lipkit.text import printable
 from lipkit.training.checkpoints import read_metrics
 
 RADII = "radii.csv"
+PACKED = "certificate.jsonl.gz"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,10 +51,17 @@ class Radii:
 def read_radii(folder: Path) -> Radii | None:
     """Read ``radii.csv`` as `lipkit.certificates.Certificate.save_csv` writes it; None if there is none.
 
+    Networks of the package have their compressed certificate in its place.
+
     Raises:
         RunError: a column is missing or a cell is not a number.
+        DataError: the certificate is not one.
     """
     path = folder / RADII
+    if not path.exists() and (folder / PACKED).exists():
+        found = read_certificate(folder / PACKED).certificate
+        correct = found.label == found.prediction
+        return Radii(*(column.numpy() for column in (correct, found.prediction, found.radius, found.margin)))
     if not path.exists():
         return None
     kinds: dict[str, type] = {"correct": int, "prediction": int, "radius": float, "margin": float}

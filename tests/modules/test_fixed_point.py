@@ -1,0 +1,134 @@
+"""Weights as integers: numpy's rounding, sizes, proofs about what a file holds, and no harm from files that lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import lipkit
+from lipkit.errors import DataError, OptionError
+from lipkit.modules import FourierConv2d, MaxMin, Network, load, save, sha256
+from lipkit.modules.fixed_point import from_integers, to_integers
+
+
+def _network(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        dense = nn.Linear(288, 32)
+        dense.weight.copy_(torch.linalg.qr(torch.randn(288, 32))[0].T)
+        last = nn.Linear(32, 5)
+    return Network([nn.Conv2d(2, 8, 3), MaxMin(), nn.Flatten(), dense, MaxMin(), last], (2, 8, 8)).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_integers_are_those_of_numpy(bits: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(6, 8, 5, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    weight[2] = 0
+    stored = to_integers({"w": weight, "b": torch.randn(2000), "small": torch.randn(31, 33)}, bits)
+    assert stored["w"].dtype == {8: torch.int8, 16: torch.int16}[bits]
+    assert stored["b"].dtype == stored["small"].dtype == torch.float32
+    assert stored.keys() == {"w", "w.step", "b", "small"}
+    rows = weight.double().numpy().reshape(6, -1)
+    step = np.abs(rows).max(1) / (2 ** (bits - 1) - 1)
+    read = from_integers(stored)
+    assert read.keys() == {"w", "b", "small"}
+    error = np.abs(read["w"].double().numpy().reshape(6, -1) - rows).max(1)
+    # Half a step, reached nearly somewhere in 200 numbers, and the rounding of the product.
+    assert (error <= step * 0.5 + 2 * np.finfo(str(dtype).removeprefix("torch.")).eps * np.abs(rows).max(1)).all()
+    assert (error[step > 0] >= step[step > 0] * 0.45).all()
+    assert (read["w"][2] == 0).all()
+    assert read["w"].dtype == dtype
+
+
+def test_what_is_not_finite_and_what_underflows_stays() -> None:
+    broken, tiny = torch.full((40, 40), torch.inf), torch.full((40, 40), 1e-45)
+    read = from_integers(to_integers({"broken": broken, "tiny": tiny}, 8))
+    assert torch.equal(read["broken"], broken)
+    assert ((read["tiny"] == 0) | (read["tiny"] == tiny)).all()
+
+
+@pytest.mark.parametrize(("bits", "excess", "size"), [(8, 0.02, 0.27), (16, 1e-4, 0.52)])
+def test_the_bound_is_that_of_the_stored_numbers(bits: int, excess: float, size: float, tmp_path: Path) -> None:
+    network = Network([nn.Linear(256, 128, bias=False), MaxMin(), nn.Linear(128, 64, bias=False)], (256,))
+    with torch.no_grad():
+        for i in (0, 2):
+            network[i].weight.copy_(torch.linalg.qr(torch.randn(network[i].in_features, network[i].out_features))[0].T)
+    save(network, tmp_path / "whole")
+    save(network, tmp_path / "small", bits=bits)
+    read = load(tmp_path / "small")
+    assert sha256(read) != sha256(network)
+    assert sha256(load(tmp_path / "whole")) == sha256(network)
+    norms = [np.linalg.norm(m.weight.double().numpy(), 2) for m in read if isinstance(m, nn.Linear)]
+    proved = float(lipkit.lipschitz(read))
+    assert np.prod(norms) <= proved <= np.prod(norms) * (1 + 1e-9)
+    assert 1 < proved <= 1 + excess
+    files = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "whole")]
+    assert files[0] <= size * files[1]
+
+
+def test_a_rounded_network_is_certified_as_it_reads(tmp_path: Path) -> None:
+    network = _network()
+    save(network, tmp_path, bits=8)
+    read, again = load(tmp_path), load(tmp_path)
+    assert sha256(read) == sha256(again)
+    x, y = torch.rand(20, 2, 8, 8), torch.randint(5, (20,))
+    certificate = lipkit.certify(read, x, y)
+    assert certificate.network_sha256 == sha256(read)
+    assert torch.equal(certificate.prediction, read.double()(x.double()).argmax(1))
+    save(read.float(), tmp_path / "again")
+    assert sha256(load(tmp_path / "again")) == certificate.network_sha256
+
+
+def test_frequencies_are_rows(tmp_path: Path) -> None:
+    layer = lipkit.layers.CayleyConv2d(8, 8, 3)
+    network = lipkit.export(nn.Sequential(layer), (8, 8, 8))
+    assert isinstance(network[0], FourierConv2d)
+    save(network, tmp_path, bits=8)
+    x = torch.randn(4, 8, 8, 8)
+    difference = (load(tmp_path)(x) - network(x)).norm() / x.norm()
+    assert 0 < float(difference) < 0.02
+    assert 1 < float(lipkit.lipschitz(load(tmp_path))) < 1.03
+
+
+@pytest.mark.parametrize("bits", [4, 0, True, "8"])
+def test_other_sizes_are_refused(bits: object, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"expected bits to be 8, 16 or None, got"):
+        save(_network(), tmp_path / "n", bits=bits)  # type: ignore[arg-type]
+    assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        None,
+        torch.ones(31),
+        torch.ones(32, 1),
+        -torch.ones(32),
+        torch.full((32,), torch.nan),
+        torch.full((32,), torch.inf),
+        torch.zeros(32),
+        torch.ones(32, dtype=torch.int32),
+    ],
+)
+def test_steps_that_lie_are_refused(step: Tensor | None, tmp_path: Path) -> None:
+    save(_network(), tmp_path, bits=8)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["3.weight.step"]
+    save_file(tensors | ({} if step is None else {"3.weight.step": step}), tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"3\.weight: expected a positive finite step for each row"):
+        load(tmp_path)
+
+
+def test_another_step_is_another_network(tmp_path: Path) -> None:
+    save(_network(), tmp_path, bits=8)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["3.weight.step"] *= 0.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="expected the network with sha256"):
+        load(tmp_path)
