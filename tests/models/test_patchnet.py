@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import lipkit
-from lipkit import attacks
+from lipkit import attacks, experiments
 from lipkit.data import load
 from lipkit.errors import OptionError, ShapeError
+from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import StiefelConv2d, StiefelLinear
 from lipkit.models import build, patchnet
 from lipkit.modules import Shift2d, lipschitz
@@ -90,3 +95,36 @@ def test_channels_are_odd_only_where_the_activation_says_so() -> None:
 def test_its_layers_are_all_of_it() -> None:
     kinds = {type(m) for m in lipkit.export(patchnet(**SMALL, input_shape=(1, 8, 8)), (1, 8, 8))}
     assert kinds == {nn.Conv2d, lipkit.modules.MaxMin, Shift2d, nn.Flatten, nn.Linear}
+
+
+def _cifar100(root: Path) -> None:
+    (root / "cifar-100-binary").mkdir()
+    for name in ("train", "test"):
+        rows = np.random.default_rng(0).integers(0, 256, (6, 2 + 3072), np.uint8)
+        rows[:, 0] %= 20
+        rows[:, 1] = [0, 99, 3, 4, 5, 6]
+        (root / "cifar-100-binary" / f"{name}.bin").write_bytes(rows.tobytes())
+
+
+def _tiny_imagenet(root: Path) -> None:
+    folder = root / "tiny-imagenet-200"
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    for path in (*(f"train/{n}/images/{n}_0.JPEG" for n in ("n01", "n02")), "val/images/val_0.JPEG"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        image.save(folder / path)
+    (folder / "val/val_annotations.txt").write_text("val_0.JPEG\tn02\t0\t0\t9\t9\n")
+    (folder / "wnids.txt").write_text("n01\nn02\n")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "write"), [("cifar100", _cifar100), ("tiny_imagenet", _tiny_imagenet)])
+def test_the_recipe_runs_on_other_data(name: str, write: Callable[[Path], None], tmp_path: Path) -> None:
+    """From the files in the form that their authors give them."""
+    write(tmp_path)
+    changes = [f"data={name}", f"data.root={tmp_path}", "train.budget=null", "train.epochs=1", "train.batch_size=2"]
+    changes += ["model.options.narrow=4", "model.options.dense=[16]"]  # the proof of a large dense layer takes seconds
+    recipe = load_recipe("cifar10_patchnet", [*changes, "certify.attack_steps=2", "certify.attack_samples=2"])
+    outcome = experiments.train(recipe, folder=tmp_path / "run")
+    assert outcome is not None
+    assert outcome.record.data.name == name
+    assert outcome.metrics["certified(36/255)"] <= outcome.metrics["pgd(36/255)"] <= outcome.metrics["clean"]
