@@ -16,49 +16,53 @@ from lipkit.modules import FourierConv2d, MaxMin, Network, load, save, sha256
 from lipkit.modules.fixed_point import from_integers, to_integers
 
 
+def _orthogonal(layer: nn.Linear) -> nn.Linear:
+    with torch.no_grad():
+        layer.weight.copy_(torch.linalg.qr(torch.randn(layer.in_features, layer.out_features))[0].T)
+    return layer
+
+
 def _network(seed: int = 0) -> Network:
     torch.manual_seed(seed)
-    with torch.no_grad():
-        dense = nn.Linear(288, 32)
-        dense.weight.copy_(torch.linalg.qr(torch.randn(288, 32))[0].T)
-        last = nn.Linear(32, 5)
-    return Network([nn.Conv2d(2, 8, 3), MaxMin(), nn.Flatten(), dense, MaxMin(), last], (2, 8, 8)).eval()
+    dense = _orthogonal(nn.Linear(288, 128))
+    return Network([nn.Conv2d(2, 8, 3), MaxMin(), nn.Flatten(), dense, MaxMin(), nn.Linear(128, 5)], (2, 8, 8)).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", [8, 16])
-def test_integers_are_those_of_numpy(bits: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(6, 8, 5, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    weight[2] = 0
-    stored = to_integers({"w": weight, "b": torch.randn(2000), "small": torch.randn(31, 33)}, bits)
+@pytest.mark.parametrize("shape", [(64, 8, 8, 8), (211, 157)])
+def test_integers_are_those_of_numpy(shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    weight.view(-1)[128:192] = 0
+    stored = to_integers({"w": weight, "small": torch.randn(181, 181)}, bits)
     assert stored["w"].dtype == {8: torch.int8, 16: torch.int16}[bits]
-    assert stored["b"].dtype == stored["small"].dtype == torch.float32
-    assert stored.keys() == {"w", "w.step", "b", "small"}
-    rows = weight.double().numpy().reshape(6, -1)
-    step = np.abs(rows).max(1) / (2 ** (bits - 1) - 1)
+    assert stored["small"].dtype == torch.float32
+    assert stored.keys() == {"w", "w.steps", "small"}
     read = from_integers(stored)
-    assert read.keys() == {"w", "b", "small"}
-    error = np.abs(read["w"].double().numpy().reshape(6, -1) - rows).max(1)
-    # Half a step, reached nearly somewhere in 200 numbers, and the rounding of the product.
-    assert (error <= step * 0.5 + 2 * np.finfo(str(dtype).removeprefix("torch.")).eps * np.abs(rows).max(1)).all()
-    assert (error[step > 0] >= step[step > 0] * 0.45).all()
-    assert (read["w"][2] == 0).all()
+    assert read.keys() == {"w", "small"}
     assert read["w"].dtype == dtype
+    flat, rounded = weight.double().numpy().ravel(), read["w"].double().numpy().ravel()
+    tiny = np.finfo(str(dtype).removeprefix("torch.")).eps
+    for start in range(0, len(flat), 64):
+        block = flat[start : start + 64]
+        step = np.abs(block).max() / (2 ** (bits - 1) - 1)
+        error = np.abs(rounded[start : start + 64] - block).max()
+        # At most half a step, and of 64 numbers, or the 39 of the last block, some have nearly that.
+        assert 0.3 * step <= error <= 0.5 * step + 2 * tiny * np.abs(block).max() or step == error == 0
 
 
 def test_what_is_not_finite_and_what_underflows_stays() -> None:
-    broken, tiny = torch.full((40, 40), torch.inf), torch.full((40, 40), 1e-45)
+    broken, tiny = torch.full((200, 200), torch.inf), torch.full((200, 200), 1e-45)
     read = from_integers(to_integers({"broken": broken, "tiny": tiny}, 8))
     assert torch.equal(read["broken"], broken)
     assert ((read["tiny"] == 0) | (read["tiny"] == tiny)).all()
 
 
-@pytest.mark.parametrize(("bits", "excess", "size"), [(8, 0.02, 0.27), (16, 1e-4, 0.52)])
+@pytest.mark.parametrize(("bits", "excess", "size"), [(8, 0.02, 0.29), (16, 1e-4, 0.54)])
 def test_the_bound_is_that_of_the_stored_numbers(bits: int, excess: float, size: float, tmp_path: Path) -> None:
-    network = Network([nn.Linear(256, 128, bias=False), MaxMin(), nn.Linear(128, 64, bias=False)], (256,))
-    with torch.no_grad():
-        for i in (0, 2):
-            network[i].weight.copy_(torch.linalg.qr(torch.randn(network[i].in_features, network[i].out_features))[0].T)
+    torch.manual_seed(0)
+    dense = [_orthogonal(nn.Linear(*sizes, bias=False)) for sizes in ((512, 256), (256, 128))]
+    network = Network([dense[0], MaxMin(), dense[1]], (512,))
     save(network, tmp_path / "whole")
     save(network, tmp_path / "small", bits=bits)
     read = load(tmp_path / "small")
@@ -85,12 +89,12 @@ def test_a_rounded_network_is_certified_as_it_reads(tmp_path: Path) -> None:
     assert sha256(load(tmp_path / "again")) == certificate.network_sha256
 
 
-def test_frequencies_are_rows(tmp_path: Path) -> None:
-    layer = lipkit.layers.CayleyConv2d(8, 8, 3)
-    network = lipkit.export(nn.Sequential(layer), (8, 8, 8))
+def test_frequencies_are_rounded_too(tmp_path: Path) -> None:
+    layer = lipkit.layers.CayleyConv2d(32, 32, 3)
+    network = lipkit.export(nn.Sequential(layer), (32, 8, 8))
     assert isinstance(network[0], FourierConv2d)
     save(network, tmp_path, bits=8)
-    x = torch.randn(4, 8, 8, 8)
+    x = torch.randn(4, 32, 8, 8)
     difference = (load(tmp_path)(x) - network(x)).norm() / x.norm()
     assert 0 < float(difference) < 0.02
     assert 1 < float(lipkit.lipschitz(load(tmp_path))) < 1.03
@@ -107,28 +111,28 @@ def test_other_sizes_are_refused(bits: object, tmp_path: Path) -> None:
     "step",
     [
         None,
-        torch.ones(31),
-        torch.ones(32, 1),
-        -torch.ones(32),
-        torch.full((32,), torch.nan),
-        torch.full((32,), torch.inf),
-        torch.zeros(32),
-        torch.ones(32, dtype=torch.int32),
+        torch.ones(575),
+        torch.ones(576, 1),
+        -torch.ones(576),
+        torch.full((576,), torch.nan),
+        torch.full((576,), torch.inf),
+        torch.zeros(576),
+        torch.ones(576, dtype=torch.int32),
     ],
 )
 def test_steps_that_lie_are_refused(step: Tensor | None, tmp_path: Path) -> None:
     save(_network(), tmp_path, bits=8)
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["3.weight.step"]
-    save_file(tensors | ({} if step is None else {"3.weight.step": step}), tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match=r"3\.weight: expected a positive finite step for each row"):
+    del tensors["3.weight.steps"]
+    save_file(tensors | ({} if step is None else {"3.weight.steps": step}), tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"3\.weight: expected 576 positive finite steps"):
         load(tmp_path)
 
 
 def test_another_step_is_another_network(tmp_path: Path) -> None:
     save(_network(), tmp_path, bits=8)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["3.weight.step"] *= 0.5
+    tensors["3.weight.steps"] *= 0.5
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="expected the network with sha256"):
         load(tmp_path)
