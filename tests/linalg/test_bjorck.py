@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg import bjorck, orthogonality_residual
@@ -130,3 +131,81 @@ def test_refusals():
         bjorck(torch.ones(3))
     with pytest.raises(ShapeError, match=r"expected a floating or complex dtype, got torch.int64"):
         bjorck(torch.ones(3, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("order", [1, 3])
+@pytest.mark.parametrize("iterations", [1, 2, 5, 9, 12])
+@pytest.mark.parametrize("shape", [(12, 12), (40, 9), (9, 40), (3, 30, 10)])
+def test_every_step_is_the_published_one(shape, iterations, order):
+    """Steps on the Gram matrix are the same polynomials in exact arithmetic: against numpy, step by step."""
+    torch.manual_seed(6)
+    w = torch.randn(shape, dtype=torch.float64)
+    w[..., 0, :] *= 0.01
+    tall = w if shape[-2] >= shape[-1] else w.mT
+    x = into_unit_ball(tall).numpy()
+    for _ in range(iterations):
+        q = np.eye(x.shape[-1]) - np.swapaxes(x, -1, -2) @ x
+        x = sum(c * x @ np.linalg.matrix_power(q, j) for j, c in enumerate(inverse_root_coefficients(order)))
+    found = bjorck(w, iterations, order)
+    np.testing.assert_allclose((found if tall is w else found.mT).numpy(), x, rtol=0, atol=1e-13)
+
+
+def _products(w: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        bjorck(w)
+    return counter.get_total_flops()
+
+
+def test_it_ends_when_nothing_changes_any_more():
+    torch.manual_seed(7)
+    q = torch.linalg.qr(torch.randn(40, 40))[0]
+    one_step = 2 * 2 * 40**3  # two products
+    ball = 2 * 2 * 40**3
+    assert _products(q) == ball + 2 * one_step
+    hard = q.clone()
+    hard[0] *= 1e-6
+    assert _products(hard) == ball + 20 * one_step
+
+
+def test_tall_matrices_are_multiplied_rarely():
+    torch.manual_seed(8)
+    w = torch.randn(300, 20)
+    tall, small = 2 * 300 * 20**2, 2 * 20**3
+    assert _products(w) <= 7 * tall + (1 + 4 * 8) * small
+    assert float(orthogonality_residual(bjorck(w))) < allowed(w)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (20, 5)])
+def test_vmap_takes_the_same_path(shape):
+    torch.manual_seed(9)
+    w = torch.randn(4, *shape, dtype=torch.float64)
+    together = torch.func.vmap(bjorck)(w)
+    for one, alone in zip(together, w, strict=True):
+        torch.testing.assert_close(one, bjorck(alone), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (96, 24)])
+@pytest.mark.parametrize("condition", [1.0, 30.0, 1000.0])
+def test_gradient_is_that_of_the_polar_factor(shape, condition):
+    """Where the iteration ends early: against the derivative of W (W^* W)^(-1/2), in float64."""
+    torch.manual_seed(10)
+    u, _, vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    exact = (u * torch.logspace(0, -np.log10(condition), 24, dtype=torch.float64)) @ vh
+    given = torch.randn(shape, dtype=torch.float64)
+    w = exact.float().requires_grad_()
+    bjorck(w, 30).backward(given.float())
+    reference = exact.float().double().requires_grad_()
+    polar = reference @ _inverse_root(reference.mT @ reference)
+    polar.backward(given)
+    error = (w.grad.double() - reference.grad).abs().max() / reference.grad.abs().max()
+    assert float(error) < 2e-6 * condition
+
+
+def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
+    """By a coupled iteration in float64, whose derivative needs no distinct eigenvalues."""
+    scale = torch.linalg.matrix_norm(gram.detach(), 2)
+    y, z = gram / scale, torch.eye(len(gram), dtype=gram.dtype)
+    for _ in range(40):
+        t = 1.5 * torch.eye(len(gram), dtype=gram.dtype) - 0.5 * (z @ y)
+        y, z = y @ t, t @ z
+    return z / scale.sqrt()
