@@ -69,7 +69,7 @@ def _polynomial(q: Tensor, order: int) -> Tensor:
 
 
 def _all_below(q: Tensor, limit: float) -> bool:
-    """Whether every entry is below ``limit``, where that can be asked: neither in a compiled graph nor in a vmap."""
+    """True if every entry is known to be below ``limit``: in a compiled graph or a vmap, none is."""
     if torch.compiler.is_compiling():
         return False
     try:
