@@ -91,7 +91,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
         iterations: largest number of steps, at least 1. A singular value far below the largest grows by 1.5 per step
             (order 1), then converges with order p + 1. The iteration ends when a step changes nothing any more:
-            when no entry of Q exceeds a thirtieth of the root of the unit roundoff, the error left is its square.
+            when no entry of Q exceeds a sixteenth of the root of eps, the error left is its square.
         order: p, the degree of the truncated series, at least 1.
 
     Returns:
@@ -129,14 +129,14 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         return bjorck(w.mH, iterations, order).mH
     x, gram = with_gram(w)
     eye = eye_like(x)
-    limit = torch.finfo(x.dtype).eps ** 0.5 / 32
+    limit = torch.finfo(x.dtype).eps ** 0.5 / 16
     done = 0
     if x.shape[-2] >= 2 * x.shape[-1] and iterations > 1:
         # X p(Q) with Q from the Gram matrix of the step before: the same polynomials, but small products.
         factor = eye
         while done < min(_GRAM_STEPS, iterations - 1):
             q = eye - gram
-            if _all_below(q, limit):
+            if done > 0 and _all_below(q, limit):
                 break
             step = eye + _polynomial(q, order)
             factor, gram = factor @ step, step.mH @ gram @ step
