@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
 
-
 # Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring singular values of a 25th of
 # the largest near 1; their rounding errors grow by as much at most, which is what such a polar factor's do anyway.
 _GRAM_STEPS = 8
