@@ -53,6 +53,8 @@ def test_the_record_reads_back(run: Path) -> None:
     assert record.task == "regression"
     assert record.mse == pytest.approx(0.01, rel=1e-3)
     assert record.tightness == record.lower / record.lipschitz.computed
+    claimed = record.lipschitz.claimed
+    assert record.metrics().get("reached") == (None if claimed is None else record.lower / claimed)
     assert 0 < record.lower <= record.lipschitz.computed
     assert record.deviation == pytest.approx(0.2 * record.lipschitz.computed, rel=1e-12)
     assert len(record.outputs) == 1

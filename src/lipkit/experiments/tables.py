@@ -19,7 +19,7 @@ from lipkit.errors import DataError, OptionError
 Scale = Literal["full", "hour", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
 # Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
-FRACTIONS = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness")
+FRACTIONS = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness", "reached")
 
 
 class _Part(BaseModel):
