@@ -88,6 +88,20 @@ def test_all_samples_are_certified_again(name: str) -> None:
     assert len(verify(file, lipkit.load(name), x, y)) == len(x)
 
 
+def test_the_critic_is_proved_and_tells_fours_from_nines() -> None:
+    estimate = json.loads((networks.folder("mnist-critic") / "estimate.json").read_text())
+    critic = lipkit.load("mnist-critic")
+    proved = float(lipkit.lipschitz(critic))
+    norms = [np.linalg.norm(m.weight.double().numpy(), 2) for m in critic if isinstance(m, torch.nn.Linear)]
+    assert np.prod(norms) <= proved <= np.prod(norms) * (1 + 1e-6)
+    assert proved == pytest.approx(estimate["constant"], rel=1e-12)
+    assert 0 < estimate["low"] < estimate["value"] < estimate["high"]
+    with np.load(HERE / "mnist.npz") as part:
+        x, y = torch.from_numpy(part["x"]).float() / 255, torch.from_numpy(part["y"])
+    values = critic(x).flatten()
+    assert values[y == 4].min() > values[y == 9].max()
+
+
 def test_the_list_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "networks"]) == 0
     lines = capsys.readouterr().out.splitlines()
