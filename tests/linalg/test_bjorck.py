@@ -46,6 +46,8 @@ def test_is_a_contraction_at_every_stage(order, iterations, dtype):
         torch.randn(30, 2, dtype=dtype) @ torch.randn(2, 40, dtype=dtype),
         torch.ones(64, 64, dtype=dtype),
         torch.diag(torch.logspace(0, -12, 16, dtype=torch.float64)).to(dtype),
+        torch.randn(200, 3, dtype=dtype) @ torch.randn(3, 60, dtype=dtype),  # tall, of rank 3
+        torch.linalg.qr(torch.randn(90, 16, dtype=dtype))[0] * torch.logspace(0, -12, 16).to(dtype),
     ]
     for w in cases:
         q = bjorck(w, iterations, order)
