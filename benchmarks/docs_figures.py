@@ -126,7 +126,7 @@ def svcm() -> plt.Figure:
     torch.manual_seed(0)
     kernel = torch.randn(8, 8, 3, 3, dtype=torch.float64) / 8
     rounds = [0, 1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120]
-    shown = [kernel if n == 0 else project(kernel, 12, 12, n) for n in rounds]
+    shown = [kernel if n == 0 else project(kernel, 12, 12, n, orthogonal=False) for n in rounds]
     largest = [float(lipkit.bounds.circular(k, 12, 12)) for k in shown]
     figure, axis = plt.subplots(figsize=(5, 2.8), layout="constrained")
     axis.plot(rounds, largest, "o-", markersize=3)

@@ -23,7 +23,9 @@ SHAPE, TOLERANCE = (1, 6, 6), 0.03
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        SvcmConv2d(1, 4, 3), MaxMin(), SvcmConv2d(4, 4, 1, stride=2), Residual(SvcmConv2d(4, 4, 3)), nn.Flatten(),
+        SvcmConv2d(1, 4, 3, orthogonal=False),
+        *(MaxMin(), SvcmConv2d(4, 4, 1, stride=2, orthogonal=False)),
+        *(Residual(SvcmConv2d(4, 4, 3, orthogonal=False)), nn.Flatten()),
         nn.Linear(36, 2),
     )  # fmt: skip
 
@@ -108,7 +110,7 @@ def test_fit_knows_the_size_after_augmentation():
         return x[..., : 4 + int(torch.randint(1, (1,), generator=generator)), :4]
 
     torch.manual_seed(0)
-    model = nn.Sequential(SvcmConv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    model = nn.Sequential(SvcmConv2d(1, 4, 3, orthogonal=False), nn.Flatten(), nn.Linear(64, 2))
     lipkit.fit(model, samples(), epochs=2, batch_size=8, lr=0.05, augment=smaller, accelerator="cpu")
     assert largest(model, (1, 4, 4)) <= 1 + TOLERANCE
 

@@ -70,7 +70,7 @@ def test_clip_replaces_what_exceeds_one_and_touches_nothing_else(shape, dtype):
 def test_largest_singular_value_after_fifty_rounds(shape, size, scale, dtype):
     torch.manual_seed(1)
     kernel = scale * torch.randn(shape, dtype=dtype) / np.prod(shape[1:]) ** 0.5
-    after = project(kernel, *size)
+    after = project(kernel, *size, orthogonal=False)
     assert after.shape == kernel.shape
     assert after.dtype == dtype
     values = fft_values(after, *size)
@@ -80,7 +80,7 @@ def test_largest_singular_value_after_fifty_rounds(shape, size, scale, dtype):
 
 
 def test_hardest_case_known_ends_where_the_docstring_says():
-    values = fft_values(project(torch.ones(1, 1, 3, 3), 32, 32), 32, 32)
+    values = fft_values(project(torch.ones(1, 1, 3, 3), 32, 32, orthogonal=False), 32, 32)
     assert 1.02 < values.max() < 1.03
 
 
@@ -88,7 +88,7 @@ def test_hardest_case_known_ends_where_the_docstring_says():
 def test_taps_beyond_the_image_share_the_change(shape, size):
     torch.manual_seed(2)
     kernel = 3 * torch.randn(shape, dtype=torch.float64)
-    after = project(kernel, *size)
+    after = project(kernel, *size, orthogonal=False)
     folded = fold(after, *size)
     assert (
         np.linalg.svd(np.fft.fft2(folded.numpy(), s=size).transpose(2, 3, 0, 1), compute_uv=False).max() <= 1.0 + 1e-6
@@ -112,7 +112,7 @@ def project_zero(kernel: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def test_a_kernel_that_obeys_is_not_touched():
     kernel = torch.randn(3, 4, 3, 3, dtype=torch.float64)
     kernel /= 1.001 * fft_values(kernel, 6, 6).max()
-    assert torch.equal(project(kernel, 6, 6), kernel)
+    assert torch.equal(project(kernel, 6, 6, orthogonal=False), kernel)
 
 
 def test_is_the_nearest_kernel_for_one_tap():
@@ -120,19 +120,19 @@ def test_is_the_nearest_kernel_for_one_tap():
     kernel = torch.randn(5, 4, 1, 1, dtype=torch.float64)
     u, s, vh = np.linalg.svd(kernel[:, :, 0, 0].numpy(), full_matrices=False)
     expected = (u * np.minimum(s, 1)) @ vh
-    assert np.abs(project(kernel, 3, 3)[:, :, 0, 0].numpy() - expected).max() < 1e-12
+    assert np.abs(project(kernel, 3, 3, orthogonal=False)[:, :, 0, 0].numpy() - expected).max() < 1e-12
 
 
 def test_more_rounds_come_closer():
     torch.manual_seed(4)
     kernel = torch.randn(4, 4, 3, 3, dtype=torch.float64)
-    tops = [fft_values(project(kernel, 12, 12, rounds), 12, 12).max() for rounds in (1, 5, 50)]
+    tops = [fft_values(project(kernel, 12, 12, rounds, orthogonal=False), 12, 12).max() for rounds in (1, 5, 50)]
     assert tops[0] > tops[1] > tops[2] > 0.999
 
 
 def test_bound_follows_the_numbers_before_and_after_a_projection():
     torch.manual_seed(5)
-    layer = SvcmConv2d(2, 6, 3, stride=2)
+    layer = SvcmConv2d(2, 6, 3, stride=2, orthogonal=False)
     nn.init.normal_(layer.free)
     shape = (2, 12, 8)
     for _ in range(2):
@@ -143,6 +143,53 @@ def test_bound_follows_the_numbers_before_and_after_a_projection():
         assert bound <= lipschitz(layer).item() <= 1.02 * max(bound, lipschitz(export(layer, (2, 64, 64))).item())
         layer.project_(shape[1:])
     assert bound <= 1.02
+
+
+def alternated(kernel: np.ndarray, size: tuple[int, int], rounds: int) -> np.ndarray:
+    """Polar factor at each frequency, then the taps, by numpy with singular value decompositions."""
+    kh, kw = kernel.shape[-2:]
+    rows, columns = [(np.arange(k) - (k - 1) // 2) % n for k, n in zip((kh, kw), size, strict=True)]
+    for _ in range(rounds):
+        placed = np.zeros((*kernel.shape[:2], *size))
+        placed[:, :, rows[:, None], columns] = kernel
+        u, _, vh = np.linalg.svd(np.fft.fft2(placed).transpose(2, 3, 0, 1), full_matrices=False)
+        kernel = np.fft.ifft2((u @ vh).transpose(2, 3, 0, 1)).real[:, :, rows[:, None], columns]
+    return kernel
+
+
+@pytest.mark.parametrize(("shape", "size"), [((4, 4, 3, 3), (8, 8)), ((6, 3, 3, 3), (7, 5)), ((3, 6, 2, 4), (6, 9))])
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_orthogonal_rounds_are_those_of_numpy(shape, size, rounds):
+    torch.manual_seed(6)
+    kernel = torch.randn(shape, dtype=torch.float64)
+    found = project(kernel, *size, rounds)
+    np.testing.assert_allclose(found.numpy(), alternated(kernel.numpy(), size, rounds), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_near_an_orthogonal_kernel_it_becomes_one(dtype):
+    torch.manual_seed(7)
+    layer = SvcmConv2d(8, 8, 3, dtype=dtype)
+    start = layer.free.detach().clone()
+    assert float((project(start, 9, 9) - start).abs().max()) < 1e-5  # a fixed point
+    with torch.no_grad():
+        layer.free += 0.05 * torch.randn(layer.free.shape, dtype=dtype)
+    before, top = (fft_values(layer.free.detach(), 9, 9) for _ in range(2))
+    layer.project_((9, 9))
+    after = fft_values(layer.free.detach(), 9, 9)
+    assert before.min() < 0.8 < 1.2 < top.max()
+    assert 0.95 < after.min() < after.max() < 1.05
+
+
+def test_orthogonal_and_clipped_differ_below_one():
+    kernel = torch.full((1, 1, 1, 1), 0.3, dtype=torch.float64)
+    assert float(project(kernel, 4, 4)) == pytest.approx(1, abs=1e-12)
+    assert float(project(kernel, 4, 4, orthogonal=False)) == 0.3
+    layer = SvcmConv2d(1, 1, 1, orthogonal=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.free.copy_(kernel)
+    layer.project_((4, 4))
+    assert float(layer.free.detach()) == 0.3
 
 
 def test_refusals():
