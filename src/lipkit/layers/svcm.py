@@ -196,5 +196,4 @@ SVCM = Family(
     conv=SvcmConv2d,
     linear=BjorckLinear,
     claim="none",
-    options={"orthogonal": (True, False)},
 )
