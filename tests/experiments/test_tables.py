@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,21 +95,34 @@ def published(name: str) -> dict[str, tuple[float | None, ...]]:
     return {row.label: row.published for row in TABLES[name].rows}
 
 
-def test_cayley_table_1_is_the_papers() -> None:
-    found = published("cayley_1")
-    # METHODS of the paper, table 1: clean, AutoAttack, certified.
-    paper = {
-        "Cayley": (75.33, 65.13, 59.16),
-        "BCOP": (75.11, 64.62, 58.29),
-        "RKO": (74.47, 66.10, 57.50),
-        "CRKO": (73.92, 65.95, 57.48),
-        "OSSN": (71.69, 62.92, 55.71),
-        "SVCM": (72.43, 64.27, 52.11),
-        "Cayley, L = 0.85": (74.35, 65.00, 59.99),
+# Written down a second time from the papers alone, without a look at the tables: as printed, by column.
+SECOND = json.loads((Path(__file__).parent / "published.json").read_text())
+# Of which the second reader found no certain number: the digits are damaged in the text that was read.
+UNREAD: set[tuple[str, str, str]] = {("eco_6", "ordinary, CIFAR-10", "PGD 36/255")}
+
+
+def test_every_published_figure_was_read_twice() -> None:
+    first = {
+        (name, row.label, column): value
+        for name, table in TABLES.items()
+        if name in SECOND
+        for row in table.rows
+        for column, value in zip(table.columns, row.published or (), strict=bool(row.published))
+        if value is not None
     }
-    for label, values in paper.items():
-        assert (found[label][0], *found[label][2:]) == values
-    assert found["Cayley, width 3, kernel 5"][-1] == 61.13
+    second = {
+        (name, label, column): value
+        for name, rows in SECOND.items()
+        for label, figures in rows.items()
+        for column, value in figures.items()
+        if value is not None
+    }
+    assert len(first) > 260
+    assert first.keys() - second.keys() == UNREAD
+    assert second == {key: value for key, value in first.items() if key not in UNREAD}
+
+
+def test_cayley_table_1_has_the_papers_layers() -> None:
     layers = {
         run.row.label: (run.recipe.model.options if run.recipe else {}).get("layer")
         for run in plan(TABLES["cayley_1"], Path("runs") / "x", seeds=1)
@@ -119,19 +133,10 @@ def test_cayley_table_1_is_the_papers() -> None:
 
 
 @pytest.mark.thorough
-def test_eco_table_2_is_the_papers() -> None:
+def test_eco_table_2_has_the_papers_networks() -> None:
     table = TABLES["eco_2"]
     found = published("eco_2")
     assert len(found) == 48
-    paper = {
-        ("LipConvnet-5, ECO", "CIFAR-10"): (71.69, 52.36), ("LipConvnet-40, ECO", "CIFAR-10"): (72.43, 56.08),
-        ("LipConvnet-20, ECO", "CIFAR-100"): (40.03, 25.36), ("LipConvnet-5, ECO", "CIFAR-100"): (38.68, 23.86),
-        ("LipConvnet-40, SOC", "CIFAR-10"): (72.10, 55.33), ("LipConvnet-40, BCOP", "CIFAR-10"): (67.64, 48.49),
-        ("LipConvnet-10, BCOP", "CIFAR-100"): (39.29, 24.99), ("LipConvnet-25, SOC", "CIFAR-10"): (72.30, 55.34),
-        ("LipConvnet-30, ECO", "CIFAR-10"): (72.48, 55.46), ("LipConvnet-35, BCOP", "CIFAR-100"): (27.75, 13.73),
-    }  # fmt: skip
-    for (model, data), values in paper.items():
-        assert found[f"{model}, {data}"] == values
     for run in plan(table, Path("runs") / "x"):
         recipe, label = run.recipe, run.row.label
         assert recipe is not None
@@ -146,23 +151,13 @@ def test_eco_table_2_is_the_papers() -> None:
         assert train.schedule.options == {"milestones": [0.25, 0.75], "gamma": 0.1}
 
 
-def test_eco_ablation_and_complex_are_the_papers() -> None:
-    ablation = published("eco_3")
-    assert [ablation[f"l = {k}, CIFAR-10"] for k in range(6)] == [
-        (67.88, 48.83), (70.97, 51.66), (71.69, 52.36), (71.64, 52.55), (71.54, 52.08), (71.31, 52.11)
-    ]  # fmt: skip
+def test_eco_ablation_has_the_papers_depths() -> None:
     firsts = [run.recipe.model.options["first"] for run in plan(TABLES["eco_3"], Path("x/y")) if run.recipe]
     assert firsts == [0, 1, 2, 3, 4, 5] * 2
-    assert published("eco_5")["LipConvnet-10, complex"] == (72.40, 54.60)
     assert published("eco_6")["ordinary, CIFAR-10"] == (75.21, 9.63, None)
 
 
-def test_lbdn_tables_are_the_papers() -> None:
-    found = published("lbdn_2")
-    assert found["sandwich large, CIFAR-100"] == (57.5, 48.5, 40.2, 32.9)
-    assert found["orthogonal small, CIFAR-100"] == (48.7, 38.6, 30.6, 24.0)
-    assert found["sandwich small, Tiny-ImageNet"] == (34.7, 29.3, 24.6, 20.5)
-    assert published("lbdn_3")["sandwich, CIFAR-100"] == (46.3, 35.3, 26.3, 20.3)
+def test_lbdn_tables_have_the_papers_networks() -> None:
     recipes = {run.row.label: run.recipe for run in plan(TABLES["lbdn_2"], Path("x/y"), seeds=1) if run.recipe}
     for label, recipe in recipes.items():
         tiny = label.endswith("Tiny-ImageNet")
@@ -182,10 +177,7 @@ def test_lbdn_tables_are_the_papers() -> None:
     assert all("mean" not in r.model.options for r in lln)
 
 
-def test_lipbound_tables_are_the_papers() -> None:
-    found = published("lipbound_2")
-    assert found["AT+LipReg, CIFAR-10"] == (0.808, 0.457, 0.547, 0.438)
-    assert found["AT, CIFAR-100"] == (0.591, 0.199, 0.263, 0.183)
+def test_lipbound_tables_have_the_papers_runs() -> None:
     assert TABLES["lipbound_2"].published(TABLES["lipbound_2"].rows[0])["accuracy"] == 0.953
     for run in plan(TABLES["lipbound_2"], Path("x/y")):
         assert run.recipe is not None
@@ -198,10 +190,9 @@ def test_lipbound_tables_are_the_papers() -> None:
         assert bound
         assert power
         assert ratio == pytest.approx(power / bound, abs=0.06), label
-    assert published("lipbound_1")["LipBound, 32x3x3x3"] == (0.984, 0.63)
 
 
-def test_the_square_wave_table_is_the_papers() -> None:
+def test_the_square_wave_table_has_the_papers_networks() -> None:
     table = TABLES["square_wave"]
     runs = plan(table, Path("runs") / "square_wave")
     assert len(runs) == 36
@@ -215,16 +206,6 @@ def test_the_square_wave_table_is_the_papers() -> None:
     assert {r.model.options["gamma"] for r in recipes} == {1, 5, 10}
     widths = {run.row.label.split(",")[0]: run.recipe.model.options["hidden"] for run in runs if run.recipe}
     assert widths == {"AOL": [128] * 8, "orthogonal": [128] * 8, "SLL": [128] * 8, "sandwich": [86] * 8}
-    paper = {
-        "AOL": (77.2, 45.2, 47.9),
-        "orthogonal": (74.1, 72.8, 64.5),
-        "SLL": (99.9, 90.5, 67.9),
-        "sandwich": (99.9, 99.3, 94.0),
-    }
-    found = {row.label: table.published(row)["of the prescribed gain"] for row in table.rows}
-    for family, values in paper.items():
-        for gamma, value in zip((1, 5, 10), values, strict=True):
-            assert found[f"{family}, gamma {gamma}"] == pytest.approx(value / 100)
 
 
 @pytest.mark.parametrize(
