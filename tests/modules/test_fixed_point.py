@@ -136,3 +136,11 @@ def test_another_step_is_another_network(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="expected the network with sha256"):
         load(tmp_path)
+
+
+def test_steps_without_integers_are_refused(tmp_path: Path) -> None:
+    save(_network(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"3.weight.steps": torch.ones(576)}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"3\.weight\.steps: expected shape None, got \(576,\)"):
+        load(tmp_path)

@@ -68,10 +68,11 @@ def from_integers(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     >>> bool(((from_integers(to_integers({"w": w}, 16))["w"] - w).abs() <= w.abs().max() / 65000).all())
     True
     """
+    integers = {name for name, tensor in stored.items() if tensor.dtype in _INTEGERS.values()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
-        if tensor.dtype not in _INTEGERS.values():
-            if not (name.endswith(STEPS) and name.removesuffix(STEPS) in stored):
+        if name not in integers:
+            if name.removesuffix(STEPS) not in integers:
                 tensors[name] = tensor
             continue
         steps = stored.get(name + STEPS)
