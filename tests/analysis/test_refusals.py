@@ -285,4 +285,4 @@ def test_the_message_of_lipschitz_points_here() -> None:
     from lipkit import lipschitz
 
     with pytest.raises(NoRuleError, match=re.escape("lipkit.analyze")):
-        lipschitz(Function(unknown))
+        lipschitz(Function(unknown), (4,))

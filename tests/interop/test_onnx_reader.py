@@ -76,7 +76,8 @@ def test_every_operator(tmp_path, numbers):
     [
         (("Exp", {}), "got Exp"),
         (("Softplus", {"domain": "com.microsoft"}), "got com.microsoft.Softplus"),
-        (("Mul", {}), "got Mul"),
+        (("Mul", {}), "two operands"),
+        (("Sign", {}), "got Sign"),
         (("MaxPool", {"kernel_shape": [2, 2], "auto_pad": "SAME_UPPER"}), "explicit padding"),
         (("MaxPool", {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}), "same padding on both sides"),
         (("AveragePool", {"kernel_shape": [2, 2], "ceil_mode": 1}), "ceil_mode 0"),

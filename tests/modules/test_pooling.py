@@ -149,7 +149,15 @@ def test_global_average_pooling(size: tuple[int, int]) -> None:
     assert float(lipschitz(nn.AdaptiveAvgPool2d((1, 1)), (2, *size))) == bound
 
 
-@pytest.mark.parametrize("output", [2, (1, 2), (None, 1), None])
+@pytest.mark.parametrize("output", [2, (1, 2), (None, 1), 4, (2, 4)])
+def test_adaptive_pooling_whose_windows_are_alike_has_their_norm(output: object) -> None:
+    layer = nn.AdaptiveAvgPool2d(output)  # type: ignore[arg-type]
+    matrix = torch.func.jacrev(layer)(torch.zeros(1, 4, 4, dtype=torch.float64)).reshape(-1, 16)
+    norm = float(torch.linalg.matrix_norm(matrix, 2))
+    assert norm <= float(lipschitz(layer, (3, 4, 4))) <= norm * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("output", [3, (1, 5), 8])
 def test_other_adaptive_pooling_is_refused(output: object) -> None:
     with pytest.raises(NoRuleError, match="AvgPool2d"):
         lipschitz(nn.AdaptiveAvgPool2d(output), (3, 4, 4))  # type: ignore[arg-type]

@@ -577,7 +577,33 @@ FOOLS = {
 }
 
 
-@pytest.mark.parametrize("name", list(FOOLS))
+# What computes something else than its base says so by its own forward pass, which is traced.
+TRACED = ("subclass", "frozen subclass", "unknown", "sequential subclass", "empty subclass")
+
+
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_forward_pass_of_ones_own_is_bounded_as_what_it_computes(name: str, deep: bool) -> None:
+    module = FOOLS[name]()
+    shape = (1, 4, 4) if name == "empty subclass" else (2,)
+    expected = {"unknown": 1.0, "sequential subclass": 10.0}.get(name)
+    if name in ("subclass", "frozen subclass"):
+        expected = 10 * float(torch.linalg.matrix_norm(module.weight.detach().double(), 2))
+    if deep:
+        module = nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(), module), nn.LeakyReLU(2.0))
+        expected = None if expected is None else 2 * expected
+    with pytest.raises(NoRuleError, match="input_shape"):
+        lipschitz(module)
+    plain = export(module, shape)
+    if expected is not None:
+        assert float(lipschitz(module, shape)) == pytest.approx(expected, rel=1e-6)
+        assert float(lipschitz(plain)) == pytest.approx(expected, rel=1e-6)
+    assert float(lipschitz(plain)) == pytest.approx(float(lipschitz(module, shape)), rel=1e-6)
+    x = torch.randn(5, *shape)
+    assert torch.allclose(plain(x), module(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in FOOLS if name not in TRACED])
 @pytest.mark.parametrize("deep", [False, True])
 def test_what_is_not_the_module_its_type_names_is_refused(name: str, deep: bool) -> None:
     module = FOOLS[name]()
@@ -594,11 +620,11 @@ def test_what_is_not_the_module_its_type_names_is_refused(name: str, deep: bool)
 
 def test_messages_name_the_remedy() -> None:
     for name, word in {
-        "subclass": "does not carry over",
         "hook": "remove them",
         "spectral norm": "remove_parametrizations",
         "instance forward": "subclass with its own rule",
-        "unknown": "lipschitz_rule",
+        "unknown": "input_shape",
+        "root mean square norm": "lipschitz_rule",
     }.items():
         with pytest.raises(NoRuleError, match=word):
             lipschitz(FOOLS[name]())
@@ -708,8 +734,8 @@ def test_rules_of_ones_own() -> None:
     assert value(nn.Sequential(Double(), Double())) == pytest.approx(4.0)
     assert value(export(nn.Sequential(Double(), Double()), (3,))) == pytest.approx(4.0)
     assert rules()[Double] == (True, True)
-    with pytest.raises(NoRuleError, match="does not carry over"):
-        lipschitz(Negative())
+    # A rule does not carry over to a subclass, whose own forward pass counts.
+    assert float(lipschitz(Negative(), (3,))) == pytest.approx(2.0)
     with pytest.raises(NoRuleError, match="already has a rule"):
         lipschitz_rule(Double)(lambda m, s: 1.0)
     lipschitz_rule(Negative)(lambda m, s: -1.0)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.analysis.calls import Call, Operand, Result, function_rule, root
-from lipkit.analysis.forms import Form, added, cut, stacked
+from lipkit.analysis.calls import Call, Operand, Result, function_rule
+from lipkit.modules.forms import Form, added, cut, stacked
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma, reciprocal_up, to_double
+from lipkit.proof.roundoff import gamma, reciprocal_up, root, to_double
 
 # Reading entries, or the same entries under another shape. Whether the samples stay apart shows in the result: its
 # first dimension is the batch, and entries keep their order.
@@ -32,7 +32,7 @@ def _moved(call: Call, x: Operand, *shape: Any, **options: Any) -> Form:
 # Exact where the format holds every number of the network's own, which is checked for each tensor.
 @function_rule("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu")
 def _cast(call: Call, x: Operand, *format: Any, **options: Any) -> Form:
-    return call.operand(x).form
+    return call.form(x)
 
 
 @function_rule(torch.transpose, torch.swapaxes, "transpose", "swapaxes")
@@ -43,9 +43,7 @@ def _transpose(call: Call, x: Operand, dim0: int, dim1: int) -> Form:
 
 @function_rule(torch.permute, "permute")
 def _permute(call: Call, x: Operand, *dims: Any) -> Form:
-    order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    if not order or order[0] != 0:
-        raise call.refuse(f"expected an order that starts with the batch (dimension 0), got {order!r}")
+    call.order(call.operand(x), dims)
     return call.keep(x)
 
 
@@ -66,18 +64,8 @@ def _getitem(call: Call, x: Any, index: Any) -> Result:
     if isinstance(x, (tuple, list)):
         picked = x[call.constant(index, "index")]
         return tuple(call.keep(t) for t in picked) if isinstance(picked, (tuple, list)) else call.keep(picked)
-    items = index if isinstance(index, tuple) else (index,)
-    call.constant([v for item in items for v in _ends(item)], "index")
-    plain = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items)
-    used = sum(type(item) in (int, slice) for item in items)
-    whole = items[0] == slice(None) or (items[0] is Ellipsis and used < call.operand(x).ndim)
-    if not plain or not whole:
-        raise call.refuse(f"expected slices and integers that leave the batch whole (x[:, ...]), got {index!r}")
+    call.index(call.operand(x), index)
     return call.keep(x)
-
-
-def _ends(item: Any) -> tuple[Any, ...]:
-    return (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
 
 
 @function_rule(torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split")
@@ -107,23 +95,6 @@ def _pad(call: Call, x: Operand, pad: Any, mode: str = "constant", value: Any = 
         raise call.refuse(f"expected constant padding of dimensions other than the batch, got {mode!r} by {pad!r}")
     call.constant(value, "value")
     return call.keep(x)
-
-
-@function_rule(F.interpolate)
-def _interpolate(
-    call: Call, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
-) -> Form:
-    before, after = call.operand(input).shape, call.shape
-    factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
-    # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many.
-    ratios = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
-    exact = all(n and n & (n - 1) == 0 for n in ratios) and all(f is None or f in ratios for f in factors)
-    if mode != "nearest" or not exact:
-        raise call.refuse(
-            f"expected mode 'nearest' and powers of two as factors, got {mode!r} from {before} to {after} by "
-            f"{scale_factor}: use pixel shuffle or a convolution, which have rules"
-        )
-    return call.scale(input, root(math.prod(after) // math.prod(before)))
 
 
 # Sums, products with constants.

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.analysis import functions as functions
-from lipkit.analysis import layer_functions as layer_functions
 from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
-from lipkit.analysis.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
-from lipkit.analysis.tracing import Root, trace
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import Shape
+from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
+from lipkit.modules.tracing import Root, trace
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.analysis.calls import Call, Operand, apply, function_name
-from lipkit.analysis.forms import Form, source
-from lipkit.analysis.running import Observed, Sizes, Varies
-from lipkit.analysis.tracing import Root, fetch
+from lipkit.analysis.calls import Call, Operand, apply
 from lipkit.bounds import METHODS
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Shape, lipschitz
 from lipkit.modules.convolutions import kernel_with_stride
-from lipkit.modules.registry import ELSEWHERE
+from lipkit.modules.forms import Form, source
+from lipkit.modules.running import Observed
+from lipkit.modules.tracing import Root, fetch
+from lipkit.modules.visiting import Walk, called, path_of
 from lipkit.proof.roundoff import gamma, to_double, up
 
 
@@ -126,8 +126,6 @@ def folded_bound(
 
 
 Key = tuple[int, Shape]
-# Formats that torch computes in; the narrower ones only store numbers.
-FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -160,91 +158,31 @@ class _Row:
     constant: Tensor
 
 
-class Propagation:
+class Propagation(Walk):
     """The bound of every value, from the input to the output.
 
     Args:
         root: the network.
-        graph, observed: as left by :func:`lipkit.analysis.running.observe`.
+        graph, observed: as left by :func:`lipkit.modules.running.observe`.
         method: of convolutions.
     """
 
     def __init__(self, root: Root, graph: fx.Graph, observed: Observed, method: str) -> None:
-        self._root, self._graph, self._values, self._method = root, graph, observed.values, method
+        super().__init__(root, graph, observed)
+        self._method = method
         self._rows: list[_Row] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
         self._bounds: dict[Key, tuple[Tensor, str]] = {}
-        self._known: dict[fx.Node, Any] = {}
 
     def result(self) -> tuple[float, tuple[LayerBound, ...]]:
-        for node in self._graph.nodes:
-            if node.op != "output":
-                self._known[node] = self._visit(node)
-                continue
-            (last,) = node.args
-            output = self._known[last] if isinstance(last, fx.Node) else last
-            if not isinstance(output, (Operand, Tensor, Varies)):
-                raise NoRuleError(f"analyze: expected one output tensor, got {type(output).__name__}")
-        if not isinstance(output, Operand):
-            # The output does not depend on the input.
+        output = self.output()
+        if output is None:
             return 0.0, ()
         total = output.form.total()
         return float(total.detach()), self._table(total)
 
-    def _visit(self, node: fx.Node) -> Any:
-        value = self._values[node]
-        if node.op == "placeholder":
-            self._format = value.dtype
-            return Operand(source(), self._sample_shape(node, value), value.dtype)
-        if not isinstance(value, (Sizes, str)) and not _has_sizes(value):
-            return value
-        if isinstance(value, str):
-            raise NoRuleError(
-                f"analyze: {self._what(node)}: expected a tensor, got {value}, which depends on the values of the input"
-            )
-        values = value if isinstance(value, tuple) else (value,)
-        shapes = tuple(self._sample_shape(node, v) for v in values)
-        dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
-        if node.op == "call_module":
-            forms: Any = self._module(node, value)
-        else:
-            forms = self._function(node, shapes, dtypes)
-        if isinstance(value, tuple):
-            return tuple(Operand(*known) for known in zip(forms, shapes, dtypes, strict=True))
-        return Operand(forms, shapes[0], dtypes[0])
-
-    def _what(self, node: fx.Node) -> str:
-        where = f" in {node.meta['where']!r}" if node.meta.get("where") else ""
-        if node.op == "call_module":
-            module = fetch(self._root, str(node.target))
-            return f"{type(module).__module__}.{type(module).__qualname__} at {_path(node)!r}"
-        return f"{_called(node)}{where}"
-
-    def _checked_dtype(self, node: fx.Node, dtype: torch.dtype) -> torch.dtype:
-        """``dtype`` if it is a floating-point format that holds every number of the network's own."""
-        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:
-            return dtype
-        if dtype.is_complex:
-            why = "complex numbers have no rules: use real and imaginary parts as channels"
-        elif dtype.is_floating_point:
-            why = "its rounding is coarser or its range smaller: convert the whole network to it, or leave out the cast"
-        else:
-            why = (
-                "whole numbers, bits and truth values jump where the input moves: use a continuous function, such as "
-                "torch.relu or torch.clamp"
-            )
-        raise NoRuleError(
-            f"analyze: {self._what(node)}: expected a result in a floating-point format that holds the network's "
-            f"{self._format}, got {dtype}: {why}"
-        )
-
-    def _sample_shape(self, node: fx.Node, value: Any) -> Shape:
-        if not isinstance(value, Sizes) or value.sample is None:
-            raise NoRuleError(
-                f"analyze: {self._what(node)}: expected a result with one row per sample, got one whose shape mixes "
-                "the batch with other dimensions"
-            )
-        return value.sample
+    def source(self) -> Form:
+        return source()
 
     def _bound(self, module: nn.Module, shape: Shape) -> tuple[Tensor, str]:
         return layer_bound(module, shape, self._method)
@@ -256,20 +194,16 @@ class Propagation:
 
     # Modules.
 
-    def _module(self, node: fx.Node, value: Any) -> Form:
-        module = fetch(self._root, str(node.target))
-        given = [self._known[a] if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
-        if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Sizes):
-            raise NoRuleError(f"analyze: {self._what(node)}: expected one tensor in and one out, got {given!r}")
-        x = given[0]
+    def module(self, node: fx.Node, x: Operand) -> Form:
+        module = fetch(self.root, str(node.target))
         key = (id(module), x.shape)
         if key not in self._bounds:
             try:
                 self._bounds[key] = self._bound(module, x.shape)
             except NoRuleError as error:
-                raise NoRuleError(f"analyze: at {_path(node)!r}: {str(error).removesuffix(ELSEWHERE)}") from None
+                raise NoRuleError(f"analyze: at {path_of(node)!r}: {error}") from None
         bound, method = self._bounds[key]
-        name, kind = _path(node), type(module).__qualname__
+        name, kind = path_of(node), type(module).__qualname__
         constant = bound.detach().clone().requires_grad_()
         plain, row = x.form.scaled(constant), _Row(name, kind, method, constant)
         folded = self._fold(node, module, x)
@@ -283,9 +217,9 @@ class Propagation:
         (previous,) = node.all_input_nodes
         if previous.op != "call_module":
             return None
-        before = fetch(self._root, str(previous.target))
+        before = fetch(self.root, str(previous.target))
         (origin,) = previous.all_input_nodes
-        start = self._known[origin]
+        start = self.known[origin]
         norm_first = type(before) in NORMS
         linear, norm = (module, before) if norm_first else (before, module)
         shape = x.shape if norm_first else start.shape
@@ -299,27 +233,27 @@ class Propagation:
             return value
 
         constant = folded_bound(linear, norm, norm_first=norm_first, bound=bound).detach().requires_grad_()
-        name = f"{_path(previous)} + {_path(node)}"
+        name = f"{path_of(previous)} + {path_of(node)}"
         kind = f"{type(before).__qualname__} + {type(module).__qualname__}"
         return start.form.scaled(constant), _Row(name, kind, f"{methods[0]}, folded", constant)
 
     # Functions and tensor methods.
 
-    def _function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Any:
+    def function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Any:
         where = str(node.meta.get("where", ""))
-        name = _called(node)
+        name = called(node)
 
         def bound(module: nn.Module, shape: Shape) -> Tensor:
             try:
                 return self._bound(module, shape)[0]
             except NoRuleError as error:
-                raise NoRuleError(f"analyze: {self._what(node)}: {error}") from None
+                raise NoRuleError(f"analyze: {self.what(node)}: {error}") from None
 
         def record(constant: Tensor, method: str) -> Tensor:
             return self._record(where, name, constant, method)
 
         call = Call(name, where, shapes, dtypes, bound, record)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
+        args, kwargs = self.arguments(node)
         return apply(call, node.target, args, kwargs)
 
     def _table(self, total: Tensor) -> tuple[LayerBound, ...]:
@@ -339,16 +273,3 @@ class Propagation:
         if abs(rest) > 1e-9:
             layers.append(LayerBound("", "sums and concatenations", "remainder", math.exp(rest * log), rest))
         return tuple(layers)
-
-
-def _has_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and any(isinstance(v, (Sizes, str)) for v in value)
-
-
-def _called(node: fx.Node) -> str:
-    """How a person calls the function of a node; attributes such as ``x.T`` are calls of getattr."""
-    return function_name(str(node.args[1]) if node.target is getattr else node.target)
-
-
-def _path(node: fx.Node) -> str:
-    return str(node.target).removeprefix("net").removeprefix(".")

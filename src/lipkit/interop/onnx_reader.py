@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, NoRuleError
+from lipkit.errors import DataError, NoRuleError, ShapeError
 from lipkit.files import open_regular
+from lipkit.modules import Network, export
 
 Step = Callable[["OnnxNetwork", list[Any]], Tensor]
 # The default domain of ONNX has two names.
@@ -45,6 +50,25 @@ class OnnxNetwork(nn.Module):
 def _buffer(name: str) -> str:
     # Names of buffers have no dots; no two names become one.
     return f"stored {name.replace('_', '__').replace('.', '_:')}"
+
+
+def load_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> Network:
+    """The exported network of an ONNX file: to be bounded, certified, attacked and saved like any other.
+
+    Args:
+        path: the file.
+        input_shape: of one sample, where the file leaves it open.
+
+    Raises:
+        DataError, NoRuleError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form of.
+        ShapeError: no ``input_shape``, or another one than the file says.
+    """
+    network = read_onnx(path)
+    shape = network.input_shape or input_shape
+    if shape is None or input_shape not in (None, shape):
+        known = network.input_shape or "of one sample"
+        raise ShapeError(f"{path}: expected the input_shape {known}, got {input_shape}")
+    return export(network, shape)
 
 
 def read_onnx(path: str | Path) -> OnnxNetwork:
@@ -84,17 +108,78 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
     batch, *sizes = [d.dim_value for d in kind.shape.dim] or [0]
     network.input_shape = tuple(sizes) if sizes and min(sizes) > 0 else None
     reader = _Reader(network, stored, len(sizes) + 1, batch)
-    for i, node in enumerate(graph.node):
+    for i, node in enumerate(_with_gelu(graph, stored)):
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Constant" and "value" in attributes:
             array = onnx.numpy_helper.to_array(attributes["value"])
             reader.check_new(node.output[0])
             stored[node.output[0]] = _numbers(array, node.output[0], path)
             continue
+        if node.op_type == "Identity" and node.input[0] in stored and node.domain in _DOMAIN:
+            reader.check_new(node.output[0])
+            stored[node.output[0]] = stored[node.input[0]]
+            continue
         reader.add(i, node, attributes)
     for name, tensor in stored.items():
         network.register_buffer(_buffer(name), tensor)
     return network.eval()
+
+
+class _Node(NamedTuple):
+    """A node that is not in the file: several of it as one."""
+
+    op_type: str
+    input: list[str]
+    output: list[str]
+    name: str = ""
+    domain: str = ""
+    attribute: tuple[Any, ...] = ()
+
+
+def _with_gelu(graph: Any, stored: dict[str, Tensor]) -> list[Any]:
+    """The nodes, where ``x (1 + erf(x / sqrt 2)) / 2``, as files of before version 20 write it, is one Gelu."""
+    made = {node.output[0]: node for node in graph.node if node.output}
+    readers = collections.Counter(name for node in graph.node for name in node.input)
+    readers.update(value.name for value in graph.output)
+
+    def number(name: str) -> float | None:
+        tensor = stored.get(name)
+        return None if tensor is None or tensor.numel() != 1 else float(tensor)
+
+    def split(name: str, kind: str, wanted: Callable[[str], bool]) -> str | None:
+        """The other operand of the node of this kind that makes ``name``, if one operand is wanted."""
+        node = made.get(name)
+        if node is None or node.op_type != kind or len(node.input) != 2 or readers[name] != 1:
+            return None
+        for one, other in (node.input, reversed(node.input)) if kind != "Div" else (reversed(node.input),):
+            if wanted(one):
+                return str(other)
+        return None
+
+    def close(value: float) -> Callable[[str], bool]:
+        return lambda name: (found := number(name)) is not None and math.isclose(found, value, rel_tol=1e-6)
+
+    found: dict[str, str] = {}
+    for erf in graph.node:
+        if erf.op_type != "Erf" or (x := split(erf.input[0], "Div", close(math.sqrt(2)))) is None:
+            continue
+        for last in graph.node:
+            if last.op_type != "Mul" or len(last.input) != 2:
+                continue
+            for a, b in (last.input, reversed(last.input)):
+                # x times half of the bracket, or half of x times the bracket.
+                inner = split(b, "Mul", close(0.5)) if a == x else split(b, "Mul", x.__eq__) if close(0.5)(a) else None
+                bracket = None if inner is None else split(inner, "Add", close(1.0))
+                if bracket == erf.output[0] and readers[bracket] == 1:
+                    found[last.output[0]] = x
+    nodes = [_Node("Gelu", [found[n.output[0]]], [n.output[0]]) if n.output[0] in found else n for n in graph.node]
+    # What only the written-out form reads is dropped.
+    needed, kept = {value.name for value in graph.output}, []
+    for node in reversed(nodes):
+        if any(name in needed for name in node.output):
+            kept.append(node)
+            needed.update(node.input)
+    return kept[::-1] if found else nodes
 
 
 def _check_meaning(file: Any, path: str | Path) -> None:
@@ -173,8 +258,8 @@ class _Reader:
     def window(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """Kernel, strides, dilations and the four paddings of a two-dimensional window."""
         pad = self.take("auto_pad", b"NOTSET")
-        if pad not in (b"NOTSET", b"VALID") or (self.take("ceil_mode", 0)):
-            raise self.refuse("explicit padding and ceil_mode 0", f"{pad!r}, {self.take('ceil_mode', 0)}")
+        if pad not in (b"NOTSET", b"VALID"):
+            raise self.refuse("explicit padding", f"{pad!r}")
         kernel = list(self.take("kernel_shape", ()))
         if self.rank != 4:
             raise self.refuse("images of two dimensions", f"a tensor of {self.rank} dimensions")
@@ -184,6 +269,13 @@ class _Reader:
             list(self.take("dilations", (1, 1))),
             list(self.take("pads", (0, 0, 0, 0))),
         )
+
+    def rounded_up(self, kernel: list[int], strides: list[int], pads: list[int]) -> bool:
+        """True if windows may reach over the end; refused where torch and ONNX could mean different windows."""
+        up = bool(self.take("ceil_mode", 0))
+        if up and (any(pads) or any(s > k for s, k in zip(strides, kernel, strict=True))):
+            raise self.refuse("no padding and overlapping windows with ceil_mode 1", f"{kernel}, {strides}, {pads}")
+        return up
 
     def even_pads(self, pads: list[int]) -> tuple[int, int]:
         if pads[:2] != pads[2:]:
@@ -252,13 +344,14 @@ def _matmul(r: _Reader) -> tuple[Step, list[str]]:
 
 def _max_pool(r: _Reader) -> tuple[Step, list[str]]:
     kernel, strides, dilations, pads = r.window()
-    return r.layer(nn.MaxPool2d(kernel, strides, r.even_pads(pads), dilations))  # type: ignore[arg-type]
+    up = r.rounded_up(kernel, strides, pads)
+    return r.layer(nn.MaxPool2d(kernel, strides, r.even_pads(pads), dilations, ceil_mode=up))  # type: ignore[arg-type]
 
 
 def _average_pool(r: _Reader) -> tuple[Step, list[str]]:
     kernel, strides, dilations, pads = r.window()
-    if dilations != [1, 1]:
-        raise r.refuse("dilations 1", f"{dilations}")
+    if dilations != [1, 1] or r.take("ceil_mode", 0):
+        raise r.refuse("dilations 1 and ceil_mode 0", f"{dilations} and {r.take('ceil_mode', 0)}")
     counted = bool(r.take("count_include_pad", 0))
     return r.layer(nn.AvgPool2d(kernel, strides, r.even_pads(pads), count_include_pad=counted))  # type: ignore[arg-type]
 
@@ -280,8 +373,59 @@ def _batch_norm(r: _Reader) -> tuple[Step, list[str]]:
     return r.layer(module)
 
 
-def _relu(r: _Reader) -> tuple[Step, list[str]]:
-    return r.layer(nn.ReLU())
+def _conv_transpose(r: _Reader) -> tuple[Step, list[str]]:
+    weight, bias = r.needed(1), r.weight(2)
+    _, strides, dilations, pads = r.window()
+    groups, extra = int(r.take("group", 1)), list(r.take("output_padding", (0, 0)))
+    if weight.ndim != 4 or "output_shape" in r.attributes:
+        raise r.refuse("a weight of four dimensions and no output_shape", f"{tuple(weight.shape)}")
+    conv = nn.ConvTranspose2d(
+        weight.shape[0],
+        weight.shape[1] * groups,
+        tuple(weight.shape[2:]),  # type: ignore[arg-type]
+        tuple(strides),  # type: ignore[arg-type]
+        r.even_pads(pads),
+        tuple(extra),
+        groups,
+        dilation=tuple(dilations),  # type: ignore[arg-type]
+        device="meta",
+    )
+    return r.layer(_filled(conv, weight=weight, bias=bias))
+
+
+def _layer_norm(r: _Reader) -> tuple[Step, list[str]]:
+    scale, shift = r.needed(1), r.weight(2)
+    axis = int(r.take("axis", -1)) % max(r.rank, 1)
+    if r.take("stash_type", 1) != 1 or axis != r.rank - scale.ndim:
+        raise r.refuse("a scale of the normalised dimensions", f"axis {axis} and scale {tuple(scale.shape)}")
+    module = nn.LayerNorm(tuple(scale.shape), eps=float(r.take("epsilon", 1e-5)), device="meta")
+    return r.layer(_filled(module, weight=scale, bias=shift))
+
+
+def _clip(r: _Reader) -> tuple[Step, list[str]]:
+    low, high = (None if (t := r.weight(i)) is None else float(t) for i in (1, 2))
+    if (low, high) == (0.0, 6.0):
+        return r.layer(nn.ReLU6())
+    if low is None or high is None:
+        raise r.refuse("two limits", f"{low} and {high}")
+    return r.layer(nn.Hardtanh(low, high))
+
+
+def _gelu(r: _Reader) -> tuple[Step, list[str]]:
+    return r.layer(nn.GELU(r.take("approximate", b"none").decode()))
+
+
+def _softmax(r: _Reader) -> tuple[Step, list[str]]:
+    return r.layer(nn.Softmax(int(r.take("axis", -1))))
+
+
+def _activation(make: Callable[..., nn.Module], **arguments: tuple[str, float]) -> _Maker:
+    """``make`` of attributes by their names in torch, each with the name and default that ONNX gives it."""
+
+    def made(r: _Reader) -> tuple[Step, list[str]]:
+        return r.layer(make(**{key: float(r.take(name, value)) for key, (name, value) in arguments.items()}))
+
+    return made
 
 
 def _identity(r: _Reader) -> tuple[Step, list[str]]:
@@ -301,7 +445,7 @@ def _reshape(r: _Reader) -> tuple[Step, list[str]]:
     sizes = r.needed(1).tolist()
     # A first size of 1 comes from files that were made for one sample.
     first = (-1, 0, 1) if r.batch == 1 else (-1, 0)
-    if not sizes or sizes[0] not in first or 0 in sizes[1:] or r.take("allowzero", 0):
+    if not sizes or sizes[0] not in first or 0 in sizes[1:] or (r.take("allowzero", 0) and 0 in sizes):
         raise r.refuse("a shape that keeps the batch first", f"{sizes}")
     r.rank = len(sizes)
     return (lambda network, values: values[0].reshape(values[0].size(0), *sizes[1:])), r.inputs[:1]
@@ -316,9 +460,60 @@ def _reduce_mean(r: _Reader) -> tuple[Step, list[str]]:
     return (lambda network, values: values[0].mean(axes, keepdim=keep)), r.inputs[:1]
 
 
-def _add(r: _Reader) -> tuple[Step, list[str]]:
-    r.rank = max(r.ranks.get(name, 0) for name in r.inputs)
-    return (lambda network, values: values[0] + values[1]), r.inputs[:2]
+def _elementwise(function: Callable[[Any, Any], Tensor]) -> _Maker:
+    def made(r: _Reader) -> tuple[Step, list[str]]:
+        if len(r.inputs) != 2:
+            raise r.refuse("two operands", f"{len(r.inputs)}")
+        r.rank = max(r.ranks.get(name, 0) for name in r.inputs)
+        return (lambda network, values: function(values[0], values[1])), r.inputs[:2]
+
+    return made
+
+
+def _transpose(r: _Reader) -> tuple[Step, list[str]]:
+    order = list(r.take("perm", range(r.rank)[::-1]))
+    return (lambda network, values: values[0].permute(order)), r.inputs[:1]
+
+
+def _pad(r: _Reader) -> tuple[Step, list[str]]:
+    sizes, value = r.needed(1).tolist(), r.weight(2)
+    if r.take("mode", b"constant") != b"constant" or (value is not None and float(value)) or len(r.inputs) > 3:
+        raise r.refuse("zeros around all dimensions", f"{r.take('mode', b'constant')!r} {value}")
+    begin, end = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+    if len(begin) != r.rank or begin[0] or end[0]:
+        raise r.refuse("padding that leaves the batch alone", f"{sizes}")
+    padding = [n for pair in zip(begin[:0:-1], end[:0:-1], strict=True) for n in pair]
+    return (lambda network, values: F.pad(values[0], padding)), r.inputs[:1]
+
+
+def _slice(r: _Reader) -> tuple[Step, list[str]]:
+    starts, ends = r.needed(1).tolist(), r.needed(2).tolist()
+    axes = list(range(len(starts))) if (t := r.weight(3)) is None else t.tolist()
+    steps = [1] * len(starts) if (t := r.weight(4)) is None else t.tolist()
+    index = [slice(None)] * r.rank
+    for axis, *ends_of in zip(axes, starts, ends, steps, strict=True):
+        index[axis] = slice(*ends_of)
+    return (lambda network, values: values[0][tuple(index)]), r.inputs[:1]
+
+
+def _squeeze(r: _Reader) -> tuple[Step, list[str]]:
+    axes = sorted(axis % r.rank for axis in r.needed(1).tolist())
+    r.rank -= len(axes)
+    return (lambda network, values: values[0].squeeze(axes)), r.inputs[:1]
+
+
+def _unsqueeze(r: _Reader) -> tuple[Step, list[str]]:
+    axes = r.needed(1).tolist()
+    r.rank += len(axes)
+    places = sorted(axis % r.rank for axis in axes)
+
+    def step(network: OnnxNetwork, values: list[Any]) -> Tensor:
+        y: Tensor = values[0]
+        for place in places:
+            y = y.unsqueeze(place)
+        return y
+
+    return step, r.inputs[:1]
 
 
 def _concat(r: _Reader) -> tuple[Step, list[str]]:
@@ -327,20 +522,41 @@ def _concat(r: _Reader) -> tuple[Step, list[str]]:
     return (lambda network, values: torch.cat(values, axis)), r.inputs
 
 
-_OPERATORS: dict[str, Callable[[_Reader], tuple[Step, list[str]]]] = {
-    "Add": _add,
+_Maker = Callable[[_Reader], tuple[Step, list[str]]]
+
+_OPERATORS: dict[str, _Maker] = {
+    "Add": _elementwise(operator.add),
     "AveragePool": _average_pool,
     "BatchNormalization": _batch_norm,
+    "Clip": _clip,
     "Concat": _concat,
     "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Div": _elementwise(operator.truediv),
     "Dropout": _identity,
+    "Elu": _activation(nn.ELU, alpha=("alpha", 1.0)),
     "Flatten": _flatten,
+    "Gelu": _gelu,
     "Gemm": _gemm,
     "GlobalAveragePool": _global_average,
+    "HardSwish": _activation(nn.Hardswish),
     "Identity": _identity,
+    "LayerNormalization": _layer_norm,
+    "LeakyRelu": _activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)),
     "MatMul": _matmul,
     "MaxPool": _max_pool,
+    "Mish": _activation(nn.Mish),
+    "Mul": _elementwise(operator.mul),
+    "Pad": _pad,
     "ReduceMean": _reduce_mean,
-    "Relu": _relu,
+    "Relu": _activation(nn.ReLU),
     "Reshape": _reshape,
+    "Sigmoid": _activation(nn.Sigmoid),
+    "Slice": _slice,
+    "Softmax": _softmax,
+    "Squeeze": _squeeze,
+    "Sub": _elementwise(operator.sub),
+    "Tanh": _activation(nn.Tanh),
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
 }

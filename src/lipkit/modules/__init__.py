@@ -3,30 +3,48 @@
 from lipkit.modules import chains, convolutions, normalization, pooling  # noqa: F401 (their rules are registered)
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
 from lipkit.modules.configuration import stored
-from lipkit.modules.dense import Affine
+from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.fourier import FourierConv2d
+from lipkit.modules.functional import function_module
+from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_rules
 from lipkit.modules.network import Network
 from lipkit.modules.phase import PhaseConv2d
+from lipkit.modules.pooling import Mean
 from lipkit.modules.rearrange import ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
 from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.storage import load, save, sha256
+from lipkit.modules.structure import structure
 from lipkit.modules.taylor import TaylorConv2d
+from lipkit.modules.views import Enlarge, Pad, Permute, Piece, Reshape, Roll
 
 __all__ = [
     "Activation",
+    "Add",
     "Affine",
+    "Blend",
+    "Concatenate",
     "ConvexResidual",
+    "Elementwise",
+    "Enlarge",
     "FourierConv2d",
+    "Graph",
     "GroupSort",
     "Local",
     "MaxMin",
+    "Maximum",
+    "Mean",
     "Network",
+    "Pad",
+    "Permute",
     "PhaseConv2d",
+    "Piece",
+    "Reshape",
     "ResizeChannels",
+    "Roll",
     "SandwichBlock",
     "Shape",
     "Shift2d",
@@ -36,6 +54,7 @@ __all__ = [
     "add_activation",
     "export",
     "export_rule",
+    "function_module",
     "group_sort",
     "guard",
     "lipschitz",
@@ -50,6 +69,7 @@ __all__ = [
     "save",
     "sha256",
     "stored",
+    "structure",
 ]
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.fourier import StoredSymbol
-from lipkit.modules.guarding import guard
+from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import (
     Measure,
     Step,
@@ -25,6 +25,7 @@ from lipkit.modules.machine import (
     through,
 )
 from lipkit.modules.network import Network
+from lipkit.modules.normalization import fold_norm
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import multiply_up
@@ -156,7 +157,7 @@ def prove(network: Network, arithmetic: Arithmetic | None) -> Proof:
     """
     guard(network)
     if type(network) is not Network:
-        lipschitz(network, network.input_shape)  # has no rule for a subclass, and says so
+        raise NoRuleError(f"expected a lipkit.modules.Network, got its subclass {type_name(type(network))}: export it")
     modules, shape = list(network), network.input_shape
     last = modules[-1] if modules and type(modules[-1]) is nn.Linear else None
     factors: list[Tensor] = []
@@ -198,11 +199,16 @@ def _rounded_up(bound: Tensor) -> float:
 
 @export_rule(nn.Sequential, Network)
 def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
-    parts: list[nn.Module] = []
+    parts: list[Network] = []
     for child in module:
-        part = export(child, input_shape)
-        input_shape = output_shape(part, input_shape)
-        parts.append(part)
+        before = parts[-1] if parts else None
+        if before is not None and len(before) and not before.multipliers():
+            folded = fold_norm(before[-1], child, input_shape)
+            if folded is not None:
+                parts[-1] = Network([*before[:-1], folded], before.input_shape)
+                continue
+        parts.append(export(child, input_shape))
+        input_shape = output_shape(parts[-1], input_shape)
     return nn.Sequential(*parts)
 
 

@@ -82,6 +82,56 @@ def _affine(module: Affine, input_shape: Shape | None) -> Tensor:
     return to_double(module.scale).abs().amax()
 
 
+class Elementwise(nn.Module):
+    """``y = scale * x + shift``, entry by entry, where both may be repeated along dimensions of size 1.
+
+    Args:
+        scale, shift: tensors with the dimensions of one sample, each of its size or 1.
+
+    Raises:
+        ShapeError: other numbers of dimensions, or a sample that they would repeat.
+
+    >>> import torch
+    >>> layer = Elementwise(torch.tensor([[2.0], [3.0]]), torch.zeros(1, 1))
+    >>> layer(torch.ones(1, 2, 2)).tolist()
+    [[[2.0, 2.0], [3.0, 3.0]]]
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        if scale.ndim < 1 or scale.ndim != shift.ndim or not scale.numel() or not shift.numel():
+            raise ShapeError(
+                "Elementwise: expected scale and shift with the dimensions of one sample, got "
+                f"{tuple(scale.shape)} and {tuple(shift.shape)}"
+            )
+        self.register_buffer("scale", scale.detach().clone())
+        self.register_buffer("shift", shift.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        shapes = (self.scale.shape, self.shift.shape)
+        if x.ndim != self.scale.ndim + 1 or not all(map(_fits, shapes, (x.shape[1:],) * 2)):
+            raise ShapeError(
+                f"Elementwise: expected samples that scale {tuple(self.scale.shape)} and shift "
+                f"{tuple(self.shift.shape)} fit, got {tuple(x.shape)}"
+            )
+        return x * self.scale + self.shift
+
+    def extra_repr(self) -> str:
+        return f"scale={tuple(self.scale.shape)}, shift={tuple(self.shift.shape)}"
+
+
+def _fits(sizes: tuple[int, ...], sample: tuple[int, ...]) -> bool:
+    return all(n in (1, m) for n, m in zip(sizes, sample, strict=True))
+
+
+@lipschitz_rule(Elementwise)
+def _elementwise(module: Elementwise, input_shape: Shape | None) -> Tensor:
+    return to_double(module.scale).abs().amax()
+
+
 _PerOutput = Callable[[Tensor], Tensor]
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
@@ -187,14 +237,17 @@ def scaling(
     stored: float = 0.0,
     lost: float = 0.0,
 ) -> Measure:
-    """Channels (dimension 1) times ``scale`` plus ``shift``, by that many chained operations.
+    """Numbers times ``scale`` plus ``shift``, by that many chained operations.
 
     Args:
+        scale, shift: ``(C,)`` for each channel (dimension 1), or with the dimensions of one sample.
         stored: the largest modulus among the numbers that both are made of.
         lost: what the scale may be off by, absolutely, before it is made.
     """
-    shape = (-1,) + (1,) * (len(input_shape) - 1)
-    scale, shift = scale.detach().double().abs().view(shape), shift.detach().double().abs().view(shape)
+    scale, shift = (
+        t.detach().double().abs().view((-1,) + (1,) * (len(input_shape) - 1) if t.ndim == 1 else t.shape)
+        for t in (scale, shift)
+    )
     error = arithmetic.gamma(operations + 2 * arithmetic.stored)
     largest = grow_number(float(scale.amax()))
     lost += arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
@@ -217,12 +270,12 @@ def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
     return bool(((magnitude < arithmetic.tiny) & (magnitude > 0)).any())
 
 
-@rounding_rule(Affine)
-def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+@rounding_rule(Affine, Elementwise)
+def _affine_error(module: Affine | Elementwise, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return scaling(module.scale, module.shift, 3, input_shape, arithmetic)
 
 
-export_rule(Affine)(export_same)
+export_rule(Affine, Elementwise)(export_same)
 
 stored(nn.Linear, in_features=COUNT, out_features=COUNT, bias=flag)
 stored(
@@ -230,4 +283,11 @@ stored(
     lambda m: {"channels": len(m.scale)},
     lambda channels: Affine(torch.zeros(channels), torch.zeros(channels)),
     channels=COUNT,
+)
+stored(
+    Elementwise,
+    lambda m: {"scale": tuple(m.scale.shape), "shift": tuple(m.shift.shape)},
+    lambda scale, shift: Elementwise(torch.zeros(scale), torch.zeros(shift)),
+    scale=COUNT,
+    shift=COUNT,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, flag, real, stored
 from lipkit.modules.dense import Affine, _has_subnormal, scaling
+from lipkit.modules.guarding import guard
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import _check_dims, export_copy
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
@@ -56,6 +59,49 @@ def _batch_norm(module: _BatchNorm, input_shape: Shape | None) -> Tensor:
     if module.weight is not None and bool((module.weight != 0).any()):
         largest = largest + 2.0**-1074  # for a product below the normal range
     return largest
+
+
+_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Linear)
+
+
+def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | None:
+    """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
+
+    Args:
+        layer: plain.
+        norm: the module behind it, a batch normalisation by running statistics.
+        shape: of one sample between both.
+
+    Raises:
+        NoRuleError: as `running_affine`; a normalisation whose forward pass may not be that of its type.
+
+    >>> norm = nn.BatchNorm1d(2).eval()
+    >>> _ = norm.running_mean.fill_(1.0)
+    >>> folded = fold_norm(nn.Linear(3, 2, bias=False), norm, (2,))
+    >>> [round(value, 5) for value in folded.bias.tolist()]
+    [-1.0, -1.0]
+    """
+    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or type(layer) not in _FOLDABLE:
+        return None
+    assert isinstance(norm, _BatchNorm)
+    if norm.num_features != shape[0] or (type(layer) is nn.Linear and len(shape) != 1):
+        return None
+    guard(norm)
+    scale, shift = running_affine(norm)
+    folded: Any = copy.deepcopy(layer)
+    weight, dtype = to_double(folded.weight), folded.weight.dtype
+    taps = (1,) * (weight.ndim - 2)
+    if isinstance(folded, (nn.ConvTranspose1d, nn.ConvTranspose2d)):
+        # (in, out / groups, taps): a row belongs to one group of outputs.
+        scales = scale.view(folded.groups, 1, -1, *taps)
+        weight = (weight.unflatten(0, (folded.groups, -1)) * scales).flatten(0, 1)
+    else:
+        weight = weight * scale.view(-1, 1, *taps)
+    if folded.bias is not None:
+        shift = shift + to_double(folded.bias) * scale
+    folded.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    folded.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
+    return folded
 
 
 def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:

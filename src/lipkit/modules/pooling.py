@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, ShapeError
-from lipkit.modules.configuration import INTEGER, either, flag, stored
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import _check_dims
-from lipkit.modules.registry import Shape, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.rearrange import _check_dims, export_same
+from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import (
     FLOAT64,
     Arithmetic,
@@ -121,27 +121,69 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
 @lipschitz_rule(nn.AdaptiveAvgPool2d)
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
     _check_dims(module, input_shape, 2)
-    if module.output_size not in (1, (1, 1), [1, 1]):
-        raise NoRuleError(
-            f"nn.AdaptiveAvgPool2d: expected output_size 1, got {module.output_size}: use nn.AvgPool2d, whose windows "
-            "do not depend on the input"
-        )
     if input_shape is None:
         raise ShapeError(
             "nn.AdaptiveAvgPool2d: expected an input_shape, because its constant depends on the image, got none: "
             "lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
-    return 1 / math.sqrt(math.prod(input_shape[-2:])) * (1 + gamma(4))
+    sizes = _pair(module.output_size) if isinstance(module.output_size, int) else module.output_size or (None, None)
+    window = 1
+    for before, after in zip(input_shape[-2:], sizes, strict=True):
+        if after is not None and (after < 1 or before % after):
+            raise NoRuleError(
+                f"nn.AdaptiveAvgPool2d: expected output_size 1, or one that divides the image {input_shape[-2:]}, got "
+                f"{module.output_size}: its windows would overlap; use nn.AvgPool2d"
+            )
+        window *= 1 if after is None else before // after
+    return (1.0 if window == 1 else 1 / math.sqrt(window)) * (1 + gamma(4) * (window > 1))
 
 
-@rounding_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+class Mean(nn.Module):
+    r"""The mean over some dimensions of a sample: :math:`1/\sqrt n`-Lipschitz for n numbers each.
+
+    Args:
+        dims: dimensions from 1 on (the batch is 0).
+        keepdim: whether they stay, with size 1.
+
+    Raises:
+        OptionError: no dimension, one twice, or the batch.
+
+    >>> Mean(2, 3)(torch.ones(1, 5, 2, 2)).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(self, *dims: int, keepdim: bool = False) -> None:
+        super().__init__()
+        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
+            raise OptionError(f"Mean: expected different dimensions behind the batch, at least 1, got {dims}")
+        self.dims, self.keepdim = tuple(dims), keepdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(self.dims, keepdim=self.keepdim)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.dims)) + f", keepdim={self.keepdim}"
+
+
+@lipschitz_rule(Mean)
+def _mean(module: Mean, input_shape: Shape | None) -> float:
+    if input_shape is None:
+        raise ShapeError("Mean: expected an input_shape, because its constant depends on the sizes, got none")
+    _check_dims(module, input_shape, max(module.dims))
+    return 1 / math.sqrt(math.prod(input_shape[dim - 1] for dim in module.dims)) * (1 + gamma(4))
+
+
+export_rule(Mean)(export_same)
+
+
+@rounding_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
+def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
-    if isinstance(module, nn.AdaptiveAvgPool2d):
-        terms = math.prod(input_shape[-2:]) // max(1, outputs // math.prod(input_shape[:-2]))
+    if isinstance(module, nn.AvgPool2d):
+        terms = math.prod(_pair(module.kernel_size))
     else:
-        kernel = module.kernel_size
-        terms = kernel * kernel if isinstance(kernel, int) else math.prod(kernel)
+        # Every number is in one window, and all windows are alike.
+        terms = entries(input_shape) // outputs
     error = arithmetic.gamma(terms + 3)
     # All weights have one sign: the matrix of their moduli has the same norm.
     norm = grow_number(float(lipschitz(module, input_shape)))
@@ -167,3 +209,10 @@ stored(
 )
 stored(nn.MaxPool2d, kernel_size=INTEGER, stride=INTEGER, padding=INTEGER, dilation=INTEGER, ceil_mode=flag)
 stored(nn.AdaptiveAvgPool2d, output_size=either(INTEGER, None))
+stored(
+    Mean,
+    lambda m: {"dims": m.dims, "keepdim": m.keepdim},
+    lambda dims, keepdim: Mean(*dims, keepdim=keepdim),
+    dims=COUNT,
+    keepdim=flag,
+)

@@ -46,9 +46,6 @@ _LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
 
 _EXPORT: dict[type[nn.Module], ExportRule] = {}
 
-# Ends the message of a missing bound.
-ELSEWHERE = "; for networks with their own forward use lipkit.analyze"
-
 
 def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
     """Register ``rule(module, input_shape) -> number`` as the proved l2 Lipschitz bound of exactly these types.
@@ -94,13 +91,35 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
     kind = type(module)
     if kind in table:
         return table[kind]
+    if kind not in rules() and not kind.__module__.startswith("torch.nn."):
+        # Its own forward pass says what it computes.
+        return _TRACED[function]
     parents = [type_name(base) for base in kind.__mro__[1:] if base in table]
     why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
-    own = ELSEWHERE if function == "lipschitz" else ""
     raise NoRuleError(
         f"{function} has no rule for {type_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
-        f"lipkit.modules.{function}_rule, or replace the module by a layer that has one{own}"
+        f"lipkit.modules.{function}_rule, or replace the module by a layer that has one"
     )
+
+
+def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
+    if input_shape is None:
+        raise NoRuleError(
+            f"lipschitz: expected an input_shape, because {type_name(type(module))} has a forward pass of its own that "
+            "has to be traced, got none: lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
+        )
+    from lipkit.modules.structure import structure
+
+    return lipschitz(structure(module, input_shape, own=True), input_shape)
+
+
+def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
+    from lipkit.modules.structure import structure
+
+    return export(structure(module, input_shape), input_shape)
+
+
+_TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {"lipschitz": _structure_constant, "export": _structure_export}
 
 
 def _checked(input_shape: Shape) -> Shape:
@@ -122,7 +141,8 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
 
     Args:
         module: a module with a rule: lipkit's layers and models, and the ``torch.nn`` modules listed by
-            :func:`rules`. Containers are bounded through their children.
+            :func:`rules`; or one whose own forward pass can be traced down to such modules
+            (`lipkit.modules.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
 
     Returns:
@@ -164,7 +184,8 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
     computed from its numbers.
 
     Args:
-        module: a module with a rule.
+        module: a module with a rule, or one whose own forward pass can be traced (`lipkit.modules.structure`). Batch
+            normalisation behind a convolution is folded into it.
         input_shape: shape of one input without the batch. The result accepts no other.
 
     Returns:

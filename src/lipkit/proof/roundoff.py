@@ -91,3 +91,13 @@ def to_double(a: Tensor) -> Tensor:
     """
     check_readable(a)
     return a.to(torch.complex128 if a.is_complex() else torch.float64)
+
+
+def root(count: int) -> float:
+    """Square root of an integer, rounded up unless it is exact.
+
+    >>> root(9), root(2) > 2**0.5
+    (3.0, True)
+    """
+    floor = math.isqrt(count)
+    return float(floor) if floor * floor == count else math.nextafter(math.sqrt(count), math.inf)

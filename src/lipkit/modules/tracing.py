@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError
-from lipkit.modules import Network, rules
+from lipkit.modules.network import Network
+from lipkit.modules.registry import rules
 
 # What a tensor tells without its values.
 METADATA = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")

@@ -20,11 +20,10 @@ from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
-from lipkit.analysis.tracing import Root, dependent_nodes, evaluate
 from lipkit.errors import LipkitError, NoRuleError
 from lipkit.linalg.transforms import normalisations
-from lipkit.modules import guard
-from lipkit.modules.guarding import refuse_wrapper
+from lipkit.modules.guarding import guard, refuse_wrapper
+from lipkit.modules.tracing import Root, dependent_nodes, evaluate
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = normalisations()

@@ -1,0 +1,499 @@
+r"""Networks that branch: modules that read earlier values, and joins that bring values together.
+
+**Constant.** Every value v has a bound :math:`\|\Delta v\| \le \sum_i g_i \|\Delta s_i\|` (`lipkit.modules.forms`):
+products along chains, sums at `Add`, roots of sums of squares at `Concatenate` and `Maximum`, and the maximum over
+branches that read disjoint pieces.
+
+**Rounding.** The machine's value is within E(s) of the exact one, the exact one moves by at most D(s) = G s, where G is
+the proved gain of that value. At a sum the errors of its terms add up; beside each other they count by the root of
+the sum of their squares.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules.configuration import INTEGER, stored, submodules
+from lipkit.modules.forms import Form, added, cut, source, stacked
+from lipkit.modules.guarding import guard, remember, type_name
+from lipkit.modules.machine import (
+    Local,
+    Measure,
+    Step,
+    Walk,
+    advance,
+    entries,
+    nothing,
+    reach,
+    rounding_rule,
+    start,
+    step_of,
+)
+from lipkit.modules.normalization import fold_norm
+from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule
+from lipkit.modules.residual import refuse_inplace
+from lipkit.modules.views import Piece
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number
+from lipkit.proof.roundoff import to_double, up
+
+
+class Join(nn.Module):
+    """A module of a `Graph` that reads several values of one sample."""
+
+    def forward(self, *values: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Add(Join):
+    r"""``y = +-x_1 +- x_2 ...``: values of one shape with their signs.
+
+    Args:
+        signs: 1 or -1 for each value.
+
+    Raises:
+        OptionError: other signs. ShapeError: values of different shapes (one would be repeated).
+
+    >>> Add(1, -1)(torch.ones(1, 2), torch.ones(1, 2)).tolist()
+    [[0.0, 0.0]]
+    """
+
+    def __init__(self, *signs: int) -> None:
+        super().__init__()
+        if not signs or any(sign not in (1, -1) for sign in signs):
+            raise OptionError(f"Add: expected one sign, 1 or -1, for each value, got {signs}")
+        self.signs = tuple(int(sign) for sign in signs)
+
+    def forward(self, *values: Tensor) -> Tensor:
+        check_alike(self, values, len(self.signs))
+        total = values[0] if self.signs[0] > 0 else -values[0]
+        for value, sign in zip(values[1:], self.signs[1:], strict=True):
+            total = total + value if sign > 0 else total - value
+        return total
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.signs))
+
+
+class Concatenate(Join):
+    """Values one behind the other along dimension ``dim`` (the batch is 0).
+
+    Raises:
+        OptionError: ``dim`` below 1.
+
+    >>> Concatenate(1)(torch.zeros(1, 1), torch.ones(1, 2)).tolist()
+    [[0.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        if dim < 1:
+            raise OptionError(f"Concatenate: expected a dimension behind the batch, at least 1, got {dim}")
+        self.dim = dim
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return torch.cat(values, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+class Maximum(Join):
+    """The largest of several values of one shape, entry by entry.
+
+    >>> Maximum()(torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]])).tolist()
+    [[0.0, 1.0]]
+    """
+
+    def forward(self, *values: Tensor) -> Tensor:
+        check_alike(self, values, len(values))
+        largest = values[0]
+        for value in values[1:]:
+            largest = torch.maximum(largest, value)
+        return largest
+
+
+class Blend(Join):
+    """``y = s x_1 + (1 - s) x_2`` with a constant fraction s in [0, 1]: a residual connection that stays 1-Lipschitz.
+
+    Args:
+        share: s, 0-d.
+
+    Raises:
+        ShapeError: ``share`` is not 0-d, or values of different shapes.
+
+    >>> Blend(torch.tensor(0.25))(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
+    [[0.25, 0.25]]
+    """
+
+    share: Tensor
+
+    def __init__(self, share: Tensor) -> None:
+        super().__init__()
+        if share.ndim:
+            raise ShapeError(f"Blend: expected a 0-d share, got shape {tuple(share.shape)}")
+        self.register_buffer("share", share.detach().clone())
+
+    def forward(self, *values: Tensor) -> Tensor:
+        check_alike(self, values, 2)
+        return self.share * values[0] + (1 - self.share) * values[1]
+
+
+def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
+    shapes = [tuple(value.shape) for value in values]
+    if len(values) != count or len(set(shapes)) != 1:
+        raise ShapeError(f"{type(join).__name__}: expected {count} values of one shape, got {shapes}")
+
+
+class Joining(NamedTuple):
+    """The answers of a join.
+
+    Attributes:
+        form: the bound of the result from those of the values.
+        error: a bound of how far the exact result moves, from how far the values move.
+        operations: chained roundings of one entry of the result, from the number of values.
+        plain: the join with constant numbers.
+        number: the largest number that it holds, whose own rounding, absolutely, counts for each value.
+    """
+
+    form: Callable[[Any, Sequence[Form]], Form]
+    error: Callable[[Any, Sequence[Line]], Line]
+    operations: Callable[[int], int]
+    plain: Callable[[Any], Join]
+    number: Callable[[Any], float] = lambda join: 0.0
+
+
+def _summed(join: Join, lines: Sequence[Line]) -> Line:
+    total = lines[0]
+    for line in lines[1:]:
+        total = total.plus(line)
+    return total
+
+
+def _beside(join: Join, lines: Sequence[Line]) -> Line:
+    # || a_i + b_i s || <= || a || + || b || s.
+    at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)
+    rounding = 1 + (len(lines) + 8) * 2.0**-52
+    return Line(grow(at * rounding), grow_number(math.hypot(*(line.slope for line in lines)) * rounding))
+
+
+def blended(share: Tensor, forms: Sequence[Form]) -> Form:
+    """The bound of ``share x_1 + (1 - share) x_2``; negative weights count by their modulus."""
+    share = to_double(share).cpu()
+    return added([forms[0].scaled(up(share.abs(), 1)), forms[1].scaled(up((1 - share).abs(), 2))])
+
+
+def _blended_lines(join: Blend, lines: Sequence[Line]) -> Line:
+    share = float(join.share)
+    return lines[0].times(abs(share)).plus(lines[1].times(abs(1 - share) * (1 + 2.0**-50)))
+
+
+JOINS: dict[type[nn.Module], Joining] = {}
+"""Every join by its exact type."""
+
+
+def add_join(kind: type[Join], answers: Joining) -> None:
+    """Let graphs hold joins of exactly this type."""
+    JOINS[kind] = answers
+    remember(kind)
+
+
+add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda values: values - 1, lambda m: Add(*m.signs)))
+add_join(Concatenate, Joining(lambda _, forms: stacked(forms), _beside, lambda values: 0, lambda m: Concatenate(m.dim)))
+add_join(Maximum, Joining(lambda _, forms: stacked(forms), _beside, lambda values: 0, lambda m: Maximum()))
+add_join(
+    Blend,
+    Joining(
+        lambda m, forms: blended(m.share, forms),
+        _blended_lines,
+        lambda values: 3,
+        lambda m: Blend(m.share),
+        lambda m: abs(float(m.share)),
+    ),
+)
+
+
+class Graph(nn.Module):
+    """Modules in the order of computation. Value 0 is the input, value i + 1 the output of module i; the last is ours.
+
+    Args:
+        modules: with one input each, or a join.
+        sources: for each module the numbers of the values that it reads.
+
+    Raises:
+        OptionError: a value is read before it is made, or never; a module that is no join reads several.
+
+    >>> block = Graph([nn.ReLU(), Add(1, -1)], [[0], [0, 1]])
+    >>> block(torch.tensor([[-2.0, 2.0]])).tolist()
+    [[-2.0, 0.0]]
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], sources: Iterable[Sequence[int]]) -> None:
+        super().__init__()
+        self.nodes = nn.ModuleList(modules)
+        self.sources = tuple(tuple(operator.index(i) for i in read) for read in sources)
+        if not len(self.nodes) or len(self.nodes) != len(self.sources):
+            raise OptionError(
+                f"Graph: expected one or more modules with their sources, got {len(self.nodes)} and {len(self.sources)}"
+            )
+        for i, (node, read) in enumerate(zip(self.nodes, self.sources, strict=True)):
+            if not read or not all(0 <= value <= i for value in read):
+                raise OptionError(f"Graph: expected module {i} to read values 0 to {i}, got {read}")
+            if len(read) > 1 and not isinstance(node, Join):
+                raise OptionError(f"Graph: expected one source for the {type(node).__name__} {i}, got {read}")
+        unread = sorted({*range(len(self.nodes))} - {value for read in self.sources for value in read})
+        if unread:
+            raise OptionError(f"Graph: expected every value but the last to be read, got values {unread} that are not")
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = {value: i for i, read in enumerate(self.sources) for value in read}
+        values = {0: x}
+        for i, (node, read) in enumerate(zip(self.nodes, self.sources, strict=True)):
+            values[i + 1] = node(*(values[value] for value in read))
+            for value in set(read):
+                if last[value] == i:
+                    del values[value]
+        return values[len(self.nodes)]
+
+    def extra_repr(self) -> str:
+        return "sources=[" + ", ".join(f"[{', '.join(map(str, read))}]" for read in self.sources) + "]"
+
+
+def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
+    """Shapes of the values of one sample, found by running two zeros through the graph.
+
+    Raises:
+        ShapeError: a module does not accept what it reads, or does not keep the samples of a batch apart.
+    """
+    floating = [t for t in (*graph.parameters(), *graph.buffers()) if t.is_floating_point()]
+    like = floating[0] if floating else torch.zeros(())
+    values = [torch.zeros(2, *input_shape, dtype=like.dtype, device=like.device)]
+    with torch.no_grad():
+        for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
+            try:
+                values.append(node(*(values[value] for value in read)))
+            except (RuntimeError, ValueError, IndexError) as error:
+                given = [tuple(values[value].shape[1:]) for value in read]
+                reason = (str(error).splitlines() or [""])[0]
+                raise ShapeError(
+                    f"module {i}, {type_name(type(node))}, does not accept inputs of shape {given}: {reason}"
+                ) from None
+            if not isinstance(values[-1], Tensor) or values[-1].ndim < 2 or len(values[-1]) != 2:
+                raise ShapeError(f"module {i}, {type_name(type(node))}: expected one output per sample of a batch")
+    return [tuple(value.shape[1:]) for value in values]
+
+
+def _joining(node: nn.Module) -> Joining:
+    guard(node)
+    if type(node) not in JOINS:
+        raise NoRuleError(
+            f"expected joins {', '.join(kind.__name__ for kind in JOINS)} exactly, got {type_name(type(node))}: "
+            "nothing is assumed to be 1-Lipschitz"
+        )
+    return JOINS[type(node)]
+
+
+def _forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
+    """The bound of every value, from the constant of every module that is no join."""
+    pieces = _disjoint(graph)
+    forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
+    for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
+        constant = constants[i]
+        if isinstance(node, Join):
+            forms.append(_joining(node).form(node, [forms[value] for value in read]))
+        elif type(node) is Piece and (key := (read[0], node.dim)) in pieces:
+            if key not in cuts:
+                cuts[key] = dict(zip(pieces[key], cut(forms[read[0]], len(pieces[key])), strict=True))
+            forms.append(cuts[key][node.entries])
+        else:
+            assert constant is not None
+            forms.append(forms[read[0]].scaled(constant.cpu()))
+    return forms
+
+
+def _disjoint(graph: Graph) -> dict[tuple[int, int], list[range]]:
+    """For each value and dimension that is cut into pieces without common entries: the pieces."""
+    found: dict[tuple[int, int], list[range]] = {}
+    for node, read in zip(graph.nodes, graph.sources, strict=True):
+        if type(node) is Piece:
+            known = found.setdefault((read[0], node.dim), [])
+            if node.entries not in known:
+                known.append(node.entries)
+    total = {key: sum(map(len, ranges)) for key, ranges in found.items()}
+    return {key: ranges for key, ranges in found.items() if len(set().union(*ranges)) == total[key]}
+
+
+@lipschitz_rule(Graph)
+def _graph(module: Graph, input_shape: Shape | None) -> Tensor:
+    guard(module.nodes)
+    refuse_inplace(module)
+    shapes: Sequence[Shape | None] = [None] * (len(module.nodes) + 1)
+    if input_shape is not None:
+        shapes = value_shapes(module, input_shape)
+    return _forms(module, _constants(module, shapes))[-1].total()
+
+
+def _constants(graph: Graph, shapes: Sequence[Shape | None]) -> list[Tensor | None]:
+    """Of every module that is no join."""
+    return [
+        None if isinstance(node, Join) else lipschitz(node, shapes[read[0]])
+        for node, read in zip(graph.nodes, graph.sources, strict=True)
+    ]
+
+
+class Wiring:
+    """A graph that grows: `add` modules, then take the `chain`."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.sources: list[tuple[int, ...]] = []
+
+    def add(self, module: nn.Module, *values: int) -> int:
+        """The number of the module's output."""
+        self.modules.append(module)
+        self.sources.append(values)
+        return len(self.modules)
+
+    def chain(self, output: int) -> list[nn.Module]:
+        """The modules that lead to a value, one behind the other: a `Graph` only where values branch.
+
+        >>> wiring = Wiring()
+        >>> y = wiring.add(nn.ReLU(), wiring.add(nn.Linear(2, 2), 0))
+        >>> z = wiring.add(nn.Tanh(), wiring.add(Add(1, 1), 0, y))
+        >>> [type(m).__name__ for m in wiring.chain(z)]
+        ['Graph', 'Tanh']
+        """
+        used, wanted = [False] * (output + 1), [output]
+        while wanted:
+            value = wanted.pop()
+            if not used[value]:
+                used[value] = True
+                wanted += self.sources[value - 1] if value else ()
+        kept = [value for value in range(1, output + 1) if used[value]]
+        last = {value: after for after in kept for value in self.sources[after - 1]}
+        chain: list[nn.Module] = []
+        begin, part, open_until = 0, list[int](), last.get(0, 0)
+        for value in kept:
+            part.append(value)
+            # Everything passes through a value if nothing before it is read after it.
+            if open_until <= value:
+                chain.append(self._part(begin, part))
+                begin, part = value, []
+            open_until = max(open_until, last.get(value, 0))
+        return chain
+
+    def _part(self, begin: int, part: Sequence[int]) -> nn.Module:
+        if len(part) == 1 and self.sources[part[0] - 1] == (begin,):
+            return self.modules[part[0] - 1]
+        number = {begin: 0} | {value: i + 1 for i, value in enumerate(part)}
+        sources = [[number[value] for value in self.sources[after - 1]] for after in part]
+        return Graph([self.modules[value - 1] for value in part], sources)
+
+
+@export_rule(Graph)
+def _export_graph(module: Graph, input_shape: Shape) -> nn.Module:
+    guard(module.nodes)
+    refuse_inplace(module)
+    shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]
+    readers = collections.Counter(value for read in module.sources for value in read)
+    for node, read in zip(module.nodes, module.sources, strict=True):
+        given = [place[value] for value in read]
+        if isinstance(node, Join):
+            place.append(wiring.add(_joining(node).plain(node), *given))
+            continue
+        if given[0] and readers[read[0]] == 1:
+            folded = fold_norm(wiring.modules[given[0] - 1], node, shapes[read[0]])
+            if folded is not None:
+                wiring.modules[given[0] - 1] = folded
+                place += given
+                continue
+        for part in export(node, shapes[read[0]]):
+            given = [wiring.add(part, *given)]
+        place += given
+    return nn.Sequential(*wiring.chain(place[-1]))
+
+
+@rounding_rule(Graph)
+def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    refuse_inplace(module)
+    shapes = value_shapes(module, input_shape)
+    nodes = list(zip(module.nodes, module.sources, strict=True))
+    steps = [
+        None if constant is None else step_of(node, shapes[read[0]], arithmetic, constant)
+        for (node, read), constant in zip(nodes, _constants(module, shapes), strict=True)
+    ]
+    constants = [None if step is None else torch.tensor(step.gain, dtype=torch.float64) for step in steps]
+    gains = [grow_number(float(form.total())) for form in _forms(module, constants)]
+    last = {value: i for i, (_, read) in enumerate(nodes) for value in read}
+
+    def measure(x: Tensor) -> Local:
+        walks, peak = {0: start(x)}, nothing(x)
+        with torch.no_grad():
+            for i, ((node, read), step) in enumerate(zip(nodes, steps, strict=True)):
+                given = [walks[value] for value in read]
+                walk = _advanced(node, step, given, shapes[i + 1], arithmetic)
+                walks[i + 1] = walk._replace(move=Line(nothing(x).at, gains[i + 1]))
+                peak = peak.most(walk.peak)
+                for value in set(read):
+                    if last[value] == i:
+                        del walks[value]
+        return Local(walks[len(nodes)].error, peak)
+
+    return measure
+
+
+def _advanced(node: nn.Module, step: Step | None, given: list[Walk], shape: Shape, arithmetic: Arithmetic) -> Walk:
+    """After one more module; how far its exact value moves is left to the caller."""
+    if step is not None:
+        return advance(given[0], step)
+    joining = _joining(node)
+    reaches = [reach(walk) for walk in given]
+    reached, number = joining.error(node, reaches), joining.number(node)
+    operations = joining.operations(len(given))
+    centre = node(*(walk.centre for walk in given))
+    floor = 4 * (operations + 1) * math.sqrt(entries(shape))
+
+    def own(machine: Arithmetic) -> Line:
+        # A number that is rounded is off by u of it, and one below the normal range by all of it.
+        lost = machine.stored * machine.unit * number + machine.tiny if number else 0.0
+        found = reached.times(machine.gamma(operations))
+        for one in reaches:
+            found = found.plus(one.times(lost))
+        return found.plus(Line(torch.full_like(reached.at, floor * machine.tiny), 0.0))
+
+    before = joining.error(node, [Line(walk.centre_error, 0.0) for walk in given])
+    return Walk(
+        centre=centre,
+        centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,
+        error=joining.error(node, [walk.error for walk in given]).plus(own(arithmetic)),
+        move=given[0].move,
+        peak=Line(reached.at * 2 + number, reached.slope * 2),
+    )
+
+
+def _wired(value: Any) -> bool:
+    """Lists of whole numbers."""
+    return isinstance(value, tuple) and all(
+        isinstance(read, list) and 0 < len(read) <= 4096 and all(type(i) is int and i >= 0 for i in read)
+        for read in value
+    )
+
+
+stored(Add, lambda m: {"signs": m.signs}, lambda signs: Add(*signs), signs=INTEGER)
+stored(Concatenate, dim=INTEGER)
+stored(Maximum)
+stored(Blend, make=lambda: Blend(torch.zeros(())))
+stored(
+    Graph,
+    lambda m: {"modules": tuple(m.nodes), "sources": tuple(list(read) for read in m.sources)},
+    lambda modules, sources: Graph(modules, sources),
+    modules=submodules,
+    sources=_wired,
+)

@@ -1,0 +1,414 @@
+"""A network with its own forward pass as a chain of modules, with a `Graph` wherever values branch.
+
+The forward pass is traced (`lipkit.modules.tracing`), run for two batch sizes and compared with the network
+(`lipkit.modules.running`). What it calls becomes modules: its own, those that compute the same as a function
+(`lipkit.modules.functional`), and for what only moves or joins numbers the ones below. Everything else is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.functional import FUNCTIONAL, covered, first_operand, with_tensors
+from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
+from lipkit.modules.pooling import Mean
+from lipkit.modules.registry import Shape
+from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample
+from lipkit.modules.tracing import Root, fetch, trace
+from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.visiting import FunctionCall, Operand, Walk, called
+
+Value = int | tuple[int, ...]
+
+PLAIN: dict[Any, Callable[..., Value]] = {}
+"""Functions, and tensor methods by name, to ``rule(call, *arguments) -> number of the value``; a tuple for several."""
+
+
+def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.Sequential:
+    """The modules that the forward pass of ``model`` is made of, one behind the other.
+
+    Args:
+        model: traced in the mode that it is in, on the CPU.
+        input_shape: of one sample.
+        own: the result calls the modules of ``model`` itself, so that bounds have derivatives; otherwise copies whose
+            normalised weights (spectral, weight, orthogonal) are plain numbers.
+
+    Raises:
+        NoRuleError: what has no plain form, by the name of the node and its module, and what `lipkit.analyze` refuses.
+        ShapeError: the forward pass does not accept inputs of this shape.
+
+    >>> class Residual(nn.Module):
+    ...     def __init__(self): super().__init__(); self.body = nn.Linear(2, 2)
+    ...     def forward(self, x): return torch.relu(x + self.body(x))
+    >>> structure(Residual(), (2,))
+    Sequential(
+      (0): Graph(
+        sources=[[0], [0, 1]]
+        (nodes): ModuleList(
+          (0): Linear(in_features=2, out_features=2, bias=True)
+          (1): Add(1, 1)
+        )
+      )
+      (1): ReLU()
+    )
+    """
+    function = "lipschitz" if own else "export"
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        try:
+            root = Root(constant_copy(model))
+            _check_accepts(root, input_shape)
+            graph = trace(root, sample(root, input_shape, BATCHES[0]))
+            observed = observe(root, graph, input_shape)
+            recorder = _Recorder(root, graph, observed, Root(model) if own else root)
+            output = recorder.output()
+            check_outputs(root, observed, input_shape)
+        except NoRuleError as error:
+            # The same refusals serve bounds.
+            raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None
+    if output is None:
+        raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")
+    return nn.Sequential(*recorder.wiring.chain(output.form))
+
+
+def _check_accepts(root: Root, input_shape: Shape) -> None:
+    """As `lipkit.analyze` says it."""
+    name = type(root.net).__qualname__
+    try:
+        with torch.no_grad():
+            root(sample(root, input_shape, BATCHES[0]))
+    except (NoRuleError, ShapeError):
+        raise
+    except TypeError as error:
+        raise NoRuleError(f"expected a forward pass of one tensor, got {name}, for which {error}") from error
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {reason}") from error
+
+
+class _Recorder(Walk):
+    """Every operand is the number of a value in a wiring."""
+
+    def __init__(self, root: Root, graph: fx.Graph, observed: Any, bound_to: Root) -> None:
+        super().__init__(root, graph, observed)
+        self.wiring, self._bound_to = Wiring(), bound_to
+
+    def source(self) -> int:
+        return 0
+
+    def module(self, node: fx.Node, x: Operand) -> int:
+        module = fetch(self._bound_to, str(node.target))
+        if getattr(module, "inplace", False):
+            # Whoever reads the overwritten tensor later reads this value: see `observe`.
+            module = copy.copy(module)
+            module.inplace = False
+        return self.wiring.add(module, x.form)
+
+    def function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Value:
+        like = torch.zeros((), dtype=self._format)
+        call = Build(called(node), str(node.meta.get("where", "")), shapes, dtypes, self.wiring, like)
+        args, kwargs = self.arguments(node)
+        target: Any = node.target
+        if target in FUNCTIONAL:
+            module = covered(call, FUNCTIONAL[target], args, kwargs)
+            return call.add(module, first_operand(call, FUNCTIONAL[target], args, kwargs))
+        if target not in PLAIN:
+            raise call.refuse(
+                "it has no plain form that could be exported; register the module that computes it with "
+                "lipkit.modules.function_module, or put it into a module with rules of its own (lipkit.analyze bounds "
+                "more functions than can be exported)"
+            )
+        value: Value = covered(call, PLAIN[target], args, kwargs)
+        return value
+
+
+@dataclass(frozen=True)
+class Build(FunctionCall):
+    """A call that becomes modules.
+
+    Attributes:
+        wiring: where they go.
+        like: a number in the format of the network.
+    """
+
+    wiring: Wiring
+    like: Tensor
+
+    def add(self, module: nn.Module, *operands: Operand) -> int:
+        """The value that a module makes of operands."""
+        return self.wiring.add(module, *(operand.form for operand in operands))
+
+    def then(self, module: nn.Module, *values: int) -> int:
+        """The value that a module makes of values, by their numbers."""
+        return self.wiring.add(module, *values)
+
+    def reshaped(self, value: int, before: Shape, after: Shape) -> int:
+        """A value under another shape of the same entries."""
+        if before == after:
+            return value
+        return self.then(nn.Flatten() if len(after) == 1 else Reshape(*after), value)
+
+    def same_shape(self, x: Any) -> Operand:
+        """``x`` if the result has its shape."""
+        if self.operand(x).shape != self.shape:
+            raise self.refuse(
+                f"expected operands that are not repeated, got one of shape {x.shape} for a result of {self.shape}"
+            )
+        return self.operand(x)
+
+    def number(self, x: Any, name: str, of: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+        """``of`` a constant without the batch, in the format of the network."""
+        value = self.constant(x, name)
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        if value.is_complex() or value.dtype == torch.bool:
+            raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
+        if value.ndim == len(self.shape) + 1 and len(value) == 1:
+            value = value[0]
+        if value.ndim > len(self.shape):
+            raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
+        return of(value.double()).to(self.like)
+
+    def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
+        """``scale * x + shift``, repeated as torch would repeat them."""
+        given = self.same_shape(x)
+        numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
+        axes = len(given.shape)
+        full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]
+        if all(t.shape[1:].numel() == 1 for t in full):
+            channels = max(t.shape[0] for t in full)
+            return self.add(Affine(*(t.reshape(-1).expand(channels) for t in full)), given)
+        return self.add(Elementwise(*full), given)
+
+    def piece(self, x: Operand, dim: int, entries: range) -> int:
+        """Some entries of one dimension."""
+        if entries == range(x.shape[dim - 1]):
+            value: int = x.form
+            return value
+        if not entries:
+            raise self.refuse(f"expected pieces with entries, got none of dimension {dim}")
+        return self.add(Piece(dim, entries.start, entries.stop, entries.step), x)
+
+
+def plain(*targets: Callable[..., Any] | str) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """Register a rule of `PLAIN`."""
+
+    def put(rule: Callable[..., Value]) -> Callable[..., Value]:
+        PLAIN.update(dict.fromkeys(targets, rule))
+        return rule
+
+    return put
+
+
+# Reading the same entries under another shape or in another order.
+
+
+@plain(
+    *(torch.flatten, torch.reshape, torch.clone, torch.squeeze, torch.unsqueeze, torch.detach, operator.pos),
+    *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "squeeze", "unsqueeze", "detach"),
+    *("view_as", "reshape_as", "expand", "expand_as"),
+)
+def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
+    before = call.same_format(x).shape
+    if math.prod(before) != math.prod(call.shape):
+        raise call.refuse(f"expected as many entries as before, got {call.shape} from {before}")
+    return call.reshaped(x.form, before, call.shape)
+
+
+@plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu")
+def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
+    value: int = call.operand(x).form
+    return value
+
+
+@plain(torch.transpose, torch.swapaxes, "transpose", "swapaxes")
+def _transpose(call: Build, x: Operand, dim0: int, dim1: int) -> int:
+    first, second = call.dims(call.operand(x), (dim0, dim1))
+    order = list(range(1, x.ndim))
+    order[first - 1], order[second - 1] = second, first
+    return call.add(Permute(*order), call.same_format(x))
+
+
+@plain(torch.permute, "permute")
+def _permute(call: Build, x: Operand, *dims: Any) -> int:
+    return call.add(Permute(*call.order(call.operand(x), dims)[1:]), call.same_format(x))
+
+
+@plain(torch.roll, "roll")
+def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
+    value = call.same_format(x).form
+    shifts = [shifts] if isinstance(shifts, int) else list(call.constant(shifts, "shift"))
+    for dim, shift in zip(call.dims(x, dims), shifts, strict=True):
+        value = call.then(Roll(dim, shift), value)
+    return int(value)
+
+
+@plain(operator.getitem)
+def _getitem(call: Build, x: Any, index: Any) -> Value:
+    if isinstance(x, (tuple, list)):
+        picked = x[call.constant(index, "index")]
+        return tuple(call.operand(t).form for t in picked) if isinstance(picked, (tuple, list)) else picked.form
+    operand, dim = call.same_format(x), 0
+    shape = list(operand.shape)
+    for item in call.index(operand, index):
+        if item is None:
+            continue
+        dim += 1
+        every = range(shape[dim - 1])
+        taken = every[item] if isinstance(item, slice) else every[every[item] :][:1]
+        operand = Operand(call.piece(operand, dim, taken), operand.shape, operand.dtype)
+        shape[dim - 1] = len(taken)
+        operand = Operand(operand.form, tuple(shape), operand.dtype)
+    return call.reshaped(operand.form, operand.shape, call.shape)
+
+
+@plain(torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", torch.unbind, "unbind")
+def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Value:
+    # The last argument is the dimension where there are as many as can be, the sizes of the pieces say the rest.
+    single = "unbind" in call.name
+    at = dim if dim is not None else parts[-1] if len(parts) > (0 if single else 1) else 0
+    (cut_at,) = call.dims(call.same_format(x), at)
+    sizes = [1 if single else shape[cut_at - 1] for shape in call.shapes]
+    if sum(sizes) != x.shape[cut_at - 1]:
+        raise call.refuse(f"expected pieces that do not overlap, got sizes {sizes} of {x.shape[cut_at - 1]} entries")
+    values, begin = [], 0
+    for size, after in zip(sizes, call.shapes, strict=True):
+        piece = call.piece(x, cut_at, range(begin, begin + size))
+        before = (*x.shape[: cut_at - 1], size, *x.shape[cut_at:])
+        values.append(call.reshaped(piece, before, after))
+        begin += size
+    return tuple(values)
+
+
+@plain(F.pad)
+def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
+    sizes = call.constant(pad, "padding")
+    if mode != "constant" or call.constant(value, "value") not in (None, 0) or len(sizes) // 2 >= call.operand(x).ndim:
+        raise call.refuse(f"expected zeros around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
+    return call.add(Pad(*sizes), x)
+
+
+# Sums, and products with constants.
+
+
+@plain(
+    *(operator.add, operator.sub, operator.iadd, operator.isub),
+    *(torch.add, torch.sub, torch.subtract, "add", "add_", "sub", "sub_"),
+)
+def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
+    sign = -1 if "sub" in call.name else 1
+    weight = call.number(alpha, "alpha")
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        if float(weight) == 1:
+            return call.add(Add(1, sign), call.same_shape(x), call.same_shape(y))
+        return call.then(Add(1, sign), call.same_shape(x).form, call.elementwise(y, scale=weight))
+    if isinstance(x, Operand):
+        return call.elementwise(x, shift=sign * weight * call.number(y, "term"))
+    return call.elementwise(y, scale=sign * weight, shift=call.number(x, "term"))
+
+
+@plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_")
+def _mul(call: Build, x: Any, y: Any) -> int:
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        raise call.refuse(
+            "expected one factor to be constant, got two that depend on the input: such a product has no Lipschitz "
+            "constant on all of space"
+        )
+    moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
+    return call.elementwise(moving, scale=call.number(constant, "factor"))
+
+
+@plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_")
+def _div(call: Build, x: Any, y: Any) -> int:
+    return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
+
+
+@plain(operator.neg, torch.neg, "neg", "neg_")
+def _neg(call: Build, x: Operand) -> int:
+    return call.elementwise(x, scale=-1 - call.like)
+
+
+@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm")
+def _matmul(call: Build, x: Any, y: Any) -> int:
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        raise call.refuse("expected one constant matrix, got two tensors that depend on the input")
+    moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
+    matrix = call.number(constant, "matrix")
+    left = moving is y
+    # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
+    if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):
+        raise call.refuse(f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
+    matrix = matrix.clone() if left else matrix.T.contiguous()
+    layer = with_tensors(call, nn.Linear(matrix.shape[1], matrix.shape[0], device="meta"), weight=matrix, bias=None)
+    if not left:
+        return call.add(layer, moving)
+    order = list(range(1, moving.ndim))
+    order[-2:] = order[:-3:-1]
+    turned = call.then(layer, call.add(Permute(*order), moving))
+    return call.then(Permute(*order), turned)
+
+
+# Several values beside each other, and reductions.
+
+
+@plain(torch.cat, torch.concat, torch.concatenate)
+def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
+    (at,) = call.dims(call.operand(tensors[0]), dim)
+    return call.add(Concatenate(at), *map(call.operand, tensors))
+
+
+@plain(torch.stack)
+def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
+    at = dim % (call.operand(tensors[0]).ndim + 1)
+    if at == 0:
+        raise call.refuse(f"expected a new dimension behind the batch, got {dim}")
+    given = [call.operand(x) for x in tensors]
+    values = [call.reshaped(x.form, x.shape, (*x.shape[: at - 1], 1, *x.shape[at - 1 :])) for x in given]
+    return call.then(Concatenate(at), *values)
+
+
+@plain(torch.maximum, torch.fmax, "maximum", torch.max)
+def _maximum(call: Build, x: Any, y: Any) -> int:
+    return call.add(Maximum(), call.same_shape(x), call.same_shape(y))
+
+
+@plain(torch.minimum, torch.fmin, "minimum", torch.min)
+def _minimum(call: Build, x: Any, y: Any) -> int:
+    minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]
+    return call.then(Affine(-1 - call.like[None], call.like[None]), call.then(Maximum(), *minus))
+
+
+@plain(torch.mean, "mean", torch.sum, "sum")
+def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> int:
+    dims = sorted(set(call.dims(call.operand(x), dim)))
+    mean = call.add(Mean(*dims, keepdim=keepdim), x)
+    if not call.name.endswith("sum"):
+        return mean
+    count = math.prod(x.shape[d - 1] for d in dims)
+    return call.then(Affine(call.like[None] + count, call.like[None]), mean)
+
+
+@plain(torch.clamp, torch.clip, "clamp", "clamp_", "clip")
+def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
+    ends = [call.constant(end, "limit") for end in (min, max)]
+    if ends == [0, None]:
+        return call.add(nn.ReLU(), x)
+    if not all(type(end) in (int, float) for end in ends):
+        raise call.refuse(f"expected two numbers as limits, got {min} and {max}")
+    low, high = map(float, ends)
+    return call.add(nn.Hardtanh(low, high), call.same_shape(x))
+
+
+@plain(torch.clamp_min, "clamp_min", "clamp_min_")
+def _clamp_min(call: Build, x: Operand, limit: Any) -> Value:
+    return _clamp(call, x, limit)

@@ -1,0 +1,244 @@
+"""Modules that show the numbers of a sample in another order or shape, or some of them: 1-Lipschitz, and exact.
+
+Dimensions are counted as torch does, the batch being 0, and never reach it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules.configuration import COUNT, INTEGER, stored, whole
+from lipkit.modules.machine import Local, Measure, nothing, rounding_rule
+from lipkit.modules.rearrange import export_same
+from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.proof.arithmetic import Arithmetic
+from lipkit.proof.roundoff import root
+
+
+class Reshape(nn.Module):
+    """The numbers of each sample under another shape, in the same order.
+
+    Args:
+        shape: of one sample.
+
+    Raises:
+        OptionError: sizes below 1. ShapeError: an input of another number of entries.
+
+    >>> import torch
+    >>> Reshape(2, 2)(torch.arange(4.0)[None]).tolist()
+    [[[0.0, 1.0], [2.0, 3.0]]]
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        if not shape or min(shape) < 1:
+            raise OptionError(f"Reshape: expected positive sizes, got {shape}")
+        self.shape = tuple(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or math.prod(x.shape[1:]) != math.prod(self.shape):
+            raise ShapeError(f"Reshape: expected {math.prod(self.shape)} entries of each sample, got {tuple(x.shape)}")
+        return x.reshape(x.shape[0], *self.shape)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.shape))
+
+
+class Permute(nn.Module):
+    """The dimensions behind the batch in another order.
+
+    Args:
+        dims: 1, 2, ... in the new order.
+
+    Raises:
+        OptionError: another list.
+
+    >>> import torch
+    >>> Permute(2, 1)(torch.zeros(1, 3, 4)).shape
+    torch.Size([1, 4, 3])
+    """
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        if sorted(dims) != list(range(1, len(dims) + 1)):
+            raise OptionError(f"Permute: expected 1, 2, ... in any order, got {dims}")
+        self.dims = tuple(dims)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, *self.dims)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.dims))
+
+
+class Piece(nn.Module):
+    """The entries ``start, start + step, ...`` below ``stop`` of one dimension, as chunks and slices take them.
+
+    Raises:
+        OptionError: a dimension below 1, or no entry. ShapeError: an input without some of the entries.
+
+    >>> import torch
+    >>> Piece(1, 1, 4, 2)(torch.arange(5.0)[None]).tolist()
+    [[1.0, 3.0]]
+    """
+
+    def __init__(self, dim: int, start: int, stop: int, step: int = 1) -> None:
+        super().__init__()
+        if dim < 1 or start < 0 or step < 1 or not range(start, stop, step):
+            raise OptionError(
+                f"Piece: expected entries of a dimension from 1 on, got dim={dim}, start={start}, stop={stop}, "
+                f"step={step}"
+            )
+        self.dim, self.start, self.stop, self.step = dim, start, stop, step
+
+    @property
+    def entries(self) -> range:
+        """The entries that are taken."""
+        return range(self.start, self.stop, self.step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim <= self.dim or x.shape[self.dim] <= self.entries[-1]:
+            raise ShapeError(f"Piece: expected entry {self.entries[-1]} in dimension {self.dim}, got {tuple(x.shape)}")
+        return x[(slice(None),) * self.dim + (slice(self.start, self.stop, self.step),)]
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {self.start}, {self.stop}, {self.step}"
+
+
+class Roll(nn.Module):
+    """One dimension moved circularly.
+
+    >>> import torch
+    >>> Roll(1, 1)(torch.arange(3.0)[None]).tolist()
+    [[2.0, 0.0, 1.0]]
+    """
+
+    def __init__(self, dim: int, shift: int) -> None:
+        super().__init__()
+        if dim < 1:
+            raise OptionError(f"Roll: expected a dimension behind the batch, at least 1, got {dim}")
+        self.dim, self.shift = dim, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(self.shift, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {self.shift}"
+
+
+class Pad(nn.Module):
+    """Zeros around the last dimensions, as ``torch.nn.functional.pad``; negative numbers cut off.
+
+    Args:
+        padding: before and after the last dimension, the one before it, and so on.
+
+    Raises:
+        OptionError: an odd number of sizes. ShapeError: an input of too few dimensions, whose batch would be padded.
+
+    >>> import torch
+    >>> Pad(1, 0)(torch.ones(1, 2)).tolist()
+    [[0.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, *padding: int) -> None:
+        super().__init__()
+        if not padding or len(padding) % 2:
+            raise OptionError(f"Pad: expected sizes before and after each dimension, got {padding}")
+        self.padding = tuple(padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim <= len(self.padding) // 2:
+            raise ShapeError(f"Pad: expected more than {len(self.padding) // 2} dimensions, got {tuple(x.shape)}")
+        return F.pad(x, self.padding)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.padding))
+
+
+class Enlarge(nn.Module):
+    r"""Every pixel ``rows`` times ``cols``: nearest-neighbour upsampling, of constant :math:`\sqrt{rows\,cols}`.
+
+    Raises:
+        OptionError: factors below 1. ShapeError: an input that is no image.
+
+    >>> import torch
+    >>> Enlarge(1, 2)(torch.tensor([[[[1.0, 2.0]]]])).tolist()
+    [[[[1.0, 1.0, 2.0, 2.0]]]]
+    """
+
+    def __init__(self, rows: int, cols: int) -> None:
+        super().__init__()
+        if min(rows, cols) < 1:
+            raise OptionError(f"Enlarge: expected factors of at least 1, got {rows} and {cols}")
+        self.rows, self.cols = rows, cols
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ShapeError(f"Enlarge: expected images (B, C, H, W), got {tuple(x.shape)}")
+        b, c, h, w = x.shape
+        y = x[:, :, :, None, :, None].expand(b, c, h, self.rows, w, self.cols)
+        return y.reshape(b, c, h * self.rows, w * self.cols)
+
+    def extra_repr(self) -> str:
+        return f"{self.rows}, {self.cols}"
+
+
+VIEWS = (Reshape, Permute, Piece, Roll, Pad)
+
+
+@lipschitz_rule(*VIEWS)
+def _view(module: nn.Module, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@lipschitz_rule(Enlarge)
+def _enlarge(module: Enlarge, input_shape: Shape | None) -> float:
+    return root(module.rows * module.cols)
+
+
+@lipschitz_rule(nn.Upsample)
+def _upsample(module: nn.Upsample, input_shape: Shape | None) -> float:
+    return root(math.prod(_factors(module, input_shape)))
+
+
+@export_rule(nn.Upsample)
+def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
+    factors = _factors(module, input_shape)
+    if len(factors) != 2:
+        raise NoRuleError(f"nn.Upsample: expected images (C, H, W) to export it, got samples of shape {input_shape}")
+    return Enlarge(*factors)
+
+
+def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
+    if input_shape is None:
+        raise ShapeError("nn.Upsample: expected an input_shape, because its factors depend on the sizes, got none")
+    before, after = input_shape[1:], output_shape(module, input_shape)[1:]
+    factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
+    given = module.scale_factor if isinstance(module.scale_factor, tuple) else (module.scale_factor,)
+    # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many.
+    exact = all(n and n & (n - 1) == 0 for n in factors) and all(f is None or f in factors for f in given)
+    if module.mode != "nearest" or not exact:
+        raise NoRuleError(
+            f"nn.Upsample: expected mode 'nearest' and powers of two as factors, got {module.mode!r} from {before} to "
+            f"{after} by {module.scale_factor}: use pixel shuffle or a convolution, which have rules"
+        )
+    return factors
+
+
+@rounding_rule(*VIEWS, Enlarge, nn.Upsample)
+def _exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return lambda x: Local(nothing(x), nothing(x))
+
+
+export_rule(*VIEWS, Enlarge)(export_same)
+
+stored(Reshape, lambda m: {"shape": m.shape}, lambda shape: Reshape(*shape), shape=COUNT)
+stored(Permute, lambda m: {"dims": m.dims}, lambda dims: Permute(*dims), dims=COUNT)
+stored(Piece, dim=COUNT, start=whole(0), stop=COUNT, step=COUNT)
+stored(Roll, dim=COUNT, shift=INTEGER)
+stored(Pad, lambda m: {"padding": m.padding}, lambda padding: Pad(*padding), padding=INTEGER)
+stored(Enlarge, rows=COUNT, cols=COUNT)

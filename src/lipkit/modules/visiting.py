@@ -1,0 +1,285 @@
+"""A walk over a traced graph: every value that changes with the input becomes an operand, all others are constants.
+
+Bounds (`lipkit.analysis`) and plain networks (`lipkit.modules.structure`) are made by such walks, which differ in what
+they know of an operand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lipkit.errors import NoRuleError
+from lipkit.modules.registry import Shape
+from lipkit.modules.running import VARIES, Observed, Sizes, Varies
+from lipkit.modules.tracing import Root, fetch
+from lipkit.proof.roundoff import root
+
+# Formats that torch computes in; the narrower ones only store numbers.
+FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tensor that changes with the network's input.
+
+    Attributes:
+        form: what the walk knows of it: its bound (`lipkit.modules.forms.Form`), or its number in a network.
+        shape: of one sample.
+        dtype: its format.
+    """
+
+    form: Any
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions, the batch included."""
+        return len(self.shape) + 1
+
+
+def function_name(target: Any) -> str:
+    """How a person calls a function.
+
+    >>> function_name(F.max_pool2d), function_name(torch.add), function_name("view")
+    ('torch.nn.functional.max_pool2d', 'torch.add', 'Tensor.view')
+    """
+    if isinstance(target, str):
+        return f"Tensor.{target}"
+    for home in (F, torch, torch.special, torch.linalg, torch.fft):
+        for name in dir(home):
+            if not name.startswith("_") and getattr(home, name, None) is target:
+                return f"{home.__name__}.{name}"
+    return f"{getattr(target, '__module__', None) or ''}.{getattr(target, '__qualname__', target)}".lstrip("._")
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """One call of a function or tensor method in the graph.
+
+    Attributes:
+        name: of the function, for messages.
+        where: the module that calls it.
+        shapes: of one sample of each tensor in the result.
+        dtypes: of these tensors, all floating point.
+    """
+
+    name: str
+    where: str
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """Of one sample of the (first) tensor in the result."""
+        return self.shapes[0]
+
+    @property
+    def pieces(self) -> int:
+        """Number of tensors in the result."""
+        return len(self.shapes)
+
+    def refuse(self, expected: str) -> NoRuleError:
+        """The error for arguments that the rule does not cover."""
+        place = f" in {self.where!r}" if self.where else ""
+        return NoRuleError(f"analyze: {self.name}{place}: {expected}")
+
+    def operand(self, x: Any) -> Operand:
+        """``x`` if it is a tensor that changes with the input; refuses anything else."""
+        if not isinstance(x, Operand):
+            raise self.refuse(f"expected a tensor that depends on the input as its argument, got {_kind(x)}")
+        return x
+
+    def same_format(self, x: Any) -> Operand:
+        """``x`` if the result has its dtype: bits that are read in another format are other numbers."""
+        if self.operand(x).dtype not in self.dtypes:
+            raise self.refuse(
+                f"expected a result of the input's dtype {x.dtype}, got {self.dtypes[0]}: bits read in another "
+                "format are other numbers; convert them with x.to(dtype)"
+            )
+        return self.operand(x)
+
+    def constant(self, x: Any, name: str) -> Any:
+        """``x`` if it is the same for every input and batch; refuses anything else."""
+        if any(isinstance(v, Operand) for v in _flat(x)):
+            raise self.refuse(f"expected a constant {name}, got a tensor that depends on the input")
+        if any(v is VARIES for v in _flat(x)):
+            raise self.refuse(f"expected a constant {name}, got one that depends on the size of the batch")
+        return x
+
+    def dims(self, x: Operand, dims: Any) -> list[int]:
+        """Dimensions counted from the front, 0 the batch, which must not be among them."""
+        given = [dims] if isinstance(dims, int) else dims
+        if not isinstance(given, (tuple, list)) or not all(type(d) is int for d in given):
+            raise self.refuse(f"expected dimensions other than the batch, got {_kind(dims)}")
+        counted = [d + x.ndim if d < 0 else d for d in given]
+        if not all(0 < d < x.ndim for d in counted):
+            raise self.refuse(f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples")
+        return counted
+
+    def order(self, x: Operand, dims: tuple[Any, ...]) -> tuple[int, ...]:
+        """The arguments of ``permute``, which must leave the batch first."""
+        order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+        if not order or order[0] != 0:
+            raise self.refuse(f"expected an order that starts with the batch (dimension 0), got {order!r}")
+        return tuple(d % x.ndim for d in order)
+
+    def index(self, x: Operand, index: Any) -> list[Any]:
+        """The parts of an index of slices, whole numbers and None behind that of the batch, which it leaves whole."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        self.constant([v for item in items for v in _ends(item)], "index")
+        plain = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items)
+        used = sum(type(item) in (int, slice) for item in items)
+        whole = items[0] == slice(None) or (items[0] is Ellipsis and used < x.ndim)
+        if not plain or not whole or items.count(Ellipsis) > 1:
+            raise self.refuse(f"expected slices and integers that leave the batch whole (x[:, ...]), got {index!r}")
+        if Ellipsis in items:
+            at = items.index(Ellipsis)
+            items[at : at + 1] = [slice(None)] * (x.ndim - used)
+        return items[1:]
+
+    def repetition(self, x: Operand) -> float:
+        """Constant of broadcasting ``x`` to the shape of the result: the root of the copies of each entry."""
+        if len(x.shape) != len(self.shape):
+            raise self.refuse(
+                f"expected operands with the {len(self.shape) + 1} dimensions of the result, got {x.ndim}: the batch "
+                "would be broadcast against another dimension"
+            )
+        return root(math.prod(self.shape) // max(math.prod(x.shape), 1))
+
+
+def _ends(item: Any) -> tuple[Any, ...]:
+    return (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [v for item in value for v in _flat(item)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _kind(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+class Walk:
+    """Visits every node in order; a subclass says what the input, a module and a function make of their operands.
+
+    Args:
+        root: the network.
+        graph, observed: as left by :func:`lipkit.modules.running.observe`.
+    """
+
+    def __init__(self, root: Root, graph: fx.Graph, observed: Observed) -> None:
+        self.root, self.graph, self.values = root, graph, observed.values
+        self.known: dict[fx.Node, Any] = {}
+
+    def source(self) -> Any:
+        """Knowledge of the network's input."""
+        raise NotImplementedError
+
+    def module(self, node: fx.Node, x: Operand) -> Any:
+        """Knowledge of the output of a module."""
+        raise NotImplementedError
+
+    def function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Any:
+        """Knowledge of the result of a function; a tuple where it returns one."""
+        raise NotImplementedError
+
+    def output(self) -> Operand | None:
+        """The network's output; None if it does not depend on the input.
+
+        Raises:
+            NoRuleError: what the walk refuses, by the name of the node; an output that is no tensor.
+        """
+        for node in self.graph.nodes:
+            if node.op != "output":
+                self.known[node] = self._visit(node)
+                continue
+            (last,) = node.args
+            output = self.known[last] if isinstance(last, fx.Node) else last
+            if not isinstance(output, (Operand, Tensor, Varies)):
+                raise NoRuleError(f"analyze: expected one output tensor, got {type(output).__name__}")
+        return output if isinstance(output, Operand) else None
+
+    def _visit(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        if node.op == "placeholder":
+            self._format = value.dtype
+            return Operand(self.source(), self._sample_shape(node, value), value.dtype)
+        if not isinstance(value, (Sizes, str)) and not _has_sizes(value):
+            return value
+        if isinstance(value, str):
+            raise NoRuleError(
+                f"analyze: {self.what(node)}: expected a tensor, got {value}, which depends on the values of the input"
+            )
+        values = value if isinstance(value, tuple) else (value,)
+        shapes = tuple(self._sample_shape(node, v) for v in values)
+        dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
+        if node.op == "call_module":
+            given = [self.known[a] if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
+            if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Sizes):
+                raise NoRuleError(f"analyze: {self.what(node)}: expected one tensor in and one out, got {given!r}")
+            found = self.module(node, given[0])
+        else:
+            found = self.function(node, shapes, dtypes)
+        if isinstance(value, tuple):
+            return tuple(Operand(*known) for known in zip(found, shapes, dtypes, strict=True))
+        return Operand(found, shapes[0], dtypes[0])
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, constants by their values."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.known.__getitem__)
+        return args, kwargs
+
+    def what(self, node: fx.Node) -> str:
+        """How a message names a node."""
+        where = f" in {node.meta['where']!r}" if node.meta.get("where") else ""
+        if node.op == "call_module":
+            module = fetch(self.root, str(node.target))
+            return f"{type(module).__module__}.{type(module).__qualname__} at {path_of(node)!r}"
+        return f"{called(node)}{where}"
+
+    def _checked_dtype(self, node: fx.Node, dtype: torch.dtype) -> torch.dtype:
+        """``dtype`` if it is a floating-point format that holds every number of the network's own."""
+        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:
+            return dtype
+        if dtype.is_complex:
+            why = "complex numbers have no rules: use real and imaginary parts as channels"
+        elif dtype.is_floating_point:
+            why = "its rounding is coarser or its range smaller: convert the whole network to it, or leave out the cast"
+        else:
+            why = (
+                "whole numbers, bits and truth values jump where the input moves: use a continuous function, such as "
+                "torch.relu or torch.clamp"
+            )
+        raise NoRuleError(
+            f"analyze: {self.what(node)}: expected a result in a floating-point format that holds the network's "
+            f"{self._format}, got {dtype}: {why}"
+        )
+
+    def _sample_shape(self, node: fx.Node, value: Any) -> Shape:
+        if not isinstance(value, Sizes) or value.sample is None:
+            raise NoRuleError(
+                f"analyze: {self.what(node)}: expected a result with one row per sample, got one whose shape mixes "
+                "the batch with other dimensions"
+            )
+        return value.sample
+
+
+def _has_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(v, (Sizes, str)) for v in value)
+
+
+def called(node: fx.Node) -> str:
+    """How a person calls the function of a node; attributes such as ``x.T`` are calls of getattr."""
+    return function_name(str(node.args[1]) if node.target is getattr else node.target)
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the module that a node calls, in the network."""
+    return str(node.target).removeprefix("net").removeprefix(".")

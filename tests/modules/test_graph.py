@@ -1,0 +1,263 @@
+"""Graphs: constants against dense matrices, rounding against what float32 loses, storage, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lipkit import certify, export, lipschitz
+from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
+from lipkit.modules import (
+    Add,
+    Affine,
+    Blend,
+    Concatenate,
+    Elementwise,
+    Graph,
+    Maximum,
+    Mean,
+    Network,
+    Pad,
+    Permute,
+    Piece,
+    Reshape,
+    Roll,
+    load,
+    local_error,
+    save,
+)
+from lipkit.modules.graph import Wiring, value_shapes
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+
+
+def random_graph(seed: int, width: int = 6, steps: int = 6, *, linear: bool = False) -> Graph:
+    """Linear layers, activations, pieces and joins of vectors, in an order that nobody planned."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    wiring, sizes = Wiring(), [width]
+
+    def pick() -> int:
+        return rng.randrange(max(0, len(sizes) - 4), len(sizes))
+
+    def add(module: nn.Module, size: int, *values: int) -> int:
+        sizes.append(size)
+        return wiring.add(module, *values)
+
+    def dense(value: int, size: int) -> int:
+        layer = nn.Linear(sizes[value], size)
+        layer.weight.data = torch.randn(layer.weight.shape, generator=generator) * rng.choice([0.3, 1.0, 2.0])
+        layer.bias.data = torch.randn(layer.bias.shape, generator=generator)
+        return add(layer, size, value)
+
+    for _ in range(steps):
+        value = pick()
+        kind = rng.choice(["dense", "activation", "add", "cat", "maximum", "cut"])
+        if kind == "activation" and not linear:
+            add(rng.choice([nn.ReLU(), nn.Tanh(), nn.LeakyReLU(0.2)]), sizes[value], value)
+        elif kind in ("add", "maximum") and not (linear and kind == "maximum"):
+            other = pick()
+            other = other if sizes[other] == sizes[value] else dense(other, sizes[value])
+            sums = [Add(1, 1), Add(-1, 1), Blend(torch.tensor(rng.random()))]
+            join = rng.choice(sums) if kind == "add" else Maximum()
+            add(join, sizes[value], value, other)
+        elif kind == "cat" and sizes[value] <= 12:
+            other = pick()
+            add(Concatenate(1), sizes[value] + sizes[other], value, other)
+        elif kind == "cut" and sizes[value] > 2:
+            at = rng.randrange(1, sizes[value])
+            left = add(Piece(1, 0, at), at, value)
+            right = add(Piece(1, at, sizes[value]), sizes[value] - at, value)
+            moved = dense(left, at)
+            add(Concatenate(1), sizes[value], moved, right)
+        else:
+            dense(value, rng.choice([3, 4, 6]))
+    # The last value reads two of the others, so that nothing is a chain by chance.
+    last, other = len(sizes) - 1, rng.randrange(len(sizes))
+    end = add(Concatenate(1), sizes[last] + sizes[other], last, other)
+    final = nn.Sequential(*wiring.chain(end))
+    return final[0] if len(final) == 1 else Graph(final, [[i] for i in range(len(final))])
+
+
+def jacobian(module: nn.Module, x: Tensor) -> Tensor:
+    found = torch.autograd.functional.jacobian(lambda v: module(v[None])[0], x)
+    assert isinstance(found, Tensor)
+    return found
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_the_constant_is_above_every_jacobian(seed: int) -> None:
+    graph = random_graph(seed).double()
+    bound = float(lipschitz(graph, (6,)).detach())
+    for x in 2 * torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)):
+        assert float(torch.linalg.matrix_norm(jacobian(graph, x), 2)) <= bound
+
+
+def test_constants_of_joins_are_attained() -> None:
+    eye, three = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    eye.weight.data, three.weight.data = torch.eye(4), 3 * torch.eye(4)
+    halves = [Piece(1, 0, 2), Piece(1, 2, 4)]
+    small = nn.Linear(2, 2, bias=False)
+    small.weight.data = 3 * torch.eye(2)
+    for graph, expected in (
+        (Graph([eye, three, Add(1, -1)], [[0], [0], [1, 2]]), 4.0),
+        (Graph([eye, three, Blend(torch.tensor(0.25))], [[0], [0], [1, 2]]), 2.5),
+        (Graph([eye, three, Blend(torch.tensor(-0.5))], [[0], [0], [1, 2]]), 5.0),
+        (Graph([eye, three, Concatenate(1)], [[0], [0], [1, 2]]), math.sqrt(10)),
+        (Graph([eye, three, Maximum()], [[0], [0], [1, 2]]), math.sqrt(10)),
+        # Disjoint pieces count by their maximum, overlapping ones by the whole.
+        (Graph([*halves, small, Concatenate(1)], [[0], [0], [1], [3, 2]]), 3.0),
+        (Graph([halves[0], Piece(1, 1, 4), small, Concatenate(1)], [[0], [0], [1], [3, 2]]), math.sqrt(10)),
+    ):
+        assert float(lipschitz(graph, (4,)).detach()) == pytest.approx(expected, rel=1e-9)
+        assert float(lipschitz(graph, (4,)).detach()) >= expected * (1 - 1e-15)
+
+
+def test_the_bound_has_derivatives() -> None:
+    gain = nn.Linear(2, 2, bias=False)
+    block = Graph([gain, Add(1, 1)], [[0], [0, 1]])
+    lipschitz(block, (2,)).backward()
+    assert gain.weight.grad is not None
+    assert float(gain.weight.grad.norm()) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rounding_is_covered_and_the_bound_is_not_idle(seed: int) -> None:
+    graph = random_graph(seed, steps=8)
+    double = random_graph(seed, steps=8).double()
+    x = torch.randn(200, 6, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        lost = (graph(x).double() - double(x.double())).norm(dim=1)
+    bound = local_error(double, (6,), FLOAT32)(x.double()).error.at
+    assert bool((lost <= bound).all())
+    assert float(bound.max()) <= 3000 * max(float(lost.max()), 1e-7)
+    # Away from the sample the bound grows with the distance.
+    moved = x + 0.1 * torch.randn(200, 6, generator=torch.Generator().manual_seed(seed + 1))
+    line = local_error(double, (6,), FLOAT32)(x.double()).error
+    with torch.no_grad():
+        lost = (graph(moved).double() - double(moved.double())).norm(dim=1)
+    assert bool((lost <= line.at + line.slope * (moved - x).double().norm(dim=1)).all())
+    assert float(local_error(double, (6,), FLOAT64)(x.double()).error.at.max()) < 1e-6 * float(bound.max())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_saved_and_loaded(seed: int, tmp_path: Path) -> None:
+    plain = export(nn.Sequential(random_graph(seed), nn.Linear(_outputs(seed), 3)), (6,))
+    twin = load(save(plain, tmp_path / "net"))
+    x = torch.randn(5, 6)
+    assert torch.equal(twin(x), plain(x))
+    assert float(lipschitz(twin)) == float(lipschitz(plain))
+    first = certify(plain, x, plain(x).argmax(1)).radius
+    assert torch.equal(certify(twin, x, plain(x).argmax(1)).radius, first)
+    assert bool((first > 0).any())
+
+
+def _outputs(seed: int) -> int:
+    return value_shapes(random_graph(seed), (6,))[-1][0]
+
+
+def test_a_forged_file_is_refused(tmp_path: Path) -> None:
+    block = Graph([nn.Linear(2, 2), Add(1, 1)], [[0], [0, 1]])
+    folder = save(export(block, (2,)), tmp_path / "net")
+    config = json.loads((folder / "config.json").read_text())
+    for sources in ([[0], [0, 2]], [[0], [0]], [[0], [0, -1]], [[0]], "01", [[0], 1], [[1], [0, 1]], [[0], [0, 0]]):
+        config["network"]["modules"][0]["sources"] = sources
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(DataError):
+            load(folder)
+
+
+def test_refusals() -> None:
+    with pytest.raises(OptionError, match="values 0 to 0"):
+        Graph([nn.ReLU()], [[1]])
+    with pytest.raises(OptionError, match="one source for the ReLU"):
+        Graph([nn.ReLU(), nn.ReLU()], [[0], [0, 1]])
+    with pytest.raises(OptionError, match=r"values \[1\] that are not"):
+        Graph([nn.ReLU(), nn.Tanh()], [[0], [0]])
+    with pytest.raises(OptionError, match="got 0 and 0"):
+        Graph([], [])
+    with pytest.raises(OptionError, match="one sign"):
+        Add(2, 1)
+    with pytest.raises(OptionError, match="behind the batch"):
+        Concatenate(0)
+    with pytest.raises(ShapeError, match="values of one shape"):
+        Graph([nn.Linear(2, 1), Add(1, 1)], [[0], [0, 1]])(torch.ones(3, 2))
+    with pytest.raises(ShapeError, match="module 1"):
+        lipschitz(Graph([nn.Linear(2, 1), Add(1, 1)], [[0], [0, 1]]), (2,))
+    with pytest.raises(NoRuleError, match="in-place"):
+        lipschitz(Graph([nn.ReLU(inplace=True), Add(1, 1)], [[0], [0, 1]]), (2,))
+
+    class Sum(Add):
+        def forward(self, *values: Tensor) -> Tensor:
+            return 5 * super().forward(*values)
+
+    for function in (lambda m: lipschitz(m, (2,)), lambda m: export(m, (2,))):
+        with pytest.raises(NoRuleError, match=r"joins Add, .* exactly"):
+            function(Graph([nn.ReLU(), Sum(1, 1)], [[0], [0, 1]]))
+
+
+VIEWS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (Reshape(3, 4), (2, 6)),
+    (Permute(3, 1, 2), (2, 3, 4)),
+    (Piece(2, 1, 5, 2), (2, 6)),
+    (Roll(2, -2), (2, 6)),
+    (Pad(1, 2, 0, 1), (2, 6)),
+    (Pad(-1, 0), (2, 6)),
+    (Mean(1, 3), (2, 3, 4)),
+    (Mean(2, keepdim=True), (2, 3, 4)),
+    (Elementwise(torch.randn(1, 3), torch.randn(2, 1)), (2, 3)),
+    (Affine(torch.randn(2), torch.randn(2)), (2, 3)),
+    (nn.Upsample(scale_factor=2), (1, 2, 3)),
+    (nn.Upsample(size=(4, 12)), (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), VIEWS, ids=lambda v: str(v)[:30])
+def test_views_have_the_norm_of_their_matrix(module: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
+    module = module.double()
+    x = torch.randn(shape, dtype=torch.float64)
+    matrix = jacobian(module, x).reshape(-1, x.numel())
+    norm = float(torch.linalg.matrix_norm(matrix, 2))
+    assert norm * (1 - 1e-12) <= float(lipschitz(module, shape)) <= norm * (1 + 1e-9)
+    plain = export(module, shape)
+    assert float(lipschitz(plain)) == pytest.approx(norm, rel=1e-9)
+    assert torch.allclose(plain(x[None]), module(x[None]), atol=1e-14)
+    assert torch.equal(load(save(plain, tmp_path / "net"))(x[None]), plain(x[None]))
+    batch = torch.randn(50, *shape)
+    single = export(module.float(), shape)
+    module = module.double()
+    with torch.no_grad():
+        lost = (single(batch).double() - module(batch.double())).flatten(1).norm(dim=1)
+    measured = local_error(Network(single.double(), shape), shape, FLOAT32)(batch.double()).error.at
+    assert bool((lost <= measured).all())
+
+
+def test_views_refuse() -> None:
+    for make, word in (
+        (lambda: Reshape(0), "positive sizes"),
+        (lambda: Permute(0, 1), "1, 2, ..."),
+        (lambda: Piece(0, 0, 1), "dimension from 1 on"),
+        (lambda: Piece(1, 2, 2), "entries"),
+        (lambda: Roll(0, 1), "behind the batch"),
+        (lambda: Pad(1), "before and after"),
+        (lambda: Mean(), "behind the batch"),
+        (lambda: Mean(1, 1), "different dimensions"),
+    ):
+        with pytest.raises(OptionError, match=word):
+            make()
+    for module, x in (
+        (Reshape(2), torch.ones(1, 3)),
+        (Piece(1, 0, 4), torch.ones(1, 3)),
+        (Pad(1, 1), torch.ones(3)),
+        (Elementwise(torch.ones(2), torch.ones(1)), torch.ones(1, 3)),
+        (Elementwise(torch.ones(2), torch.ones(2)), torch.ones(1, 2, 2)),
+    ):
+        with pytest.raises(ShapeError):
+            module(x)
