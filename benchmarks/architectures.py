@@ -108,9 +108,11 @@ def _downsample(before: int, after: int, stride: int) -> nn.Module | None:
 
 
 class ResNet(nn.Module):
-    def __init__(self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], width: int = 64) -> None:
+    def __init__(
+        self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], width: int = 64, stride: int = 1
+    ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.conv1 = nn.Conv2d(3, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         before, stages = width, []
         for i, count in enumerate(blocks):
@@ -127,6 +129,11 @@ class ResNet(nn.Module):
         for stage in self.stages:
             x = stage(x)
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def small_resnet() -> nn.Module:
+    """A ResNet that one core trains on CIFAR-10 in minutes: three blocks at 16, 8 and 4 pixels a side."""
+    return ResNet(BasicBlock, (1, 1, 1), 64, stride=2)
 
 
 class WideBlock(nn.Module):

@@ -16,7 +16,7 @@ from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
 from lipkit.layers.steps import AfterStep, after_step, register_after_step
 from lipkit.layers.stiefel import StiefelConv2d, StiefelLinear
-from lipkit.layers.structure import Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
+from lipkit.layers.structure import ConvexSum, Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
 from lipkit.modules import GroupSort, MaxMin, Sum
 
@@ -30,6 +30,7 @@ __all__ = [
     "CayleyConv2d",
     "CayleyLinear",
     "ContractionLinear",
+    "ConvexSum",
     "CplConv2d",
     "CplLinear",
     "EcoConv2d",

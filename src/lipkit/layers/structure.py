@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import check_dtype, check_positive
 from lipkit.modules import Affine, ConvexResidual, Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.graph import Join, add_join, blend_of, check_alike
 from lipkit.modules.residual import refuse_inplace
 from lipkit.proof.roundoff import reciprocal_up, up
 
@@ -195,6 +196,41 @@ class Residual(nn.Module):
         return s * y + (1 - s) * kept
 
 
+class ConvexSum(Join):
+    r"""The join :math:`y = s x_1 + (1 - s) x_2` of a graph with a learnable :math:`s = \sigma(\alpha)`.
+
+    Its constant is :math:`s L_1 + (1 - s) L_2`: a residual connection that keeps 1.
+
+    Args:
+        share: initial s, strictly between 0 and 1.
+
+    Raises:
+        OptionError: share outside (0, 1). ShapeError: values of different shapes.
+
+    >>> ConvexSum(0.25)(torch.ones(1, 2), torch.zeros(1, 2)).tolist()
+    [[0.25, 0.25]]
+
+    References:
+        [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
+    """
+
+    def __init__(self, share: float = 0.5, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        if not 0 < share < 1:
+            raise OptionError(f"share: expected a number strictly between 0 and 1, got {share}")
+        self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))
+
+    def share(self) -> Tensor:
+        """s as it is now, 0-d."""
+        return torch.sigmoid(self.alpha)
+
+    def forward(self, *values: Tensor) -> Tensor:
+        check_alike(self, values, 2)
+        s = self.share()
+        return s * values[0] + (1 - s) * values[1]
+
+
 class ScaledAvgPool2d(nn.Module):
     r"""``s * average pooling`` over s x s windows: a 1-Lipschitz map of norm exactly 1.
 
@@ -223,6 +259,9 @@ class ScaledAvgPool2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"kernel_size={self.kernel_size}"
+
+
+add_join(ConvexSum, blend_of(lambda join: join.share()))
 
 
 @lipschitz_rule(Normalize)

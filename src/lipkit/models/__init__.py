@@ -17,6 +17,7 @@ from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, wrn_plain
+from lipkit.models.rebuild import rebuild, rebuilt
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.wide_resnet import wide_resnet
 
@@ -28,6 +29,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lipconvnet": lipconvnet,
     "mlp": mlp,
     "patchnet": patchnet,
+    "rebuild": rebuilt,
     "resnet9": resnet9,
     "small": small,
     "wide_resnet": wide_resnet,
@@ -70,6 +72,7 @@ __all__ = [
     "lipconvnet",
     "mlp",
     "patchnet",
+    "rebuild",
     "resnet9",
     "small",
     "wide_resnet",

@@ -102,7 +102,7 @@ def convert(
     2 layers converted, 1 kept that need a look
       converted  0: Conv2d -> LotConv2d, nearest; zero padding became circular
       converted  4: Linear -> OrthogonalLinear, nearest
-      kept       1: BatchNorm2d: its constant depends on its statistics and weight: leave it out, or fold it first
+      kept       1: BatchNorm2d: its constant depends on its statistics and weight: leave it out, or use lipkit.models.rebuild
     """
     family = families.get(layer)
     if family.name in ("sll", "cpl"):
@@ -128,44 +128,57 @@ def convert(
         if reason is not None:
             kept.append(Kept(name, type(module).__name__, reason))
         elif type(module) in (nn.Conv2d, nn.Linear):
-            new = _build(module, family, options)
             seen = sizes.get(id(module), set())
-            start = start_near(new, _weight(module), next(iter(seen)) if len(seen) == 1 else None)
-            _copy_bias(new, module)
+            new, row = constrained(module, name, family, options, next(iter(seen)) if len(seen) == 1 else None)
             replaced[id(module)] = new.train(module.training)
-            note = ""
-            if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) and module.padding_mode != "circular":
-                note = f"{module.padding_mode.removesuffix('s')} padding became circular"
-            converted.append(Converted(name, type(module).__name__, type(new).__name__, start, note))
+            converted.append(row)
     result = _replace(result, replaced)
     if input_shape is not None:
         _compare(model, result, input_shape)
     return Conversion(result, tuple(converted), tuple(kept))
 
 
+def constrained(
+    module: nn.Module, name: str, family: families.Family, options: dict[str, Any], size: tuple[int, int] | None
+) -> tuple[nn.Module, Converted]:
+    """The layer of the family near a convolution or linear layer, and the row that reports it."""
+    new = _build(module, family, options)
+    start = start_near(new, _weight(module), size)
+    _copy_bias(new, module)
+    note = ""
+    if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) and module.padding_mode != "circular":
+        note = f"{module.padding_mode.removesuffix('s')} padding became circular"
+    return new, Converted(name, type(module).__name__, type(new).__name__, start, note)
+
+
+def obstacle_of(module: nn.Module, family: families.Family, sizes: set[tuple[int, int]] | None) -> str | None:
+    """The reason why no layer of the family replaces this convolution or linear layer, or None."""
+    try:
+        guard(module)
+    except NoRuleError as error:
+        return str(error)
+    if not isinstance(module, nn.Conv2d):
+        return None
+    if (why := obstacle(module)) is not None:
+        return why
+    k, step = kernel_size(module), module.stride[0]
+    for h, w in sorted(sizes or ()):
+        if h % step or w % step:
+            return f"the stride {step} does not divide its image of {h} x {w}"
+        if not all(family.accepts(side, h // step, w // step) for side in k):
+            return f"{family.name} accepts {family.sizes}, got a kernel of {k} for {h // step} x {w // step}"
+    if not sizes and not all(family.accepts(side, side, side) for side in k):
+        return f"{family.name} accepts {family.sizes}, got a kernel of {k}"
+    return None
+
+
 def _refusal(module: nn.Module, family: families.Family, sizes: set[tuple[int, int]] | None) -> str | None:
     """Why a module is kept and reported; None if it can be converted or needs no change."""
     kind = type(module)
     if kind in (nn.Conv2d, nn.Linear):
-        try:
-            guard(module)
-        except NoRuleError as error:
-            return str(error)
-        if not isinstance(module, nn.Conv2d):
-            return None
-        if (why := obstacle(module)) is not None:
-            return why
-        k, step = kernel_size(module), module.stride[0]
-        for h, w in sorted(sizes or ()):
-            if h % step or w % step:
-                return f"the stride {step} does not divide its image of {h} x {w}"
-            if not all(family.accepts(side, h // step, w // step) for side in k):
-                return f"{family.name} accepts {family.sizes}, got a kernel of {k} for {h // step} x {w // step}"
-        if not sizes and not all(family.accepts(side, side, side) for side in k):
-            return f"{family.name} accepts {family.sizes}, got a kernel of {k}"
-        return None
+        return obstacle_of(module, family, sizes)
     if isinstance(module, BATCH_NORMS):
-        return "its constant depends on its statistics and weight: leave it out, or fold it first"
+        return "its constant depends on its statistics and weight: leave it out, or use lipkit.models.rebuild"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     leaf = not any(True for _ in module.children())
     if (leaf or own) and not rules().get(kind, (False, False))[0]:

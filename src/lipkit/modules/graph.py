@@ -190,11 +190,6 @@ def blended(share: Tensor, forms: Sequence[Form]) -> Form:
     return added([forms[0].scaled(up(share.abs(), 1)), forms[1].scaled(up((1 - share).abs(), 2))])
 
 
-def _blended_lines(join: Blend, lines: Sequence[Line]) -> Line:
-    share = float(join.share)
-    return lines[0].times(abs(share)).plus(lines[1].times(abs(1 - share) * (1 + 2.0**-50)))
-
-
 JOINS: dict[type[nn.Module], Joining] = {}
 """Every join by its exact type."""
 
@@ -208,16 +203,25 @@ def add_join(kind: type[Join], answers: Joining) -> None:
 add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda values: values - 1, lambda m: Add(*m.signs)))
 add_join(Concatenate, Joining(lambda _, forms: stacked(forms), _beside, lambda values: 0, lambda m: Concatenate(m.dim)))
 add_join(Maximum, Joining(lambda _, forms: stacked(forms), _beside, lambda values: 0, lambda m: Maximum()))
-add_join(
-    Blend,
-    Joining(
-        lambda m, forms: blended(m.share, forms),
-        _blended_lines,
+
+
+def blend_of(share: Callable[[Any], Tensor]) -> Joining:
+    """The answers of a join that computes ``share x_1 + (1 - share) x_2``."""
+
+    def lines(join: Join, given: Sequence[Line]) -> Line:
+        s = float(share(join).detach())
+        return given[0].times(abs(s)).plus(given[1].times(abs(1 - s) * (1 + 2.0**-50)))
+
+    return Joining(
+        lambda join, forms: blended(share(join), forms),
+        lines,
         lambda values: 3,
-        lambda m: Blend(m.share),
-        lambda m: abs(float(m.share)),
-    ),
-)
+        lambda join: Blend(share(join).detach()),
+        lambda join: abs(float(share(join).detach())),
+    )
+
+
+add_join(Blend, blend_of(lambda join: join.share))
 
 
 class Graph(nn.Module):

@@ -1,0 +1,91 @@
+"""Trained networks of any forward pass as networks of constrained layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.architectures import NETWORKS, SMALL
+from torch import nn
+
+from lipkit import certify, export, lipschitz, save
+from lipkit.errors import OptionError
+from lipkit.layers import CayleyConv2d, ConvexSum, ScaledAvgPool2d
+from lipkit.models import build, rebuild
+from lipkit.modules import Blend, Concatenate, Graph, MaxMin
+
+
+@pytest.mark.parametrize("name", ["VGG-11", "ResNet-18", "WRN-16-4", "DenseNet", "U-Net"])
+def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
+    shape = NETWORKS[name][1]
+    result = rebuild(SMALL[name]().eval(), "cayley", input_shape=shape, activation="maxmin")
+    assert result.kept == ()
+    plain = export(result.model, shape)
+    assert 0.5 < float(lipschitz(plain)) < 1 + 1e-5
+    x = torch.rand(3, *shape)
+    with torch.no_grad():
+        assert torch.allclose(plain(x), result.model(x), atol=1e-5)
+    assert not any(isinstance(m, (nn.Conv2d, nn.BatchNorm2d)) for m in result.model.modules())
+
+
+def test_what_keeps_a_larger_constant_is_reported() -> None:
+    shape = NETWORKS["SqueezeNet"][1]
+    result = rebuild(SMALL["SqueezeNet"]().eval(), "cayley", input_shape=shape)
+    assert {row.kind for row in result.kept} == {"Conv2d", "MaxPool2d"}
+    assert "its constant is 2" in str(result)
+    assert float(lipschitz(result.model, shape).detach()) > 1
+
+
+def test_it_trains_and_its_shares_are_learnt() -> None:
+    torch.manual_seed(0)
+    shape = NETWORKS["ResNet-18"][1]
+    model = rebuild(SMALL["ResNet-18"]().eval(), "cayley", input_shape=shape, activation="maxmin").model
+    assert any(isinstance(m, CayleyConv2d) for m in model.modules())
+    assert any(isinstance(m, MaxMin) for m in model.modules())
+    assert any(isinstance(m, ScaledAvgPool2d) for m in model.modules())
+    shares = [m for m in model.modules() if isinstance(m, ConvexSum)]
+    assert len(shares) == 8
+    x, y = torch.rand(32, *shape), torch.arange(32) % 10
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(20 * model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert all(float(m.share().detach()) != 0.5 for m in shares)
+    plain = export(model.eval(), shape)
+    blends = [m for m in plain.modules() if isinstance(m, Blend)]
+    assert [float(b.share) for b in blends] == pytest.approx([float(m.share().detach()) for m in shares])
+    assert float(lipschitz(plain)) < 1 + 1e-5
+    assert bool((certify(plain, x, plain(x).argmax(1)).radius > 0).any())
+
+
+def test_concatenations_are_divided_by_the_root_of_their_number() -> None:
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, torch.relu(x), x.tanh()], 1)
+
+    result = rebuild(Wide(), "cayley", input_shape=(4,))
+    assert isinstance(result.model[0], Graph)
+    assert any(isinstance(m, Concatenate) for m in result.model[0].nodes)
+    assert float(lipschitz(result.model, (4,))) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_recipes_name_it_with_a_folder(tmp_path: Path) -> None:
+    shape = (3, 16, 16)
+    folder = save(export(SMALL["WRN-16-4"]().eval(), shape), tmp_path / "network")
+    model = build("rebuild", network=str(folder), input_shape=shape, classes=10)
+    assert 0.9 < float(lipschitz(model, shape).detach()) < 1 + 1e-6
+    with pytest.raises(OptionError, match="expected 7 outputs"):
+        build("rebuild", network=str(folder), input_shape=shape, classes=7)
+
+
+def test_refusals() -> None:
+    for options, word in (({"layer": "cpl"}, "bare linear maps"), ({"activation": "relu"}, "'maxmin' or None")):
+        with pytest.raises(OptionError, match=word):
+            rebuild(nn.Linear(2, 2), input_shape=(2,), **options)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="strictly between"):
+        ConvexSum(1.0)
