@@ -111,3 +111,26 @@ def test_infinite_bounds_are_shown():
     model[0].weight.data.fill_(float("inf"))
     with torch.no_grad():
         assert "inf" in describe(analyze(model, (1,), restarts=0))
+
+
+def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_path, capsys) -> None:
+    from lipkit.certificates.certificate_file import read_certificate
+    from lipkit.experiments import read_recipe
+
+    (tmp_path / "own_test_network.py").write_text(SOURCE.replace("nn.Linear(3, 2)", "nn.Linear(3, 10)"))
+    arguments = ["certify", "own_test_network:factory", "digits", "--input-shape", "1,8,8"]
+    quick = ["data.limit=64", "certify.attack_samples=8", "certify.attack_steps=5", "--out", str(tmp_path / "out")]
+    assert main([*arguments, *quick]) == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    network = lipkit.load(folder / "network")
+    assert network.input_range == (0.0, 1.0)
+    certificate = read_certificate(folder / "certificate.jsonl").certificate
+    assert certificate.constant == pytest.approx(analyze(network, (1, 8, 8), restarts=0).upper)
+    assert read_recipe(folder).model.name == "own_test_network:factory"
+    capsys.readouterr()
+    # Like any run: checked, attacked and certified again.
+    assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "64"]) == 0
+    assert "confirmed" in capsys.readouterr().out
+    assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
+    assert main(["certify", "own_test_network:factory", "mnist", "--input-shape", "1,8,8"]) != 0
+    assert main(["certify", str(tmp_path / "nowhere")]) != 0

@@ -1,34 +1,83 @@
-"""``lipkit certify``: certify and attack the exported network of a run again."""
+"""``lipkit certify``: certify and attack the exported network of a run again, or a network from elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from lipkit.experiments import Recipe
+    from lipkit.modules import Network
+
 
 @click.command("certify")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.argument("changes", nargs=-1, metavar="[KEY=VALUE ...]")
+@click.argument("run", metavar="RUN|MODEL")
+@click.argument("changes", nargs=-1, metavar="[DATA] [KEY=VALUE ...]")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
+@click.option("--input-shape", metavar="C,H,W", help="Of MODEL, where it leaves it open.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="For MODEL.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
-def command(run: Path, changes: tuple[str, ...], root: Path | None, device: str, large_eps: bool) -> None:
-    """Certify the network of RUN once more, attack it, and write a record and a report.
+def command(
+    run: str,
+    changes: tuple[str, ...],
+    root: Path | None,
+    input_shape: str | None,
+    out: Path,
+    device: str,
+    large_eps: bool,
+) -> None:
+    """Certify a network and attack it, and write a record and a report.
 
-    They go into a folder of their own, RUN/certify-001 and so on, beside those that RUN has; the latter stay what
-    reports, tables and exports of RUN show. An adversarial example inside a certified radius stops the command with an
-    error. KEY=VALUE changes the section certify or data of the run's recipe:
-    certify.eps=36/255,1 certify.attack_steps=200
+    RUN is the folder of a run. What is made goes into a folder of its own, RUN/certify-001 and so on, beside those that
+    RUN has; the latter stay what reports, tables and exports of RUN show.
+
+    MODEL DATA is a network from elsewhere and the name of a data set (or folder:PATH, npz:FILE, ...): an ONNX file, a
+    folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so
+    run). It becomes a run in RUNS.
+
+    An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
+    certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200
     """
-    for change in changes:
+    data = changes[0] if changes and "=" not in changes[0] else None
+    for change in changes[data is not None :]:
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")
     from lipkit.cli.console import display
     from lipkit.cli.train import data_root, result
     from lipkit.experiments import run as pipeline
 
-    recipe = pipeline.read_recipe(run, [*changes, *([] if root is None else [data_root(root)])])
-    with display() as show:
-        outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
+    wanted = [*changes[data is not None :], *([] if root is None else [data_root(root)])]
+    if data is None:
+        if not Path(run).exists():
+            raise click.UsageError(f"expected the folder of a run, or MODEL DATA, got {run!r}, which does not exist")
+        recipe = pipeline.read_recipe(run, wanted)
+        with display() as show:
+            outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
+    else:
+        network, name = exported(run, input_shape)
+        recipe = named(name, run, data, wanted)
+        with display() as show:
+            outcome = pipeline.certify_network(network, recipe, out, device=device, display=show, large_eps=large_eps)
     click.echo(result(outcome))
+
+
+def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
+    """The exported network that MODEL names, and a name for its run."""
+    from lipkit.cli.bound import parse_shape, read
+    from lipkit.modules import export
+
+    network, shape = read(model, parse_shape(input_shape))
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(model.replace(":", "_")).stem)
+    return export(network, shape), name or "network"
+
+
+def named(name: str, model: str, data: str, changes: list[str]) -> Recipe:
+    """The recipe of a network from elsewhere."""
+    from lipkit.experiments import load_recipe
+
+    facts = [f"name={name}", "description=a network from elsewhere", f"data={data}", "model.options={}"]
+    recipe = load_recipe("digits_cayley", [*facts, *changes])
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": model})})

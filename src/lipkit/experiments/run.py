@@ -22,7 +22,7 @@ from torch import nn
 
 from lipkit import modules
 from lipkit.data import Data, Split
-from lipkit.errors import OptionError, RunError
+from lipkit.errors import OptionError, RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
@@ -184,6 +184,51 @@ def certify(
         times = {key: value for key, value in before.times.items() if key == "train"}
         facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "times": times}
     return finish(folder, recipe, network, data, facts, display or Silent(), where)
+
+
+def certify_network(
+    network: modules.Network,
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    device: str = "cpu",
+    display: Display | None = None,
+    large_eps: bool = False,
+) -> Outcome:
+    """Certify and attack a network from elsewhere; it becomes a run of its own, without a training.
+
+    Args:
+        network: exported.
+        recipe: names data and network, and says how to certify; ``train`` is not read.
+        out: folder of the runs.
+        device, display, large_eps: as `certify`.
+
+    Raises:
+        ShapeError: the network does not take the samples of the data, or has other outputs.
+        OptionError, CertificateViolation: see `certify`.
+    """
+    data = load_data(recipe)
+    check_eps(recipe, data, large_eps)
+    outputs = modules.output_shape(network, network.input_shape)
+    if network.input_shape != data.input_shape or outputs != (len(data.classes),):
+        raise ShapeError(
+            f"expected a network from inputs of shape {data.input_shape} to {len(data.classes)} classes, as the data "
+            f"{data.name}, got one from {network.input_shape} to {outputs}"
+        )
+    network.input_range = input_range(data)
+    folder = checkpoints.create(Path(out), recipe.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / RECIPE, to_yaml(recipe).encode())
+    modules.save(network, folder / NETWORK)
+    facts: Facts = {
+        "claimed": float(lipschitz(network)),
+        "parameters": sum(t.numel() for t in network.state_dict().values()),
+        "seed": recipe.train.seed,
+        "train_samples": 0,
+        "times": {},
+        "device": device,
+    }
+    return finish(folder, recipe, network, data, facts, display or Silent(), torch.device(device))
 
 
 def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lipkit.interop.card import RobustBenchModel, model_card, robustbench_info
 from lipkit.interop.check import RuntimeCheck, check_runtime
+from lipkit.interop.onnx_reader import load_onnx
 from lipkit.interop.pretrained import from_pretrained, save_pretrained
 from lipkit.interop.runtimes import module_runtime, onnx_runtime, program_runtime, write_onnx, write_program
 
@@ -12,6 +13,7 @@ __all__ = [
     "RuntimeCheck",
     "check_runtime",
     "from_pretrained",
+    "load_onnx",
     "model_card",
     "module_runtime",
     "onnx_runtime",

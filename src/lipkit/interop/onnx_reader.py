@@ -332,14 +332,15 @@ def _gemm(r: _Reader) -> tuple[Step, list[str]]:
     bias = r.weight(2)
     if bias is not None:
         bias = (beta * bias).expand(len(weight)).contiguous()
-    return r.layer(_filled(nn.Linear(1, 1, device="meta"), weight=weight, bias=bias))
+    return r.layer(_filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias))
 
 
 def _matmul(r: _Reader) -> tuple[Step, list[str]]:
     weight = r.needed(1)
     if weight.ndim != 2:
         raise r.refuse("a matrix as the second operand", f"shape {tuple(weight.shape)}")
-    return r.layer(_filled(nn.Linear(1, 1, device="meta"), weight=weight.T.contiguous(), bias=None))
+    layer = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
+    return r.layer(_filled(layer, weight=weight.T.contiguous(), bias=None))
 
 
 def _max_pool(r: _Reader) -> tuple[Step, list[str]]:

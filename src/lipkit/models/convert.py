@@ -102,7 +102,7 @@ def convert(
     2 layers converted, 1 kept that need a look
       converted  0: Conv2d -> LotConv2d, nearest; zero padding became circular
       converted  4: Linear -> OrthogonalLinear, nearest
-      kept       1: BatchNorm2d: its constant depends on its statistics and weight: leave it out, or use lipkit.models.rebuild
+      kept       1: BatchNorm2d: its constant depends on its statistics: leave it out, or use lipkit.models.rebuild
     """
     family = families.get(layer)
     if family.name in ("sll", "cpl"):
@@ -178,7 +178,7 @@ def _refusal(module: nn.Module, family: families.Family, sizes: set[tuple[int, i
     if kind in (nn.Conv2d, nn.Linear):
         return obstacle_of(module, family, sizes)
     if isinstance(module, BATCH_NORMS):
-        return "its constant depends on its statistics and weight: leave it out, or use lipkit.models.rebuild"
+        return "its constant depends on its statistics: leave it out, or use lipkit.models.rebuild"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     leaf = not any(True for _ in module.children())
     if (leaf or own) and not rules().get(kind, (False, False))[0]:

@@ -19,7 +19,7 @@ from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.storage import load, save, sha256
 from lipkit.modules.structure import structure
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.modules.views import Enlarge, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Enlarge, Expand, Pad, Permute, Piece, Reshape, Roll
 
 __all__ = [
     "Activation",
@@ -30,6 +30,7 @@ __all__ = [
     "ConvexResidual",
     "Elementwise",
     "Enlarge",
+    "Expand",
     "FourierConv2d",
     "Graph",
     "GroupSort",

@@ -220,3 +220,17 @@ for _kind in (nn.Conv1d, nn.Conv2d):
         padding_mode=either(None, "zeros", "reflect", "replicate", "circular"),
         bias=flag,
     )
+
+for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d):
+    stored(
+        _kind,
+        in_channels=COUNT,
+        out_channels=COUNT,
+        kernel_size=COUNT,
+        stride=COUNT,
+        padding=INTEGER,
+        output_padding=INTEGER,
+        groups=COUNT,
+        bias=flag,
+        dilation=COUNT,
+    )

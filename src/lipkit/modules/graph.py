@@ -147,8 +147,8 @@ class Blend(Join):
 
 
 def check_alike(join: Join, values: Sequence[Tensor], count: int) -> None:
-    shapes = [tuple(value.shape) for value in values]
-    if len(values) != count or len(set(shapes)) != 1:
+    if len(values) != count or any(value.shape != values[0].shape for value in values[1:]):
+        shapes = [tuple(value.shape) for value in values]
         raise ShapeError(f"{type(join).__name__}: expected {count} values of one shape, got {shapes}")
 
 

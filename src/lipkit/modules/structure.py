@@ -27,7 +27,7 @@ from lipkit.modules.pooling import Mean
 from lipkit.modules.registry import Shape
 from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample
 from lipkit.modules.tracing import Root, fetch, trace
-from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.modules.visiting import FunctionCall, Operand, Walk, called
 
 Value = int | tuple[int, ...]
@@ -159,13 +159,12 @@ class Build(FunctionCall):
             return value
         return self.then(nn.Flatten() if len(after) == 1 else Reshape(*after), value)
 
-    def same_shape(self, x: Any) -> Operand:
-        """``x`` if the result has its shape."""
-        if self.operand(x).shape != self.shape:
-            raise self.refuse(
-                f"expected operands that are not repeated, got one of shape {x.shape} for a result of {self.shape}"
-            )
-        return self.operand(x)
+    def broadcast(self, x: Any) -> Operand:
+        """``x`` repeated to the shape of the result, as elementwise functions do."""
+        if self.operand(x).shape == self.shape:
+            return self.operand(x)
+        self.repetition(x)
+        return Operand(self.add(Expand(*self.shape), x), self.shape, x.dtype)
 
     def number(self, x: Any, name: str, of: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
         """``of`` a constant without the batch, in the format of the network."""
@@ -181,7 +180,7 @@ class Build(FunctionCall):
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, repeated as torch would repeat them."""
-        given = self.same_shape(x)
+        given = self.broadcast(x)
         numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
         axes = len(given.shape)
         full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]
@@ -216,13 +215,19 @@ def plain(*targets: Callable[..., Any] | str) -> Callable[[Callable[..., Value]]
 @plain(
     *(torch.flatten, torch.reshape, torch.clone, torch.squeeze, torch.unsqueeze, torch.detach, operator.pos),
     *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "squeeze", "unsqueeze", "detach"),
-    *("view_as", "reshape_as", "expand", "expand_as"),
+    *("view_as", "reshape_as"),
 )
 def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
     before = call.same_format(x).shape
     if math.prod(before) != math.prod(call.shape):
         raise call.refuse(f"expected as many entries as before, got {call.shape} from {before}")
     return call.reshaped(x.form, before, call.shape)
+
+
+@plain("expand", "expand_as", torch.broadcast_to)
+def _expand(call: Build, x: Operand, *sizes: Any) -> int:
+    value: int = call.broadcast(call.same_format(x)).form
+    return value
 
 
 @plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu")
@@ -310,8 +315,8 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     weight = call.number(alpha, "alpha")
     if isinstance(x, Operand) and isinstance(y, Operand):
         if float(weight) == 1:
-            return call.add(Add(1, sign), call.same_shape(x), call.same_shape(y))
-        return call.then(Add(1, sign), call.same_shape(x).form, call.elementwise(y, scale=weight))
+            return call.add(Add(1, sign), call.broadcast(x), call.broadcast(y))
+        return call.then(Add(1, sign), call.broadcast(x).form, call.elementwise(y, scale=weight))
     if isinstance(x, Operand):
         return call.elementwise(x, shift=sign * weight * call.number(y, "term"))
     return call.elementwise(y, scale=sign * weight, shift=call.number(x, "term"))
@@ -379,7 +384,7 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
 
 @plain(torch.maximum, torch.fmax, "maximum", torch.max)
 def _maximum(call: Build, x: Any, y: Any) -> int:
-    return call.add(Maximum(), call.same_shape(x), call.same_shape(y))
+    return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
 
 
 @plain(torch.minimum, torch.fmin, "minimum", torch.min)
@@ -406,7 +411,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     if not all(type(end) in (int, float) for end in ends):
         raise call.refuse(f"expected two numbers as limits, got {min} and {max}")
     low, high = map(float, ends)
-    return call.add(nn.Hardtanh(low, high), call.same_shape(x))
+    return call.add(nn.Hardtanh(low, high), call.broadcast(x))
 
 
 @plain(torch.clamp_min, "clamp_min", "clamp_min_")

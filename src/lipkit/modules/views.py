@@ -187,6 +187,36 @@ class Enlarge(nn.Module):
         return f"{self.rows}, {self.cols}"
 
 
+class Expand(nn.Module):
+    """The numbers of each sample repeated to another shape, along its dimensions of size 1.
+
+    Args:
+        shape: of one sample.
+
+    Raises:
+        OptionError: sizes below 1. ShapeError: an input that does not fit it.
+
+    >>> import torch
+    >>> Expand(2, 2)(torch.tensor([[[1.0, 2.0]]])).tolist()
+    [[[1.0, 2.0], [1.0, 2.0]]]
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        if not shape or min(shape) < 1:
+            raise OptionError(f"Expand: expected positive sizes, got {shape}")
+        self.shape = tuple(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = x.ndim == len(self.shape) + 1
+        if not fits or any(n not in (1, m) for n, m in zip(x.shape[1:], self.shape, strict=True)):
+            raise ShapeError(f"Expand: expected samples that can be repeated to {self.shape}, got {tuple(x.shape)}")
+        return x.expand(-1, *self.shape)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.shape))
+
+
 VIEWS = (Reshape, Permute, Piece, Roll, Pad)
 
 
@@ -198,6 +228,12 @@ def _view(module: nn.Module, input_shape: Shape | None) -> float:
 @lipschitz_rule(Enlarge)
 def _enlarge(module: Enlarge, input_shape: Shape | None) -> float:
     return root(module.rows * module.cols)
+
+
+@lipschitz_rule(Expand)
+def _expand(module: Expand, input_shape: Shape | None) -> float:
+    # Without the shape: as if all of it were copies of one number.
+    return root(math.prod(module.shape) // (1 if input_shape is None else math.prod(input_shape)))
 
 
 @lipschitz_rule(nn.Upsample)
@@ -229,12 +265,12 @@ def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     return factors
 
 
-@rounding_rule(*VIEWS, Enlarge, nn.Upsample)
+@rounding_rule(*VIEWS, Enlarge, Expand, nn.Upsample)
 def _exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return lambda x: Local(nothing(x), nothing(x))
 
 
-export_rule(*VIEWS, Enlarge)(export_same)
+export_rule(*VIEWS, Enlarge, Expand)(export_same)
 
 stored(Reshape, lambda m: {"shape": m.shape}, lambda shape: Reshape(*shape), shape=COUNT)
 stored(Permute, lambda m: {"dims": m.dims}, lambda dims: Permute(*dims), dims=COUNT)
@@ -242,3 +278,4 @@ stored(Piece, dim=COUNT, start=whole(0), stop=COUNT, step=COUNT)
 stored(Roll, dim=COUNT, shift=INTEGER)
 stored(Pad, lambda m: {"padding": m.padding}, lambda padding: Pad(*padding), padding=INTEGER)
 stored(Enlarge, rows=COUNT, cols=COUNT)
+stored(Expand, lambda m: {"shape": m.shape}, lambda shape: Expand(*shape), shape=COUNT)

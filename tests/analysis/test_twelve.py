@@ -1,0 +1,115 @@
+"""Networks of others, with the forward pass of their papers' code: bound, exported, certified, saved, in ONNX."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.architectures import NETWORKS, SMALL
+from tests.analysis.test_architectures import settle
+from torch import nn
+
+from lipkit import analyze, certify, export, lipschitz, load, save
+from lipkit.analysis import lipschitz_lower_bound
+from lipkit.data import as_split
+from lipkit.evaluation import Attack, evaluate
+from lipkit.interop import load_onnx, onnx_runtime, write_onnx
+
+EVERYWHERE = [name for name in SMALL if name not in ("EfficientNet block", "ViT")]
+
+
+def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(1)
+    shape = NETWORKS[name][1]
+    model = settle(SMALL[name]()).float()
+    return model, shape
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_bounded_exported_certified_and_saved(name: str, tmp_path: Path) -> None:
+    model, shape = network(name)
+    plain = export(model, shape)
+    assert not any("BatchNorm" in type(m).__name__ for m in plain.modules())
+    x = torch.rand(4, *shape)
+    with torch.no_grad():
+        y = model(x)
+        scale = float(y.abs().max())
+        assert torch.allclose(plain(x), y, rtol=1e-4, atol=1e-5 * scale)
+        assert torch.allclose(plain.double()(100 * x.double()), model.double()(100 * x.double()), rtol=1e-3)
+    plain, model = plain.float(), model.float()
+    bound = float(lipschitz(plain))
+    analyzed = analyze(model, shape, restarts=1, steps=5)
+    # The same bound by another way; pieces cut by slices are kept apart here only.
+    assert analyzed.lower <= bound <= analyzed.upper * (1 + 1e-4)
+    lower = lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower
+    assert lower <= bound
+    folder = save(plain.float(), tmp_path / "net")
+    twin = load(folder)
+    assert torch.equal(twin(x), plain(x))
+    assert float(lipschitz(twin)) == pytest.approx(bound, rel=1e-12)
+    if name != "U-Net":
+        labels = plain(x).argmax(1)
+        sound, ignored = (certify(twin, x, labels, rounding=rounding).radius for rounding in ("sound", "ignore"))
+        assert bool((sound <= ignored).all())
+        assert bool((sound > 0.5 * ignored).all())
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.thorough) for name in ("DenseNet", "SqueezeNet", "ConvNeXt")]
+
+
+@pytest.mark.parametrize("name", ["ResNet-18", *SLOW])
+def test_onnx_there_and_back(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model, shape = network(name)
+    plain = export(model, shape)
+    x = torch.rand(3, *shape)
+    path = write_onnx(plain, tmp_path / "net.onnx")
+    assert torch.allclose(onnx_runtime(path)(x), plain(x), rtol=1e-4, atol=1e-5)
+    back = load_onnx(path)
+    assert torch.allclose(back(x), plain(x), rtol=1e-4, atol=1e-5)
+    assert float(lipschitz(back)) == pytest.approx(float(lipschitz(plain)), rel=1e-5)
+    assert torch.equal(load(save(back, tmp_path / "saved"))(x), back(x))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "opset"), [("LeNet", 17), ("ConvNeXt", 18), ("U-Net", 20), ("MobileNetV2", 21)])
+def test_files_of_plain_pytorch(name: str, opset: int, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model, shape = network(name)
+    path = tmp_path / "net.onnx"
+    logger = logging.getLogger("torch.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        torch.onnx.export(
+            model,
+            (torch.zeros(2, *shape),),
+            path,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            verbose=False,
+        )
+        logger.setLevel(level)
+    found = load_onnx(path)
+    x = torch.rand(3, *shape)
+    assert float(lipschitz(found)) == pytest.approx(float(lipschitz(export(model, shape))), rel=1e-4)
+    assert torch.allclose(found(x), model(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["LeNet", "DenseNet"])
+def test_attacks_find_nothing_inside_radii(name: str) -> None:
+    model, shape = network(name)
+    plain = export(model, shape)
+    x = torch.rand(12, *shape)
+    with torch.no_grad():
+        plain[-1].bias -= plain(x).mean(0)  # so that not all samples have the same class
+    split = as_split((x, plain(x).argmax(1)))
+    # Raises where an example lies inside a certified radius.
+    found = evaluate(plain, split, eps=(0.1, 3.0), attack=Attack(steps=10, samples=None), large_eps=True)
+    assert bool((found.certificate.radius > 0).all())
+    assert found.cross_check.compared > 0
