@@ -404,7 +404,7 @@ class EncoderBlock(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         b, n, dim = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
         return self.proj((weights @ v).transpose(1, 2).reshape(b, n, dim))
 

@@ -15,10 +15,12 @@ from torch import nn
 from lipkit import analyze, certify, export, lipschitz, load, save
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.data import as_split
+from lipkit.errors import NoRuleError, OptionError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.interop import load_onnx, onnx_runtime, write_onnx
 
-EVERYWHERE = [name for name in SMALL if name not in ("EfficientNet block", "ViT")]
+ON_A_BOX = ("EfficientNet block", "ViT")
+EVERYWHERE = [name for name in SMALL if name not in ON_A_BOX]
 
 
 def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
@@ -113,3 +115,27 @@ def test_attacks_find_nothing_inside_radii(name: str) -> None:
     found = evaluate(plain, split, eps=(0.1, 3.0), attack=Attack(steps=10, samples=None), large_eps=True)
     assert bool((found.certificate.radius > 0).all())
     assert found.cross_check.compared > 0
+
+
+@pytest.mark.parametrize("name", ON_A_BOX)
+def test_products_have_a_constant_on_a_box(name: str, tmp_path: Path) -> None:
+    model, shape = network(name)
+    for refused in (lambda: export(model, shape), lambda: lipschitz(model, shape), lambda: analyze(model, shape)):
+        with pytest.raises(NoRuleError, match=r"mul in '.*'|'blocks.0'"):
+            refused()
+    plain = export(model, shape, box=(0, 1))
+    assert plain.input_range == (0.0, 1.0)
+    corners = torch.randint(0, 2, (8, *shape)).float()
+    x = torch.cat([torch.rand(8, *shape), corners])
+    with torch.no_grad():
+        assert torch.allclose(plain(x), model(x), rtol=1e-4, atol=1e-5)
+    bound = float(lipschitz(plain))
+    assert analyze(model, shape, box=(0, 1), restarts=0).upper == pytest.approx(bound, rel=1e-6)
+    assert lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower <= bound
+    twin = load(save(plain.float(), tmp_path / "net"))
+    assert torch.equal(twin(x), plain(x))
+    certificate = certify(twin, x, plain(x).argmax(1))
+    assert bool((certificate.radius > 0).all())
+    assert certificate.input_range == (0.0, 1.0)
+    with pytest.raises(OptionError, match="expected inputs in"):
+        certify(twin, 2 * x, plain(x).argmax(1))

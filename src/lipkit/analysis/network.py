@@ -14,7 +14,7 @@ from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
-from lipkit.modules import Shape
+from lipkit.modules import Shape, export
 from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
 from lipkit.modules.tracing import Root, trace
 
@@ -44,6 +44,7 @@ def analyze(
     restarts: int = 4,
     steps: int = 10,
     seed: int = 0,
+    box: tuple[float, float] | None = None,
 ) -> NetworkBound:
     r"""Lower and upper bound of the Lipschitz constant of any network that torch.fx can trace.
 
@@ -63,6 +64,9 @@ def analyze(
         restarts, steps: of the search for ``lower``; see :func:`lipkit.analysis.lipschitz_lower_bound`. No restarts, no
             search.
         seed: of the search.
+        box: (low, high) of every entry of the inputs. Where products of two values have no constant on all of space,
+            the bound is that of ``lipkit.export(model, input_shape, box=box)``, which is the same function for inputs
+            in the box.
 
     Returns:
         :class:`NetworkBound`.
@@ -102,6 +106,8 @@ def analyze(
     """
     check_method(method)
     check_underflow()
+    if box is not None:
+        model = export(model, input_shape, box=box)
     if restarts < 0 or steps < 1:
         raise OptionError(f"expected restarts >= 0 and steps >= 1, got restarts={restarts}, steps={steps}")
     # Versions of tensors and derivatives are needed, and the formats that the network itself says; random numbers that

@@ -12,6 +12,7 @@ from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_r
 from lipkit.modules.network import Network
 from lipkit.modules.phase import PhaseConv2d
 from lipkit.modules.pooling import Mean
+from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.rearrange import ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
@@ -35,6 +36,7 @@ __all__ = [
     "Graph",
     "GroupSort",
     "Local",
+    "MatrixProduct",
     "MaxMin",
     "Maximum",
     "Mean",
@@ -43,6 +45,7 @@ __all__ = [
     "Permute",
     "PhaseConv2d",
     "Piece",
+    "Product",
     "Reshape",
     "ResizeChannels",
     "Roll",

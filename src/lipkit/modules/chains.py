@@ -26,7 +26,7 @@ from lipkit.modules.machine import (
 )
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import multiply_up
 
@@ -207,7 +207,7 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
             if folded is not None:
                 parts[-1] = Network([*before[:-1], folded], before.input_shape)
                 continue
-        parts.append(export(child, input_shape))
+        parts.append(export_plain(child, input_shape))
         input_shape = output_shape(parts[-1], input_shape)
     return nn.Sequential(*parts)
 

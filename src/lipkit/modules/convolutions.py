@@ -221,9 +221,9 @@ for _kind in (nn.Conv1d, nn.Conv2d):
         bias=flag,
     )
 
-for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d):
+for _turned in (nn.ConvTranspose1d, nn.ConvTranspose2d):
     stored(
-        _kind,
+        _turned,
         in_channels=COUNT,
         out_channels=COUNT,
         kernel_size=COUNT,

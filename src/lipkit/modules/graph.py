@@ -38,7 +38,7 @@ from lipkit.modules.machine import (
     step_of,
 )
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule
+from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule
 from lipkit.modules.residual import refuse_inplace
 from lipkit.modules.views import Piece
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number
@@ -158,14 +158,14 @@ class Joining(NamedTuple):
     Attributes:
         form: the bound of the result from those of the values.
         error: a bound of how far the exact result moves, from how far the values move.
-        operations: chained roundings of one entry of the result, from the number of values.
+        operations: chained roundings of one entry of the result.
         plain: the join with constant numbers.
         number: the largest number that it holds, whose own rounding, absolutely, counts for each value.
     """
 
     form: Callable[[Any, Sequence[Form]], Form]
     error: Callable[[Any, Sequence[Line]], Line]
-    operations: Callable[[int], int]
+    operations: Callable[[Any], int]
     plain: Callable[[Any], Join]
     number: Callable[[Any], float] = lambda join: 0.0
 
@@ -200,9 +200,9 @@ def add_join(kind: type[Join], answers: Joining) -> None:
     remember(kind)
 
 
-add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda values: values - 1, lambda m: Add(*m.signs)))
-add_join(Concatenate, Joining(lambda _, forms: stacked(forms), _beside, lambda values: 0, lambda m: Concatenate(m.dim)))
-add_join(Maximum, Joining(lambda _, forms: stacked(forms), _beside, lambda values: 0, lambda m: Maximum()))
+add_join(Add, Joining(lambda _, forms: added(forms), _summed, lambda m: len(m.signs) - 1, lambda m: Add(*m.signs)))
+add_join(Concatenate, Joining(lambda _, forms: stacked(forms), _beside, lambda m: 0, lambda m: Concatenate(m.dim)))
+add_join(Maximum, Joining(lambda _, forms: stacked(forms), _beside, lambda m: 0, lambda m: Maximum()))
 
 
 def blend_of(share: Callable[[Any], Tensor]) -> Joining:
@@ -215,7 +215,7 @@ def blend_of(share: Callable[[Any], Tensor]) -> Joining:
     return Joining(
         lambda join, forms: blended(share(join), forms),
         lines,
-        lambda values: 3,
+        lambda join: 3,
         lambda join: Blend(share(join).detach()),
         lambda join: abs(float(share(join).detach())),
     )
@@ -418,7 +418,7 @@ def _export_graph(module: Graph, input_shape: Shape) -> nn.Module:
                 wiring.modules[given[0] - 1] = folded
                 place += given
                 continue
-        for part in export(node, shapes[read[0]]):
+        for part in export_plain(node, shapes[read[0]]):
             given = [wiring.add(part, *given)]
         place += given
     return nn.Sequential(*wiring.chain(place[-1]))
@@ -460,7 +460,7 @@ def _advanced(node: nn.Module, step: Step | None, given: list[Walk], shape: Shap
     joining = _joining(node)
     reaches = [reach(walk) for walk in given]
     reached, number = joining.error(node, reaches), joining.number(node)
-    operations = joining.operations(len(given))
+    operations = joining.operations(node)
     centre = node(*(walk.centre for walk in given))
     floor = 4 * (operations + 1) * math.sqrt(entries(shape))
 

@@ -116,7 +116,7 @@ def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
 def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
     from lipkit.modules.structure import structure
 
-    return export(structure(module, input_shape), input_shape)
+    return export_plain(structure(module, input_shape), input_shape)
 
 
 _TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {"lipschitz": _structure_constant, "export": _structure_export}
@@ -177,7 +177,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     return bound if known else torch.full_like(bound, math.inf)
 
 
-def export(module: nn.Module, input_shape: Shape) -> Network:
+def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | None = None) -> Network:
     """The function of ``module`` with constant weights, as a chain of plain modules in evaluation mode.
 
     This is the trust boundary: evaluation, certificates, attacks and deployment work on the result, and its bound is
@@ -187,6 +187,10 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
         module: a module with a rule, or one whose own forward pass can be traced (`lipkit.modules.structure`). Batch
             normalisation behind a convolution is folded into it.
         input_shape: shape of one input without the batch. The result accepts no other.
+        box: (low, high) of every entry of the inputs that the network is for. Products of two values, such as those of
+            attention, have a Lipschitz constant there only: the result limits their factors to what such inputs can
+            reach (`lipkit.modules.products`), so that it has a constant everywhere, and is the function of ``module``
+            for inputs in the box. It becomes the ``input_range`` of the result.
 
     Returns:
         :class:`lipkit.modules.Network`: ``torch.nn`` modules and those of :mod:`lipkit.modules`, independent of
@@ -203,6 +207,19 @@ def export(module: nn.Module, input_shape: Shape) -> Network:
       (0): Linear(in_features=2, out_features=2, bias=True)
     )
     """
+    network = export_plain(module, input_shape)
+    if box is not None:
+        from lipkit.modules.ranges import limited
+
+        return limited(network, box)
+    from lipkit.modules.products import refuse_unlimited
+
+    refuse_unlimited(network)
+    return network
+
+
+def export_plain(module: nn.Module, input_shape: Shape) -> Network:
+    """:func:`export` of a part, whose products need no limits yet."""
     rule = _rule(_EXPORT, module, "export")
     cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.

@@ -24,6 +24,7 @@ from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.functional import FUNCTIONAL, covered, first_operand, with_tensors
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.pooling import Mean
+from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.registry import Shape
 from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample
 from lipkit.modules.tracing import Root, fetch, trace
@@ -189,6 +190,11 @@ class Build(FunctionCall):
             return self.add(Affine(*(t.reshape(-1).expand(channels) for t in full)), given)
         return self.add(Elementwise(*full), given)
 
+    def named(self, product: Limited) -> Limited:
+        """A product that messages name by this call."""
+        product.where = f"{self.name} in {self.where!r}" if self.where else self.name
+        return product
+
     def piece(self, x: Operand, dim: int, entries: range) -> int:
         """Some entries of one dimension."""
         if entries == range(x.shape[dim - 1]):
@@ -325,10 +331,7 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
 @plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_")
 def _mul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        raise call.refuse(
-            "expected one factor to be constant, got two that depend on the input: such a product has no Lipschitz "
-            "constant on all of space"
-        )
+        return call.add(call.named(Product()), call.broadcast(x), call.broadcast(y))
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
     return call.elementwise(moving, scale=call.number(constant, "factor"))
 
@@ -346,7 +349,9 @@ def _neg(call: Build, x: Operand) -> int:
 @plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm")
 def _matmul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        raise call.refuse("expected one constant matrix, got two tensors that depend on the input")
+        if x.ndim < 3 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
+            raise call.refuse(f"expected matrices of each sample, got shapes {x.shape} and {y.shape}")
+        return call.then(call.named(MatrixProduct(x.shape[-2], x.shape[-1], y.shape[-1])), x.form, y.form)
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
     matrix = call.number(constant, "matrix")
     left = moving is y

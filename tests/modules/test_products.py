@@ -1,0 +1,124 @@
+"""Products of two values: constants, limits from ranges, and what forged limits do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lipkit import export, lipschitz
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules import Graph, MatrixProduct, Network, Product, local_error
+from lipkit.modules.ranges import limited
+from lipkit.proof.arithmetic import FLOAT32
+
+
+def slope(module: nn.Module, scale: float, shape: tuple[int, ...], count: int = 4000) -> float:
+    """The steepest secant between random points."""
+    x = scale * torch.randn(count, *shape, dtype=torch.float64)
+    y = x + torch.randn_like(x) * scale * 10 ** (-3 * torch.rand(count, *(1,) * len(shape), dtype=torch.float64))
+    with torch.no_grad():
+        moved = (module(x) - module(y)).flatten(1).norm(dim=1)
+    return float((moved / (x - y).flatten(1).norm(dim=1)).max())
+
+
+@given(st.floats(0.1, 5), st.floats(0.1, 5), st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_no_secant_is_steeper_than_the_constant(a: float, b: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    graph = Graph([nn.Linear(3, 3), Product(torch.tensor([a, b]))], [[0], [0, 1]]).double()
+    bound = float(lipschitz(graph, (3,)).detach())
+    for scale in (0.3, a, 10.0):
+        assert slope(graph, scale, (3,), 500) <= bound
+
+
+def test_the_constant_is_attained() -> None:
+    square = Graph([Product(torch.tensor([2.0, 2.0]))], [[0, 0]]).double()
+    assert float(lipschitz(square, (1,))) == pytest.approx(4.0)
+    assert 3.9 < slope(square, 2.0, (1,)) <= 4.0
+    product = MatrixProduct(2, 3, 2, torch.tensor([1.0, 2.0]))
+    assert product.norms() == pytest.approx((math.sqrt(6), 2 * math.sqrt(6)))
+    u, v = torch.ones(2, 3), 2 * torch.ones(3, 2)
+    assert float(torch.linalg.matrix_norm(u, 2)) == pytest.approx(product.norms()[0])
+    assert float(torch.linalg.matrix_norm(v, 2)) == pytest.approx(product.norms()[1])
+
+
+def test_limits_are_what_the_box_can_reach() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(2, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.a(x)) * torch.tanh(self.b(x))
+
+    torch.manual_seed(0)
+    gate = Gate()
+    plain = export(gate, (2, 5, 5), box=(-1, 2))
+    (product,) = [m for m in plain.modules() if isinstance(m, Product)]
+    # Of a linear layer the range is exact: its largest entry is attained at a corner of the box.
+    weight, bias = gate.a.weight.detach(), gate.a.bias.detach()
+    highest = (2 * weight.clamp_min(0) - weight.clamp_max(0)).sum((1, 2, 3)) + bias
+    assert float(product.limits[0]) == pytest.approx(float(highest.max()), rel=1e-4)
+    assert float(product.limits[1]) <= 1 + 1e-5
+    x = -1 + 3 * torch.rand(200, 2, 5, 5)
+    assert torch.allclose(plain(x), gate(x), atol=1e-5)
+    far = 50 * torch.randn(50, 2, 5, 5)
+    assert not torch.allclose(plain(far), gate(far), atol=1e-2)
+    assert float(plain(far).abs().max()) <= float(product.limits.prod()) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4, 4)])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.GELU(), nn.SiLU(), nn.Sigmoid(), nn.Softmax(1), nn.ELU(), nn.LayerNorm(4), nn.Hardswish(), nn.LeakyReLU(-0.3)],
+    ids=lambda m: type(m).__name__,
+)
+def test_ranges_hold(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    network = Network([layer, Graph([Product()], [[0, 0]])], shape)
+    plain = limited(network, (-2.0, 3.0))
+    x = torch.cat([-2 + 5 * torch.rand(500, *shape), torch.randint(0, 2, (200, *shape)) * 5.0 - 2])
+    with torch.no_grad():
+        assert torch.allclose(plain(x), layer(x) ** 2, rtol=1e-5, atol=1e-6)
+    limit = float(plain[1].nodes[0].limits[0])
+    assert float(layer(x).detach().abs().max()) <= limit <= 8.0
+
+
+@pytest.mark.parametrize("limits", [(1.0, 2.0), (0.0, 3.0), (100.0, 0.01)])
+def test_rounding_is_covered(limits: tuple[float, float]) -> None:
+    torch.manual_seed(1)
+    graph = Graph([nn.Linear(6, 6), nn.Linear(6, 6), Product(torch.tensor(limits))], [[0], [0], [1, 2]])
+    x = torch.randn(300, 6)
+    with torch.no_grad():
+        single = graph(x).double()
+        lost = (single - graph.double()(x.double())).norm(dim=1)
+    bound = local_error(graph, (6,), FLOAT32)(x.double()).error.at
+    assert bool((lost <= bound).all())
+
+
+def test_forged_limits_bound_nothing_that_is_not_so() -> None:
+    """Negative ones make a factor constant; others that are no limits are refused."""
+    product = Product(torch.tensor([1.0, 1.0]))
+    product.limits = torch.tensor([-2.0, 3.0], dtype=torch.float64)
+    graph = Graph([product], [[0, 0]])
+    assert slope(graph, 2.0, (2,)) <= float(lipschitz(graph, (2,)))
+    for bad in (math.nan, math.inf):
+        product.limits = torch.tensor([bad, 3.0])
+        with pytest.raises(NoRuleError, match="no Lipschitz constant on all of space"):
+            lipschitz(graph, (2,))
+
+
+def test_refusals() -> None:
+    for bad in (torch.tensor([1.0]), torch.tensor([1.0, -1.0]), torch.tensor([1.0, math.nan])):
+        with pytest.raises(OptionError, match="two limits"):
+            Product(bad)
+    with pytest.raises(OptionError, match="sizes of at least 1"):
+        MatrixProduct(0, 1, 1)
+    with pytest.raises(ShapeError, match="matrices of sizes"):
+        MatrixProduct(2, 2, 2)(torch.ones(1, 2, 2), torch.ones(1, 3, 2))
+    with pytest.raises(OptionError, match="smaller one first"):
+        export(nn.Linear(2, 2), (2,), box=(1, 0))
