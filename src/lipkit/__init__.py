@@ -23,6 +23,7 @@ _HOME = {
     "analyze": "lipkit.analysis",
     "lipschitz": "lipkit.modules",
     "export": "lipkit.modules",
+    "fold": "lipkit.modules",
     "save": "lipkit.modules",
     "load": "lipkit.modules",
     "certify": "lipkit.certificates",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from lipkit.certificates import certify as certify
     from lipkit.models import convert as convert
     from lipkit.modules import export as export
+    from lipkit.modules import fold as fold
     from lipkit.modules import lipschitz as lipschitz
     from lipkit.modules import load as load
     from lipkit.modules import save as save
