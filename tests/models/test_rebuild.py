@@ -19,6 +19,7 @@ from lipkit.modules import Blend, Concatenate, Graph, MaxMin
 @pytest.mark.parametrize("name", ["VGG-11", "ResNet-18", "WRN-16-4", "DenseNet", "U-Net"])
 def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
     shape = NETWORKS[name][1]
+    torch.manual_seed(10)
     result = rebuild(SMALL[name]().eval(), "cayley", input_shape=shape, activation="maxmin")
     assert result.kept == ()
     plain = export(result.model, shape)
@@ -27,6 +28,21 @@ def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
     with torch.no_grad():
         assert torch.allclose(plain(x), result.model(x), atol=1e-5)
     assert not any(isinstance(m, (nn.Conv2d, nn.BatchNorm2d)) for m in result.model.modules())
+
+
+def test_blocks_of_a_transposed_convolution_are_a_convolution_and_a_shuffle() -> None:
+    torch.manual_seed(0)
+    up = nn.ConvTranspose2d(4, 1, 2, stride=2)
+    q, _ = torch.linalg.qr(torch.randn(4, 4))
+    q[0] *= torch.linalg.det(q).sign()  # a Cayley transform is a rotation
+    up.weight.data = q.view_as(up.weight)
+    result = rebuild(up.eval(), "cayley", input_shape=(4, 3, 3))
+    x = torch.randn(2, 4, 3, 3)
+    # An orthogonal map is its own nearest: the same function, the bias included.
+    assert torch.allclose(result.model(x), up(x), atol=1e-5)
+    overlapping = rebuild(nn.ConvTranspose2d(4, 1, 3, stride=2).eval(), "cayley", input_shape=(4, 3, 3))
+    assert [row.kind for row in overlapping.kept] in ([], ["ConvTranspose2d"])
+    assert any(isinstance(m, nn.ConvTranspose2d) for m in overlapping.model.modules())
 
 
 def test_what_keeps_a_larger_constant_is_reported() -> None:

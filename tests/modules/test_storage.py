@@ -36,6 +36,8 @@ EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]]
     nn.Linear: (lambda: nn.Linear(3, 4), (3,)),
     nn.Conv1d: (lambda: nn.Conv1d(2, 3, 3, padding="same"), (2, 7)),
     nn.Conv2d: (lambda: nn.Conv2d(2, 4, (3, 2), (1, 2), (2, 1), (1, 2), 2, bias=False), IMAGE),
+    nn.ConvTranspose1d: (lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, 2, dilation=2), (4, 5)),
+    nn.ConvTranspose2d: (lambda: nn.ConvTranspose2d(2, 3, (3, 2), (1, 2), bias=False), IMAGE),
     nn.Identity: (nn.Identity, (3,)),
     nn.ZeroPad2d: (lambda: nn.ZeroPad2d((1, -1, 0, 2)), IMAGE),
     nn.Flatten: (lambda: nn.Flatten(1, 2), IMAGE),

@@ -46,6 +46,13 @@ class Watch(nn.Module):
         return self.net(x)
 
 
+class Odd(Watch):
+    """A forward pass that depends on its data: nothing traces it, nothing exports it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) if x.sum() > 0 else self.net(-x)
+
+
 @pytest.mark.thorough
 def test_the_attack_runs_in_evaluation_mode_and_the_step_in_training_mode() -> None:
     net = Watch(network())
@@ -115,7 +122,8 @@ def test_constrained_layers_are_attacked_as_their_export_with_weights_built_once
     monkeypatch.setattr(torch.linalg, "inv", lambda a: calls.append(1) or build(a))
     PgdAdversary(eps=0.1, steps=7)(net, x, y, torch.Generator())
     assert len(calls) == 2
-    own = Watch(net).eval()  # a forward pass of its own has no export
+    assert type(frozen(Watch(net).eval(), (1, 4, 4))) is Network  # traced
+    own = Odd(net).eval()
     assert frozen(own, (1, 4, 4)) is own
     plain = network().eval()
     assert frozen(plain, (1, 4, 4)) is plain

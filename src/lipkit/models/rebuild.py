@@ -166,6 +166,8 @@ class _Builder:
 
     def _parts(self, module: nn.Module, name: str, shape: Shape) -> list[nn.Module]:
         kind = type(module)
+        if isinstance(module, nn.ConvTranspose2d) and (blocks := _blocks(module)) is not None:
+            return [*self._parts(blocks, name, shape), nn.PixelShuffle(module.stride[0])]
         if kind in (nn.Conv2d, nn.Linear):
             size = (shape[1], shape[2]) if kind is nn.Conv2d else None
             reason = obstacle_of(module, self.family, set() if size is None else {size})
@@ -203,6 +205,21 @@ class _Builder:
 
 def _gain(factor: float) -> Affine:
     return Affine(torch.tensor([factor]), torch.zeros(1))
+
+
+def _blocks(module: nn.ConvTranspose2d) -> nn.Conv2d | None:
+    """The 1 x 1 convolution that makes the blocks which a transposed one writes, as channels; None if they overlap."""
+    k = module.kernel_size[0]
+    apart = module.kernel_size == module.stride == (k, k) and module.dilation == (1, 1) and module.groups == 1
+    if not apart or module.padding != (0, 0) or module.output_padding != (0, 0):
+        return None
+    conv = nn.Conv2d(module.in_channels, module.out_channels * k * k, 1, bias=module.bias is not None)
+    conv = conv.to(module.weight)
+    with torch.no_grad():
+        conv.weight.copy_(module.weight.flatten(1).t()[:, :, None, None])
+        if conv.bias is not None and module.bias is not None:
+            conv.bias.copy_(module.bias.repeat_interleave(k * k))
+    return conv
 
 
 def _window(module: nn.Module, shape: Shape) -> int | None:

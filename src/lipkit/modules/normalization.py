@@ -78,7 +78,7 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     >>> norm = nn.BatchNorm1d(2).eval()
     >>> _ = norm.running_mean.fill_(1.0)
     >>> folded = fold_norm(nn.Linear(3, 2, bias=False), norm, (2,))
-    >>> [round(value, 5) for value in folded.bias.tolist()]
+    >>> [round(value, 4) for value in folded.bias.tolist()]
     [-1.0, -1.0]
     """
     if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or type(layer) not in _FOLDABLE:
