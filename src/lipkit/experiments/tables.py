@@ -59,8 +59,25 @@ class After(_Part):
         return {**self.options, **{"full": {}, "hour": self.hour, "smoke": self.smoke}[scale]}
 
 
+class Picture(_Part):
+    """How the figures of a table are drawn: a point for each row, rows of a series joined to a curve.
+
+    Where ``y`` ends with ``(*)`` each row is a curve by itself, through its figures ``y(1)``, ``y(2)``, ...
+    """
+
+    rows: str = Field(
+        default="(?P<series>.*)", description="pattern of the labels drawn, with groups series, panel and x as needed"
+    )
+    x: str | None = Field(default=None, description="figure of the records; null for the group x of the label")
+    y: tuple[str, ...] = Field(min_length=1, description="figures of the records, a panel for each")
+    x_label: str = Field(default="", description="in place of the figure's name")
+    y_labels: Mapping[str, str] = Field(default_factory=dict, description="likewise, by figure")
+    log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
+    points: bool = Field(default=False, description="whether the points of a series stay apart")
+
+
 class Table(_Part):
-    """A table of a paper."""
+    """A table of a paper, or a figure."""
 
     source: str = Field(description="paper and number of the table")
     description: str = Field(description="one line")
@@ -74,6 +91,7 @@ class Table(_Part):
     after: Mapping[str, After] = Field(default_factory=dict, description="measurements of the trained networks")
     hour: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale hour")
     smoke: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale smoke")
+    figure: Picture | None = Field(default=None, description="the picture that is drawn of it")
     rows: tuple[Row, ...] = Field(description="in the paper's order")
 
     @model_validator(mode="after")
