@@ -60,12 +60,16 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
             y_label=picture.y_labels.get(y, y.removesuffix("(*)")),
             per_cent=(picture.x is not None and is_fraction(picture.x), is_fraction(y)),
             curves=[
-                Curve(series, *(p if picture.x else sorted(p) for p in (c.ours, c.published)), not picture.points)
+                Curve(series, _ordered(picture, c.ours), _ordered(picture, c.published), not picture.points)
                 for series, c in curves.items()
             ],
         )
         for (panel, y), curves in made.items()
     ]
+
+
+def _ordered(picture: Picture, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    return points if picture.x else sorted(points)
 
 
 def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

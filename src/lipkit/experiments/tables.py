@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -137,6 +138,43 @@ class Table(_Part):
         }
 
 
+class Paper(_Part):
+    """Every numbered table, figure and further experiment of a paper: which of our tables makes it, or why none does.
+
+    It is the key ``.paper`` of a packaged file.
+    """
+
+    source: str = Field(description="authors, conference and year")
+    made: Mapping[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="the paper's name, such as 'table 1' -> arguments of lipkit reproduce: tables, or rows of them",
+    )
+    not_made: Mapping[str, str] = Field(default_factory=dict, description="likewise -> the reason")
+
+    @model_validator(mode="after")
+    def _either(self) -> Self:
+        if both := sorted(self.made.keys() & self.not_made.keys()):
+            raise ValueError(f"expected each item under made or under not_made, got under both: {', '.join(both)}")
+        return self
+
+    def rows(self, tables: Mapping[str, Table]) -> Iterator[tuple[str, str, str, tuple[Row, ...]]]:
+        """Item, arguments, name of the table and its rows, for everything that is made.
+
+        Raises:
+            OptionError: a table or a row that is not there.
+        """
+        for item, commands in self.made.items():
+            for arguments in commands:
+                name, *options = shlex.split(arguments)
+                labels = [option for option in options if option != "--row"]
+                rows = tuple(
+                    r for r in (tables[name].rows if name in tables else ()) if not labels or r.label in labels
+                )
+                if len(rows) < max(1, len(labels)):
+                    raise OptionError(f"{self.source}, {item}: expected a table and its rows, got {arguments!r}")
+                yield item, arguments, name, rows
+
+
 def is_fraction(figure: str) -> bool:
     """True for a figure of a record that is a fraction in [0, 1].
 
@@ -154,14 +192,30 @@ def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
     >>> load_tables()["square_wave"].source
     'Wang & Manchester, ICML 2023, table 1'
     """
+    tables: dict[str, Table] = {}
+    for content in _contents(files).values():
+        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
+    return tables
+
+
+def load_papers(files: Sequence[Any] | None = None) -> dict[str, Paper]:
+    """What each paper holds, by the name of its file.
+
+    >>> load_papers()["cayley"].made["table 8"]
+    ('cayley_8',)
+    """
+    return {
+        name: Paper.model_validate(content[".paper"])
+        for name, content in _contents(files).items()
+        if ".paper" in content
+    }
+
+
+def _contents(files: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
     if files is None:
         folder = importlib.resources.files("lipkit.tables")
         files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    tables: dict[str, Table] = {}
-    for file in files:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
-    return tables
+    return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
 
 
 TABLES: dict[str, Table] = load_tables()
