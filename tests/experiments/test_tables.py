@@ -21,11 +21,17 @@ OWN = {
 }
 MADE_AFTER = {
     "attack": ("autoattack", "pgd_linf", "cw"),
+    "attack_steps": ("pgd_after", "cw_after"),
+    "jacobian_norms": ("jacobian_mean",),
     "local_lipschitz": ("lower",),
+    "secant_slopes": ("emp_lip",),
     "layer_norms": ("norm_product", "largest_norm"),
 }
-MEASURED = {
+MEASURED: dict[str, set[str]] = {
     "kernel_bounds": {"ratio", "ratio_deviation", "ms"},
+    "layer_step": set(),
+    "network_step": {"ratio", "ms"},
+    "norm_preservation": {"smallest", "largest"},
     "network_bounds": {"bound_ms", "power_ms", "speed", "ratio"},
     "truncation": {"error", "worst", "deviation"},
     "wasserstein": {"distance", "low", "high", "rate", "constant"},

@@ -51,11 +51,13 @@ def bounded(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     channels: int | None = None,
+    split: bool = False,
 ) -> nn.Sequential:
     """A chain with an optional input normalisation in front and a gain of ``lipschitz`` after it.
 
-    The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
-    by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
+    The gain comes before the layers, so that the last module of a classifier stays its last linear layer; ``split``
+    puts its m-th root in front of each of the m layers with parameters (a skip is one) instead. Dividing by std
+    multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
     head: list[nn.Module] = []
     if (mean is None) != (std is None):
@@ -64,8 +66,17 @@ def bounded(
         if channels is not None and len(mean) != channels:
             raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
         head.append(Normalize(mean, std))
-    if lipschitz != 1.0:
-        head.append(Scale(lipschitz))
+    if not isinstance(split, bool):
+        raise OptionError(f"split: expected true or false, got {split!r}")
+    gain = Scale(lipschitz)
+    if lipschitz != 1.0 and not split:
+        head.append(gain)
+    elif lipschitz != 1.0:
+        count = sum(next(layer.parameters(), None) is not None for layer in layers)
+        for layer in layers:
+            head += [Scale(lipschitz ** (1 / count))] if next(layer.parameters(), None) is not None else []
+            head.append(layer)
+        layers = []
     return nn.Sequential(*head, *layers)
 
 
