@@ -256,10 +256,11 @@ def test_a_split_gain_is_as_large_and_the_same_function_without_biases(
         for part in model.modules():
             if isinstance(getattr(part, "bias", None), nn.Parameter):
                 nn.init.zeros_(part.bias)
+        assert isinstance(model, nn.Sequential)
         models.append(model)
     front, split_model = models
-    gains = [m for m in split_model if isinstance(m, Scale)]
-    assert len(gains) == parts == sum(next(m.parameters(), None) is not None for m in split_model)
+    gains = [m for m in split_model.children() if isinstance(m, Scale)]
+    assert len(gains) == parts == sum(next(m.parameters(), None) is not None for m in split_model.children())
     assert [float(g.gamma()) for g in gains] == pytest.approx([2 ** (1 / parts)] * parts, rel=1e-6)
     assert isinstance(split_model[-1], CayleyLinear)
     assert float(lipschitz(split_model).detach()) == pytest.approx(2.0, rel=1e-5)
@@ -274,8 +275,8 @@ def test_a_split_gain_is_as_large_and_the_same_function_without_biases(
         assert (split_model(x) - front(x)).abs().max() > 0.01  # the others' biases meet different gains
 
 
-def test_a_split_that_is_none_is_refused() -> None:
-    with pytest.raises(OptionError, match="split: expected true or false, got 1"):
-        kwlarge(split=1)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="expected a positive finite number, got -2"):
-        kwlarge(lipschitz=-2.0, split=True)
+def test_a_gain_of_one_has_no_parts_and_none_is_refused() -> None:
+    model = build("kwlarge", input_shape=(3, 8, 8), split=True, lipschitz=1.0)
+    assert not [m for m in model.children() if isinstance(m, Scale)]
+    with pytest.raises(OptionError, match="model lbdn: expected the option lipschitz beside split, got none to split"):
+        build("lbdn", split=True, input_shape=(2,), classes=2, hidden=[4], gamma=2.0)

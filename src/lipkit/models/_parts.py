@@ -51,13 +51,11 @@ def bounded(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     channels: int | None = None,
-    split: bool = False,
 ) -> nn.Sequential:
     """A chain with an optional input normalisation in front and a gain of ``lipschitz`` after it.
 
-    The gain comes before the layers, so that the last module of a classifier stays its last linear layer; ``split``
-    puts its m-th root in front of each of the m layers with parameters (a skip is one) instead. Dividing by std
-    multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
+    The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
+    by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
     head: list[nn.Module] = []
     if (mean is None) != (std is None):
@@ -66,18 +64,26 @@ def bounded(
         if channels is not None and len(mean) != channels:
             raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
         head.append(Normalize(mean, std))
-    if not isinstance(split, bool):
-        raise OptionError(f"split: expected true or false, got {split!r}")
-    gain = Scale(lipschitz)
-    if lipschitz != 1.0 and not split:
-        head.append(gain)
-    elif lipschitz != 1.0:
-        count = sum(next(layer.parameters(), None) is not None for layer in layers)
-        for layer in layers:
-            head += [Scale(lipschitz ** (1 / count))] if next(layer.parameters(), None) is not None else []
-            head.append(layer)
-        layers = []
+    if lipschitz != 1.0:
+        head.append(Scale(lipschitz))
     return nn.Sequential(*head, *layers)
+
+
+def split_gain(model: nn.Module) -> nn.Module:
+    """A chain whose gain is in equal parts: the m-th root of L in front of each of its m layers with parameters.
+
+    A residual block is one layer. Without biases the function is the same where activations are homogeneous.
+
+    References:
+        [Cayley] section 5.1, "Ensuring Lipschitz constraints".
+    """
+    gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
+    if gain is None:  # of 1
+        return model
+    layers = [layer for layer in model.children() if layer is not gain]
+    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
+    part = float(gain.gamma()) ** (1 / len(owners))
+    return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
 
 
 def flat_size(input_shape: Shape) -> int:

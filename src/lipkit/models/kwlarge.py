@@ -34,7 +34,6 @@ def kwlarge(
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
     lipschitz: float = 1.0,
-    split: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,
@@ -54,7 +53,6 @@ def kwlarge(
         input_shape: (C, H, W) with H and W multiples of 4.
         classes: number of outputs.
         lipschitz: target constant of the network behind the normalisation.
-        split: its m-th root in front of each of the m layers (a skip is one), instead of all of it in front.
         mean, std: input normalisation, part of the network.
         options: options of the family's convolution.
 
@@ -97,7 +95,7 @@ def kwlarge(
         *activated(family, family.linear(units[0], units[1], **shared), activation),
         family.last(units[1], classes),
     ]
-    return bounded(layers, lipschitz, mean, std, channels, split)
+    return bounded(layers, lipschitz, mean, std, channels)
 
 
 def small(

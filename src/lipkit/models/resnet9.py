@@ -20,7 +20,6 @@ def resnet9(
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
     lipschitz: float = 1.0,
-    split: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,
@@ -36,7 +35,6 @@ def resnet9(
         input_shape: (C, H, W) with H and W multiples of 16.
         classes: number of outputs.
         lipschitz: target constant of the network behind the normalisation.
-        split: its m-th root in front of each of the m layers (a skip is one), instead of all of it in front.
         mean, std: input normalisation, part of the network.
         options: options of the family's convolution.
 
@@ -74,4 +72,4 @@ def resnet9(
         *activated(family, family.linear(features, 8 * width, **dense_options(family, options))),
         family.last(8 * width, classes),
     ]
-    return bounded(layers, lipschitz, mean, std, channels, split)
+    return bounded(layers, lipschitz, mean, std, channels)

@@ -32,7 +32,6 @@ def wide_resnet(
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
     lipschitz: float = 1.0,
-    split: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     **options: Any,
@@ -52,7 +51,6 @@ def wide_resnet(
         input_shape: (C, H, W) with H and W multiples of 16.
         classes: number of outputs.
         lipschitz: target constant of the network behind the normalisation.
-        split: its m-th root in front of each of the m layers (a skip is one), instead of all of it in front.
         mean, std: input normalisation, part of the network.
         options: options of the family's convolution.
 
@@ -107,4 +105,4 @@ def wide_resnet(
         *activated(family, family.linear(current * 4, current, **dense_options(family, options))),
         family.last(current, classes),
     ]
-    return bounded(layers, lipschitz, mean, std, channels, split)
+    return bounded(layers, lipschitz, mean, std, channels)
