@@ -37,14 +37,13 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 """The architectures by the names that recipes give them."""
 
 
-def build(name: str, *, split: bool = False, **options: Any) -> nn.Module:
+def build(name: str, **options: Any) -> nn.Module:
     """The architecture ``name`` with these options.
 
     Args:
         name: of `MODELS`.
-        split: the option ``lipschitz`` in equal parts in front of all layers, instead of all of it in front of the
-            first; the layers' biases then meet smaller parts of the gain. Only beside ``lipschitz``.
-        options: of the architecture.
+        options: of the architecture. Beside ``lipschitz`` any has ``split=True``: the gain in equal parts in front of
+            all layers, instead of all of it in front of the first; the layers' biases then meet smaller parts of it.
 
     Raises:
         OptionError: unknown name, or an option that the architecture does not have.
@@ -54,6 +53,9 @@ def build(name: str, *, split: bool = False, **options: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    split = options.pop("split", False)
+    if not isinstance(split, bool):
+        raise OptionError(f"model {name}: expected true or false as split, got {split!r}")
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")
     try:
