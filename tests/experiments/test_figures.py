@@ -57,6 +57,15 @@ def test_x_may_be_a_figure_and_a_row_may_be_a_curve() -> None:
     assert curve.ours == [(5, 2.0), (10, 1.0)]
 
 
+def test_contours_go_around_the_largest_value() -> None:
+    figures = {f"z({i},{j})": float(9 - (i - 1) ** 2 - (j - 2) ** 2) for i in range(4) for j in range(4)}
+    made = table(Picture(rows="(?P<panel>.*)", y=("z(*,*)",)), a=())
+    (panel,) = panels(made, {"a": found({**figures, "clean": 1.0})})
+    assert len(panel.curves[0].ours) == 16
+    assert max(panel.curves[0].ours, key=lambda point: point[2]) == (1, 2, 9)
+    assert "#c2410c" in draw("t", made, {"a": found(figures)})
+
+
 def test_a_picture_is_a_file_with_every_point_once(monkeypatch, tmp_path, capsys) -> None:
     picture = Picture(rows="(?P<series>.*) (?P<x>[0-9]+)", y=("clean",), log_x=True)
     made = table(picture, u_1=(50.0, None), u_10=(), v_10=(25.0, None))
@@ -88,7 +97,7 @@ def test_every_packaged_picture_has_rows_and_figures_of_its_table(name: str) -> 
     assert made.figure is not None
     labels = [row.label for row in made.rows if re.fullmatch(made.figure.rows, row.label)]
     assert labels
-    measured = {y for y in made.figure.y if not y.endswith("(*)")}
+    measured = {y for y in made.figure.y if not y.endswith("*)")}
     assert {*measured, *filter(None, [made.figure.x])} <= {*made.columns.values(), *made.also}
     drawn = sum(len(c.published) for p in panels(made, {}) for c in p.curves)
     assert drawn <= sum(v is not None for row in made.rows for v in row.published)

@@ -26,15 +26,17 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[Found]]) -> str:
     made = list(panels(table, found))
     printed = any(curve.published for panel in made for curve in panel.curves)
     note = "hollow: the paper's" if printed else "the paper prints no numbers"
-    return panels_svg(made, name, f"{table.source}: {table.description} ({note})", log_x=table.figure.log_x)
+    return panels_svg(
+        made, name, f"{table.source}: {table.description} ({note})", logs=(table.figure.log_x, table.figure.log_y)
+    )
 
 
 @dataclass
 class _Parts:
     """Points of one curve, ours and the paper's."""
 
-    ours: list[tuple[float, float]] = field(default_factory=list)
-    published: list[tuple[float, float]] = field(default_factory=list)
+    ours: list[tuple[float, ...]] = field(default_factory=list)
+    published: list[tuple[float, ...]] = field(default_factory=list)
 
 
 def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
@@ -57,7 +59,7 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
         Panel(
             title=panel,
             x_label=picture.x_label or picture.x or "",
-            y_label=picture.y_labels.get(y, y.removesuffix("(*)")),
+            y_label=picture.y_labels.get(y, y.partition("(*")[0]),
             per_cent=(picture.x is not None and is_fraction(picture.x), is_fraction(y)),
             curves=[
                 Curve(series, _ordered(picture, c.ours), _ordered(picture, c.published), not picture.points)
@@ -69,7 +71,7 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
     return [panel for panel in drawn if any(c.ours or c.published for c in panel.curves)] or drawn
 
 
-def _ordered(picture: Picture, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _ordered(picture: Picture, points: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     return points if picture.x else sorted(points)
 
 
@@ -80,11 +82,10 @@ def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _points(
     picture: Picture, y: str, values: Mapping[str, float], groups: Mapping[str, str]
-) -> list[tuple[float, float]]:
+) -> list[tuple[float, ...]]:
     """A point of a row, or the points of its curve: the figures ``y(1)``, ``y(2)``, ... of one record."""
-    if y.endswith("(*)"):
-        stem = y.removesuffix("(*)")
-        inside = {name: _BRACKETS.search(name) for name in values if name.startswith(f"{stem}(")}
-        return [(float(match[1]), values[name]) for name, match in inside.items() if match]
+    if y.endswith("*)"):
+        inside = {name: _BRACKETS.search(name) for name in values if name.startswith(f"{y.partition('(')[0]}(")}
+        return [(*map(float, match[1].split(",")), values[name]) for name, match in inside.items() if match]
     x = float(groups["x"]) if picture.x is None else values.get(picture.x)
     return [] if x is None or y not in values else [(x, values[y])]

@@ -74,7 +74,8 @@ class After(_Part):
 class Picture(_Part):
     """How the figures of a table are drawn: a point for each row, rows of a series joined to a curve.
 
-    Where ``y`` ends with ``(*)`` each row is a curve by itself, through its figures ``y(1)``, ``y(2)``, ...
+    Where ``y`` ends with ``(*)`` each row is a curve by itself, through its figures ``y(1)``, ``y(2)``, ...; where it
+    ends with ``(*,*)``, the contours of its figures ``y(1,1)``, ``y(1,2)``, ..., with the largest marked.
     """
 
     rows: str = Field(
@@ -85,6 +86,7 @@ class Picture(_Part):
     x_label: str = Field(default="", description="in place of the figure's name")
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="likewise, by figure")
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
+    log_y: bool = Field(default=False, description="likewise y")
     points: bool = Field(default=False, description="whether the points of a series stay apart")
 
 
@@ -237,6 +239,7 @@ STAND_INS = {
     "cifar100": ("cifar10", DIGITS),
     "tiny_imagenet": ("cifar10", DIGITS),
     "stl10": ("cifar10", DIGITS),
+    "imagenet": ("cifar10", DIGITS),
     "cifar10": (DIGITS,),
     "mnist": ("digits",),
 }

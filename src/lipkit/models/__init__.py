@@ -17,7 +17,7 @@ from lipkit.models.lbdn_conv import lbdn_conv
 from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
-from lipkit.models.plain_networks import convnet, wrn_plain
+from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.wide_resnet import wide_resnet
 
@@ -30,6 +30,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "patchnet": patchnet,
     "resnet9": resnet9,
+    "resnet_plain": resnet_plain,
     "small": small,
     "wide_resnet": wide_resnet,
     "wrn_plain": wrn_plain,
@@ -83,6 +84,7 @@ __all__ = [
     "mlp",
     "patchnet",
     "resnet9",
+    "resnet_plain",
     "small",
     "wide_resnet",
     "wrn_plain",

@@ -232,11 +232,14 @@ def _is_accuracy(name: str, points: Sequence[tuple[float, float]]) -> bool:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in the order in which they are joined, and those that a paper prints for the same."""
+    """Points (x, y) in the order in which they are joined, and those that a paper prints for the same.
+
+    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked.
+    """
 
     name: str
-    ours: Sequence[tuple[float, float]]
-    published: Sequence[tuple[float, float]] = ()
+    ours: Sequence[tuple[float, ...]]
+    published: Sequence[tuple[float, ...]] = ()
     joined: bool = True
 
 
@@ -251,14 +254,14 @@ class Panel:
     per_cent: tuple[bool, bool] = (False, False)
 
 
-def panels_svg(panels: Sequence[Panel], name: str, title: str, *, log_x: bool = False) -> str:
+def panels_svg(panels: Sequence[Panel], name: str, title: str, logs: tuple[bool, bool] = (False, False)) -> str:
     """Panels in rows of three as an SVG file that needs no page around it: published points are hollow.
 
     Args:
         panels: at least one; a curve has the same look in all.
         name: keeps the ids of the file apart from those of others.
         title: above them.
-        log_x: whether x is on a logarithmic axis.
+        logs: whether x and y are on logarithmic axes.
     """
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -275,7 +278,11 @@ def panels_svg(panels: Sequence[Panel], name: str, title: str, *, log_x: bool = 
                 "color": SERIES[look % len(SERIES)], "marker": "os^D"[look // len(SERIES) % 4],
                 "markersize": 3 if len(curve.ours) > 12 else 5,
             }  # fmt: skip
-            if curve.ours:
+            if curve.ours and len(curve.ours[0]) == 3:
+                x, y, z = np.array(curve.ours).T
+                axis.tricontour(x, y, z, levels=8, colors=SERIES[0], linewidths=0.8)
+                axis.plot(*max(curve.ours, key=lambda point: point[2])[:2], "o", color=SERIES[1])
+            elif curve.ours:
                 line = "-" if curve.joined else "none"
                 handles[curve.name] = axis.plot(*zip(*curve.ours, strict=True), linestyle=line, **style)[0]  # type: ignore[arg-type]
             if curve.published:
@@ -283,10 +290,11 @@ def panels_svg(panels: Sequence[Panel], name: str, title: str, *, log_x: bool = 
                 made = axis.plot(*zip(*curve.published, strict=True), **hollow)[0]  # type: ignore[arg-type]
                 handles.setdefault(curve.name, made)
         axis.set(title=panel.title.replace("$", r"\$"), xlabel=panel.x_label, ylabel=panel.y_label)
-        if log_x:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.xaxis.set_minor_formatter(NullFormatter())
+        for log, side in zip(logs, (axis.xaxis, axis.yaxis), strict=True):
+            if log:
+                (axis.set_xscale if side is axis.xaxis else axis.set_yscale)("log")
+                side.set_major_formatter(lambda value, _: f"{value:g}")
+                side.set_minor_formatter(NullFormatter())
         for side, fraction in zip((axis.xaxis, axis.yaxis), panel.per_cent, strict=True):
             if fraction:
                 side.set_major_formatter(PercentFormatter(1.0))

@@ -14,8 +14,10 @@ from lipkit.errors import OptionError
 
 # Name in a table -> module of this package that holds a function of that name.
 MEASURES = {
+    "gap": "kernels",
     "kernel_bounds": "kernels",
     "layer_step": "speed",
+    "modulus": "kernels",
     "network_bounds": "networks",
     "network_step": "speed",
     "norm_preservation": "preservation",
