@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lipkit import modules
+from lipkit.bounds import circular
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError
 from lipkit.experiments import measures
+from lipkit.experiments.measures.kernels import gap, methods, modulus, random_kernel, true_norm
 from lipkit.experiments.measures.preservation import norm_preservation
 from lipkit.experiments.measures.speed import layer_step, network_step
 from lipkit.experiments.measures.trained import attack, attack_steps, jacobian_norms, secant_slopes
@@ -33,6 +37,54 @@ def network(*between: nn.Module) -> modules.Network:
 
 def matrices(net: modules.Network) -> list[np.ndarray]:
     return [m.weight.double().numpy() for m in net if isinstance(m, nn.Linear)]
+
+
+def convolution(kernel: torch.Tensor, n: int, circular: bool) -> np.ndarray:
+    """Dense matrix of the convolution on n x n, tap by tap."""
+    cout, cin, k, _ = kernel.shape
+    matrix = np.zeros((cout, n, n, cin, n, n))
+    for o, c, a, b, i, j in np.ndindex(cout, cin, k, k, n, n):
+        x, y = i + a - k // 2, j + b - k // 2
+        if circular or (0 <= x < n and 0 <= y < n):
+            matrix[o, i, j, c, x % n, y % n] += kernel[o, c, a, b].item()
+    return matrix.reshape(cout * n * n, cin * n * n)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 3, 3), (4, 3, 3, 3), (2, 2, 5, 5)])
+def test_methods_of_the_table_are_those_of_dense_matrices(shape: tuple[int, ...]) -> None:
+    n, kernel = 8, random_kernel(*shape, seed=3)
+    around, zero = (np.linalg.svd(convolution(kernel, n, c), compute_uv=False) for c in (True, False))
+    table = {name: float(method(kernel)) for name, method in methods(n).items()}
+    assert table["circular"] == pytest.approx(around[0], rel=1e-6)
+    assert table["circular, mean"] == pytest.approx(around[: min(shape[:2]) * n * n].mean(), rel=1e-6)
+    assert true_norm(kernel, n) == pytest.approx(zero[0], rel=1e-5)
+    assert 0.85 * zero[0] < table["power method"] <= zero[0] * (1 + 1e-5)
+    ten = np.linalg.svd(convolution(kernel, 10, True), compute_uv=False)
+    assert table["symbol on 10 x 10"] == pytest.approx(ten[0], rel=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(1, 1, 3, 3), (1, 3, 3, 3), (3, 1, 3, 3), (2, 2, 5, 5)]))
+def test_a_circular_norm_is_never_far_below_the_zero_padded_one(seed: int, shape: tuple[int, ...]) -> None:
+    # The zero-padded convolution on (n - k + 1) x (n - k + 1) is a part of the circular one on n x n.
+    n, kernel = 9, random_kernel(*shape, seed=seed)
+    around, smaller = float(circular(kernel, n, n)), convolution(kernel, n - shape[2] + 1, False)
+    assert around >= np.linalg.norm(smaller, 2) * (1 - 1e-9)
+
+
+def test_the_gap_of_lipbound_falls_with_the_square_of_the_image() -> None:
+    found = gap(shape=[1, 2, 3, 3], sizes=[6, 12, 24], points=200)
+    kernel = random_kernel(1, 2, 3, 3, seed=0)
+    largest = np.sqrt((np.abs(np.fft.fft2(kernel.double().numpy(), (800, 800))) ** 2).sum((0, 1)).max())
+    assert found["gap(6)"] == pytest.approx(largest - np.linalg.norm(convolution(kernel, 6, False), 2), rel=1e-3)
+    assert 3 < found["gap(12)"] / found["gap(24)"] < 5
+
+
+def test_the_modulus_is_that_of_the_polynomial() -> None:
+    found, kernel = modulus(size=3, points=6), random_kernel(1, 1, 3, 3, seed=0)[0, 0].numpy()
+    wave = np.exp(-2j * np.pi * np.arange(3) / 6)
+    assert found["modulus(2,5)"] == pytest.approx(abs((wave**2) @ kernel @ (wave**5)), rel=1e-6)
+    assert found["largest"] == max(value for name, value in found.items() if name != "largest")
 
 
 def test_secants_of_a_linear_map_reach_its_norm_and_never_pass_it() -> None:

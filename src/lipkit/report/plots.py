@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from lipkit.certificates.intervals import format_radius
@@ -289,10 +289,14 @@ def panels_svg(panels: Sequence[Panel], name: str, title: str, logs: tuple[bool,
                 hollow = {**style, "markersize": 8, "fillstyle": "none", "linestyle": "none"}
                 made = axis.plot(*zip(*curve.published, strict=True), **hollow)[0]  # type: ignore[arg-type]
                 handles.setdefault(curve.name, made)
-        axis.set(title=panel.title.replace("$", r"\$"), xlabel=panel.x_label, ylabel=panel.y_label)
-        for log, side in zip(logs, (axis.xaxis, axis.yaxis), strict=True):
+        axis.set_title(panel.title.replace("$", r"\$"), color=INK, fontsize=10)
+        axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
+        for at, (log, side) in enumerate(zip(logs, (axis.xaxis, axis.yaxis), strict=True)):
             if log:
+                ticks = {point[at] for curve in panel.curves for point in (*curve.ours, *curve.published)}
                 (axis.set_xscale if side is axis.xaxis else axis.set_yscale)("log")
+                if len(ticks) < 8:
+                    side.set_major_locator(FixedLocator(sorted(ticks)))
                 side.set_major_formatter(lambda value, _: f"{value:g}")
                 side.set_minor_formatter(NullFormatter())
         for side, fraction in zip((axis.xaxis, axis.yaxis), panel.per_cent, strict=True):
