@@ -178,7 +178,7 @@ def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list
 
 
 def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Loss and accuracies against the epoch, side by side; an empty string if there are neither.
+    """Loss and accuracies against the epoch, side by side; an empty string where nothing was seen at two epochs.
 
     Args:
         series: (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
@@ -186,7 +186,7 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     losses = [name for name in series if "loss" in name.lower() or name.endswith("mse")]
     accuracies = [name for name in series if name not in losses and _is_accuracy(name, series[name])]
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", accuracies)) if names]
-    if not panels:
+    if all(len(series[name]) < 2 for _, names in panels for name in names):
         return ""
     return both(lambda narrow: _training(panels, series, narrow), "training")
 
