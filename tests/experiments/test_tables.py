@@ -21,11 +21,19 @@ OWN = {
 }
 MADE_AFTER = {
     "attack": ("autoattack", "pgd_linf", "cw"),
+    "attack_steps": ("pgd_after", "cw_after"),
+    "jacobian_norms": ("jacobian_mean",),
     "local_lipschitz": ("lower",),
+    "secant_slopes": ("emp_lip",),
     "layer_norms": ("norm_product", "largest_norm"),
 }
-MEASURED = {
+MEASURED: dict[str, set[str]] = {
     "kernel_bounds": {"ratio", "ratio_deviation", "ms"},
+    "gap": {"gap(50)", "gap(224)"},
+    "layer_step": set(),
+    "modulus": {"largest"},
+    "network_step": {"ratio", "ms"},
+    "norm_preservation": {"ppm(0)", "ppm(100)"},
     "network_bounds": {"bound_ms", "power_ms", "speed", "ratio"},
     "truncation": {"error", "worst", "deviation"},
     "wasserstein": {"distance", "low", "high", "rate", "constant"},
@@ -62,7 +70,9 @@ def test_a_table_names_recipes_figures_and_measurements_that_exist(name: str) ->
 def test_every_row_has_a_valid_recipe_at_every_scale(name: str, scale: str) -> None:
     table = TABLES[name]
     runs = plan(table, Path("runs") / name, scale=scale)  # type: ignore[arg-type]
-    expected = [r for r in table.rows if not r.absent and not (scale == "smoke" and r.thin)]
+    expected = [row for row in table.rows if not row.absent]
+    fewer = {run.row.label for run in plan(table, Path("runs") / name, scale=scale, thin=False)}  # type: ignore[arg-type]
+    assert fewer == {row.label for row in expected if not row.thin}
     assert list(dict.fromkeys(run.row.label for run in runs)) == [row.label for row in expected]
     assert len(runs) == len(expected) * (table.seeds if scale == "full" else 1)
     assert len({run.folder for run in runs}) == len(runs)
@@ -181,7 +191,17 @@ def test_lipbound_tables_have_the_papers_runs() -> None:
     for run in plan(TABLES["lipbound_2"], Path("x/y")):
         assert run.recipe is not None
         assert (run.recipe.adversary is None) == run.row.label.startswith("Baseline")
-        assert (run.recipe.penalty is not None) == ("LipReg" in run.row.label)
+        assert (run.recipe.penalty is not None) == ("+" in run.row.label)
+        if run.recipe.penalty is not None:
+            expected = ("farnia_lower_estimate" if "PM" in run.row.label else "lipbound", 0.008)
+            assert (run.recipe.penalty.method, run.recipe.penalty.weight) == expected
+    for run in plan(TABLES["lipbound_3"], Path("x/y")):
+        assert run.recipe is not None
+        train, model = run.recipe.train, run.recipe.model.options
+        assert (train.epochs, train.batch_size, train.lr, train.weight_decay, train.ema) == (80, 4096, 0.1, 1e-4, 0.999)
+        assert (model["blocks"], run.recipe.loss.options) == ([3, 4, 23, 3], {"smoothing": 0.1})
+        weight = None if run.recipe.penalty is None else f"{run.recipe.penalty.weight:.4f}"
+        assert weight == (run.row.label.partition(", ")[2] or None)
     times = published("lipbound_4")
     assert len(times) == 17
     assert times["DenseNet-201"] == (281.13, 1930.19, 6.86)

@@ -42,9 +42,46 @@ def test_a_block_is_the_published_one() -> None:
     assert torch.allclose(model(x), expected, atol=1e-10)
 
 
+def test_resnet_101_has_the_published_size_and_depth() -> None:
+    with torch.device("meta"):
+        model, smaller = build("resnet_plain"), build("resnet_plain", blocks=(3, 4, 6, 3))
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, smaller)]
+    assert sizes == [44_549_160, 25_557_032]  # of ResNet-101 and ResNet-50 with 1000 classes
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert len([m for m in convs if m.kernel_size == (3, 3)]) == 33
+    assert [m.in_channels for m in convs if m.stride == (2, 2)] == [3, 128, 256, 256, 512, 512, 1024]
+
+
+def test_a_bottleneck_is_the_published_one() -> None:
+    """The whole of a network of one block a stage, with torch's functions."""
+    torch.manual_seed(0)
+    model = build("resnet_plain", blocks=[1, 1, 1, 1], width=2, input_shape=(3, 32, 64), classes=3).double()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            nn.init.uniform_(m.weight, 0.5, 1.5)
+            nn.init.normal_(m.bias)
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    pairs = iter(zip(convs, norms, strict=True))
+
+    def step(h: torch.Tensor) -> torch.Tensor:
+        conv, norm = next(pairs)
+        y = nn.functional.conv2d(h, conv.weight, None, conv.stride, conv.padding)
+        return nn.functional.batch_norm(y, None, None, norm.weight, norm.bias, training=True)
+
+    x = torch.randn(2, 3, 32, 64, dtype=torch.float64)
+    h = nn.functional.max_pool2d(torch.relu(step(x)), 3, 2, 1)
+    for _ in range(4):
+        body = step(torch.relu(step(torch.relu(step(h)))))
+        h = torch.relu(body + step(h))
+    assert h.shape == (2, 64, 1, 2)
+    assert torch.allclose(model(x), list(model)[-1](h.mean((2, 3))), atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "shape"),
     [
+        ("resnet_plain", {"blocks": [1, 2, 1, 1], "width": 2}, (3, 32, 32)),
         ("wrn_plain", {"depth": 10, "widen": 1, "dropout": 0.2}, (3, 12, 8)),
         ("convnet", {}, (1, 8, 8)),
         ("convnet", {"width": 2, "batch_norm": False}, (3, 28, 28)),

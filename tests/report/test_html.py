@@ -195,7 +195,8 @@ def test_plots_are_svg_with_the_page_s_colours(run: Path) -> None:
 
 def test_no_training_curve_without_numbers() -> None:
     assert training_curves({}) == ""
-    assert training_curves({"lr": [(1, 0.1)]}) == ""
+    assert training_curves({"lr": [(1, 0.1), (2, 0.1)]}) == ""
+    assert training_curves({"loss": [(1, 2.0)], "clean": [(1, 0.5)]}) == ""  # one epoch is no curve
 
 
 def test_a_record_without_attack_or_radii(run: Path) -> None:

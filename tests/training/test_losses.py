@@ -49,6 +49,16 @@ def test_offset_cross_entropy_equals_its_formula(batch):
     assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
+def test_label_smoothing_equals_its_formula() -> None:
+    y = torch.tensor([[2.0, -1.0, 0.5], [0.0, 3.0, 1.0]], dtype=torch.float64)
+    t = torch.tensor([0, 2])
+    logs = (y - y.exp().sum(1, keepdim=True).log()).numpy()
+    expected = -np.mean([0.9 * row[label] + 0.1 * row.mean() for row, label in zip(logs, t, strict=True)])
+    assert losses.build("cross_entropy", smoothing=0.1)(y, t).item() == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(OptionError, match=r"smoothing: expected a number in \[0, 1\), got 1"):
+        losses.build("cross_entropy", smoothing=1.0)
+
+
 def test_offset_cross_entropy_without_offset_is_cross_entropy(batch):
     found = losses.offset_cross_entropy(*batch, temperature=1.0, offset=0.0)
     assert found.item() == pytest.approx(losses.cross_entropy(*batch).item(), rel=1e-12)
@@ -118,7 +128,7 @@ def test_mse_refuses_shapes_that_would_broadcast():
     [
         ("hing", {}, "expected loss as one of hinge, .*got 'hing'"),
         ("hinge", {"eps": 0.1}, "among eps0, lipschitz, got 'eps'"),
-        ("cross_entropy", {"eps0": 0.1}, r"among \(none\), got 'eps0'"),
+        ("cross_entropy", {"eps0": 0.1}, r"among smoothing, got 'eps0'"),
         ("hinge", {"eps0": 0}, "expected eps0 > 0, got 0"),
         ("hinge", {"eps0": float("nan")}, "expected eps0 of loss 'hinge' as a finite number, got nan"),
         ("hinge", {"eps0": True}, "finite number, got True"),

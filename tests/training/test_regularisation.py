@@ -44,6 +44,32 @@ def test_no_layer_is_bounded_below_its_norm(name: str, method: str) -> None:
     assert norm <= float(layer_bound(layer, method).detach()) <= 12 * norm
 
 
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_the_power_method_estimates_the_bound_from_below(name: str) -> None:
+    layer, _ = LAYERS[name]
+    estimate = layer_bound(layer, "farnia_lower_estimate")
+    above = float(layer_bound(layer, "symbol_sup").detach())
+    assert estimate.dtype == torch.float64
+    assert 0.9 * above < float(estimate.detach()) <= above * (1 + 1e-6)
+
+
+def test_a_penalty_by_the_power_method_has_its_gradient() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Flatten(), nn.Linear(8, 2)).double()
+    found = LipschitzPenalty("farnia_lower_estimate", weight=2.0)
+    found(net).backward()
+    kernel = net[0].weight
+    assert isinstance(kernel, Tensor)
+    gradient, step = kernel.grad, 1e-6
+    assert gradient is not None
+    with torch.no_grad():
+        kernel += step * gradient
+        up = float(found(net))
+        kernel -= 2 * step * gradient
+        down = float(found(net))
+    assert (up - down) / (2 * step) == pytest.approx(float(gradient.square().sum()), rel=1e-4)
+
+
 def lipbound_by_hand(kernel: Tensor) -> float:
     """Theorem of the paper on its own grid of 10 x 10 points, with loops, and the smaller of both groupings."""
     kernel = kernel.detach().double().numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from lipkit.experiments.outcome import Display
+    from lipkit.experiments.table_runs import Found
     from lipkit.experiments.tables import Available, Scale, Table
 
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     help="full: the paper's setting (default). hour: about an hour on CPU for each row. smoke: seconds, to see it run.",
 )
 @click.option("--row", "labels", multiple=True, metavar="LABEL", help="Only this row of the table; may be repeated.")
+@click.option("--skip-thin", is_flag=True, help="Without rows that differ from a neighbour in a number alone.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; by default the table's, one below full.")
 @click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: as it fits.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of runs.")
@@ -33,25 +35,33 @@ if TYPE_CHECKING:
 @click.option(
     "--keep", type=click.Path(path_type=Path), metavar="FOLDER", help="Copy the records of finished runs to there."
 )
+@click.option(
+    "--figures",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Pictures to FOLDER/TABLE.svg; by default to OUT/TABLE/TABLE.svg, of kept records nowhere.",
+)
 @click.option("--print", "only_print", is_flag=True, help="Print what is there in --out; train nothing.")
 def command(
     arguments: tuple[str, ...],
     everything: bool,
     scale: Scale | None,
     labels: tuple[str, ...],
+    skip_thin: bool,
     seeds: int | None,
     workers: int | None,
     out: Path,
     root: Path | None,
     records: Path | None,
     keep: Path | None,
+    figures: Path | None,
     only_print: bool,
 ) -> None:
     """Make every row of TABLE and print its figures beside the published ones.
 
     Runs that are there are kept, those that were cut are resumed: start it again after an interruption. The figures
     are read from record.json files alone; rows without one are printed as not made. KEY=VALUE changes the recipe of
-    every row, for example train.epochs=1. Tables: lipkit list tables.
+    every row, for example train.epochs=1. A figure is a table of its points, and a picture. Tables: lipkit list tables.
     """
     from lipkit.cli.console import display
     from lipkit.cli.train import data_root, split_arguments
@@ -61,9 +71,11 @@ def command(
     chosen = {key: only_rows(table, labels) for key, table in choose(name, everything).items()}
     if records is not None:
         if overrides or keep is not None or only_print or seeds or workers:
-            raise click.UsageError("--records only reads: expected no KEY=VALUE and no option but --scale and --all")
+            raise click.UsageError(
+                "--records only reads: expected no KEY=VALUE and no option but --scale, --all, --row and --figures"
+            )
         for number, (key, table) in enumerate(chosen.items()):
-            click.echo(("\n\n" if number else "") + print_kept(key, table, records, scale))
+            click.echo(("\n\n" if number else "") + print_kept(key, table, records, scale, figures))
         return
     if root is not None:
         overrides.append(data_root(root))
@@ -74,7 +86,8 @@ def command(
         for number, (key, table) in enumerate(chosen.items()):
             text, problems = run_table(
                 key, table, overrides, seeds, workers, out, scale=wanted, available=available, root=root, keep=keep,
-                show=show, make=not only_print, keep_going=everything,
+                figures=figures, show=show, make=not only_print, keep_going=everything,
+                thin=not skip_thin,
             )  # fmt: skip
             failed += [f"{key}: {problem}" for problem in problems]
             click.echo(("\n\n" if number else "") + text)
@@ -129,36 +142,50 @@ def run_table(
     available: Available,
     root: Path | None,
     keep: Path | None,
+    figures: Path | None,
     show: Display,
     make: bool,
     keep_going: bool,
+    thin: bool = True,
 ) -> tuple[str, list[str]]:
     """Make the runs that are missing; the table as text, and what failed."""
     from lipkit.experiments import table_runs
-    from lipkit.experiments import table_runs as table_records
-    from lipkit.experiments.table_runs import render
 
-    runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root)
+    runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root, thin=thin)
     failed: list[str] = []
     if make:
         show.note(f"{name}: {table.source}, scale {scale}")
         workers = workers or (cores() if table.parallel else 1)
         failed = table_runs.make_missing(runs, workers=workers, display=show, keep_going=keep_going)
     if keep is not None:
-        copied = table_records.keep(runs, keep / name)
+        copied = table_runs.keep(runs, keep / name)
         show.note(f"{len(copied)} records are in {keep / name}")
-    return render(table, {row.label: table_records.made(runs, row) for row in table.rows}), failed
+    found = {row.label: table_runs.made(runs, row) for row in table.rows}
+    return render(name, table, found, figures or (out / name if any(found.values()) else None)), failed
 
 
-def print_kept(name: str, table: Table, folder: Path, scale: Scale | None) -> str:
+def print_kept(name: str, table: Table, folder: Path, scale: Scale | None, figures: Path | None = None) -> str:
     """The table from kept records, as text."""
     from lipkit.experiments import table_runs
-    from lipkit.experiments import table_runs as table_records
-    from lipkit.experiments.table_runs import render
     from lipkit.experiments.tables import SCALES
 
     runs = [run for each in SCALES for run in table_runs.plan(table, Path("runs") / name, scale=each)]
-    return render(table, {row.label: table_records.kept(folder / name, row, runs, scale) for row in table.rows})
+    found = {row.label: table_runs.kept(folder / name, row, runs, scale) for row in table.rows}
+    return render(name, table, found, figures)
+
+
+def render(name: str, table: Table, found: Mapping[str, Sequence[Found]], figures: Path | None) -> str:
+    """The table as text; its picture, if it has one, as a file in ``figures``."""
+    from lipkit.experiments import table_runs
+    from lipkit.experiments.figures import draw
+    from lipkit.files import write_atomic
+
+    text = table_runs.render(table, found)
+    if table.figure is None or figures is None:
+        return text
+    figures.mkdir(parents=True, exist_ok=True)
+    write_atomic(figures / f"{name}.svg", draw(name, table, found).encode())
+    return f"{text}\nfigure: {figures / f'{name}.svg'}"
 
 
 def cores() -> int:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from lipkit.bounds import METHODS
 from lipkit.errors import LipkitError, OptionError
 from lipkit.training import losses, schedules
 from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, parse_number
+from lipkit.training.regularisation import PENALTIES
 
 
 def parse_numbers(value: Any) -> Any:
@@ -111,14 +111,14 @@ class LossSection(Section):
 class PenaltySection(Section):
     """An addition to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
 
-    method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(METHODS)}")
+    method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(PENALTIES)}")
     weight: NotNegative = Field(default=0.008, description="of the logarithms of the bounds")
     l1: NotNegative = Field(default=0.0, description="of the Frobenius norms of the weights")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.method not in METHODS:
-            raise ValueError(f"expected method as one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.method not in PENALTIES:
+            raise ValueError(f"expected method as one of {', '.join(PENALTIES)}, got {self.method!r}")
         return self
 
 

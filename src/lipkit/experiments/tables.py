@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,7 +20,18 @@ from lipkit.errors import DataError, OptionError
 Scale = Literal["full", "hour", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
 # Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
-FRACTIONS = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness", "reached")
+FRACTIONS = (
+    "clean",
+    "certified",
+    "pgd",
+    "pgd_linf",
+    "cw",
+    "autoattack",
+    "tightness",
+    "reached",
+    "pgd_after",
+    "cw_after",
+)
 
 
 class _Part(BaseModel):
@@ -41,7 +53,7 @@ class Row(_Part):
     smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
     hour_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale hour")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
-    thin: bool = Field(default=False, description="whether the scale smoke leaves it out: a neighbour does as well")
+    thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
 
 
@@ -59,8 +71,27 @@ class After(_Part):
         return {**self.options, **{"full": {}, "hour": self.hour, "smoke": self.smoke}[scale]}
 
 
+class Picture(_Part):
+    """How the figures of a table are drawn: a point for each row, rows of a series joined to a curve.
+
+    Where ``y`` ends with ``(*)`` each row is a curve by itself, through its figures ``y(1)``, ``y(2)``, ...; where it
+    ends with ``(*,*)``, the contours of its figures ``y(1,1)``, ``y(1,2)``, ..., with the largest marked.
+    """
+
+    rows: str = Field(
+        default="(?P<series>.*)", description="pattern of the labels drawn, with groups series, panel and x as needed"
+    )
+    x: str | None = Field(default=None, description="figure of the records; null for the group x of the label")
+    y: tuple[str, ...] = Field(min_length=1, description="figures of the records, a panel for each")
+    x_label: str = Field(default="", description="in place of the figure's name")
+    y_labels: Mapping[str, str] = Field(default_factory=dict, description="likewise, by figure")
+    log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
+    log_y: bool = Field(default=False, description="likewise y")
+    points: bool = Field(default=False, description="whether the points of a series stay apart")
+
+
 class Table(_Part):
-    """A table of a paper."""
+    """A table of a paper, or a figure."""
 
     source: str = Field(description="paper and number of the table")
     description: str = Field(description="one line")
@@ -74,6 +105,7 @@ class Table(_Part):
     after: Mapping[str, After] = Field(default_factory=dict, description="measurements of the trained networks")
     hour: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale hour")
     smoke: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale smoke")
+    figure: Picture | None = Field(default=None, description="the picture that is drawn of it")
     rows: tuple[Row, ...] = Field(description="in the paper's order")
 
     @model_validator(mode="after")
@@ -119,6 +151,43 @@ class Table(_Part):
         }
 
 
+class Paper(_Part):
+    """Every numbered table, figure and further experiment of a paper: which of our tables makes it, or why none does.
+
+    It is the key ``.paper`` of a packaged file.
+    """
+
+    source: str = Field(description="authors, conference and year")
+    made: Mapping[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="the paper's name, such as 'table 1' -> arguments of lipkit reproduce: tables, or rows of them",
+    )
+    not_made: Mapping[str, str] = Field(default_factory=dict, description="likewise -> the reason")
+
+    @model_validator(mode="after")
+    def _either(self) -> Self:
+        if both := sorted(self.made.keys() & self.not_made.keys()):
+            raise ValueError(f"expected each item under made or under not_made, got under both: {', '.join(both)}")
+        return self
+
+    def rows(self, tables: Mapping[str, Table]) -> Iterator[tuple[str, str, str, tuple[Row, ...]]]:
+        """Item, arguments, name of the table and its rows, for everything that is made.
+
+        Raises:
+            OptionError: a table or a row that is not there.
+        """
+        for item, commands in self.made.items():
+            for arguments in commands:
+                name, *options = shlex.split(arguments)
+                labels = [option for option in options if option != "--row"]
+                rows = tuple(
+                    r for r in (tables[name].rows if name in tables else ()) if not labels or r.label in labels
+                )
+                if len(rows) < max(1, len(labels)):
+                    raise OptionError(f"{self.source}, {item}: expected a table and its rows, got {arguments!r}")
+                yield item, arguments, name, rows
+
+
 def is_fraction(figure: str) -> bool:
     """True for a figure of a record that is a fraction in [0, 1].
 
@@ -136,14 +205,30 @@ def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
     >>> load_tables()["square_wave"].source
     'Wang & Manchester, ICML 2023, table 1'
     """
+    tables: dict[str, Table] = {}
+    for content in _contents(files).values():
+        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
+    return tables
+
+
+def load_papers(files: Sequence[Any] | None = None) -> dict[str, Paper]:
+    """What each paper holds, by the name of its file.
+
+    >>> load_papers()["cayley"].made["table 8"]
+    ('cayley_8',)
+    """
+    return {
+        name: Paper.model_validate(content[".paper"])
+        for name, content in _contents(files).items()
+        if ".paper" in content
+    }
+
+
+def _contents(files: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
     if files is None:
         folder = importlib.resources.files("lipkit.tables")
         files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    tables: dict[str, Table] = {}
-    for file in files:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        tables |= {name: Table.model_validate(value) for name, value in content.items() if not name.startswith(".")}
-    return tables
+    return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
 
 
 TABLES: dict[str, Table] = load_tables()
@@ -154,6 +239,7 @@ STAND_INS = {
     "cifar100": ("cifar10", DIGITS),
     "tiny_imagenet": ("cifar10", DIGITS),
     "stl10": ("cifar10", DIGITS),
+    "imagenet": ("cifar10", DIGITS),
     "cifar10": (DIGITS,),
     "mnist": ("digits",),
 }

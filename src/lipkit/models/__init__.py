@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
+from lipkit.models._parts import split_gain
 from lipkit.models.convert import Conversion, Converted, Kept, convert
 from lipkit.models.kwlarge import kwlarge, small
 from lipkit.models.lbdn import LBDN, from_network, lbdn
@@ -16,7 +17,7 @@ from lipkit.models.lbdn_conv import lbdn_conv
 from lipkit.models.lipconvnet import lipconvnet
 from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
-from lipkit.models.plain_networks import convnet, wrn_plain
+from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
 from lipkit.models.rebuild import rebuild, rebuilt
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.wide_resnet import wide_resnet
@@ -31,6 +32,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "patchnet": patchnet,
     "rebuild": rebuilt,
     "resnet9": resnet9,
+    "resnet_plain": resnet_plain,
     "small": small,
     "wide_resnet": wide_resnet,
     "wrn_plain": wrn_plain,
@@ -41,6 +43,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(name: str, **options: Any) -> nn.Module:
     """The architecture ``name`` with these options.
 
+    Args:
+        name: of `MODELS`.
+        options: of the architecture. Beside ``lipschitz`` any has ``split=True``: the gain in equal parts in front of
+            all layers, instead of all of it in front of the first; the layers' biases then meet smaller parts of it.
+
     Raises:
         OptionError: unknown name, or an option that the architecture does not have.
 
@@ -49,11 +56,17 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    split = options.pop("split", False)
+    if not isinstance(split, bool):
+        raise OptionError(f"model {name}: expected true or false as split, got {split!r}")
+    if split and "lipschitz" not in options:
+        raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")
     try:
         inspect.signature(MODELS[name]).bind(**options)
-        return MODELS[name](**options)
+        model = MODELS[name](**options)
     except TypeError as error:
         raise OptionError(f"model {name}: {error}") from None
+    return split_gain(model) if split else model
 
 
 __all__ = [
@@ -74,6 +87,7 @@ __all__ = [
     "patchnet",
     "rebuild",
     "resnet9",
+    "resnet_plain",
     "small",
     "wide_resnet",
     "wrn_plain",

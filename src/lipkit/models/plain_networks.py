@@ -1,4 +1,4 @@
-"""Networks of ordinary layers, which nothing constrains: a small convolutional one, and wide residual ones."""
+"""Networks of ordinary layers, which nothing constrains: a small convolutional one, wide residual and deep ones."""
 
 from __future__ import annotations
 
@@ -105,6 +105,62 @@ def wrn_plain(
         nn.Flatten(),
         nn.Linear(current, classes),
     ]
+    return bounded(layers, 1.0, mean, std, channels)
+
+
+def resnet_plain(
+    blocks: Sequence[int] = (3, 4, 23, 3),
+    width: int = 64,
+    *,
+    input_shape: Shape = (3, 224, 224),
+    classes: int = 1000,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> nn.Sequential:
+    """ResNet of bottlenecks with batch norm and ReLU, and no bound: (3, 4, 23, 3) blocks are ResNet-101.
+
+    conv 7 x 7 of ``width`` channels with stride 2, max pooling of 3 with stride 2; four stages of blocks (conv 1 x 1,
+    3 x 3, 1 x 1 to four times the channels, each with batch norm, added to their input) with 1, 2, 4, 8 times
+    ``width`` channels, after the first at half the size by the first 3 x 3; mean over the image; linear.
+
+    Args:
+        blocks: of the four stages; (3, 4, 6, 3) is ResNet-50, (3, 8, 36, 3) ResNet-152.
+        width: channels of the first layer, 64 in the paper.
+        input_shape: (C, H, W) with H and W multiples of 32.
+        classes: number of outputs.
+        mean, std: input normalisation, part of the network.
+
+    Raises:
+        OptionError: not four stages of at least one block.
+
+    >>> len(resnet_plain((1, 1, 1, 1), 4, input_shape=(3, 32, 32), classes=10))
+    15
+
+    References:
+        He, Zhang, Ren & Sun, "Deep Residual Learning for Image Recognition", CVPR 2016; ResNet-101 is the network of
+        [LipBound] table 3.
+    """
+    channels, rows, columns = check_image(input_shape, 32, "resnet_plain")
+    check_classes(classes)
+    if len(blocks) != 4:
+        raise OptionError(f"blocks: expected those of four stages, got {list(blocks)}")
+    check_positive(width=width, **{f"blocks[{i}]": n for i, n in enumerate(blocks)})
+    layers: list[nn.Module] = [_conv(channels, width, 7, 2), *_activated(width), nn.MaxPool2d(3, 2, 1)]
+    current = width
+    for stage, count in enumerate(blocks):
+        inner, cout = width * 2**stage, 4 * width * 2**stage
+        for i in range(count):
+            stride = 2 if stage and not i else 1
+            body = [
+                _conv(current, inner, 1), *_activated(inner), _conv(inner, inner, 3, stride), *_activated(inner),
+                _conv(inner, cout, 1), nn.BatchNorm2d(cout),
+            ]  # fmt: skip
+            skip = nn.Identity() if current == cout and stride == 1 else nn.Sequential(
+                _conv(current, cout, 1, stride), nn.BatchNorm2d(cout)
+            )  # fmt: skip
+            layers += [Sum(nn.Sequential(*body), skip), nn.ReLU()]
+            current = cout
+    layers += [nn.AvgPool2d((rows // 32, columns // 32)), nn.Flatten(), nn.Linear(current, classes)]
     return bounded(layers, 1.0, mean, std, channels)
 
 

@@ -1,17 +1,21 @@
-"""Plots of a run as SVG in HTML: accuracy against the radius, training against the epoch."""
+"""Plots of a run as SVG in HTML: accuracy against the radius, training against the epoch; and curves beside published
+points as an SVG file."""
 
 from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from lipkit.certificates.intervals import format_radius
@@ -42,17 +46,22 @@ def figure_of(panels: int, narrow: bool = False) -> tuple[Figure, list[Axes]]:
     rows, columns = (panels, 1) if narrow else (1, panels)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(panels)]
     for axis in axes:
-        axis.patch.set_visible(False)
-        axis.grid(color=GRID, linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.tick_params(which="both", colors=INK, length=3, labelsize=9)
-        axis.xaxis.label.set_color(INK)
-        axis.yaxis.label.set_color(INK)
-        for side, spine in axis.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(GRID)
+        dress(axis)
     figure.patch.set_visible(False)
     return figure, axes
+
+
+def dress(axis: Axes) -> None:
+    """The colours and the grid of every plot."""
+    axis.patch.set_visible(False)
+    axis.grid(color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(which="both", colors=INK, length=3, labelsize=9)
+    axis.xaxis.label.set_color(INK)
+    axis.yaxis.label.set_color(INK)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
 
 
 def legend(axis: Axes, above: float = 3) -> None:
@@ -169,7 +178,7 @@ def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list
 
 
 def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Loss and accuracies against the epoch, side by side; an empty string if there are neither.
+    """Loss and accuracies against the epoch, side by side; an empty string where nothing was seen at two epochs.
 
     Args:
         series: (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
@@ -177,7 +186,7 @@ def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     losses = [name for name in series if "loss" in name.lower() or name.endswith("mse")]
     accuracies = [name for name in series if name not in losses and _is_accuracy(name, series[name])]
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", accuracies)) if names]
-    if not panels:
+    if all(len(series[name]) < 2 for _, names in panels for name in names):
         return ""
     return both(lambda narrow: _training(panels, series, narrow), "training")
 
@@ -219,3 +228,88 @@ def _log_scale(axis: Axes, values: Sequence[float]) -> None:
 
 def _is_accuracy(name: str, points: Sequence[tuple[float, float]]) -> bool:
     return _ACCURACY.search(name) is not None and all(0 <= value <= 1 for _, value in points)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, y) in the order in which they are joined, and those that a paper prints for the same.
+
+    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked.
+    """
+
+    name: str
+    ours: Sequence[tuple[float, ...]]
+    published: Sequence[tuple[float, ...]] = ()
+    joined: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes; ``per_cent`` says of x and y whether they are fractions."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    per_cent: tuple[bool, bool] = (False, False)
+
+
+def panels_svg(panels: Sequence[Panel], name: str, title: str, logs: tuple[bool, bool] = (False, False)) -> str:
+    """Panels in rows of three as an SVG file that needs no page around it: published points are hollow.
+
+    Args:
+        panels: at least one; a curve has the same look in all.
+        name: keeps the ids of the file apart from those of others.
+        title: above them.
+        logs: whether x and y are on logarithmic axes.
+    """
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    width = 3.8 * across + 1.8
+    figure = Figure(figsize=(width, 3.6 * down + 1), layout="constrained")
+    names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
+    handles: dict[str, Any] = {}
+    for number, panel in enumerate(panels, 1):
+        axis = figure.add_subplot(down, across, number)
+        dress(axis)
+        for curve in panel.curves:
+            look = names.index(curve.name)
+            style = {
+                "color": SERIES[look % len(SERIES)], "marker": "os^D"[look // len(SERIES) % 4],
+                "markersize": 3 if len(curve.ours) > 12 else 5,
+            }  # fmt: skip
+            if curve.ours and len(curve.ours[0]) == 3:
+                x, y, z = np.array(curve.ours).T
+                axis.tricontour(x, y, z, levels=8, colors=SERIES[0], linewidths=0.8)
+                axis.plot(*max(curve.ours, key=lambda point: point[2])[:2], "o", color=SERIES[1])
+            elif curve.ours:
+                line = "-" if curve.joined else "none"
+                handles[curve.name] = axis.plot(*zip(*curve.ours, strict=True), linestyle=line, **style)[0]  # type: ignore[arg-type]
+            if curve.published:
+                hollow = {**style, "markersize": 8, "fillstyle": "none", "linestyle": "none"}
+                made = axis.plot(*zip(*curve.published, strict=True), **hollow)[0]  # type: ignore[arg-type]
+                handles.setdefault(curve.name, made)
+        axis.set_title(panel.title.replace("$", r"\$"), color=INK, fontsize=10)
+        axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
+        for at, (log, side) in enumerate(zip(logs, (axis.xaxis, axis.yaxis), strict=True)):
+            if log:
+                ticks = {point[at] for curve in panel.curves for point in (*curve.ours, *curve.published)}
+                (axis.set_xscale if side is axis.xaxis else axis.set_yscale)("log")
+                if len(ticks) < 8:
+                    side.set_major_locator(FixedLocator(sorted(ticks)))
+                side.set_major_formatter(lambda value, _: f"{value:g}")
+                side.set_minor_formatter(NullFormatter())
+        for side, fraction in zip((axis.xaxis, axis.yaxis), panel.per_cent, strict=True):
+            if fraction:
+                side.set_major_formatter(PercentFormatter(1.0))
+    figure.suptitle("\n".join(textwrap.wrap(title, int(13 * width))).replace("$", r"\$"), fontsize=10, color=INK)
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=across, frameon=False, fontsize=8,
+            labelcolor=INK,
+        )  # fmt: skip
+    figure.patch.set_facecolor("white")
+    text = svg(figure, name)
+    for variable in _VARIABLES.values():  # not every viewer of files knows variables
+        text = text.replace(variable, variable[-8:-1])
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'

@@ -73,13 +73,20 @@ def offset_cross_entropy(
     return temperature * F.cross_entropy((outputs - shift) / temperature, targets)
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(outputs: Tensor, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy with the softmax, averaged over the samples.
+
+    Args:
+        outputs: (N, K).
+        targets: (N,) int64.
+        smoothing: s in [0, 1): the target is ``1 - s`` for the label plus ``s / K`` for every class.
 
     >>> round(cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item(), 4)
     0.6931
     """
-    return F.cross_entropy(outputs, targets)
+    if not 0 <= smoothing < 1:
+        raise OptionError(f"smoothing: expected a number in [0, 1), got {smoothing}")
+    return F.cross_entropy(outputs, targets, label_smoothing=smoothing)
 
 
 def certificate_regularized_cross_entropy(

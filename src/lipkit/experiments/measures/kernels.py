@@ -18,6 +18,7 @@ from torch import Tensor
 from lipkit.bounds import METHODS, circular, lipbound, lipbound_estimate
 from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.errors import OptionError
+from lipkit.experiments.measures.networks import Conv, power_method
 from lipkit.layers import EcoConv2d
 from lipkit.linalg.exponential import schatten_bound, skew_part, taylor
 from lipkit.models import lipconvnet
@@ -26,15 +27,28 @@ from lipkit.models import lipconvnet
 def methods(n: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """Bounds by name, and the estimates that papers compare with, for images of n x n.
 
-    >>> sorted(set(methods(32)) - set(METHODS))
-    ['circular', 'farnia_lower_estimate', "lipbound, paper's factor", 'lipbound_estimate']
+    >>> sorted(set(methods(32)) - set(METHODS))  # doctest: +NORMALIZE_WHITESPACE
+    ['circular', 'circular, mean', 'farnia_lower_estimate', "lipbound, paper's factor", 'lipbound_estimate',
+    'power method', 'symbol on 10 x 10']
     """
     table: dict[str, Callable[[Tensor], Tensor]] = dict(METHODS)
     table["lipbound, paper's factor"] = lambda k: lipbound(k, correction="paper")
     table["circular"] = lambda k: circular(k, n, n)
+    table["circular, mean"] = lambda k: singular_values(k, n).mean()
     table["lipbound_estimate"] = lipbound_estimate
+    table["symbol on 10 x 10"] = lambda k: singular_values(k, 10).amax()
+    table["power method"] = lambda k: power_method(k, Conv(k.shape[1], k.shape[0], k.shape[2], 1, n))
     table["farnia_lower_estimate"] = lambda k: farnia_lower_estimate(k, n, n)
     return table
+
+
+def singular_values(kernel: Tensor, n: int) -> Tensor:
+    """All singular values of the circular convolution on n x n, by the matrices of its symbol: (n, n, min(cout, cin)).
+
+    >>> singular_values(torch.ones(1, 1, 1, 1), 2).flatten().tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+    return torch.linalg.svdvals(torch.fft.fft2(kernel.double(), (n, n)).permute(2, 3, 0, 1))
 
 
 def true_norm(kernel: Tensor, n: int) -> float:
@@ -100,6 +114,47 @@ def kernel_bounds(
         torch.set_num_threads(threads)
     return {"ratio": statistics.fmean(ratios), "ratio_deviation": statistics.pstdev(ratios),
             "ms": 1e3 * statistics.median(times)}  # fmt: skip
+
+
+def gap(
+    *, seed: int = 0, root: Path | None = None, shape: Sequence[int], sizes: Sequence[int], points: int = 400
+) -> dict[str, float]:
+    """LipBound of a random kernel, by a fine grid, minus the norm on n x n images.
+
+    Args:
+        seed: of the kernel's independent normal taps.
+        root: not used.
+        shape: of the kernel, (cout, cin, k, k).
+        sizes: the n.
+        points: of the grid on each axis.
+
+    Returns:
+        ``gap(N)`` for each size.
+
+    >>> found = gap(shape=[1, 2, 3, 3], sizes=[4, 8])
+    >>> found["gap(4)"] > found["gap(8)"] > 0
+    True
+    """
+    kernel = random_kernel(*shape, seed=seed)
+    bound = float(lipbound_estimate(kernel, points=points))
+    return {f"gap({n})": bound - true_norm(kernel, n) for n in sizes}
+
+
+def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int = 24) -> dict[str, float]:
+    r"""The modulus of :math:`f(\omega) = \sum_h k_h e^{i h \cdot \omega}` for a random kernel, on a grid.
+
+    Args:
+        seed: of the kernel's independent normal taps.
+        root: not used.
+        size: of the kernel, size x size.
+        points: of the grid on each axis, which divides [0, 2 pi).
+
+    Returns:
+        ``modulus(I,J)`` at the point I, J of the grid, and ``largest`` of them.
+    """
+    values = singular_values(random_kernel(1, 1, size, size, seed=seed), points)[..., 0]
+    figures = {f"modulus({i},{j})": float(values[i, j]) for i in range(points) for j in range(points)}
+    return {"largest": float(values.max()), **figures}
 
 
 def truncation(*, seed: int = 0, root: Path | None = None, terms: int, depth: int = 5) -> dict[str, float]:

@@ -1,0 +1,91 @@
+"""The picture of a table: which of its figures are points or curves, and where the paper's lie."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lipkit.experiments.table_runs import Found, figures
+from lipkit.experiments.tables import Picture, Table, is_fraction
+from lipkit.report.plots import Curve, Panel, panels_svg
+
+_BRACKETS = re.compile(r"\(([^()]*)\)$")
+
+
+def draw(name: str, table: Table, found: Mapping[str, Sequence[Found]]) -> str:
+    """The picture of a table as the text of an SVG file.
+
+    Args:
+        name: of the table.
+        table: one that has a figure.
+        found: the records of each row, by its label; rows without any have the published points alone.
+    """
+    assert table.figure is not None
+    made = list(panels(table, found))
+    printed = any(curve.published for panel in made for curve in panel.curves)
+    note = "hollow: the paper's" if printed else "no published numbers at hand"
+    return panels_svg(
+        made, name, f"{table.source}: {table.description} ({note})", logs=(table.figure.log_x, table.figure.log_y)
+    )
+
+
+@dataclass
+class _Parts:
+    """Points of one curve, ours and the paper's."""
+
+    ours: list[tuple[float, ...]] = field(default_factory=list)
+    published: list[tuple[float, ...]] = field(default_factory=list)
+
+
+def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
+    """The panels of a table's figure, means over the runs of a row; the rows' order stands where x is measured."""
+    picture = table.figure
+    assert picture is not None
+    made: dict[tuple[str, str], dict[str, _Parts]] = {}
+    for row in table.rows:
+        match = re.fullmatch(picture.rows, row.label)
+        if match is None:
+            continue
+        groups = {"panel": "", "series": row.label, **match.groupdict()}
+        known = [figures(one.record) for one in found.get(row.label, ())]
+        printed = {table.columns[c]: v for c, v in table.published(row).items() if v is not None}
+        for y in picture.y:
+            parts = made.setdefault((groups["panel"], y), {}).setdefault(groups["series"], _Parts())
+            parts.ours += _points(picture, y, _mean(known), groups)
+            parts.published += _points(picture, y, printed, groups)
+    drawn = [
+        Panel(
+            title=panel,
+            x_label=picture.x_label or picture.x or "",
+            y_label=picture.y_labels.get(y, y.partition("(*")[0]),
+            per_cent=(picture.x is not None and is_fraction(picture.x), is_fraction(y)),
+            curves=[
+                Curve(series, _ordered(picture, c.ours), _ordered(picture, c.published), not picture.points)
+                for series, c in curves.items()
+            ],
+        )
+        for (panel, y), curves in made.items()
+    ]
+    return [panel for panel in drawn if any(c.ours or c.published for c in panel.curves)] or drawn
+
+
+def _ordered(picture: Picture, points: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    return points if picture.x else sorted(points)
+
+
+def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    shared = set.intersection(*map(set, runs)) if runs else set()
+    return {name: math.fsum(run[name] for run in runs) / len(runs) for name in shared}
+
+
+def _points(
+    picture: Picture, y: str, values: Mapping[str, float], groups: Mapping[str, str]
+) -> list[tuple[float, ...]]:
+    """A point of a row, or the points of its curve: the figures ``y(1)``, ``y(2)``, ... of one record."""
+    if y.endswith("*)"):
+        inside = {name: _BRACKETS.search(name) for name in values if name.startswith(f"{y.partition('(')[0]}(")}
+        return [(*map(float, match[1].split(",")), values[name]) for name, match in inside.items() if match]
+    x = float(groups["x"]) if picture.x is None else values.get(picture.x)
+    return [] if x is None or y not in values else [(x, values[y])]
