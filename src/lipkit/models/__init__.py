@@ -18,6 +18,7 @@ from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, wrn_plain
 from lipkit.models.resnet9 import resnet9
+from lipkit.models.sllnet import sllnet
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -29,6 +30,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "patchnet": patchnet,
     "resnet9": resnet9,
+    "sllnet": sllnet,
     "small": small,
     "wide_resnet": wide_resnet,
     "wrn_plain": wrn_plain,
@@ -71,6 +73,7 @@ __all__ = [
     "mlp",
     "patchnet",
     "resnet9",
+    "sllnet",
     "small",
     "wide_resnet",
     "wrn_plain",
