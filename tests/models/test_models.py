@@ -239,3 +239,44 @@ def test_another_image_size_is_refused_by_the_export() -> None:
     for x in bad:
         with pytest.raises(ShapeError):
             plain(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "options"),
+    [("kwlarge", 7, {}), ("resnet9", 8, {"width": 4}), ("wide_resnet", 6, {"depth": 10, "widen": 1})],
+)
+def test_a_split_gain_is_as_large_and_the_same_function_without_biases(
+    name: str, parts: int, options: dict[str, Any]
+) -> None:
+    shape = (3, 16, 16)
+    models = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = build(name, input_shape=shape, lipschitz=2.0, split=split, **options)
+        for part in model.modules():
+            if isinstance(getattr(part, "bias", None), nn.Parameter):
+                nn.init.zeros_(part.bias)
+        assert isinstance(model, nn.Sequential)
+        models.append(model)
+    front, split_model = models
+    gains = [m for m in split_model.children() if isinstance(m, Scale)]
+    assert len(gains) == parts == sum(next(m.parameters(), None) is not None for m in split_model.children())
+    assert [float(g.gamma()) for g in gains] == pytest.approx([2 ** (1 / parts)] * parts, rel=1e-6)
+    assert isinstance(split_model[-1], CayleyLinear)
+    assert float(lipschitz(split_model).detach()) == pytest.approx(2.0, rel=1e-5)
+    x = torch.randn(4, *shape)
+    with torch.no_grad():
+        torch.testing.assert_close(split_model(x), front(x), rtol=1e-4, atol=1e-5)
+        front[-1].bias.fill_(1.0)
+        split_model[-1].bias.fill_(1.0)
+        torch.testing.assert_close(split_model(x), front(x), rtol=1e-4, atol=1e-5)  # behind the last gain
+        front[1].bias.fill_(1.0)
+        split_model[1].bias.fill_(1.0)
+        assert (split_model(x) - front(x)).abs().max() > 0.01  # the others' biases meet different gains
+
+
+def test_a_gain_of_one_has_no_parts_and_none_is_refused() -> None:
+    model = build("kwlarge", input_shape=(3, 8, 8), split=True, lipschitz=1.0)
+    assert not [m for m in model.children() if isinstance(m, Scale)]
+    with pytest.raises(OptionError, match="model lbdn: expected the option lipschitz beside split, got none to split"):
+        build("lbdn", split=True, input_shape=(2,), classes=2, hidden=[4], gamma=2.0)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     help="full: the paper's setting (default). hour: about an hour on CPU for each row. smoke: seconds, to see it run.",
 )
 @click.option("--row", "labels", multiple=True, metavar="LABEL", help="Only this row of the table; may be repeated.")
+@click.option("--skip-thin", is_flag=True, help="Without rows that differ from a neighbour in a number alone.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Runs of each row; by default the table's, one below full.")
 @click.option("--workers", type=click.IntRange(min=1), help="Runs at a time, one thread each; default: as it fits.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder of runs.")
@@ -46,6 +47,7 @@ def command(
     everything: bool,
     scale: Scale | None,
     labels: tuple[str, ...],
+    skip_thin: bool,
     seeds: int | None,
     workers: int | None,
     out: Path,
@@ -85,6 +87,7 @@ def command(
             text, problems = run_table(
                 key, table, overrides, seeds, workers, out, scale=wanted, available=available, root=root, keep=keep,
                 figures=figures, show=show, make=not only_print, keep_going=everything,
+                thin=not skip_thin,
             )  # fmt: skip
             failed += [f"{key}: {problem}" for problem in problems]
             click.echo(("\n\n" if number else "") + text)
@@ -143,11 +146,12 @@ def run_table(
     show: Display,
     make: bool,
     keep_going: bool,
+    thin: bool = True,
 ) -> tuple[str, list[str]]:
     """Make the runs that are missing; the table as text, and what failed."""
     from lipkit.experiments import table_runs
 
-    runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root)
+    runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root, thin=thin)
     failed: list[str] = []
     if make:
         show.note(f"{name}: {table.source}, scale {scale}")

@@ -53,7 +53,7 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
             parts = made.setdefault((groups["panel"], y), {}).setdefault(groups["series"], _Parts())
             parts.ours += _points(picture, y, _mean(known), groups)
             parts.published += _points(picture, y, printed, groups)
-    return [
+    drawn = [
         Panel(
             title=panel,
             x_label=picture.x_label or picture.x or "",
@@ -66,6 +66,7 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
         )
         for (panel, y), curves in made.items()
     ]
+    return [panel for panel in drawn if any(c.ours or c.published for c in panel.curves)] or drawn
 
 
 def _ordered(picture: Picture, points: list[tuple[float, float]]) -> list[tuple[float, float]]:

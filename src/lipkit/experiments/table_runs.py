@@ -96,6 +96,7 @@ def plan(
     scale: Scale = "full",
     available: Available | None = None,
     root: Path | None = None,
+    thin: bool = True,
 ) -> list[TableRun]:
     """Every run of the table, row by row, each with its recipe and its folder under ``out``.
 
@@ -104,9 +105,10 @@ def plan(
         out: folder of this table; the runs of other tables are its neighbours.
         overrides: further changes of every recipe.
         seeds: runs of each row; None for the table's number at the scale full, else one.
-        scale: at smoke, rows marked as thin are left out.
+        scale: of the runs.
         available: which data are there; None: all. At smoke, what is missing is replaced.
         root: folder of the data sets, for measurements.
+        thin: whether rows marked as thin are made.
 
     Raises:
         RecipeError: an override does not fit a recipe.
@@ -114,7 +116,7 @@ def plan(
     count = seeds or (table.seeds if scale == "full" else 1)
     runs = []
     for row in table.rows:
-        if row.absent or (scale == "smoke" and row.thin):
+        if row.absent or (row.thin and not thin):
             continue
         if row.measure:
             options = table.options(row, scale)

@@ -20,7 +20,18 @@ from lipkit.errors import DataError, OptionError
 Scale = Literal["full", "hour", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
 # Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
-FRACTIONS = ("clean", "certified", "pgd", "pgd_linf", "cw", "autoattack", "tightness", "reached")
+FRACTIONS = (
+    "clean",
+    "certified",
+    "pgd",
+    "pgd_linf",
+    "cw",
+    "autoattack",
+    "tightness",
+    "reached",
+    "pgd_after",
+    "cw_after",
+)
 
 
 class _Part(BaseModel):
@@ -42,7 +53,7 @@ class Row(_Part):
     smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
     hour_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale hour")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
-    thin: bool = Field(default=False, description="whether the scale smoke leaves it out: a neighbour does as well")
+    thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
 
 

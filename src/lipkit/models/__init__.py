@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
+from lipkit.models._parts import split_gain
 from lipkit.models.convert import Conversion, Converted, Kept, convert
 from lipkit.models.kwlarge import kwlarge, small
 from lipkit.models.lbdn import LBDN, from_network, lbdn
@@ -41,6 +42,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(name: str, **options: Any) -> nn.Module:
     """The architecture ``name`` with these options.
 
+    Args:
+        name: of `MODELS`.
+        options: of the architecture. Beside ``lipschitz`` any has ``split=True``: the gain in equal parts in front of
+            all layers, instead of all of it in front of the first; the layers' biases then meet smaller parts of it.
+
     Raises:
         OptionError: unknown name, or an option that the architecture does not have.
 
@@ -49,11 +55,17 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    split = options.pop("split", False)
+    if not isinstance(split, bool):
+        raise OptionError(f"model {name}: expected true or false as split, got {split!r}")
+    if split and "lipschitz" not in options:
+        raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")
     try:
         inspect.signature(MODELS[name]).bind(**options)
-        return MODELS[name](**options)
+        model = MODELS[name](**options)
     except TypeError as error:
         raise OptionError(f"model {name}: {error}") from None
+    return split_gain(model) if split else model
 
 
 __all__ = [

@@ -69,6 +69,23 @@ def bounded(
     return nn.Sequential(*head, *layers)
 
 
+def split_gain(model: nn.Module) -> nn.Module:
+    """A chain whose gain is in equal parts: the m-th root of L in front of each of its m layers with parameters.
+
+    A residual block is one layer. Without biases the function is the same where activations are homogeneous.
+
+    References:
+        [Cayley] section 5.1, "Ensuring Lipschitz constraints".
+    """
+    gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
+    if gain is None:  # of 1
+        return model
+    layers = [layer for layer in model.children() if layer is not gain]
+    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
+    part = float(gain.gamma()) ** (1 / len(owners))
+    return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
+
+
 def flat_size(input_shape: Shape) -> int:
     """How many numbers one input has; ``ShapeError`` unless the shape is positive integers."""
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()

@@ -15,11 +15,21 @@ from lipkit.errors import OptionError
 # Name in a table -> module of this package that holds a function of that name.
 MEASURES = {
     "kernel_bounds": "kernels",
+    "layer_step": "speed",
     "network_bounds": "networks",
+    "network_step": "speed",
+    "norm_preservation": "preservation",
     "truncation": "kernels",
     "wasserstein": "trained",
 }
-AFTER = {"attack": "trained", "local_lipschitz": "trained", "layer_norms": "trained"}
+AFTER = {
+    "attack": "trained",
+    "attack_steps": "trained",
+    "jacobian_norms": "trained",
+    "layer_norms": "trained",
+    "local_lipschitz": "trained",
+    "secant_slopes": "trained",
+}
 
 
 def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[str, float]]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipkit import data as datasets
 from lipkit import modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.attacks import run_attack
-from lipkit.attacks.ascent import misclassified
+from lipkit.attacks.ascent import clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.data import Data
@@ -77,6 +79,78 @@ def local_lipschitz(
     box = (0.0, 1.0) if len(data.input_shape) == 3 else None
     found = lipschitz_lower_bound(network, box, start=x, restarts=samples, steps=steps, seed=seed)
     return {"lower": found.lower}
+
+
+def attack_steps(network: modules.Network, data: Data, *, steps: Sequence[int], **options: Any) -> dict[str, float]:
+    """`attack` at one radius after each number of ``steps``: figures ``NAME_after(STEPS)``."""
+    figures = {}
+    for count in steps:
+        (value,) = attack(network, data, steps=count, **options).values()
+        figures[f"{options['name']}_after({count})"] = value
+    return figures
+
+
+def secant_slopes(
+    network: modules.Network,
+    data: Data,
+    *,
+    seed: int = 0,
+    eps: float | str = "36/255",
+    steps: int = 10,
+    samples: int = 1000,
+    batch_size: int = 250,
+) -> dict[str, float]:
+    r"""``emp_lip``: mean over test samples of the steepest secant found from each of them.
+
+    .. math:: \frac1n \sum_i \max_{\|d\| \le \epsilon} \frac{\|f(x_i + d) - f(x_i)\|_2}{\|d\|_2}
+
+    by projected gradient ascent with steps of eps / 4. Each term, and so the mean, is at most the Lipschitz constant.
+
+    References:
+        Yang et al., NeurIPS 2020, whose norms are l1 and l_inf; [Cayley] section 5.2, which names no norms.
+    """
+    (radius,) = parse_numbers(eps)
+    generator = torch.Generator().manual_seed(seed)
+    box = (0.0, 1.0) if len(data.input_shape) == 3 else None
+    x = data.test.batch(torch.arange(min(samples, len(data.test))))[0].double()
+    f = copy.deepcopy(network).cpu().double()
+    slopes = []
+    for part in x.split(batch_size):
+        here = f(part).flatten(1)
+        start = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+        y, best = clip(part + 0.5 * radius * _unit(start), box), torch.zeros(len(part), dtype=torch.float64)
+        for step in range(steps + 1):
+            y = y.detach().requires_grad_()
+            slope = (f(y).flatten(1) - here).norm(dim=1) / (y - part).flatten(1).norm(dim=1).clamp_min(1e-12)
+            best = torch.maximum(best, slope.detach())
+            if step < steps:
+                (gradient,) = torch.autograd.grad(slope.sum(), y)
+                d = y.detach() + radius / 4 * _unit(gradient) - part
+                size = d.flatten(1).norm(dim=1).clamp_min(radius)
+                y = clip(part + d * like(radius / size, d), box)
+        slopes.append(best)
+    return {"emp_lip": float(torch.cat(slopes).mean())}
+
+
+def _unit(d: Tensor) -> Tensor:
+    return d / like(d.flatten(1).norm(dim=1).clamp_min(1e-30), d)
+
+
+def jacobian_norms(
+    network: modules.Network, data: Data, *, seed: int = 0, samples: int = 1000, batch_size: int = 100
+) -> dict[str, float]:
+    """``jacobian_mean``, and ``jacobian(Q)`` at every fifth per cent Q of the test samples: spectral norms of the
+    Jacobian of the network there, in the l2 norms of input and logits."""
+    x, _ = data.test.batch(torch.arange(min(samples, len(data.test))))
+    norms = []
+    for part in x.split(batch_size):
+        part = part.requires_grad_()
+        y = network.cpu()(part)
+        rows = [torch.autograd.grad(c.sum(), part, retain_graph=True)[0].flatten(1) for c in y.unbind(1)]
+        norms.append(torch.linalg.matrix_norm(torch.stack(rows, 1).double(), 2))
+    found = torch.cat(norms)
+    quantiles = {f"jacobian({q})": float(found.quantile(q / 100)) for q in range(0, 101, 5)}
+    return {"jacobian_mean": float(found.mean()), **quantiles}
 
 
 def layer_norms(network: modules.Network, data: Data, *, seed: int = 0) -> dict[str, float]:
