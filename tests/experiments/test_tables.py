@@ -16,8 +16,8 @@ from lipkit.models import MODELS
 
 # Figures that a record has without further measurements, by task.
 OWN = {
-    "classification": ("clean", "certified", "pgd", "lipschitz"),
-    "regression": ("tightness", "reached", "test_mse", "lower"),
+    "classification": ("clean", "certified", "pgd", "lipschitz", "million_parameters"),
+    "regression": ("tightness", "reached", "test_mse", "lower", "lipschitz"),
 }
 MADE_AFTER = {
     "attack": ("autoattack", "pgd_linf", "cw"),
@@ -26,6 +26,8 @@ MADE_AFTER = {
     "local_lipschitz": ("lower",),
     "secant_slopes": ("emp_lip",),
     "layer_norms": ("norm_product", "largest_norm"),
+    "accuracy": ("clean_attacked",),
+    "responses": ("fit",),
 }
 MEASURED: dict[str, set[str]] = {
     "kernel_bounds": {"ratio", "ratio_deviation", "ms"},
@@ -35,6 +37,9 @@ MEASURED: dict[str, set[str]] = {
     "network_step": {"ratio", "ms"},
     "norm_preservation": {"ppm(0)", "ppm(100)"},
     "network_bounds": {"bound_ms", "power_ms", "speed", "ratio"},
+    "lipconvnet_step": {"ratio", "ms"},
+    "block_evaluation": {"layers", "exported", "ms"},
+    "exponential": {"ratio", "ms"},
     "truncation": {"error", "worst", "deviation"},
     "wasserstein": {"distance", "low", "high", "rate", "constant"},
 }
@@ -172,18 +177,33 @@ def test_lbdn_tables_have_the_papers_networks() -> None:
         tiny = label.endswith("Tiny-ImageNet")
         assert recipe.data.spec == ("tiny_imagenet" if tiny else "cifar100")
         assert recipe.model.options["lipschitz"] == (1 if tiny else 2)
-        width = {"small": 1, "medium": 2, "large": 4}[label.split(",")[0].split()[-1]]
+        train = recipe.train
+        assert (train.epochs, train.batch_size, train.lr, train.optimizer) == (100, 256, 0.01, "adam")
+        assert recipe.loss.options == {"temperature": 0.25}
+        size = label.split(",")[0].split()[-1]
+        if label.startswith("SLL"):
+            assert (recipe.model.name, recipe.model.options["size"]) == ("sllnet", size)
+            assert "last_layer_normalization" not in recipe.model.options
+            continue
+        width = {"small": 1, "medium": 2, "large": 4}[size]
         first = (512 if label.startswith("sandwich") else 640) * width
         assert recipe.model.options["dense"] == [first, 512 * width]
         assert recipe.model.options["width"] == width
         assert recipe.model.options["activation"] == "relu"
         assert bool(recipe.model.options.get("pool")) == label.startswith("AOL")
-        train = recipe.train
-        assert (train.epochs, train.batch_size, train.lr, train.optimizer) == (100, 256, 0.01, "adam")
-        assert recipe.loss.options == {"temperature": 0.25}
     lln = [run.recipe for run in plan(TABLES["lbdn_3"], Path("x/y"), seeds=1) if run.recipe]
-    assert [r.train.epochs for r in lln] == [400, 400]
+    assert [r.train.epochs for r in lln] == [400] * 6
     assert all("mean" not in r.model.options for r in lln)
+    assert [r.model.options.get("size") for r in lln] == ["small", "xlarge", None] * 2
+    gammas = [run.recipe.model.options["lipschitz"] for run in plan(TABLES["lbdn_gamma"], Path("x/y")) if run.recipe]
+    assert gammas == [0.5, 1, 2, 4, 8, 16] * 2
+    # The runs of the figures are those of the tables.
+    for figure, table in (("lbdn_figure3", "square_wave"), ("lbdn_gamma", "lbdn_2")):
+        made, known = (
+            {run.folder.name.rsplit("-", 1)[1] for run in plan(TABLES[name], Path("x") / name, seeds=1)}
+            for name in (figure, table)
+        )
+        assert len(made & known) == {"lbdn_figure3": 4, "lbdn_gamma": 2}[figure]
 
 
 def test_lipbound_tables_have_the_papers_runs() -> None:

@@ -130,8 +130,42 @@ def test_number_of_parameters(k: int, complex_p0: bool) -> None:
     layer = make(3, 5, k, stride=2, complex_p0=complex_p0)
     distinct = (k * k + 1) // 2 if k % 2 else (k * k + 4) // 2
     pairs = k * k - distinct
+    assert layer.free.shape == (distinct, 12, 12)
+    assert sum(p.numel() for p in layer.parameters()) == (distinct + complex_p0 * pairs) * 144 + 5
+    assert make(12, 5, k).free.shape == make(5, 12, k).free.shape == (distinct, 12, 12)
+    layer = make(3, 5, k, stride=2, complex_p0=complex_p0, square=False)
     assert layer.free.shape == (distinct, 5, 12)
     assert sum(p.numel() for p in layer.parameters()) == (distinct + complex_p0 * pairs) * 60 + 5
+
+
+def test_zeros_around_a_rectangle_are_the_square_layer() -> None:
+    for channels in ((3, 5), (5, 3), (2, 8)):
+        square, other = (make(*channels, 3, square=s, complex_p0=True, dtype=torch.float64) for s in (True, False))
+        state = other.state_dict()
+        for name in ("free", "imaginary"):
+            rows, columns = state[name].shape[-2:]
+            state[name] = nn.functional.pad(state[name], (0, max(channels) - columns, 0, max(channels) - rows))
+        square.load_state_dict(state)
+        x = torch.randn(2, channels[0], 6, 3, dtype=torch.float64)
+        torch.testing.assert_close(square(x), other(x), rtol=0, atol=1e-13)
+
+
+def test_weights_of_the_other_form_are_refused_by_a_sentence() -> None:
+    square, other = make(2, 5, 3), make(2, 5, 3, square=False)
+    with pytest.raises(RuntimeError, match=r"free: expected \(5, 5, 5\), got \(5, 5, 2\): saved with square=False"):
+        nn.Sequential(square).load_state_dict(nn.Sequential(other).state_dict())
+    with pytest.raises(RuntimeError, match=r"free: expected \(5, 5, 2\), got \(5, 5, 5\): saved with square=True"):
+        other.load_state_dict(square.state_dict())
+
+
+def test_more_squarings_turn_farther() -> None:
+    angles = []
+    for squarings in (3, 4, 5, 6):
+        matrices = make(64, 64, 1, squarings=squarings, dtype=torch.float64).eval().symbol().real.detach().numpy()
+        angles.append(float(np.abs(np.angle(np.linalg.eigvals(matrices))).max()))
+    assert angles == sorted(angles)
+    assert angles[0] < 0.9
+    assert 0.97 < angles[-1] <= 1
 
 
 def test_stride_is_a_pixel_unshuffle_and_the_kernel_divides_what_is_left() -> None:
@@ -170,6 +204,9 @@ def test_32_pixels_refuse_a_kernel_of_3_and_the_message_names_those_that_fit() -
         ({"orthogonalize": "expm"}, "orthogonalize: expected one of taylor, cayley, .*got 'expm'"),
         ({"orthogonalize": "cayley", "train_terms": 5}, "train_terms: expected None without .*got 5"),
         ({"eval_terms": 0}, "eval_terms: expected an integer from 1 to 100, got 0"),
+        ({"orthogonalize": "cayley", "squarings": 4}, "squarings: expected None without .*got 4"),
+        ({"squarings": 2}, "squarings: expected an integer from 3 to 6, got 2"),
+        ({"square": "no"}, "square: expected True or False, got 'no'"),
         ({"complex_p0": 1}, "complex_p0: expected True or False, got 1"),
         ({"evaluation": "fourier"}, "evaluation: expected one of phase, dilated, got 'fourier'"),
         ({"padding_mode": "zeros"}, "padding_mode: expected 'circular', got 'zeros'"),
@@ -198,6 +235,8 @@ def test_nothing_is_assumed_of_a_function_that_is_not_in_the_table() -> None:
         {"orthogonalize": "exponential"},
         {"orthogonalize": "bjorck", "complex_p0": True},
         {"orthogonalize": "cayley", "complex_p0": True},
+        {"square": False},
+        {"squarings": 6, "complex_p0": True},
     ],
     ids=str,
 )

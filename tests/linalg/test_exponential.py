@@ -15,6 +15,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import (
     exponential,
     schatten_bound,
+    skew_bound,
     skew_part,
     taylor,
     taylor_range,
@@ -138,6 +139,28 @@ def test_schatten_bound_of_equal_singular_values_is_its_worst_case() -> None:
     assert float(schatten_bound(a)) == pytest.approx(16 ** (1 / 16), rel=1e-6)
 
 
+@pytest.mark.parametrize("squarings", [3, 4, 5, 6])
+@pytest.mark.parametrize("n", [2, 9, 64])
+def test_the_bound_of_skew_matrices_counts_each_pair_once(n: int, squarings: int) -> None:
+    for dtype in (torch.float64, torch.complex128):
+        a = skew_part(random(3, n, n, dtype=dtype))
+        angles = np.abs(np.linalg.eigvalsh(1j * a.numpy()))
+        power = 2 ** (squarings + 1)
+        counted = (angles**power).sum(-1) / (1 if dtype is torch.complex128 else 2)
+        np.testing.assert_allclose(skew_bound(a, squarings).numpy(), counted ** (1 / power), rtol=1e-12)
+        assert (skew_bound(a, squarings).numpy() >= angles.max(-1) * (1 - 1e-13)).all()
+    for wrong in (2, 7, True, 4.0):
+        with pytest.raises(OptionError, match="squarings: expected an integer from 3 to 6"):
+            taylor_exponential(torch.eye(2), 5, wrong)  # type: ignore[arg-type]
+
+
+def test_random_matrices_turn_by_almost_one_radian() -> None:
+    # The largest angle of the exponential, against 0.79 of the eighth power alone.
+    w = torch.linalg.qr(random(2, 256, 256))[0]
+    q = taylor_exponential(w, 10, 5).numpy()
+    assert 0.95 < np.abs(np.angle(np.linalg.eigvals(q))).max(-1).min() <= 1
+
+
 @pytest.mark.parametrize("terms", [1, 3, 5, 10])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_taylor_exponential_is_inside_its_range(shape: tuple[int, int], terms: int) -> None:
@@ -163,9 +186,9 @@ def test_gradients(shape: tuple[int, int], complex_: bool) -> None:
     assert torch.autograd.gradcheck(lambda w: schatten_bound(skew_part(w)), w)
 
 
-def by_definition(w: torch.Tensor, terms: int) -> torch.Tensor:
+def by_definition(w: torch.Tensor, terms: int, squarings: int = 4) -> torch.Tensor:
     a = skew_part(w)
-    scale = schatten_bound(a).clamp_min(1e-12)
+    scale = skew_bound(a, squarings).clamp_min(1e-12)
     return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
 
 
@@ -174,7 +197,8 @@ def by_definition(w: torch.Tensor, terms: int) -> torch.Tensor:
 def test_fewer_products_give_the_same_value_and_gradient(shape: tuple[int, ...], terms: int) -> None:
     w = random(*shape).requires_grad_()
     upstream = random(*shape, seed=1)
-    made, expected = taylor_exponential(w, terms), by_definition(w, terms)
+    squarings = 3 + terms % 4
+    made, expected = taylor_exponential(w, terms, squarings), by_definition(w, terms, squarings)
     torch.testing.assert_close(made, expected, rtol=1e-13, atol=1e-13)
     found, wanted = (torch.autograd.grad(q, w, upstream)[0] for q in (made, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)

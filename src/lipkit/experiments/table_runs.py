@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from lipkit import modules
+from lipkit.certificates.intervals import clopper_pearson
 from lipkit.errors import RunError
 from lipkit.experiments import measures
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
+from lipkit.experiments.measures import ATTACKED
 from lipkit.experiments.outcome import Display, columns
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
@@ -34,6 +36,7 @@ from lipkit.report.record import (
     RECORD,
     AnyRecord,
     MeasurementRecord,
+    Record,
     measurement_record,
     read_any_record,
     write_record,
@@ -256,12 +259,29 @@ def records(runs: Sequence[TableRun], row: Row) -> list[AnyRecord | MeasurementR
 
 
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
-    """Every figure of a record by name, those measured after the run among them."""
-    return record.metrics() | getattr(record, "further", {})
+    """Every figure of a record by name, those measured after the run and ``million_parameters`` among them."""
+    parameters = getattr(record, "parameters", None)
+    size = {"million_parameters": parameters / 1e6} if parameters else {}
+    return record.metrics() | size | getattr(record, "further", {})
+
+
+def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, float] | None:
+    """The 95 % interval (Clopper-Pearson) of a fraction of test samples; None for other figures."""
+    if not isinstance(record, Record):
+        return None
+    if name in record.shares():
+        share = record.shares()[name]
+        return share.low, share.high
+    for options in record.after.values():
+        if name in record.further and name.partition("(")[0].removesuffix("_linf") == options.get("name"):
+            total = min(options.get("samples", ATTACKED), record.data.test_samples)
+            return clopper_pearson(round(record.further[name] * total), total)
+    return None
 
 
 def _measured_after(folder: Path) -> dict[str, Any]:
-    return dict(getattr(read_any_record(folder), "after", {}))
+    record = read_any_record(folder)
+    return {} if isinstance(record, MeasurementRecord) else dict(record.after)
 
 
 def _failure(run: TableRun, error: BaseException, display: Display) -> str:
@@ -408,7 +428,10 @@ def render(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
 
 
 def compare(table: Table, row: Row, found: Sequence[Found]) -> list[list[str]]:
-    """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference."""
+    """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
+
+    The deviation of a single run's fraction of test images is their 95 % interval.
+    """
     measured = [figures(one.record) for one in found]
     names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
     published = table.published(row)
@@ -420,12 +443,14 @@ def compare(table: Table, row: Row, found: Sequence[Found]) -> list[list[str]]:
         deviation = statistics.stdev(values) if len(values) > 1 else None
         paper = published.get(column)
         difference = None if mean is None or paper is None else mean - paper
+        ends = interval(found[0].record, name) if len(values) == 1 and len(found) == 1 else None
+        spread = f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f} %" if ends else shown(name, deviation)
         extra = [_mean(other, [metrics[other] for metrics in measured if other in metrics]) for other in table.also]
         ours = NOT_MADE if not found else shown(name, mean) or "n/a"
         lines.append(
             [
                 row.label, column, scale, str(len(values)) if found else "", shown(name, paper), ours,
-                shown(name, deviation), shown(name, difference, sign=True), *extra,
+                spread, shown(name, difference, sign=True), *extra,
             ]
         )  # fmt: skip
     return lines

@@ -22,6 +22,7 @@ SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
 # Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
 FRACTIONS = (
     "clean",
+    "clean_attacked",
     "certified",
     "pgd",
     "pgd_linf",

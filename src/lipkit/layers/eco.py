@@ -16,9 +16,9 @@ from lipkit.errors import OptionError
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import patch_module, resampled_size
-from lipkit.linalg.exponential import check_terms, taylor_range
+from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
 from lipkit.linalg.precision import autocast_off
-from lipkit.linalg.skew_polynomial import taylor_exponential
+from lipkit.linalg.skew_polynomial import check_squarings, taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.modules.phase import PhaseConv2d
@@ -33,8 +33,8 @@ class EcoConv2d(ConstrainedConv2d):
     .. math:: P_0[p, q] = \exp(A_l), \quad A_l = \frac{W_l - W_l^*}{\beta(W_l - W_l^*)}, \quad l = I[p, q], \qquad
               y = \mathrm{DFT}^{-1}(P_0) *_{(H/k_h,\, W/k_w)} x + b
 
-    with :math:`\beta \ge \|\cdot\|_2` a proved bound (``linalg.exponential.schatten_bound``) where the paper has a
-    power iteration, and exp the Taylor polynomial of degree T. The image size comes from the input; the parameters do
+    with :math:`\beta \ge \|\cdot\|_2` a proved bound (``linalg.exponential.skew_bound``) where the paper has a power
+    iteration, and exp the Taylor polynomial of degree T. The image size comes from the input; the parameters do
     not depend on it.
 
     Args:
@@ -48,12 +48,16 @@ class EcoConv2d(ConstrainedConv2d):
             and 10); only with 'taylor'.
         complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
             (Appendix B): richer, for instance shifts, at twice the cost. Kernels of 1 and 2 taps have no such pairs.
+        squarings: products that bound the norm, 3 to 6 (default 4), only with 'taylor': the largest angle of a new
+            layer of 512 channels is 0.78, 0.89, 0.95 and 0.98 rad, where the paper's power iteration allows 1.
+        square: whether W has max(out_channels, s^2 in_channels) rows and columns, of which the rest is cropped, as in
+            the paper. False: rows and columns beyond the layer's are zeros, not parameters: fewer products.
         evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
             kernel W0: the same function up to rounding.
 
-    Parameters ``free`` W (L, out_channels, s^2 in_channels), L distinct frequencies, with complex matrices also
-    ``imaginary`` (number of conjugate pairs, out_channels, s^2 in_channels), and ``bias``. With unequal channels W is
-    padded with zeros to a square, and the orthogonal matrix cropped: the first columns or rows, as in the paper.
+    Parameters ``free`` W (L, c, c), L distinct frequencies, c = max(out_channels, s^2 in_channels), with complex
+    matrices also ``imaginary`` (number of conjugate pairs, c, c), and ``bias``; (..., out_channels, s^2 in_channels)
+    without ``square``. Of the orthogonal matrix the first columns or rows act.
 
     Shapes:
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)`` with s kh dividing H and s kw dividing W.
@@ -65,8 +69,8 @@ class EcoConv2d(ConstrainedConv2d):
         norm of the matrices it makes. The export uses ``eval_terms``.
 
     Cost:
-        L matrices of size max(out_channels, s^2 in_channels) once per forward pass, and H W / s^2 products of
-        out_channels x s^2 in_channels per image, those of a 1 x 1 convolution.
+        L matrices of size c once per forward pass, without ``square`` of the smaller side where that is below 0.4 c;
+        H W / s^2 products of out_channels x s^2 in_channels per image, those of a 1 x 1 convolution.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit; the message names the
@@ -93,7 +97,9 @@ class EcoConv2d(ConstrainedConv2d):
         orthogonalize: str | Orthogonalize = "taylor",
         train_terms: int | None = None,
         eval_terms: int | None = None,
+        squarings: int | None = None,
         complex_p0: bool = False,
+        square: bool = True,
         evaluation: str = "phase",
     ) -> None:
         for name, terms in (("train_terms", train_terms), ("eval_terms", eval_terms)):
@@ -101,15 +107,21 @@ class EcoConv2d(ConstrainedConv2d):
                 raise OptionError(f"{name}: expected None without orthogonalize='taylor', got {terms!r}")
             if terms is not None:
                 check_terms(terms, name)
-        if not isinstance(complex_p0, bool):
-            raise OptionError(f"complex_p0: expected True or False, got {complex_p0!r}")
+        if squarings is not None:
+            if orthogonalize != "taylor":
+                raise OptionError(f"squarings: expected None without orthogonalize='taylor', got {squarings!r}")
+            check_squarings(squarings)
+        for name, flag in (("complex_p0", complex_p0), ("square", square)):
+            if not isinstance(flag, bool):
+                raise OptionError(f"{name}: expected True or False, got {flag!r}")
         if evaluation not in EVALUATIONS:
             raise OptionError(f"evaluation: expected one of {', '.join(EVALUATIONS)}, got {evaluation!r}")
         # None stands for the Taylor polynomial, whose degree follows the mode.
         self.orthogonalize = None if orthogonalize == "taylor" else _resolve(orthogonalize)
         self.train_terms = TRAIN_TERMS if train_terms is None else train_terms
         self.eval_terms = EVAL_TERMS if eval_terms is None else eval_terms
-        self.complex_p0, self.evaluation = complex_p0, evaluation
+        self.squarings = SQUARINGS if squarings is None else squarings
+        self.complex_p0, self.square, self.evaluation = complex_p0, square, evaluation
         n_real, n_pair = distinct_frequencies(self.kernel_size)
         self.free = self._orthogonal(n_real + n_pair, device, dtype)
         self.register_parameter(
@@ -117,7 +129,8 @@ class EcoConv2d(ConstrainedConv2d):
         )
 
     def _orthogonal(self, count: int, device: Any, dtype: Any) -> nn.Parameter:
-        free = torch.empty(count, self.out_channels, self.inner_channels, device=device, dtype=dtype)
+        shape = (self.out_channels, self.inner_channels)
+        free = torch.empty(count, *((max(shape),) * 2 if self.square else shape), device=device, dtype=dtype)
         for matrix in free:
             nn.init.orthogonal_(matrix)
         return nn.Parameter(free)
@@ -146,8 +159,10 @@ class EcoConv2d(ConstrainedConv2d):
 
     def _make(self, free: Tensor, terms: int) -> Tensor:
         if self.orthogonalize is None:
-            return taylor_exponential(free, terms)
-        return orthogonalized(self.orthogonalize, free) if len(free) else free
+            made = taylor_exponential(free, terms, self.squarings)
+        else:
+            made = orthogonalized(self.orthogonalize, free) if len(free) else free
+        return made[..., : self.out_channels, : self.inner_channels]
 
     def kernel(self) -> Tensor:
         """W0 ``(out_channels, s^2 in_channels, kh, kw)``, to be applied with the dilations H / (s kh), W / (s kw)."""
@@ -174,11 +189,24 @@ class EcoConv2d(ConstrainedConv2d):
 
     def extra_repr(self) -> str:
         made = "taylor" if self.orthogonalize is None else function_name(self.orthogonalize)
-        terms = f", train_terms={self.train_terms}, eval_terms={self.eval_terms}" if made == "taylor" else ""
+        terms = (
+            f", train_terms={self.train_terms}, eval_terms={self.eval_terms}, squarings={self.squarings}"
+            if made == "taylor"
+            else ""
+        )
         return (
-            f"{super().extra_repr()}, orthogonalize={made}{terms}, complex_p0={self.complex_p0}, "
+            f"{super().extra_repr()}, orthogonalize={made}{terms}, complex_p0={self.complex_p0}, square={self.square}, "
             f"evaluation={self.evaluation}"
         )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        found, wanted = state_dict.get(prefix + "free"), tuple(self.free.shape)
+        if found is not None and tuple(found.shape) != wanted:
+            other = "square=False" if self.square else "square=True"
+            rest[-1].append(
+                f"{prefix}free: expected {wanted}, got {tuple(found.shape)}: saved with {other} or other sizes"
+            )
 
 
 def _resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
@@ -191,7 +219,8 @@ def _resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
 @lipschitz_rule(EcoConv2d)
 def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
     if layer.orthogonalize is None:
-        # The skew matrices are divided by a bound that was itself rounded: c roundings per product, three products.
+        # The skew matrices are divided by a bound that was itself rounded: c roundings per product, the root of which
+        # counts the product of power 2^i by a share of 1 / 2^i.
         rounding = 16 * max(layer.inner_channels, layer.out_channels) * torch.finfo(layer.free.dtype).eps
         return taylor_range(1 + rounding, layer.terms)[1]
     if proved(layer.orthogonalize):
@@ -233,6 +262,8 @@ ECO = Family(
         "orthogonalize": ("taylor", "exponential", "cayley"),
         "train_terms": (3, 5),
         "eval_terms": (5, 10),
+        "squarings": (3, 5),
+        "square": (True, False),
         "complex_p0": (False, True),
         "evaluation": ("phase", "dilated"),
     },

@@ -2,9 +2,9 @@ r"""The normalised Taylor polynomial of a skew matrix, with a backward pass that
 
 The powers of a skew :math:`A^* = -A` commute and are self-adjoint (even) or skew (odd). So the products for the
 norm serve the polynomial too, and the gradient of a square :math:`X^2` is one product, :math:`SX` and its adjoint,
-where S is the part of the upstream gradient that shares the symmetry of the square. Nine products of size c in all,
-forward and backward, where differentiating :func:`lipkit.linalg.exponential.taylor` and
-:func:`lipkit.linalg.exponential.schatten_bound` takes eighteen.
+where S is the part of the upstream gradient that shares the symmetry of the square. Thirteen products of size c in
+all, forward and backward, for the norm of the power 32 (nine for the power 8), where differentiating
+:func:`lipkit.linalg.exponential.taylor` and :func:`lipkit.linalg.exponential.skew_bound` takes twenty-four.
 
 For a wide W products of its smaller side are enough. Padded to a square, W of m x n has the skew matrix
 
@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.linalg.exponential import SMALLEST_NORM, check_terms, schatten_bound, skew_part, taylor
+from lipkit.errors import OptionError
+from lipkit.linalg.exponential import SMALLEST_NORM, SQUARINGS, check_terms, skew_bound, skew_part, taylor
 from lipkit.linalg.matrices import at_least_float32, cached_parts, check_matrix, eye_like, mirrored_product
 from lipkit.linalg.transforms import transformed
 
@@ -48,14 +49,14 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
     return (made.real if made.is_complex() else made).sum((-2, -1), keepdim=True)
 
 
-def wide_taylor_exponential(w: Tensor, terms: int) -> Tensor:
-    r"""The first m rows of :math:`p_T(A / \beta)`, :math:`\beta = \|A^8\|_F^{1/8} \ge \|A\|_2`, for ``w`` (..., m, n).
+def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
+    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), :math:`\beta` being that of ``skew_bound``.
 
     The same as the general way (:func:`lipkit.linalg.skew_polynomial.taylor_exponential`), which checks its arguments,
     up to rounding. Differentiable any number of times.
 
     Cost:
-        About 17 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
+        About 29 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
 
     >>> q = wide_taylor_exponential(torch.arange(8.0).reshape(1, 8), 10)
     >>> torch.allclose(q @ q.mT, torch.ones(1, 1))
@@ -74,13 +75,22 @@ def wide_taylor_exponential(w: Tensor, terms: int) -> Tensor:
     f = d @ s - sg
     e = d @ d - sg @ s
     fg, dg = f @ g, d @ g
-    # C_8 = [a b; b* c], and the square of the norm of U C_8 U*.
-    a, b, c = e @ e + fg @ f.mH, e @ f - fg @ d, f.mH @ f + dg @ d
-    cg = c @ g
-    power = _size(a) + 2 * _inner(b @ g, b) + _inner(cg, cg.mH)
+    # C_k = [a b; b* c] of the powers k, each divided by its norm, and the product of the roots of those norms.
+    a, b, c, bg, cg = e, f, -d, fg, -dg
+    beta, degree = torch.ones_like(share), 4
+    for step in range(squarings - 2):
+        a, b, c = a @ a + bg @ b.mH, a @ b + bg @ c, b.mH @ b + cg @ c
+        bg, cg, degree = b @ g, c @ g, 2 * degree
+        power = _size(a) + 2 * _inner(bg, b) + _inner(cg, cg.mH)
+        if step < squarings - 3:
+            size = power.detach().sqrt()
+            size = torch.where(size > 0, size, 1.0)
+            a, b, c, bg, cg = (x / size for x in (a, b, c, bg, cg))
+            beta = beta * size ** (1 / degree)
     none = power <= torch.finfo(power.dtype).tiny
-    # A root of 0 has an infinite slope: it is kept away from the gradient.
-    beta = torch.where(none, 0.0, torch.where(none, 1.0, power) ** (1 / 16))
+    # Real eigenvalues come in pairs. A root of 0 has an infinite slope: it is kept away from the gradient.
+    half = 1.0 if w.is_complex() else 0.5
+    beta = torch.where(none, 0.0, beta * torch.where(none, 1.0, half * power) ** (0.5 / degree))
     angle = 1 / beta.clamp_min(SMALLEST_NORM / share)
     eye = eye_like(s, m)
     powers = [eye.expand_as(s), s, d, f, f @ s - dg]
@@ -102,17 +112,24 @@ MAX_DEGREE = 5
 
 
 class Powers(NamedTuple):
-    """``a`` of about unit norm, and its powers 2, 4 and 8: ``(n, c, c)``.
+    """Powers 1, 2, 4, 8, ... of ``a`` of about unit norm, ``(n, c, c)``; those from 8 on are divided by their norms.
 
     ``scale`` and ``share`` ``(n, 1, 1)`` belong to the unscaled A = scale a: A / beta = share a.
     """
 
-    a: Tensor
-    a2: Tensor
-    a4: Tensor
-    a8: Tensor
     scale: Tensor
     share: Tensor
+    squares: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Powers:
+        """Powers from ``flat``."""
+        return Powers(tensors[0], tensors[1], tuple(tensors[2:]))
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        """All tensors in one row."""
+        return self.scale, self.share, *self.squares
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
@@ -122,27 +139,32 @@ def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
 
-def empty_powers(batch: Sequence[int], c: int, like: Tensor) -> Powers:
+def empty_powers(batch: Sequence[int], c: int, like: Tensor, squarings: int) -> Powers:
     """Room for the powers of matrices ``(*batch, c, c)``, in the dtype and on the device of ``like``."""
-    matrices = [_spaced(batch, c, like) for _ in range(4)]
-    return Powers(*matrices, *(like.new_empty(*batch, 1, 1) for _ in range(2)))
+    scale, share = (like.new_empty(*batch, 1, 1) for _ in range(2))
+    return Powers(scale, share, tuple(_spaced(batch, c, like) for _ in range(squarings + 1)))
 
 
 def fill_powers(smallest: float, out: Powers) -> None:
-    r"""Common part of value and gradient, for the skew A that ``out.a`` ``(n, c, c)`` holds, written into ``out``.
+    r"""Common part of value and gradient, for the skew A ``(n, c, c)`` in ``out.squares[0]``, written into ``out``.
 
-    ``share`` is :math:`1 / \|a^8\|_F^{1/8}`, so that share a has at most the norm 1, but not more than
+    ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that share a has at most the norm 1, but not more than
     ``scale / smallest``: matrices of a smaller norm are not scaled up.
     """
-    norm = torch.linalg.vector_norm(out.a, dim=(-2, -1), keepdim=True)
-    # The eigenvalues then have the mean square 1: no power under- or overflows.
-    out.scale.copy_((norm / math.sqrt(out.a.shape[-1])).clamp_min(smallest))
-    out.a.mul_(1 / out.scale)
-    mirrored_product(out.a, out.a, out.a2)
-    mirrored_product(out.a2, out.a2, out.a4)
-    mirrored_product(out.a4, out.a4, out.a8)
-    beta = torch.linalg.vector_norm(out.a8, dim=(-2, -1), keepdim=True) ** 0.125
-    torch.minimum(1 / beta, out.scale / smallest, out=out.share)
+    a = out.squares[0]
+    norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
+    # The eigenvalues then have the mean square 1: no power up to the eighth under- or overflows.
+    out.scale.copy_((norm / math.sqrt(a.shape[-1])).clamp_min(smallest))
+    a.mul_(1 / out.scale)
+    degree, beta = 1, torch.ones_like(norm)
+    for before, power in zip(out.squares[:-1], out.squares[1:], strict=True):
+        degree *= 2
+        mirrored_product(before, before, power)
+        if degree >= 8:
+            norm = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True)
+            beta = beta * norm ** (1 / degree)
+            power.mul_(torch.where(norm > 0, 1 / norm, 1.0))
+    torch.minimum(2 ** (0.5 / degree) / beta, out.scale / smallest, out=out.share)
 
 
 def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
@@ -152,7 +174,7 @@ def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
 
 def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, out: Tensor | None = None) -> Tensor:
     """``constant + second a^2 + fourth a^4``."""
-    made = torch.mul(p.a2, second, out=out).addcmul_(p.a4, fourth)
+    made = torch.mul(p.squares[1], second, out=out).addcmul_(p.squares[2], fourth)
     made.diagonal(dim1=-2, dim2=-1).add_(constant[..., 0])
     return made
 
@@ -180,57 +202,63 @@ def value(p: Powers, terms: int, room: Room, out: Tensor) -> Tensor:
     """Fill ``out`` ``(n, c, c)`` with the polynomial of share a: an even and an odd part."""
     c = _coefficients(p.share, terms)
     factor = _combination(p, c[1], c[3], c[5], room.one)
-    odd = mirrored_product(p.a, factor, room.two, mirror="negative")
+    odd = mirrored_product(p.squares[0], factor, room.two, mirror="negative")
     return _combination(p, c[0], c[2], c[4], out).add_(odd)
 
 
 def gradient(p: Powers, g: Tensor, terms: int, smallest: float, room: Room, out: Tensor) -> None:
     """Fill ``out`` with the gradient of W, the unscaled A being W - W^T, from the upstream ``g`` ``(n, c, c)``."""
-    t = p.share
+    t, (a, a2, a4, *higher) = p.share, p.squares
     c = _coefficients(t, terms)
     # Twice the even part: the halves below go into the coefficients.
     even = torch.add(g, g.mT, out=room.one)
     skew = torch.sub(g, even, alpha=0.5, out=room.two)
     odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room.three), out=room.four)
-    product = torch.bmm(p.a, skew, out=room.three)
+    product = torch.bmm(a, skew, out=room.three)
     # Of the gradient of a self-adjoint factor only the self-adjoint part acts.
     around = torch.add(product, product.mT, out=room.five)
     g2 = torch.mul(even, c[2] / 2, out=skew).addcmul_(around, c[3] / -2)
     g4 = torch.mul(even, c[4] / 2, out=even).addcmul_(around, c[5] / -2)
-    # The derivative along A itself counts each power by its exponent. It acts through share = ||a^8||^(-1/8), unless
-    # that is held, and the gradient of a^4 is a multiple of a^12.
-    dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, p.a), (g2, p.a2), (g4, p.a4))]
+    # The derivative along A itself counts each power by its exponent. It acts through share = ||a^p||^(-1/p), unless
+    # that is held, and the gradient of a^4 is a multiple of a^(2p - 4).
+    dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, a), (g2, a2), (g4, a4))]
     along = dots[0] + 2 * dots[1] + 4 * dots[2]
-    g8 = torch.where(t < p.scale / smallest, along * t**16 / -4, torch.zeros_like(t))
-    g4.addcmul_(mirrored_product(p.a8, p.a4, product), g8)
-    torch.bmm(g4, p.a2, out=product)
+    slope = torch.where(t < p.scale / smallest, along / -4, torch.zeros_like(t))
+    chain, spare = a4, (product, around)
+    for number, power in enumerate(higher):
+        chain = mirrored_product(power, chain, spare[number % 2])
+    # Without the norms that were divided out, a^4 times it has the trace ||a^p||^2.
+    trace = torch.mul(chain, a4, out=spare[len(higher) % 2]).sum((-2, -1), True)
+    g4.addcmul_(chain, torch.where(trace > 0, slope / trace, torch.zeros_like(t)))
+    torch.bmm(g4, a2, out=product)
     g2.add_(product).add_(product.mT)
-    odd.baddbmm_(g2, p.a, beta=0.5, alpha=-1)
+    odd.baddbmm_(g2, a, beta=0.5, alpha=-1)
     # The gradient of A is the skew part of odd / scale, twice of which reaches W.
     odd.mul_(2 / p.scale)
     torch.sub(odd, odd.mT, out=out)
 
 
-def taylor_exponential(w: Tensor, terms: int = 10) -> Tensor:
+def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -> Tensor:
     r"""Nearly semi-orthogonal matrix of the same shape as ``w``, by the Taylor polynomial of a normalised skew matrix.
 
     .. math:: A = W - W^*, \qquad \bar A = A / \beta(A), \qquad Q = p_T(\bar A) \text{ cropped to } m \times n
 
-    with :math:`\beta(A) \ge \|A\|_2` the bound of :func:`schatten_bound`: :math:`\|\bar A\| \le 1` is proved, which a
+    with :math:`\beta(A) \ge \|A\|_2` the bound of :func:`skew_bound`: :math:`\|\bar A\| \le 1` is proved, which a
     power iteration does not give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
 
     Args:
         w: ``(..., m, n)``, real or complex.
         terms: T, the highest power.
+        squarings: of the bound of the norm, from 3 to 6: more of them come closer to 1 rad.
 
     Returns:
         ``(..., m, n)`` with singular values inside :func:`taylor_range` of ``(1, terms)``, up to rounding. For
         ``w = 0`` it is the identity (cropped).
 
     Cost:
-        For real matrices and T up to 5, four products of size max(m, n), and five in the backward pass. Else three for
-        the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward. Sides that differ by more than 2.5
-        take products of the smaller one (:mod:`lipkit.linalg.skew_polynomial`).
+        For real matrices and T up to 5, one product of size max(m, n) more than squarings, and two more in the backward
+        pass. Else as many as squarings for the norm and :math:`2 \sqrt T` for the polynomial, and twice that
+        backward. Sides that differ by more than 2.5 take products of the smaller one (:func:`wide_taylor_exponential`).
 
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)
@@ -241,22 +269,30 @@ def taylor_exponential(w: Tensor, terms: int = 10) -> Tensor:
     """
     check_matrix(w)
     check_terms(terms)
+    check_squarings(squarings)
     w = at_least_float32(w)
     m, n = w.shape[-2:]
     if max(m, n) > WIDE * min(m, n):
         # The skew matrix of the adjoint is -A, and its polynomial the adjoint.
-        return wide_taylor_exponential(w, terms) if n > m else wide_taylor_exponential(w.mH, terms).mH
+        made = wide_taylor_exponential(w if n > m else w.mH, terms, squarings)
+        return made if n > m else made.mH
     if terms > MAX_DEGREE or w.is_complex() or w.numel() == 0:
-        return _taylor_exponential(w, terms)
+        return _taylor_exponential(w, terms, squarings)
     function = _TaylorExponential if torch.compiler.is_compiling() else _WithForwardMode
-    made: Tensor = function.apply(w, terms)[0]
-    return made
+    result: Tensor = function.apply(w, terms, squarings)[0]
+    return result
 
 
-def _taylor_exponential(w: Tensor, terms: int) -> Tensor:
+def check_squarings(squarings: int) -> None:
+    """Raise ``OptionError`` unless ``squarings`` is an integer from 3 to 6."""
+    if isinstance(squarings, bool) or not isinstance(squarings, int) or not 3 <= squarings <= 6:
+        raise OptionError(f"squarings: expected an integer from 3 to 6, got {squarings!r}")
+
+
+def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
     """:func:`taylor_exponential` by operations that are differentiable any number of times."""
     a = skew_part(w)
-    scale = schatten_bound(a).clamp_min(SMALLEST_NORM)
+    scale = skew_bound(a, squarings).clamp_min(SMALLEST_NORM)
     return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
 
 
@@ -272,20 +308,20 @@ class _TaylorExponential(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(w: Tensor, terms: int) -> tuple[Tensor, ...]:
+    def forward(w: Tensor, terms: int, squarings: int) -> tuple[Tensor, ...]:
         *batch, m, n = w.shape
         c = max(m, n)
         made = w.new_empty(w.shape)
-        kept = empty_powers(batch, c, w)
+        kept = empty_powers(batch, c, w, squarings).flat
         w, flat, *rows = (t.reshape(-1, *t.shape[-2:]) for t in (w, made, *kept))
         groups = cached_parts(len(flat), c**2 * w.element_size(), w.device)
         room = room_for(max(map(_count, groups)), c, w)
         for group in groups:
-            part, own = Powers(*(t[group] for t in rows)), room.of(_count(group))
+            part, own = Powers.of([t[group] for t in rows]), room.of(_count(group))
             if m == n:
-                torch.sub(w[group], w[group].mT, out=part.a)
+                torch.sub(w[group], w[group].mT, out=part.squares[0])
             else:
-                part.a.copy_(skew_part(w[group]))
+                part.squares[0].copy_(skew_part(w[group]))
             fill_powers(SMALLEST_NORM, part)
             if m == n:
                 value(part, terms, own, flat[group])
@@ -295,20 +331,20 @@ class _TaylorExponential(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        w, ctx.terms = inputs
+        w, ctx.terms, ctx.squarings = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(w, *output[1:])
         ctx.save_for_forward(w)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, None, None]:
         if g is None:
-            return None, None
+            return None, None, None
         w, *kept = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed():
             # The gradient itself is to be differentiated, or there is a batch of them.
-            return torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms), w)[1](g)[0], None
+            return torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms, ctx.squarings), w)[1](g)[0], None, None
         m, n = w.shape[-2:]
         c = max(m, n)
         flat = g.reshape(-1, m, n)
@@ -317,7 +353,7 @@ class _TaylorExponential(torch.autograd.Function):
         groups = cached_parts(len(flat), c**2 * w.element_size(), w.device)
         room = room_for(max(map(_count, groups)), c, g)
         for group in groups:
-            part = Powers(*(t.reshape(-1, *t.shape[-2:])[group] for t in kept))
+            part = Powers.of([t.reshape(-1, *t.shape[-2:])[group] for t in kept])
             padded = F.pad(flat[group], (0, c - n, 0, c - m)) if m != n else flat[group]
             own = room.of(_count(group))
             if m == n:
@@ -325,20 +361,22 @@ class _TaylorExponential(torch.autograd.Function):
             else:
                 gradient(part, padded, ctx.terms, SMALLEST_NORM, own, own.one)
                 rows[group] = own.one[:, :m, :n]
-        return made, None
+        return made, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], w: Tensor, terms: int) -> tuple[tuple[Tensor, ...], int]:
-        return _TaylorExponential.apply(w.movedim(in_dims[0], 0), terms), 0
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], w: Tensor, terms: int, squarings: int
+    ) -> tuple[tuple[Tensor, ...], int]:
+        return _TaylorExponential.apply(w.movedim(in_dims[0], 0), terms, squarings), 0
 
 
 class _WithForwardMode(_TaylorExponential):
     """A variant with forward-mode derivatives, which ``torch.compile`` does not take."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, terms: None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, tangent: Tensor, terms: None, squarings: None) -> tuple[Tensor | None, ...]:
         (w,) = ctx.saved_tensors
         # The gradient is linear in its upstream: transposed once more it is the derivative.
-        pull = torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms), w)[1]
+        pull = torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms, ctx.squarings), w)[1]
         (change,) = torch.func.vjp(lambda v: pull(v)[0], torch.zeros_like(w))[1](tangent)
-        return change, *(None for _ in range(6))
+        return change, *(None for _ in range(ctx.squarings + 3))

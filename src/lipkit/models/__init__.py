@@ -20,6 +20,7 @@ from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
 from lipkit.models.rebuild import rebuild, rebuilt
 from lipkit.models.resnet9 import resnet9
+from lipkit.models.sllnet import sllnet
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -33,6 +34,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "rebuild": rebuilt,
     "resnet9": resnet9,
     "resnet_plain": resnet_plain,
+    "sllnet": sllnet,
     "small": small,
     "wide_resnet": wide_resnet,
     "wrn_plain": wrn_plain,
@@ -88,6 +90,7 @@ __all__ = [
     "rebuild",
     "resnet9",
     "resnet_plain",
+    "sllnet",
     "small",
     "wide_resnet",
     "wrn_plain",

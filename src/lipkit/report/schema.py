@@ -136,7 +136,10 @@ class _Versioned(_Model):
 
 
 class RunRecord(_Versioned):
-    """The figures of a run of any task. Times are seconds; ``further`` are figures measured after it, by name."""
+    """The figures of a run of any task. Times are seconds.
+
+    ``further`` are figures measured after it, by name, ``after`` the options of those measurements.
+    """
 
     name: str
     created: str
@@ -152,6 +155,7 @@ class RunRecord(_Versioned):
     latency: LatencyRecord | None = None
     times: dict[str, float] = Field(default_factory=dict)
     further: dict[str, float] = Field(default_factory=dict)
+    after: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 class Record(RunRecord):
@@ -167,10 +171,13 @@ class Record(RunRecord):
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers by name: ``clean``, ``certified(36/255)``, ``pgd(36/255)``, ``lipschitz``."""
-        result = {"clean": self.clean.value}
-        result |= {f"certified({format_radius(row.eps)})": row.share.value for row in self.certified}
-        result |= {f"pgd({format_radius(row.eps)})": row.share.value for row in self.attacked}
-        return result | {"lipschitz": self.lipschitz.computed}
+        return {name: share.value for name, share in self.shares().items()} | {"lipschitz": self.lipschitz.computed}
+
+    def shares(self) -> dict[str, ShareRecord]:
+        """The fractions of samples among them, with their intervals."""
+        result = {"clean": self.clean}
+        result |= {f"certified({format_radius(row.eps)})": row.share for row in self.certified}
+        return result | {f"pgd({format_radius(row.eps)})": row.share for row in self.attacked}
 
 
 class OutputRecord(_Model):

@@ -12,11 +12,16 @@ from typing import Any
 
 from lipkit.errors import OptionError
 
+# Samples of `attack` where a table says no other number.
+ATTACKED = 1000
 # Name in a table -> module of this package that holds a function of that name.
 MEASURES = {
+    "block_evaluation": "times",
+    "exponential": "times",
     "gap": "kernels",
     "kernel_bounds": "kernels",
     "layer_step": "speed",
+    "lipconvnet_step": "times",
     "modulus": "kernels",
     "network_bounds": "networks",
     "network_step": "speed",
@@ -25,10 +30,12 @@ MEASURES = {
     "wasserstein": "trained",
 }
 AFTER = {
+    "accuracy": "trained",
     "attack": "trained",
     "attack_steps": "trained",
     "jacobian_norms": "trained",
     "layer_norms": "trained",
+    "responses": "trained",
     "local_lipschitz": "trained",
     "secant_slopes": "trained",
 }

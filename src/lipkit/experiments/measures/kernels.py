@@ -20,7 +20,7 @@ from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.errors import OptionError
 from lipkit.experiments.measures.networks import Conv, power_method
 from lipkit.layers import EcoConv2d
-from lipkit.linalg.exponential import schatten_bound, skew_part, taylor
+from lipkit.linalg.exponential import skew_bound, skew_part, taylor
 from lipkit.models import lipconvnet
 
 
@@ -188,7 +188,7 @@ def truncation(*, seed: int = 0, root: Path | None = None, terms: int, depth: in
                 continue
             skew = skew_part(layer.free.detach())
             norms = torch.linalg.matrix_norm(skew, 2)[:, None, None]
-            for scale, out in ((schatten_bound(skew)[:, None, None], errors), (norms, worst)):
+            for scale, out in ((skew_bound(skew, layer.squarings)[:, None, None], errors), (norms, worst)):
                 a = skew / scale
                 gap = torch.linalg.matrix_norm(torch.linalg.matrix_exp(a) - taylor(a, terms), 2)
                 out.append(gap.mean() if out is errors else gap.max())

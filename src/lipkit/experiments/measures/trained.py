@@ -20,6 +20,7 @@ from lipkit.attacks.ascent import clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.data import Data
+from lipkit.experiments.measures import ATTACKED
 from lipkit.experiments.recipe_schema import parse_numbers
 
 
@@ -33,7 +34,7 @@ def attack(
     norm: str = "l2",
     steps: int | None = None,
     restarts: int | None = None,
-    samples: int = 1000,
+    samples: int = ATTACKED,
     batch_size: int = 250,
 ) -> dict[str, float]:
     """Accuracy under an attack, with a figure ``NAME(eps)``, or ``NAME_linf(eps)``, for each radius.
@@ -69,6 +70,30 @@ def attack(
         suffix = "_linf" if norm == "linf" else ""
         figures[f"{name}{suffix}({format_radius(radius)})"] = survived / len(x)
     return figures
+
+
+def accuracy(network: modules.Network, data: Data, *, seed: int = 0, samples: int = ATTACKED) -> dict[str, float]:
+    """``clean_attacked``: accuracy on those first test samples that `attack` attacks."""
+    x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
+    with torch.no_grad():
+        wrong = torch.cat([misclassified(network(a), b) for a, b in zip(x.split(250), y.split(250), strict=True)])
+    return {"clean_attacked": float((~wrong).double().mean())}
+
+
+def responses(
+    network: modules.Network,
+    data: Data,
+    *,
+    seed: int = 0,
+    low: float = -0.3,
+    high: float = 0.3,
+    points: int = 61,
+) -> dict[str, float]:
+    """``fit(x)``: the output of a network of one number at equispaced x from ``low`` to ``high``."""
+    x = torch.linspace(low, high, points, dtype=torch.float64)
+    with torch.no_grad():
+        y = copy.deepcopy(network).cpu().double()(x[:, None])[:, 0]
+    return {f"fit({a:.6g})": b for a, b in zip(x.tolist(), y.tolist(), strict=True)}
 
 
 def local_lipschitz(

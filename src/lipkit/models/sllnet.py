@@ -1,0 +1,99 @@
+"""The SLL networks of Araujo et al.: residual layers at constant width, without strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import NormalizedLinear
+from lipkit.layers.base import check_positive
+from lipkit.layers.sll import SllConv2d, SllLinear
+from lipkit.models._parts import bounded, check_classes, check_image, check_options
+from lipkit.modules import Shape
+from lipkit.modules.rearrange import ResizeChannels
+
+# Channels, convolutions, dense layers.
+SIZES = {"small": (45, 20, 7), "medium": (60, 30, 10), "large": (90, 50, 10), "xlarge": (120, 70, 15)}
+POOL = 4
+
+
+def sllnet(
+    size: str = "small",
+    *,
+    channels: int | None = None,
+    depth: int | None = None,
+    dense: Sequence[int] | None = None,
+    inner: int = 5,
+    kernel_size: int = 3,
+    last_layer_normalization: bool = False,
+    input_shape: Shape = (3, 32, 32),
+    classes: int = 10,
+    lipschitz: float = 1.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **options: Any,
+) -> nn.Sequential:
+    """Zeros as further channels, ``depth`` SLL convolutions, sums of 4 x 4 pixels over 4, SLL dense layers, classes.
+
+    Every layer is a residual one of constant width. ``size`` stands for channels, convolutions and dense layers, the
+    latter with 2048 inner units: small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the
+    parameters (41, 79, 118 and 236 million for 32 x 32 images) are in the dense layers.
+
+    Args:
+        size: small, medium, large or xlarge; what follows replaces its parts.
+        channels: width of the convolutions.
+        depth: number of convolutions.
+        dense: inner units of each dense layer.
+        inner: inner channels of each convolution.
+        kernel_size: of the convolutions, odd.
+        last_layer_normalization: whether a last layer with rows of unit norm and free otherwise follows. False: the
+            first outputs are the classes, without parameters.
+        input_shape: (C, H, W) with H and W multiples of 4.
+        classes: number of outputs.
+        lipschitz: target constant of the network behind the normalisation (and before the last layer).
+        mean, std: input normalisation, part of the network.
+        options: options of the layers: ``activation``.
+
+    Raises:
+        OptionError: an unknown size, fewer features than classes. ShapeError: an input shape that does not fit.
+
+    >>> net = sllnet(channels=4, depth=2, dense=[8], input_shape=(1, 8, 8), last_layer_normalization=True)
+    >>> [type(layer).__name__ for layer in net]
+    ['SllConv2d', 'SllConv2d', 'AvgPool2d', 'Flatten', 'SllLinear', 'NormalizedLinear']
+
+    References:
+        Araujo et al., ICLR 2023, section 5 and appendix; the inner channels are those of its code, and the only ones
+        that give the printed numbers of parameters. Convolutions are circular here, zero-padded there.
+    """
+    if size not in SIZES:
+        raise OptionError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
+    if not isinstance(last_layer_normalization, bool):
+        raise OptionError(f"last_layer_normalization: expected true or false, got {last_layer_normalization!r}")
+    width, convolutions, linears = SIZES[size]
+    width = width if channels is None else channels
+    convolutions = convolutions if depth is None else depth
+    units = [2048] * linears if dense is None else list(dense)
+    check_positive(channels=width, depth=convolutions, inner=inner)
+    check_positive(**{f"dense[{i}]": n for i, n in enumerate(units)})
+    pixels, rows, columns = check_image(input_shape, POOL, "sllnet")
+    check_classes(classes)
+    check_options(options)
+    if width < pixels:
+        raise OptionError(f"channels: expected at least the {pixels} of the images, got {width}")
+    features = width * (rows // POOL) * (columns // POOL)
+    if features < classes:
+        raise OptionError(f"channels: expected at least as many features as the {classes} classes, got {features}")
+    layers: list[nn.Module] = [
+        SllConv2d(width if number else pixels, width, kernel_size, hidden=inner, **options)
+        for number in range(convolutions)
+    ]
+    # Of norm 1: sixteen weights of a quarter.
+    layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]
+    layers += [SllLinear(features, features, hidden=n, **options) for n in units]
+    layers.append(
+        NormalizedLinear(features, classes) if last_layer_normalization else ResizeChannels(features, classes)
+    )
+    return bounded(layers, lipschitz, mean, std, pixels)
