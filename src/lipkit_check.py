@@ -16,8 +16,9 @@ are float64, or with ``--exact`` integers that count 2^-44. u = 2^-53, gamma_n =
 || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit an entry.
 
 **Theorem 2 (norms).** M_0 = A^T A / 2^s_0, M_{j+1} = M_j^2 / 2^s_{j+1} are computed as P_j with ||P_j - M_j|| <= e_j, where
-e_{j+1} = (2 t e + e^2 + rounding) / 2^s, t = || |P_j| ||_inf, rounding = gamma_n t^2 (integers: n units). For symmetric M,
-||M|| <= ||M||_inf, hence ||M_j|| <= t_j + e_j, and ||A|| follows by j + 1 square roots with ||M_{j-1}||^2 = 2^s_j ||M_j||.
+e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j| ||_inf. For
+symmetric M, ||M|| <= ||M||_inf, hence b = t_j + e_j will do, and ||A|| follows by j + 1 square roots with
+||M_{j-1}||^2 = 2^s_j ||M_j||. What is found bounds every ||M_j|| again: b, e_j and the result improve in a few rounds.
 A known only up to |error| <= h an entry has at most h sqrt(m n) more.
 
 **Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i f.(d t - p)/N),
@@ -108,7 +109,7 @@ class Floats:
     """float64, rounding errors by Theorem 1."""
 
     unit = Fraction(1, 1 << 900)  # more than what underflow loses in one entry
-    stop = Fraction(1, 1 << 30)  # least relative gain of another power
+    steps = 32  # squarings of a Gram matrix: at most a factor n^(2^-33) above the norm is left
 
     def of(self, a):
         """Stored numbers, and a bound of the error of each."""
@@ -156,7 +157,7 @@ class Integers:
     """Integers that count 2^-44: no floating point. Products are floors, by halves of 22 bits."""
 
     unit = Fraction(2, 1 << PLACES)
-    stop = Fraction(1, 1 << 25)
+    steps = 25
 
     def of(self, a):
         bits = np.ascontiguousarray(a, np.float64).view(np.int64)
@@ -244,23 +245,34 @@ def _powers(a):
         return size
     first = min(0, _exponent(size))
     columns = np.ascontiguousarray(ops.shift(a, -first).swapaxes(1, 2))
-    p = ops.dot(columns, columns)
-    e = ops.rounding(m) * ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2)) + n * ops.unit
-    shifts, best = [], None
-    for _ in range(40):
+    p, start = symmetric(ops.dot(columns, columns)), n * ops.unit
+    start += ops.rounding(m) * ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))
+    steps = []  # (s_j, t_j, rounding of the next product)
+    for _ in range(ops.steps):
         s = _exponent(ops.rowsum(p))
-        p, e = ops.shift(p, -s), up(e / Fraction(2) ** s + n * ops.unit)
-        shifts.append(s)
+        p = ops.shift(p, -s)
         t = ops.rowsum(p)
-        bound = t + e
-        for s in reversed(shifts):
-            bound = root(bound * Fraction(2) ** s)
-        bound *= Fraction(2) ** first
-        if best is not None and bound > best * (1 - ops.stop):
-            return min(best, bound)
-        best = bound
-        p, e = ops.dot(p, p), 2 * t * e + e * e + ops.rounding(n) * t * t + n * ops.unit
-    return best
+        steps.append((Fraction(2) ** s, t, ops.rounding(n) * t * t + n * ops.unit))
+        p = symmetric(ops.dot(p, p))
+    best = None
+    for _ in range(5):  # a bound of ||A|| bounds every ||M_j||, and so every e_j better
+        b, e, scales = best and best * best, start, []
+        for s, t, rounding in steps:
+            b, e = b and up(b / s), up(e / s + n * ops.unit)
+            scales.append(s)
+            if b is None or t + e < b:
+                b = t + e
+                bound = b
+                for scale in reversed(scales):
+                    bound = root(bound * scale)
+                best = bound if best is None else min(best, bound)
+            b, e = b * b, e * (2 * b + e) + rounding
+    return best * Fraction(2) ** first
+
+
+def symmetric(p):
+    """The lower triangles on both sides: each entry still has the error that Theorem 1 allows it."""
+    return np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)
 
 
 def _exponent(x):
