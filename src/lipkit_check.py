@@ -160,7 +160,7 @@ class Integers:
     steps = 25
 
     def of(self, a):
-        bits = np.ascontiguousarray(a, np.float64).view(np.int64)
+        bits = np.array(a, np.float64).view(np.int64)
         exponent = (bits >> 52) & 2047
         mantissa = (bits & ((1 << 52) - 1)) | np.where(exponent > 0, np.int64(1) << 52, 0)
         places = np.maximum(exponent, 1) - 1075 + PLACES
@@ -426,8 +426,9 @@ def convolution(config, get, shape):
     (w, error), bias = ops.of(stored.reshape(g, cout // g, -1)), get.bias(config, cout)
     n, taps = w.shape[2], kernel[0] * kernel[1]
     disjoint = all(s > span for s, span in zip(stride, spans, strict=True))
+    disjoint &= mode == "zeros" or not any(map(any, pads))
     repeated, blocks = 1, None
-    if mode != "zeros" and (disjoint or mode != "circular"):
+    if mode in ("reflect", "replicate"):
         repeated = math.prod(_copies(side, *pad, PAD[mode]) for side, pad in zip(sides, pads, strict=True))
     if disjoint:
         norm = spectral(w, error)
@@ -651,9 +652,9 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "Tanhshrink": (1, lambda c, _: c - np.tanh(c)),
     "Softsign": (1, lambda c, _: c / (1 + np.abs(c))),
     "LogSigmoid": (1, lambda c, _: -np.logaddexp(0, -c)),
-    "SiLU": (1.0998393194, lambda c, _: c * _sigmoid(c)),
-    "Mish": (1.0884929, lambda c, _: c * np.tanh(np.logaddexp(0, c))),
-    "GELU": (1.1290418, _gelu),
+    "SiLU": (1.09983933, lambda c, _: c * _sigmoid(c)),
+    "Mish": (1.0884982, lambda c, _: c * np.tanh(np.logaddexp(0, c))),
+    "GELU": (lambda config, _: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
     "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
     "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
     "ReLU6": (1, lambda c, _: np.clip(c, 0, 6)),
@@ -969,9 +970,14 @@ def slope_residual(config, get, shape):
 
 def sequential(config, get, shape):
     nodes = []
+    need(config.get("input_shape", list(shape)) == list(shape), f"a network for {config.get('input_shape')}, got {shape}")
     for i, part in enumerate(config["modules"]):
         nodes.append(build(part, get.at(str(i)), nodes[-1].shape if nodes else shape))
-    return chain(nodes or [Node(shape, 1, lambda c: c)])
+    node = chain(nodes or [Node(shape, 1, lambda c: c)])
+    node.parts, node.multipliers = nodes, {}
+    for i, n in config.get("multipliers", {}).items():
+        node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
+    return node
 
 
 KINDS = {
@@ -979,7 +985,7 @@ KINDS = {
     "Affine": affine, "TaylorConv2d": taylor, "MaxMin": maxmin, "GroupSort": group_sort, "Softmax": softmax,
     "LeakyReLU": leaky, "PReLU": leaky, "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool,
     "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual, "SandwichBlock": sandwich,
-    "Sequential": sequential, "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
+    "Sequential": sequential, "Network": sequential, "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
 for _name in ("LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"):
     KINDS[_name] = normalization
@@ -1016,6 +1022,7 @@ class Tensors:
         return found.astype(np.float64)
 
     def at(self, prefix):
+        need(self.prefix.count(".") < 50, "modules nested more than 50 deep")
         return Tensors(self.stored, f"{self.prefix}{prefix}.", self.used)
 
     def bias(self, config, n):
@@ -1029,10 +1036,8 @@ class Network:
         need(config.get("type") == "Network" and config["modules"], "no Network at the top")
         get, shape = Tensors(tensors), tuple(config["input_shape"])
         need(1 <= len(shape) <= 4 and all(type(n) is int and 0 < n <= LIMIT for n in shape), f"input shape {shape}")
-        self.nodes = []
-        for i, part in enumerate(config["modules"]):
-            self.nodes.append(build(part, get.at(str(i)), self.nodes[-1].shape if self.nodes else shape))
-        multipliers = {int(i): get(f"multiplier{i}", (n,)) for i, n in config["multipliers"].items()}
+        top = build(config, get, shape)
+        self.nodes, multipliers = top.parts, top.multipliers
         unused = set(tensors) - get.used
         need(not unused, f"tensors that no module has: {sorted(unused)[:3]}")
         self.gain = up(math.prod(node.gain for node in self.nodes))
