@@ -56,7 +56,6 @@ integers, hashlib and json; this file.
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import importlib.util
 import io
@@ -67,6 +66,7 @@ import stat
 import struct
 import sys
 import zipfile
+import zlib
 from fractions import Fraction
 from pathlib import Path
 
@@ -188,7 +188,8 @@ class Integers:
         return Fraction(0)
 
     def scale(self, c, s):
-        return np.asarray((np.asarray(c, object) * np.asarray(s, object)) >> PLACES).astype(np.int64)
+        # Python's integers, which grow: of a number alone, too.
+        return np.asarray((np.asarray(c).astype(object) * np.asarray(s).astype(object)) >> PLACES).astype(np.int64)
 
     def shift(self, a, s):
         need(int(np.abs(a).max(initial=0)) << max(s, 0) < 1 << 62, "--exact: numbers too large for 64 bits")
@@ -599,6 +600,7 @@ def unary(name, slope, function, exact=False, scale=1):
         s, m = Fraction(slope(config, get) if callable(slope) else slope), Fraction(scale(config) if callable(scale) else scale)
         lost = Fraction(0) if exact is True else ops.rounding(64) * max(m, 1)
         b = lost * root(Fraction(math.prod(shape))) if lost else Fraction(0)
+        function(np.zeros(1), config)  # asks for its arguments
         return Node(shape, s, lambda c: function(c, config), lost, b)
 
     return build
@@ -665,7 +667,7 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "CELU": (1, lambda c, config: np.where(c > 0, c, config["alpha"] * np.expm1(np.minimum(c, 0) / config["alpha"])),
              _positive("alpha")),
     "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
-                 lambda config: 1 / _positive("beta")(config)),
+                 lambda config: Fraction(need(config["threshold"] >= 20, "Softplus with a jump") or 1) / _positive("beta")(config)),
     "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
                    lambda config: Fraction(need(config["lambd"] >= 0, "Softshrink below 0") or 1)),
 }  # fmt: skip
@@ -710,7 +712,7 @@ def normalization(config, get, shape):
         size = tuple(config["normalized_shape"])
         need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
         affected = get("weight", size) if config["elementwise_affine"] else affected
-        b = get("bias", size) if config["bias"] and config["elementwise_affine"] else b
+        b = get("bias", size) if config["elementwise_affine"] & config["bias"] else b
         groups = math.prod(shape) // math.prod(size)
     else:
         channels = config["num_channels" if kind == "GroupNorm" else "num_features"]
@@ -995,11 +997,29 @@ for _name, (_slope, _function, *_scale) in SMOOTH.items():
     KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
 
 
+class Asked(dict):
+    """An object of the configuration that knows which of its keys were asked for."""
+
+    def __init__(self, given):
+        super().__init__(given)
+        self.keys_asked = set()
+
+    def __getitem__(self, key):
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
 def build(config, get, shape):
     need(isinstance(config, dict), "a module is no object")
+    config = Asked(config)
     kind = config.get("type")
     need(isinstance(kind, str) and kind in KINDS, f"no rule for a module of type {kind!r:.80}")
     node = KINDS[kind](config, get, shape)
+    need(config.keys_asked >= set(config), f"{kind}: arguments {sorted(set(config) - config.keys_asked)} that it does not have")
     node.kind, node.config = kind, config
     return node
 
@@ -1146,7 +1166,7 @@ def lmi(layers, multipliers, target):
 
 def positive(h, error):
     """True if every symmetric matrix within ``error`` (a norm) of h is proved to be positive semidefinite."""
-    n, allowed = len(h), max(4 * error, ops.rowsum(h) / 10**12)
+    n, allowed = len(h), error * Fraction(65, 64) + ops.rowsum(h) / 10**12
     for _ in range(5):
         c = ops.of(np.float64(float(allowed)))[0]
         try:
@@ -1172,11 +1192,11 @@ def read(path, most=1 << 30):
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         status = os.fstat(file.fileno())
         need(stat.S_ISREG(status.st_mode) and status.st_size <= most, f"{path}: no regular file of at most {most} bytes")
-        content = file.read(most + 1)
+        content = file.read(status.st_size)
     if str(path).endswith(".gz"):
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
-            content = stream.read(most + 1)
-    need(len(content) <= most, f"{path}: more than {most} bytes")
+        stream = zlib.decompressobj(31)
+        content = stream.decompress(content, most)
+        need(stream.eof and not stream.unused_data, f"{path}: no gzip file of at most {most} bytes")
     return content
 
 
@@ -1415,7 +1435,8 @@ def main(arguments=None):
     parser.add_argument("--exact", action="store_true", help="integers and rationals only, no floating point")
     given = parser.parse_args(arguments)
     try:
-        return int(check(given.run, given.data, given.root, given.samples, given.exact)[1] > 0)
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            return int(check(given.run, given.data, given.root, given.samples, given.exact)[1] > 0)
     except Refused as reason:
         print(f"REFUSED  {reason}".encode("ascii", "replace").decode()[:300])
     except Exception as error:  # whatever a file makes fail is not confirmed
