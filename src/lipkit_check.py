@@ -1,56 +1,60 @@
-r"""An independent checker of lipkit certificates: ``python -m lipkit_check RUN [DATA]``. One file, numpy, no torch, no lipkit.
+r"""An independent checker of lipkit certificates: ``python -m lipkit_check RUN [DATA]``. numpy, no torch, no lipkit.
 
-It reads ``RUN/certificate.jsonl[.gz]`` and ``RUN/network/{config.json, model.safetensors}``, recomputes every hash, proves a
-Lipschitz constant for each layer from the stored numbers, encloses the logits of each sample, and confirms a radius only if
-its own proof reaches it. It knows a closed list of modules and refuses every other by name. Exit code 0: all confirmed.
+It reads ``RUN/certificate.jsonl[.gz]`` and ``RUN/network/{config.json, model.safetensors}``, recomputes every hash,
+proves a Lipschitz constant for each layer from the stored numbers, encloses the logits of each sample, and confirms a
+radius only if its own proof reaches it. It knows a closed list of modules and refuses every other by name. Exit code
+0: all confirmed.
 
-**What is stated.** f is the exact real function of the stored numbers (Fourier layers with the exact transform). For each
-confirmed sample x with label t and each x' with ||x' - x||_2 < r (1 - 1e-5): f_t(x') > f_i(x') for all i != t.
-The rounding of the machine that evaluates f later is no part of this; the certificate's own radius already subtracts it.
+**What is stated.** f is the exact real function of the stored numbers (Fourier layers with the exact transform). For
+each confirmed sample x with label t and each x' with ||x' - x||_2 < r (1 - 1e-5): f_t(x') > f_i(x') for all i != t.
+The rounding of the machine that evaluates f later is no part of this; the certificate's own radius already subtracts
+it.
 
-**Numbers.** Scalars (norms, error radii, radii) are rationals, rounded up on the grid 2^-100: no rounding to argue about. Arrays
-are float64, or with ``--exact`` integers that count 2^-44. u = 2^-53, gamma_n = n u / (1 - n u).
+**Numbers.** Scalars (norms, error radii, radii) are rationals, rounded up on the grid 2^-100: no rounding to argue
+about. Arrays are float64, or with ``--exact`` integers that count 2^-44. u = 2^-53, gamma_n = n u / (1 - n u).
 
-**Theorem 1 (products).** An inner product of n float64 terms, in any order, is within gamma_n |a|.|b| of the exact one
-(Higham 2002, 3.1); with a bias added, gamma_{n+1}. For a matrix A this gives an l2 error of at most gamma || |A| || ||c||, and
-|| |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit an entry.
+**Theorem 1 (products).** An inner product of n float64 terms, in any order, is within gamma_n |a|.|b| of the exact
+one (Higham 2002, 3.1); with a bias added, gamma_{n+1}. For a matrix A this gives an l2 error of at most gamma || |A|
+|| ||c||, and || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit an entry.
 
-**Theorem 2 (norms).** M_0 = A^T A / 2^s_0, M_{j+1} = M_j^2 / 2^s_{j+1} are computed as P_j with ||P_j - M_j|| <= e_j, where
-e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j| ||_inf. For
-symmetric M, ||M|| <= ||M||_inf, hence b = t_j + e_j will do, and ||A|| follows by j + 1 square roots with
-||M_{j-1}||^2 = 2^s_j ||M_j||. What is found bounds every ||M_j|| again: b, e_j and the result improve in a few rounds.
-A known only up to |error| <= h an entry has at most h sqrt(m n) more.
+**Theorem 2 (norms).** M_0 = A^T A / 2^s_0, M_{j+1} = M_j^2 / 2^s_{j+1} are computed as P_j with ||P_j - M_j|| <= e_j,
+where e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j|
+||_inf. For symmetric M, ||M|| <= ||M||_inf, hence b = t_j + e_j will do, and ||A|| follows by j + 1 square roots with
+||M_{j-1}||^2 = 2^s_j ||M_j||. What is found bounds every ||M_j|| again: b, e_j and the result improve in a few
+rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
 
-**Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i f.(d t - p)/N),
-each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f + j N/s)]_j / sqrt(s) an
-axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a multiple of s. Windows that do not
-overlap: the matrix of the kernel. Outputs that repeat m times, inputs that padding repeats m times: sqrt(m) more. Cosines come
-from Taylor's series in integers of 200 bits, so no mathematical library is trusted.
+**Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i
+f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f
++ j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to
+a multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that
+padding repeats m times: sqrt(m) more. Cosines come from Taylor's series in integers of 200 bits, so no mathematical
+library is trusted.
 
-**Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b, then
-||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b); branches add.
+**Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
+then ||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b); branches add.
 
-**Theorem 5 (activations).** Constants are largest slopes. MaxMin and GroupSort sort: 1. Layer, group and instance normalisation
-v / sqrt(|v|^2/n + eps) has the Jacobian (I - v v^T / (n s^2)) P / s, s^2 = |v|^2/n + eps: at most 1 / sqrt(eps). Softmax:
-diag(p) - p p^T has row sums 2 p (1 - p) <= 1/2. Max pooling: sqrt of the most windows that share an input.
+**Theorem 5 (activations).** Constants are largest slopes. MaxMin and GroupSort sort: 1. Layer, group and instance
+normalisation v / sqrt(|v|^2/n + eps) has the Jacobian (I - v v^T / (n s^2)) P / s, s^2 = |v|^2/n + eps: at most 1 /
+sqrt(eps). Softmax: diag(p) - p p^T has row sums 2 p (1 - p) <= 1/2. Max pooling: sqrt of the most windows that share
+an input.
 
-**Theorem 6 (sandwich).** y = W2 s(W1 x), slopes D in [0, 1], l > 0 diagonal, p = l W1 u, q = W2* v / l, |u| = |v| = 1:
-v* W2 D W1 u = sum d p q <= sum max(p q, 0) <= |p + q|^2 / 4 <= || [l W1 | W2* / l] ||^2 / 2.
+**Theorem 6 (sandwich).** y = W2 s(W1 x), slopes D in [0, 1], l > 0 diagonal, p = l W1 u, q = W2* v / l, |u| = |v| =
+1: v* W2 D W1 u = sum d p q <= sum max(p q, 0) <= |p + q|^2 / 4 <= || [l W1 | W2* / l] ||^2 / 2.
 
-**Theorem 7 (residual).** y = x + W2 s(W1 x), E = W2 + W1* l^2: I - W1* l^2 D W1 has norm <= max(1, ||l W1||^2 - 1), so the
-constant is at most that plus ||E|| ||W1||.
+**Theorem 7 (residual).** y = x + W2 s(W1 x), E = W2 + W1* l^2: I - W1* l^2 D W1 has norm <= max(1, ||l W1||^2 - 1),
+so the constant is at most that plus ||E|| ||W1||.
 
-**Theorem 8 (run of dense layers, LMI).** z_0 = x, z_k = D_k W_k-1 z_k-1, y = W_N z_N, l_k > 0 diagonal. From
-z_k' l_k (W_k-1 z_k-1 - z_k) >= 0: if g |z_0|^2 - |W_N z_N|^2 / g - 2 sum z_k' l_k (W_k-1 z_k-1 - z_k) >= 0 for all z, the gain is at
-most g. Eliminating z_0 leaves H >= 0, block tridiagonal, which is scaled by a diagonal (a congruence) and proved by a factor
-found in any way: H - c I = L L' + R with ||R||_inf <= c implies H >= 0.
+**Theorem 8 (run of dense layers, LMI).** z_0 = x, z_k = D_k W_k-1 z_k-1, y = W_N z_N, l_k > 0 diagonal. From z_k' l_k
+(W_k-1 z_k-1 - z_k) >= 0: if g |z_0|^2 - |W_N z_N|^2 / g - 2 sum z_k' l_k (W_k-1 z_k-1 - z_k) >= 0 for all z, the gain
+is at most g. Eliminating z_0 leaves H >= 0, block tridiagonal, which is scaled by a diagonal (a congruence) and
+proved by a factor found in any way: H - c I = L L' + R with ||R||_inf <= c implies H >= 0.
 
-**Theorem 9 (radius).** |(f_t - f_i)(x') - (f_t - f_i)(x)| <= K ||x' - x||, K = min(sqrt(2) L, L_body ||w_t - w_i||), so
-r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their error radius.
+**Theorem 9 (radius).** |(f_t - f_i)(x') - (f_t - f_i)(x)| <= K ||x' - x||, K = min(sqrt(2) L, L_body ||w_t - w_i||),
+so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their error radius.
 
-**Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's, not FFT);
-exp, log1p, tanh and erf within 16 units in the last place (smooth activations only, which ``--exact`` refuses); Python's
-integers, hashlib and json; this file.
+**Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's,
+not FFT); exp, log1p, tanh and erf within 16 units in the last place (smooth activations only, which ``--exact``
+refuses); Python's integers, hashlib and json; this file.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ import argparse
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -315,8 +320,8 @@ def cosines(turns, n):
 class Node:
     """A module: the shape it returns, its constant, its forward pass, and (a, b) of Theorem 4.
 
-    ``blocks`` of a linear one: the stack of matrices it is similar to, their error an entry, the rows of one channel, and
-    what must agree for two of them to be multiplied.
+    ``blocks`` of a linear one: the stack of matrices it is similar to, their error an entry, the rows of one channel,
+    and what must agree for two of them to be multiplied.
     """
 
     def __init__(self, shape, norm, forward, a=Fraction(0), b=Fraction(0), *, run=None, blocks=None, room=0):
@@ -348,7 +353,7 @@ def chain(nodes):
 
 
 def product(stack, error, n_out, shape, forward, norm, bias=None, overlap=1, **more):
-    """A node that multiplies by ``stack`` (count, m, n): what it loses by Theorem 1, and by the error of its entries."""
+    """A node that multiplies by ``stack`` (count, m, n): it loses by Theorem 1, and by the error of the entries."""
     m, n = stack.shape[1:]
     a = ops.rounding(n) * absolute_norm(stack) + error * root(Fraction(m * n))
     b = 2 * ops.unit * root(Fraction(n_out))
@@ -408,7 +413,7 @@ def convolution(config, get, shape):
     shape = (shape[0], 1, shape[1]) if flat else shape
     fill = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
     geometry = {k: config[k] if isinstance(config[k], list) else [config[k]] * 2 for k in fill if k != "padding"}
-    geometry = {k: ([fill[k]] + v[-1:] if flat else v) for k, v in geometry.items()}
+    geometry = {k: ([fill[k], *v[-1:]] if flat else v) for k, v in geometry.items()}
     kernel, stride, dilation = geometry["kernel_size"], geometry["stride"], geometry["dilation"]
     padding, mode, g = config["padding"], config["padding_mode"], config["groups"]
     cin, cout, sides = config["in_channels"], config["out_channels"], shape[1:]
@@ -444,7 +449,7 @@ def convolution(config, get, shape):
                 strides[i] = stride[i] if sides[i] % stride[i] == 0 else 1
         split = w.reshape(g, cout // g, cin // g, *kernel)
         stack, wave_error = symbol(split, error, circle, [p for p, _ in pads], dilation, strides)
-        norm = spectral(stack, wave_error) / root(Fraction(math.prod(strides))) * (1 + 4 / Fraction(GRID))
+        norm = root(spectral(stack, wave_error) ** 2 / math.prod(strides))
         if mode == "circular" and g == 1 and out == list(sides) and stride == [1, 1]:
             blocks = (stack, wave_error, 2, (*sides,))
     widths = [(0, 0), (0, 0), *pads]
@@ -544,14 +549,14 @@ def affine(config, get, shape):
 
 
 def taylor(config, get, shape):
-    """Truncated exponential of a zero-padded convolution A = S + E, S skew: |P(i t)| on |t| <= ||S||, and ||E|| exp(||A||)."""
+    """Truncated exponential of a zero-padded A = S + E, S skew: |P(i t)| on |t| <= ||S||, and ||E|| exp(||A||)."""
     cin, cout, kernel, terms = (config[k] for k in ("in_channels", "out_channels", "kernel_size", "terms"))
     need(shape[0] == cin and all(k % 2 == 1 for k in kernel) and 1 <= terms <= 100, "a polynomial of this form")
     inner, sides = max(cin, cout), shape[1:]
     stored = get("kernel", (inner, inner, *kernel))
-    inner_config = dict(type="Conv2d", in_channels=inner, out_channels=inner, kernel_size=kernel, stride=[1, 1],
-                        padding="same", dilation=[1, 1], groups=1, padding_mode="zeros", bias=False)  # fmt: skip
-    step = convolution(inner_config, Tensors({"weight": stored}), (inner, *sides))
+    geometry = {"in_channels": inner, "out_channels": inner, "kernel_size": kernel, "stride": [1, 1], "padding": "same"}
+    geometry |= {"dilation": [1, 1], "groups": 1, "padding_mode": "zeros", "bias": False}
+    step = convolution({"type": "Conv2d", **geometry}, Tensors({"weight": stored}), (inner, *sides))
     skew = stored + stored.swapaxes(0, 1)[:, :, ::-1, ::-1]  # twice the symmetric part; its rounding counts below
     (split, error), circle = ops.of(skew), [n + k - 1 for n, k in zip(sides, kernel, strict=True)]
     error += Fraction(1, 1 << 52) * Fraction(float(np.abs(stored).max()))
@@ -563,8 +568,10 @@ def taylor(config, get, shape):
     need(top <= 40, "an exponent above 40")
     # |P(it)|^2 = sum_m q_m t^2m, cell by cell: positive terms at the upper end, negative ones at the lower.
     inverse = [Fraction(1, math.factorial(k)) for k in range(terms + 1)]
-    q = [sum(inverse[k] * inverse[2 * j - k] * (-1) ** (k + j) for k in range(max(0, 2 * j - terms), min(terms, 2 * j) + 1))
-         for j in range(terms + 1)]  # fmt: skip
+    q = [Fraction(0)] * (terms + 1)
+    for i, j in itertools.product(range(terms + 1), repeat=2):
+        if (i + j) % 2 == 0:
+            q[(i + j) // 2] += inverse[i] * inverse[j] * (1 if (i - j) % 4 == 0 else -1)
     cells, high = 512, Fraction(0)
     for i in range(cells):
         low, end = (top * (i + k) / cells for k in (0, 1))
@@ -597,8 +604,10 @@ def unary(name, slope, function, exact=False, scale=1):
 
     def build(config, get, shape):
         need(exact or isinstance(ops, Floats), f"--exact knows no {name}")
-        s, m = Fraction(slope(config, get) if callable(slope) else slope), Fraction(scale(config) if callable(scale) else scale)
-        lost = Fraction(0) if exact is True else ops.rounding(64) * max(m, 1)
+        s = Fraction(slope(config, get) if callable(slope) else slope)
+        lost = (
+            Fraction(0) if exact else ops.rounding(64) * max(Fraction(scale(config) if callable(scale) else scale), 1)
+        )
         b = lost * root(Fraction(math.prod(shape))) if lost else Fraction(0)
         function(np.zeros(1), config)  # asks for its arguments
         return Node(shape, s, lambda c: function(c, config), lost, b)
@@ -634,6 +643,10 @@ def _gelu(c, config):
     return 0.5 * c * (1 + _erf(c / math.sqrt(2)))
 
 
+def _elu(c, alpha):
+    return np.where(c > 0, c, alpha * np.expm1(np.minimum(c, 0)))
+
+
 def _positive(key):
     def value(config, get=None):
         need(config[key] > 0, f"{config['type']} with {key} {config[key]}")
@@ -661,13 +674,12 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
     "ReLU6": (1, lambda c, _: np.clip(c, 0, 6)),
     "Hardtanh": (1, _clip),
-    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * np.where(c > 0, c, SELU[1] * np.expm1(np.minimum(c, 0)))),
-    "ELU": (lambda config, _: max(1, _positive("alpha")(config)),
-            lambda c, config: np.where(c > 0, c, config["alpha"] * np.expm1(np.minimum(c, 0))), _positive("alpha")),
-    "CELU": (1, lambda c, config: np.where(c > 0, c, config["alpha"] * np.expm1(np.minimum(c, 0) / config["alpha"])),
-             _positive("alpha")),
+    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
+    "ELU": (lambda config, _: max(1, _positive("alpha")(config)), lambda c, config: _elu(c, config["alpha"]),
+            _positive("alpha")),
+    "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1), _positive("alpha")),
     "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
-                 lambda config: Fraction(need(config["threshold"] >= 20, "Softplus with a jump") or 1) / _positive("beta")(config)),
+                 lambda c: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
     "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
                    lambda config: Fraction(need(config["lambd"] >= 0, "Softshrink below 0") or 1)),
 }  # fmt: skip
@@ -692,7 +704,7 @@ def group_sort(config, get, shape):
 
 
 def softmax(config, get, shape):
-    need(isinstance(ops, Floats) and config["dim"] is not None and config["dim"] != 0, "a softmax along one dimension of a sample")
+    need(isinstance(ops, Floats) and config["dim"], "a softmax along one dimension of a sample, in floating point")
     axis = config["dim"]
 
     def forward(c):
@@ -721,7 +733,7 @@ def normalization(config, get, shape):
         if config["affine"]:
             affected, b = (get(k, (channels,)).reshape(-1, *(1,) * (len(shape) - 1)) for k in ("weight", "bias"))
     n = math.prod(shape) // groups
-    norm = largest(affected) / root(eps) * (1 + 4 / Fraction(GRID)) * (1 + 4 / Fraction(GRID))
+    norm = root(largest(affected) ** 2 / eps)
 
     def forward(c):
         c = c.reshape(len(c), groups, n)
@@ -762,11 +774,8 @@ def max_pool(config, get, shape):
     def forward(c):
         return c[:, :, axes[0]].max(3)[:, :, :, axes[1]].max(4)
 
-    return Node((shape[0], len(axes[0]), len(axes[1])), root(Fraction(shared)), forward, room=LIMIT and c_room(shape, axes))
-
-
-def c_room(shape, axes):
-    return shape[0] * axes[0].size * max(shape[2], axes[1].size)
+    room = shape[0] * axes[0].size * max(shape[2], axes[1].size)
+    return Node((shape[0], len(axes[0]), len(axes[1])), root(Fraction(shared)), forward, room=room)
 
 
 def average_pool(config, get, shape):
@@ -775,7 +784,7 @@ def average_pool(config, get, shape):
     if config["type"] == "AdaptiveAvgPool2d":
         for n, o in zip(shape[1:], _two(config["output_size"]), strict=True):
             o = n if o is None else o
-            need(1 <= o and o * n <= LIMIT, f"an output size, got {o}")
+            need(o >= 1 and o * n <= LIMIT, f"an output size, got {o}")
             tables.append((n, [(i * n // o, -(-(i + 1) * n // o)) for i in range(o)], None))
     else:
         keys = [_two(config[k], config["kernel_size"]) for k in ("kernel_size", "stride", "padding")]
@@ -862,7 +871,8 @@ def rearrangement(config, get, shape):
     if kind == "PixelUnshuffle":
         need(r >= 1 and h % r == 0 and w % r == 0, f"PixelUnshuffle by {r} of {shape}")
         out = (c0 * r * r, h // r, w // r)
-        return keep(out, lambda c: c.reshape(-1, c0, h // r, r, w // r, r).transpose(0, 1, 3, 5, 2, 4).reshape(-1, *out))
+        order = (0, 1, 3, 5, 2, 4)
+        return keep(out, lambda c: c.reshape(-1, c0, h // r, r, w // r, r).transpose(order).reshape(-1, *out))
     need(r >= 1 and c0 % (r * r) == 0, f"PixelShuffle by {r} of {shape}")
     out = (c0 // (r * r), h * r, w * r)
     return keep(out, lambda c: c.reshape(-1, out[0], r, r, h, w).transpose(0, 1, 4, 2, 5, 3).reshape(-1, *out))
@@ -909,7 +919,7 @@ def _parts(config, get, shape):
     middle = build(config["activation"], get.at("activation"), first.shape)
     second = build(config["second"], get.at("second"), middle.shape)
     multiplier = get("multiplier", (config["channels"],))
-    usable = first.blocks and second.blocks and restricted(config["activation"], middle) and bool((multiplier > 0).all())
+    usable = first.blocks and second.blocks and restricted(config["activation"], middle) and (multiplier > 0).all()
     if not usable or len(first.blocks[0]) != len(second.blocks[0]):
         return first, middle, second, None
     (w1, error1, each, kind1), (w2, error2, _, kind2) = first.blocks, second.blocks
@@ -972,7 +982,8 @@ def slope_residual(config, get, shape):
 
 def sequential(config, get, shape):
     nodes = []
-    need(config.get("input_shape", list(shape)) == list(shape), f"a network for {config.get('input_shape')}, got {shape}")
+    expected = config.get("input_shape", list(shape))
+    need(expected == list(shape), f"a network for {expected}, got {shape}")
     for i, part in enumerate(config["modules"]):
         nodes.append(build(part, get.at(str(i)), nodes[-1].shape if nodes else shape))
     node = chain(nodes or [Node(shape, 1, lambda c: c)])
@@ -985,13 +996,15 @@ def sequential(config, get, shape):
 KINDS = {
     "Linear": linear, "Conv1d": convolution, "Conv2d": convolution, "FourierConv2d": fourier, "PhaseConv2d": fourier,
     "Affine": affine, "TaylorConv2d": taylor, "MaxMin": maxmin, "GroupSort": group_sort, "Softmax": softmax,
-    "LeakyReLU": leaky, "PReLU": leaky, "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool,
+    "LeakyReLU": leaky, "PReLU": leaky, "MaxPool2d": max_pool, "AvgPool2d": average_pool,
+    "AdaptiveAvgPool2d": average_pool,
     "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual, "SandwichBlock": sandwich,
-    "Sequential": sequential, "Network": sequential, "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
+    "Shift2d": rearrangement, "Sequential": sequential, "Network": sequential,
+    "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
 for _name in ("LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"):
     KINDS[_name] = normalization
-for _name in ("Identity", "Flatten", "Unflatten", "PixelShuffle", "PixelUnshuffle", "ZeroPad2d", "ResizeChannels", "Shift2d"):
+for _name in ("Identity", "Flatten", "Unflatten", "PixelShuffle", "PixelUnshuffle", "ZeroPad2d", "ResizeChannels"):
     KINDS[_name] = rearrangement
 for _name, (_slope, _function, *_scale) in SMOOTH.items():
     KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
@@ -1019,7 +1032,8 @@ def build(config, get, shape):
     kind = config.get("type")
     need(isinstance(kind, str) and kind in KINDS, f"no rule for a module of type {kind!r:.80}")
     node = KINDS[kind](config, get, shape)
-    need(config.keys_asked >= set(config), f"{kind}: arguments {sorted(set(config) - config.keys_asked)} that it does not have")
+    unknown = sorted(set(config) - config.keys_asked)
+    need(not unknown, f"{kind}: arguments {unknown} that it does not have")
     node.kind, node.config = kind, config
     return node
 
@@ -1064,7 +1078,8 @@ class Network:
         run = self._run(multipliers)
         if run:
             rest = math.prod(node.gain for i, node in enumerate(self.nodes) if not run[0] <= i <= run[-1])
-            found = lmi([self.nodes[i] for i in run[::2]], [multipliers[i] for i in run[1::2]], (claimed or self.gain) / rest)
+            layers, given = [self.nodes[i] for i in run[::2]], [multipliers[i] for i in run[1::2]]
+            found = lmi(layers, given, (claimed or self.gain) / rest)
             self.gain = min(self.gain, up(found * rest)) if found else self.gain
         last = self.nodes[-1]
         self.rows = last.blocks[0][0] if last.kind == "Linear" and len(last.shape) == 1 else None
@@ -1130,15 +1145,15 @@ def lmi(layers, multipliers, target):
 
     ends, count = np.cumsum([0, *map(len, d)]), sum(map(len, d))
     h, error = np.zeros((count, count), w[0].dtype), Fraction(0)
-    for k, (l, s) in enumerate(zip(values, d, strict=True)):
+    for k, (value, s) in enumerate(zip(values, d, strict=True)):
         here = slice(ends[k], ends[k + 1])
-        diagonal, lost = scaled(2 * l, s, s)
+        diagonal, lost = scaled(2 * value, s, s)
         h[here, here] += np.diag(diagonal)
         error = max(error, lost)
         if k:
             before = slice(ends[k - 1], ends[k])
-            block, lost = scaled(w[k], l[:, None], s[:, None], d[k - 1])
-            lost += given[k] * largest(l) * largest(s) * largest(d[k - 1])
+            block, lost = scaled(w[k], value[:, None], s[:, None], d[k - 1])
+            lost += given[k] * largest(value) * largest(s) * largest(d[k - 1])
             h[here, before], h[before, here] = -block, -block.T
             error += lost * (ends[k + 1] - ends[k] + ends[k] - ends[k - 1])
     first, lost1 = scaled(w[0], values[0][:, None], d[0][:, None])
@@ -1152,7 +1167,7 @@ def lmi(layers, multipliers, target):
         off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
         grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
     for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
-        inverse, tau = ops.of(np.float64(float(1 / (target * (1 + slack)))))
+        inverse = ops.of(np.float64(float(1 / (target * (1 + slack)))))[0]
         inverse_exact = ops.number(inverse)
         need(inverse_exact > 0, "a gain that is not finite")
         trial, lost = h.copy(), error
@@ -1166,6 +1181,7 @@ def lmi(layers, multipliers, target):
 
 def positive(h, error):
     """True if every symmetric matrix within ``error`` (a norm) of h is proved to be positive semidefinite."""
+    h = symmetric(h)
     n, allowed = len(h), error * Fraction(65, 64) + ops.rowsum(h) / 10**12
     for _ in range(5):
         c = ops.of(np.float64(float(allowed)))[0]
@@ -1173,8 +1189,9 @@ def positive(h, error):
             left = ops.factor(h - c * np.eye(n, dtype=h.dtype))
         except (np.linalg.LinAlgError, Refused):
             return False
-        rest = h - c * np.eye(n, dtype=h.dtype) - ops.dot(left, left)
-        lost = ops.rounding(n + 4) * (ops.rowsum(left) * ops.rowsum(left.T) + ops.rowsum(h)) + n * ops.unit
+        rest = h - c * np.eye(n, dtype=h.dtype) - symmetric(ops.dot(left, left))
+        size = ops.rowsum(left) * ops.rowsum(left.T) + ops.rowsum(h) + ops.number(c)
+        lost = ops.rounding(n + 4) * size + n * ops.unit
         if ops.rowsum(rest) + lost + error <= ops.number(c):
             return True
         allowed *= 8
@@ -1191,7 +1208,8 @@ def read(path, most=1 << 30):
     """The content of a regular file of at most ``most`` bytes, unpacked if its name ends in .gz."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         status = os.fstat(file.fileno())
-        need(stat.S_ISREG(status.st_mode) and status.st_size <= most, f"{path}: no regular file of at most {most} bytes")
+        regular = stat.S_ISREG(status.st_mode) and status.st_size <= most
+        need(regular, f"{path}: no regular file of at most {most} bytes")
         content = file.read(status.st_size)
     if str(path).endswith(".gz"):
         stream = zlib.decompressobj(31)
@@ -1226,7 +1244,8 @@ def safetensors(content):
         need(set(entry) == {"dtype", "shape", "data_offsets"} and entry["dtype"] in TYPES, f"safetensors: {name}")
         code, kind = TYPES[entry["dtype"]]
         (start, stop), shape = entry["data_offsets"], entry["shape"]
-        need(all(type(n) is int and 0 <= n <= 1 << 40 for n in (*shape, start, stop)) and len(shape) <= 8, f"{name}: sizes")
+        sane = len(shape) <= 8 and all(type(n) is int and 0 <= n <= 1 << 40 for n in (*shape, start, stop))
+        need(sane, f"{name}: sizes")
         need(start == end and stop - start == math.prod(shape) * int(code[2]) and stop <= len(body), f"{name}: offsets")
         tensors[name], end = (np.frombuffer(body[start:stop], code).reshape(shape), kind), stop
     need(end == len(body), "safetensors: bytes that belong to no tensor")
@@ -1234,7 +1253,7 @@ def safetensors(content):
 
 
 def numbers(stored):
-    """The tensors as the network has them: (float array, stored bytes, name of the type); integers times their steps."""
+    """The tensors of the network: (float array, stored bytes, name of the type); integers times their steps."""
     found = {}
     integers = {name for name, (_, kind) in stored.items() if kind.startswith("int")}
     for name, (a, kind) in stored.items():
@@ -1263,8 +1282,9 @@ def load_network(folder):
     for name, (a, raw, kind) in sorted(tensors.items()):
         digest.update(f"{name} torch.{kind} {a.shape}".encode())
         digest.update(raw)
-    need(digest.hexdigest() == config["sha256"], f"config.json: its hash is {config['sha256']!r:.80}, not {digest.hexdigest()}")
-    return config, {name: a for name, (a, _, _) in tensors.items()}, digest.hexdigest()
+    found = digest.hexdigest()
+    need(found == config["sha256"], f"config.json: its hash is {config['sha256']!r:.80}, not {found}")
+    return config, {name: a for name, (a, _, _) in tensors.items()}, found
 
 
 COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
@@ -1355,21 +1375,26 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     ops = Integers() if exact else Floats()
     folder = Path(folder)
     header, rows = load_certificate(folder)
-    home = next((p for p in (folder / "network", folder, folder.parent / "network") if (p / "config.json").exists()), None)
+    places = (folder / "network", folder, folder.parent / "network")
+    home = next((place for place in places if (place / "config.json").exists()), None)
     need(home is not None, f"{folder}: no network/config.json")
     config, tensors, digest = load_network(home)
     types = [part.get("type") for part in config["network"]["modules"]]
-    for key, found in (("network_sha256", digest), ("architecture", types), ("input_shape", config["network"]["input_shape"])):
+    shape = config["network"]["input_shape"]
+    for key, found in (("network_sha256", digest), ("architecture", types), ("input_shape", shape)):
         need(header.get(key) == found, f"certificate: {key} {header.get(key)!r:.80}, the network has {found!r:.80}")
     x, y = load_samples(spec or header["data"]["name"], root_folder)
     if len(rows) < len(x):  # a part, as lipkit draws it
         index = np.sort(_order(len(x), 20240)[: len(rows)])
         x, y = x[index], y[index]
-    need(len(x) == len(rows) and data_hash(x, y) == header["data"]["sha256"], "samples: another hash than the certificate's")
-    need(list(x.shape[1:]) == config["network"]["input_shape"], f"samples of shape {x.shape[1:]}")
+    same = len(x) == len(rows) and data_hash(x, y) == header["data"]["sha256"]
+    need(same, "samples: another hash than the certificate's")
+    need(list(x.shape[1:]) == shape, f"samples of shape {x.shape[1:]}")
     bounds = config.get("input_range") or [-math.inf, math.inf]
     need(bounds[0] <= x.min() and x.max() <= bounds[1], f"samples outside {bounds}")
 
+    for key in ("constant", "body_constant"):
+        need(type(header.get(key)) in (int, float, type(None)), f"certificate: {key} {header.get(key)!r:.80}")
     claimed = Fraction(header["constant"])
     network = Network(config["network"], tensors, claimed)
     least = [("constant", claimed, network.gain)]
@@ -1408,8 +1433,12 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
             elif place + 1 - confirmed <= 20:
                 say(f"refused  sample {place}: {reason}")
             place += 1
-    say(f"{'confirmed' if confirmed == place else 'REFUSED'}  {confirmed} radii confirmed, {place - confirmed} refused; {full} reached in full, "
-        f"at most {float(lost):.1e} lost; constant {float(network.gain):.9g}, network {digest[:16]}")  # fmt: skip
+    word = "confirmed" if confirmed == place else "REFUSED"
+    say(
+        f"{word}  {confirmed} radii confirmed, {place - confirmed} refused; "
+        f"{full} reached in full, at most {float(lost):.1e} lost; constant {float(network.gain):.9g}, "
+        f"network {digest[:16]}"
+    )
     return confirmed, place - confirmed
 
 
@@ -1417,8 +1446,8 @@ def radius(logits, label, constants, e):
     """Radius of Theorem 9 (None: every radius), margin, and error of the margin."""
     need(label < len(logits), f"label {label} of {len(logits)} classes")
     near = up(root(Fraction(2)) * e)
-    gaps = [(ops.number(logits[label]) - ops.number(v), k) for i, (v, k) in enumerate(zip(logits, constants[label], strict=True))
-            if i != label]  # fmt: skip
+    values, others = [ops.number(v) for v in logits], [i for i in range(len(logits)) if i != label]
+    gaps = [(values[label] - values[i], constants[label][i]) for i in others]
     gap = min(g for g, _ in gaps)
     if gap <= near:
         return Fraction(0), gap, near
@@ -1427,9 +1456,9 @@ def radius(logits, label, constants, e):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m lipkit_check", description="Check a certificate of lipkit independently.")
+    parser = argparse.ArgumentParser("python -m lipkit_check", description="Check a lipkit certificate independently.")
     parser.add_argument("run", help="folder with certificate.jsonl[.gz] and network/")
-    parser.add_argument("data", nargs="?", help="digits, mnist, cifar10 or FILE.npz; default: as the certificate names it")
+    parser.add_argument("data", nargs="?", help="digits, mnist, cifar10 or FILE.npz; default: the certificate's")
     parser.add_argument("--root", help="folder of the data sets; default $LIPKIT_DATA or ./data")
     parser.add_argument("--samples", type=int, help="only the first so many samples")
     parser.add_argument("--exact", action="store_true", help="integers and rationals only, no floating point")

@@ -81,7 +81,9 @@ def larger_radius(folder: Path, rng: Random) -> None:
 
 def infinite_radius(folder: Path, rng: Random) -> None:
     run = Run(folder)
-    run.rows[rng.integers(len(run.rows))]["radius"] = ("Infinity", "NaN", float("nan"), -1.0, "1", None, True)[rng.integers(7)]
+    run.rows[rng.integers(len(run.rows))]["radius"] = ("Infinity", "NaN", float("nan"), -1.0, "1", None, True)[
+        rng.integers(7)
+    ]
     run.write()
 
 
@@ -225,9 +227,10 @@ def header(folder: Path, rng: Random) -> None:
     changes: tuple[tuple[str, Any], ...] = (
         ("kind", "certificate"), ("schema_version", "2.0"), ("task", "regression"), ("norm", "linf"),
         ("network_sha256", "0" * 64), ("architecture", ["Linear"]), ("input_shape", [1, 8, 9]),
-        ("constant", run.header["constant"] * (1 - float(10 ** rng.uniform(-4, 0)))), ("constant", -1.0), ("constant", "x"),
+        ("constant", run.header["constant"] * (1 - float(10 ** rng.uniform(-4, 0)))), ("constant", -1.0),
+        ("constant", "x"), ("data", None), ("data", run.header["data"] | {"samples": 3}),
         ("body_constant", run.header["body_constant"] * (1 - float(10 ** rng.uniform(-4, 0)))),
-        ("data", run.header["data"] | {"samples": 3}), ("data", run.header["data"] | {"sha256": "0" * 64}), ("data", None),
+        ("data", run.header["data"] | {"sha256": "0" * 64}),
     )  # fmt: skip
     key, value = changes[rng.integers(len(changes))]
     run.write()
@@ -309,9 +312,9 @@ def corrupted(source: Path, seed: int, target: Path) -> str:
 
 def main() -> None:
     import torch
+    from tests.checker.runs import digits, verdict, write_run
 
     import lipkit
-    from tests.checker.runs import digits, verdict, write_run
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=10_000)

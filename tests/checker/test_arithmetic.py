@@ -128,7 +128,9 @@ def test_a_norm_is_a_bound_in_rational_arithmetic_and_close(seed: int, m: int, n
         a, error = ops.of(stored)
         t = k.spectral(a[None], error)
         assert is_bound(t * (1 + Fraction(1, 10**30)), exact(stored))
-        slack = 1e-9 if isinstance(ops, k.Floats) else 1e-6 + 1e-12 * m * n / max(np.linalg.norm(stored, 2), 1e-300) ** 2
+        slack = (
+            1e-9 if isinstance(ops, k.Floats) else 1e-6 + 1e-12 * m * n / max(np.linalg.norm(stored, 2), 1e-300) ** 2
+        )
         assert float(t) <= np.linalg.norm(stored, 2) * (1 + slack) + 1e-12
 
 
@@ -190,8 +192,9 @@ def test_slopes_are_bounds_and_attained() -> None:
 @pytest.mark.parametrize(("config", "why"), [
     ({"type": "ELU", "alpha": -1.0}, "alpha"), ({"type": "CELU", "alpha": 0.0}, "alpha"), ({"type": "Abs"}, "no rule"),
     ({"type": "Softplus", "beta": -1.0, "threshold": 20.0}, "beta"), ({"type": "Softshrink", "lambd": -1.0}, "below 0"),
-    ({"type": "Softplus", "beta": 1.0, "threshold": 5.0}, "jump"), ({"type": "GroupSort", "group_size": 3}, "groups"),
-    ({"type": "Hardtanh", "min_val": 1.0, "max_val": 0.0}, "ends"), ({"type": "ReLU", "inplace": True}, "does not have"),
+    ({"type": "Softplus", "beta": 1.0, "threshold": 5.0}, "jumps"), ({"type": "GroupSort", "group_size": 3}, "groups"),
+    ({"type": "Hardtanh", "min_val": 1.0, "max_val": 0.0}, "ends"),
+    ({"type": "ReLU", "inplace": True}, "does not have"),
 ])  # fmt: skip
 def test_refusals_name_the_reason(config: dict[str, Any], why: str) -> None:
     k.ops = k.Floats()
@@ -227,7 +230,13 @@ def test_a_linear_layer_has_the_constants_of_theorems_1_and_4(arithmetic: Any) -
 
 def test_positive_refuses_what_is_not_positive(arithmetic: Any) -> None:
     q = np.linalg.qr(np.random.default_rng(6).normal(size=(12, 12)))[0]
-    for least, error, want in ((0.1, 0, True), (-0.01, 0, False), (0.1, 0.05, True), (0.1, 0.2, False), (1e-4, 2e-4, False)):
+    for least, error, want in (
+        (0.1, 0, True),
+        (-0.01, 0, False),
+        (0.1, 0.05, True),
+        (0.1, 0.2, False),
+        (1e-4, 2e-4, False),
+    ):
         h = arithmetic.of(q @ np.diag(np.linspace(least, 2, 12)) @ q.T)[0]
         assert k.positive(np.tril(h) + np.tril(h, -1).T, Fraction(error)) is want
 
@@ -238,7 +247,8 @@ def test_positive_refuses_what_is_not_positive(arithmetic: Any) -> None:
     ((4, 2, 4, 5), 3, 1, 1, 1, "zeros", 2), ((2, 3, 5, 5), 2, 1, "same", 1, "circular", 1),
     ((1, 1, 5, 4), 3, 1, 2, 1, "circular", 1), ((1, 2, 4, 4), 3, 2, 1, 1, "reflect", 1),
     ((1, 1, 4, 7), 3, 3, 1, 1, "circular", 1), ((2, 2, 5, 5), 3, 1, 2, 1, "replicate", 1),
-    ((2, 2, 4, 6), 1, 1, 0, 1, "zeros", 1), ((2, 2, 5, 7), 3, 2, 4, 1, "zeros", 1), ((1, 2, 4, 4), 3, 4, 2, 1, "zeros", 1),
+    ((2, 2, 4, 6), 1, 1, 0, 1, "zeros", 1), ((2, 2, 5, 7), 3, 2, 4, 1, "zeros", 1),
+    ((1, 2, 4, 4), 3, 4, 2, 1, "zeros", 1),
 ])  # fmt: skip
 def test_a_convolution_is_bounded_by_its_dense_matrix(
     sizes: Any, kernel: Any, stride: int, padding: Any, dilation: int, mode: str, groups: int, arithmetic: Any
