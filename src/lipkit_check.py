@@ -148,6 +148,10 @@ class Floats:
     def number(self, v):
         return Fraction(float(v))
 
+    def near(self, x):
+        """A proposal: a number of an array near a rational one."""
+        return np.float64(float(x))
+
     def sqrt(self, a):
         return np.sqrt(a)
 
@@ -208,6 +212,9 @@ class Integers:
 
     def number(self, v):
         return Fraction(int(v), 1 << PLACES)
+
+    def near(self, x):
+        return np.int64((x.numerator << PLACES) // x.denominator)
 
     def sqrt(self, a):
         return np.array([math.isqrt(int(v) << PLACES) for v in a.flat], np.int64).reshape(a.shape)
@@ -557,12 +564,11 @@ def taylor(config, get, shape):
     geometry = {"in_channels": inner, "out_channels": inner, "kernel_size": kernel, "stride": [1, 1], "padding": "same"}
     geometry |= {"dilation": [1, 1], "groups": 1, "padding_mode": "zeros", "bias": False}
     step = convolution({"type": "Conv2d", **geometry}, Tensors({"weight": stored}), (inner, *sides))
-    skew = stored + stored.swapaxes(0, 1)[:, :, ::-1, ::-1]  # twice the symmetric part; its rounding counts below
-    (split, error), circle = ops.of(skew), [n + k - 1 for n, k in zip(sides, kernel, strict=True)]
-    error += Fraction(1, 1 << 52) * Fraction(float(np.abs(stored).max()))
-    uneven = Fraction(0)
-    if skew.any():
-        blocks, wave_error = symbol(split[None], error, circle, [k // 2 for k in kernel], (1, 1), (1, 1))
+    (w, error), circle = ops.of(stored), [n + k - 1 for n, k in zip(sides, kernel, strict=True)]
+    twice = w + w.swapaxes(0, 1)[:, :, ::-1, ::-1]  # the symmetric part
+    error, uneven = 2 * error + ops.rounding(1) * largest(twice), Fraction(0)
+    if twice.any() or error:
+        blocks, wave_error = symbol(twice[None], error, circle, [k // 2 for k in kernel], (1, 1), (1, 1))
         uneven = spectral(blocks, wave_error) / 2
     top = step.norm + uneven
     need(top <= 40, "an exponent above 40")
@@ -605,9 +611,8 @@ def unary(name, slope, function, exact=False, scale=1):
     def build(config, get, shape):
         need(exact or isinstance(ops, Floats), f"--exact knows no {name}")
         s = Fraction(slope(config, get) if callable(slope) else slope)
-        lost = (
-            Fraction(0) if exact else ops.rounding(64) * max(Fraction(scale(config) if callable(scale) else scale), 1)
-        )
+        factor = Fraction(scale(config) if callable(scale) else scale)
+        lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
         b = lost * root(Fraction(math.prod(shape))) if lost else Fraction(0)
         function(np.zeros(1), config)  # asks for its arguments
         return Node(shape, s, lambda c: function(c, config), lost, b)
@@ -752,7 +757,8 @@ def _two(value, default=None):
 
 def _windows(n, k, s, p, d, ceil):
     """First position and span of each pooling window along an axis."""
-    need(k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k and n + 2 * p >= d * (k - 1) + 1, "pooling windows")
+    fits = p <= n and n + 2 * p >= d * (k - 1) + 1
+    need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
     free = n + 2 * p - d * (k - 1) - 1
     out = (-(-free // s) if ceil else free // s) + 1
     out -= ceil and (out - 1) * s >= n + p
@@ -1167,7 +1173,7 @@ def lmi(layers, multipliers, target):
         off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
         grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
     for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
-        inverse = ops.of(np.float64(float(1 / (target * (1 + slack)))))[0]
+        inverse = ops.near(1 / (target * (1 + slack)))
         inverse_exact = ops.number(inverse)
         need(inverse_exact > 0, "a gain that is not finite")
         trial, lost = h.copy(), error
@@ -1184,7 +1190,7 @@ def positive(h, error):
     h = symmetric(h)
     n, allowed = len(h), error * Fraction(65, 64) + ops.rowsum(h) / 10**12
     for _ in range(5):
-        c = ops.of(np.float64(float(allowed)))[0]
+        c = ops.near(allowed)
         try:
             left = ops.factor(h - c * np.eye(n, dtype=h.dtype))
         except (np.linalg.LinAlgError, Refused):
