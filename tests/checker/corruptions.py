@@ -312,9 +312,7 @@ def corrupted(source: Path, seed: int, target: Path) -> str:
 
 def main() -> None:
     import torch
-    from tests.checker.runs import digits, verdict, write_run
-
-    import lipkit
+    from tests.checker.runs import digits, tiny, verdict, write_run
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=10_000)
@@ -323,7 +321,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as place:
         source, target = Path(place, "run"), Path(place, "corrupted")
-        write_run(source, lipkit.models.small(layer="cayley"), digits(12)[0])
+        write_run(source, tiny(), digits(12)[0])
         assert verdict(source) == 0
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + parser.parse_args().memory

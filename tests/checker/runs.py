@@ -11,6 +11,7 @@ from torch import nn
 
 import lipkit
 import lipkit_check
+from lipkit import layers
 from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import load
 
@@ -18,6 +19,14 @@ from lipkit.data import load
 def digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first test images and labels."""
     return load("digits").test.batch(slice(0, count))
+
+
+def tiny() -> nn.Module:
+    """A network of a Fourier convolution, one of windows, and two dense layers, which takes little time to check."""
+    return nn.Sequential(
+        layers.CayleyConv2d(1, 4, 3), layers.MaxMin(), layers.CayleyConv2d(4, 8, 2, stride=2), layers.MaxMin(),
+        nn.Flatten(), layers.CayleyLinear(128, 32), layers.MaxMin(), layers.NormalizedLinear(32, 10),
+    )  # fmt: skip
 
 
 def write_run(folder: Path, model: nn.Module, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
