@@ -78,6 +78,7 @@ from pathlib import Path
 import numpy as np
 
 GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 27  # grid of scalars; binary places of --exact; numbers in one array
+PIECE = 1 << 22  # numbers of matrices that are squared together
 TOLERANCE = Fraction(1, 100_000)  # of radii and constants
 MARGIN = Fraction(1, 10**8)  # of claimed margins, relative to the logits: they were measured in floating point
 
@@ -246,7 +247,7 @@ def absolute_norm(a):
 def spectral(a, error=Fraction(0)):
     """Theorem 2: a bound of the norms of a stack (count, m, n) that is known up to ``error`` an entry."""
     a = a if a.shape[1] >= a.shape[2] else a.swapaxes(1, 2)
-    step = max(1, (1 << 22) // (a.shape[1] * a.shape[2]))
+    step = max(1, PIECE // (a.shape[1] * a.shape[2]))
     norm = max(_powers(a[i : i + step]) for i in range(0, len(a), step))
     return up(norm + error * root(Fraction(a.shape[1] * a.shape[2])))
 

@@ -145,6 +145,12 @@ def test_norms_of_stacks_and_of_large_orthogonal_matrices(arithmetic: Any) -> No
     assert float(k.spectral(a[2:], Fraction(1, 1000))) == pytest.approx(math.sqrt(200 * 60) / 1000)
 
 
+def test_a_stack_in_several_pieces(arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k, "PIECE", 1)
+    a, error = arithmetic.of(np.array([[[1.0]], [[3.0]], [[2.0]]]))
+    assert 3 <= k.spectral(a, error) < 3.0001
+
+
 def test_a_larger_error_of_the_entries_is_in_the_norm(arithmetic: Any) -> None:
     a, _ = arithmetic.of(np.eye(4)[None])
     assert k.spectral(a, Fraction(1, 4)) >= 2  # 1 + 4/4: entries off by 1/4 each reach 1 + 1
@@ -298,3 +304,73 @@ def test_pools_are_bounded_by_their_dense_matrix(arithmetic: Any) -> None:
         assert (np.array(rational(got, arithmetic), float) == pool(torch.tensor(x)).numpy()).all()
         most = int((pool(torch.eye(42).reshape(42, 1, 6, 7)) > 0).sum((1, 2, 3)).max())
         assert math.sqrt(most) * (1 - 1e-12) <= float(node.norm) <= math.sqrt(most) * (1 + 1e-9)
+
+
+class Bad(k.Floats):
+    """A machine that errs as much as it may, always to the same side."""
+
+    share = 1e-3
+
+    def rounding(self, n: int) -> Fraction:
+        return Fraction(self.share) * Fraction(101, 100)
+
+    def dot(self, c: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return super().dot(c, a) - self.share * super().dot(np.abs(c), np.abs(a))
+
+    def scale(self, c: np.ndarray, s: np.ndarray) -> np.ndarray:
+        return super().scale(c, s) * (1 - self.share)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_norms_of_a_bad_machine_are_bounds(n: int) -> None:
+    k.ops = Bad()
+    rng = np.random.default_rng(n)
+    for a in (np.ones((n, n)), np.ones((3 * n, n)), rng.random((n, n + 1)), np.eye(n) - 0.1):
+        found = k.spectral(a[None])
+        assert float(found) >= np.linalg.norm(a, 2) * (1 - 1e-12)
+        assert float(found) <= np.linalg.norm(a, 2) * 1.02
+
+
+def test_balls_of_a_bad_machine_hold_the_exact_values() -> None:
+    rng = np.random.default_rng(9)
+    hold: dict[str, Any] = {"weight": rng.random((4, 3, 3, 3)), "bias": rng.random(4) * 20}
+    conv = {"type": "Conv2d", "in_channels": 3, "out_channels": 4, "kernel_size": [3, 3], "stride": [1, 1], "padding": [1, 1],
+            "dilation": [1, 1], "groups": 1, "padding_mode": "circular", "bias": True}  # fmt: skip
+    plane = {"type": "FourierConv2d", "in_channels": 3, "out_channels": 4, "height": 4, "width": 5, "bias": False}
+    symbol = {"real": rng.random((2, 4, 3)), "pair": rng.random((9, 2, 4, 3))}
+    affine = {"type": "Affine", "channels": 3}, {"scale": rng.random(3) + 1, "shift": rng.random(3)}
+    dense = {"type": "Linear", "in_features": 5, "out_features": 6, "bias": True}
+    matrix = {"weight": rng.random((6, 5)), "bias": rng.random(6)}
+    residual = {"type": "ConvexResidual", "body": affine[0], "shortcut": {"type": "Identity"}}
+    both = {"share": np.array(0.4), **{f"body.{name}": v for name, v in affine[1].items()}}
+    pool = {"type": "AvgPool2d", "kernel_size": 2, "stride": 1, "padding": 0, "ceil_mode": False,
+            "count_include_pad": True, "divisor_override": None}  # fmt: skip
+    taylor = {
+        "type": "TaylorConv2d",
+        "in_channels": 3,
+        "out_channels": 3,
+        "kernel_size": [3, 3],
+        "terms": 4,
+        "bias": False,
+    }
+    kernel = {"kernel": rng.random((3, 3, 3, 3)) * 0.05}
+    cases = [(conv, hold), (plane, symbol), affine, (dense, matrix), (residual, both), (pool, {}), (taylor, kernel)]
+    for config, stored in cases:
+        x = rng.random((2, 3, 4, 5))
+        k.ops = k.Floats()
+        want, _ = k.build(config, k.Tensors(stored), (3, 4, 5)).run(x, Fraction(0))
+        k.ops = Bad()
+        node = k.build(config, k.Tensors(stored), (3, 4, 5))
+        got, e = node.run(x, Fraction(0))
+        off = np.sqrt(((got - want) ** 2).sum(tuple(range(1, got.ndim)))).max()
+        assert 0 < off <= float(e), config["type"]
+        assert node.run(x, Fraction(1))[1] >= e + node.norm - Fraction(1, k.GRID), config["type"]
+    k.ops = k.Floats()
+
+
+def test_a_bad_machine_proves_no_matrix_positive_that_is_not() -> None:
+    k.ops = Bad()
+    q = np.linalg.qr(np.random.default_rng(6).normal(size=(6, 6)))[0]
+    for least in (-1e-3, -1e-2):
+        assert not k.positive(q @ np.diag(np.linspace(least, 2, 6)) @ q.T, Fraction(0))
+    k.ops = k.Floats()
