@@ -51,6 +51,7 @@ def test_a_second_certification_lies_beside_the_first(run: Path, capsys: pytest.
     assert main(["certify", str(run), "certify.eps=0.2", *QUICK]) == 0
     assert before.items() <= files(run).items()
     names = {"recipe.yaml", "record.json", "report.html", "certificate.jsonl", "radii.csv", "examples.safetensors"}
+    names.add("lipkit_check.py")
     for number, eps in ((1, 0.1), (2, 0.2)):
         folder = run / f"certify-00{number}"
         assert {path.name for path in folder.iterdir()} == names

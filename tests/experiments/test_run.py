@@ -30,7 +30,7 @@ QUICK = [
 ]  # fmt: skip
 FILES = {
     "recipe.yaml", "settings.json", "metrics.jsonl", "metrics.csv", "checkpoints", "network", "record.json",
-    "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html",
+    "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html", "lipkit_check.py",
 }  # fmt: skip
 
 

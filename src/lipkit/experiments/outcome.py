@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+import lipkit
 from lipkit import modules
 from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import Data, Split
@@ -70,6 +71,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
+CHECKER = "lipkit_check.py"
+"""The independent checker, a module of its own beside the package; a copy lies with each certificate."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ def _classification(
     target, name = place(folder, recipe)
     record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
     write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
+    write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
     save_evaluation(target, evaluation, test, record)
     return Outcome(target, record.metrics(), record)
 

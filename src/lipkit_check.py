@@ -1,0 +1,1484 @@
+r"""An independent checker of lipkit certificates: ``python -m lipkit_check RUN [DATA]``. numpy, no torch, no lipkit.
+
+It reads ``RUN/certificate.jsonl[.gz]`` and ``RUN/network/{config.json, model.safetensors}``, recomputes every hash,
+proves a Lipschitz constant for each layer from the stored numbers, encloses the logits of each sample, and confirms a
+radius only if its own proof reaches it. It knows a closed list of modules and refuses every other by name. Exit code
+0: all confirmed.
+
+**What is stated.** f is the exact real function of the stored numbers (Fourier layers with the exact transform). For
+each confirmed sample x with label t and each x' with ||x' - x||_2 < r (1 - 1e-5): f_t(x') > f_i(x') for all i != t.
+The rounding of the machine that evaluates f later is no part of this; the certificate's own radius already subtracts
+it.
+
+**Numbers.** Scalars (norms, error radii, radii) are rationals, rounded up on the grid 2^-100: no rounding to argue
+about. Arrays are float64, or with ``--exact`` integers that count 2^-44. u = 2^-53, gamma_n = n u / (1 - n u).
+
+**Theorem 1 (products).** An inner product of n float64 terms, in any order, is within gamma_n |a|.|b| of the exact
+one (Higham 2002, 3.1); with a bias added, gamma_{n+1}. For a matrix A this gives an l2 error of at most gamma || |A|
+|| ||c||, and || |A| ||^2 <= ||A||_1 ||A||_inf. The integer product is the floor of the exact one: one unit an entry.
+
+**Theorem 2 (norms).** M_0 = A^T A / 2^s_0, M_{j+1} = M_j^2 / 2^s_{j+1} are computed as P_j with ||P_j - M_j|| <= e_j,
+where e_{j+1} = (2 b e + e^2 + rounding) / 2^s, b >= ||M_j||, rounding = gamma_n t^2 (integers: n units), t = || |P_j|
+||_inf. For symmetric M, ||M|| <= ||M||_inf, hence b = t_j + e_j will do, and ||A|| follows by j + 1 square roots with
+||M_{j-1}||^2 = 2^s_j ||M_j||. What is found bounds every ||M_j|| again: b, e_j and the result improve in a few
+rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
+
+**Theorem 3 (convolutions).** A circular convolution is unitarily similar to the blocks F(f) = sum_t K[t] exp(2 pi i
+f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f
++ j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to
+a multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that
+padding repeats m times: sqrt(m) more. Cosines come from Taylor's series in integers of 200 bits, so no mathematical
+library is trusted.
+
+**Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
+then ||f(h) - fl f(c)|| <= L e + a ||c|| + b. Every module has its (L, a, b); branches add.
+
+**Theorem 5 (activations).** Constants are largest slopes. MaxMin and GroupSort sort: 1. Layer, group and instance
+normalisation v / sqrt(|v|^2/n + eps) has the Jacobian (I - v v^T / (n s^2)) P / s, s^2 = |v|^2/n + eps: at most 1 /
+sqrt(eps). Softmax: diag(p) - p p^T has row sums 2 p (1 - p) <= 1/2. Max pooling: sqrt of the most windows that share
+an input.
+
+**Theorem 6 (sandwich).** y = W2 s(W1 x), slopes D in [0, 1], l > 0 diagonal, p = l W1 u, q = W2* v / l, |u| = |v| =
+1: v* W2 D W1 u = sum d p q <= sum max(p q, 0) <= |p + q|^2 / 4 <= || [l W1 | W2* / l] ||^2 / 2.
+
+**Theorem 7 (residual).** y = x + W2 s(W1 x), E = W2 + W1* l^2: I - W1* l^2 D W1 has norm <= max(1, ||l W1||^2 - 1),
+so the constant is at most that plus ||E|| ||W1||.
+
+**Theorem 8 (run of dense layers, LMI).** z_0 = x, z_k = D_k W_k-1 z_k-1, y = W_N z_N, l_k > 0 diagonal. From z_k' l_k
+(W_k-1 z_k-1 - z_k) >= 0: if g |z_0|^2 - |W_N z_N|^2 / g - 2 sum z_k' l_k (W_k-1 z_k-1 - z_k) >= 0 for all z, the gain
+is at most g. Eliminating z_0 leaves H >= 0, block tridiagonal, which is scaled by a diagonal (a congruence) and
+proved by a factor found in any way: H - c I = L L' + R with ||R||_inf <= c implies H >= 0.
+
+**Theorem 9 (radius).** |(f_t - f_i)(x') - (f_t - f_i)(x)| <= K ||x' - x||, K = min(sqrt(2) L, L_body ||w_t - w_i||),
+so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their error radius.
+
+**Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's,
+not FFT); exp, log1p, tanh and erf within 16 units in the last place (smooth activations only, which ``--exact``
+refuses); Python's integers, hashlib and json; this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+import math
+import os
+import stat
+import struct
+import sys
+import zipfile
+import zlib
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 27  # grid of scalars; binary places of --exact; numbers in one array
+PIECE = 1 << 22  # numbers of matrices that are squared together
+TOLERANCE = Fraction(1, 100_000)  # of radii and constants
+MARGIN = Fraction(1, 10**8)  # of claimed margins, relative to the logits: they were measured in floating point
+
+
+class Refused(Exception):
+    """The claim is not confirmed, with the reason."""
+
+
+def need(condition, reason):
+    if not condition:
+        raise Refused(reason)
+
+
+def up(x):
+    """The next number of the grid."""
+    return Fraction(-(-x.numerator * GRID // x.denominator), GRID)
+
+
+def root(x):
+    """A square root, rounded up."""
+    n = -(-x.numerator * GRID * GRID // x.denominator)
+    r = math.isqrt(n)
+    return Fraction(r + (r * r < n), GRID)
+
+
+def gamma(n):
+    return Fraction(n, (1 << 53) - n)
+
+
+# --- arithmetic of arrays ---------------------------------------------------------------------------------------------
+
+
+class Floats:
+    """float64, rounding errors by Theorem 1."""
+
+    unit = Fraction(1, 1 << 900)  # more than what underflow loses in one entry
+    steps = 32  # squarings of a Gram matrix: at most a factor n^(2^-33) above the norm is left
+
+    def of(self, a):
+        """Stored numbers, and a bound of the error of each."""
+        return np.asarray(a, np.float64), Fraction(0)
+
+    def table(self, a):
+        """Integers that count 2^-62, of at most 2 units error, with values in [-2, 2]."""
+        return np.array([int(v) / (1 << 62) for v in a.flat]).reshape(a.shape), Fraction(1, 1 << 51)
+
+    def dot(self, c, a):
+        return c @ a.swapaxes(-1, -2)
+
+    def rounding(self, n):
+        """Relative error of an inner product of n terms and what is done with it next."""
+        return gamma(n + 3)
+
+    def scale(self, c, s):
+        return c * s
+
+    def shift(self, a, s):
+        return np.ldexp(a, s)
+
+    def rowsum(self, a):
+        """Largest sum of moduli of a row."""
+        return Fraction(float(np.abs(a).sum(-1).max())) * (1 + gamma(a.shape[-1]))
+
+    def lengths(self, c):
+        """l2 norms of the rows, rounded up."""
+        return [root(Fraction(v) * (1 + gamma(c.shape[1] + 4))) for v in np.einsum("ij,ij->i", c, c).tolist()]
+
+    def number(self, v):
+        return Fraction(float(v))
+
+    def near(self, x):
+        """A proposal: a number of an array near a rational one."""
+        return np.float64(float(x))
+
+    def sqrt(self, a):
+        return np.sqrt(a)
+
+    def inverse(self, a):
+        return 1 / a
+
+    def factor(self, h):
+        return np.linalg.cholesky(h)
+
+
+class Integers:
+    """Integers that count 2^-44: no floating point. Products are floors, by halves of 22 bits."""
+
+    unit = Fraction(2, 1 << PLACES)
+    steps = 25
+
+    def of(self, a):
+        bits = np.array(a, np.float64).view(np.int64)
+        exponent = (bits >> 52) & 2047
+        mantissa = (bits & ((1 << 52) - 1)) | np.where(exponent > 0, np.int64(1) << 52, 0)
+        places = np.maximum(exponent, 1) - 1075 + PLACES
+        need(np.all(places <= 9), "--exact: a number of 2^18 or more")
+        down = np.minimum(-np.minimum(places, 0), 62)
+        found = np.where(places >= 0, mantissa << np.maximum(places, 0), mantissa >> down)
+        return np.where(bits < 0, -found, found), self.unit
+
+    def table(self, a):
+        return np.array([int(v) >> (62 - PLACES) for v in a.flat], np.int64).reshape(a.shape), self.unit
+
+    def dot(self, c, a):
+        c, a = (np.ascontiguousarray(v) for v in (c, a))
+        (c1, c0), (a1, a0) = ((v >> 22, v & ((1 << 22) - 1)) for v in (c, a))
+        p, q = (int(np.abs(v).max(initial=0)) + 1 for v in (c1, a1))
+        low = 1 << 22
+        need(c.shape[-1] * max(p * q, (p + q) * low, low * low) < 1 << 62, "--exact: numbers too large for 64 bits")
+
+        def product(x, y):
+            return np.einsum("...ik,...jk->...ij", x, y)
+
+        return product(c1, a1) + ((product(c1, a0) + product(c0, a1) + (product(c0, a0) >> 22)) >> 22)
+
+    def rounding(self, n):
+        return Fraction(0)
+
+    def scale(self, c, s):
+        # Python's integers, which grow: of a number alone, too.
+        return np.asarray((np.asarray(c).astype(object) * np.asarray(s).astype(object)) >> PLACES).astype(np.int64)
+
+    def shift(self, a, s):
+        need(int(np.abs(a).max(initial=0)) << max(s, 0) < 1 << 62, "--exact: numbers too large for 64 bits")
+        return a << s if s >= 0 else a >> -s
+
+    def rowsum(self, a):
+        return self.number(np.abs(a).sum(-1).max())
+
+    def lengths(self, c):
+        return [root(Fraction(int(v), 1 << 2 * PLACES)) for v in (c.astype(object) ** 2).sum(1)]
+
+    def number(self, v):
+        return Fraction(int(v), 1 << PLACES)
+
+    def near(self, x):
+        return np.int64((x.numerator << PLACES) // x.denominator)
+
+    def sqrt(self, a):
+        return np.array([math.isqrt(int(v) << PLACES) for v in a.flat], np.int64).reshape(a.shape)
+
+    def inverse(self, a):
+        return np.array([(1 << 2 * PLACES) // max(int(v), 1) for v in a.flat], object).astype(np.int64).reshape(a.shape)
+
+    def factor(self, h):
+        left, h = np.zeros(h.shape, object), h.astype(object)
+        for k in range(len(h)):
+            need(h[k, k] > 0, "not positive definite")
+            left[k:, k] = (h[k:, k] << PLACES) // math.isqrt(h[k, k] << PLACES)
+            h[k + 1 :, k + 1 :] -= np.outer(left[k + 1 :, k], left[k + 1 :, k]) >> PLACES
+        return left.astype(np.int64)
+
+
+ops = Floats()
+
+
+def largest(a):
+    return ops.number(np.abs(a).max(initial=0))
+
+
+def absolute_norm(a):
+    """|| |A| || of a stack of matrices, by Theorem 1."""
+    return root(ops.rowsum(a) * ops.rowsum(a.swapaxes(-1, -2)))
+
+
+def spectral(a, error=Fraction(0)):
+    """Theorem 2: a bound of the norms of a stack (count, m, n) that is known up to ``error`` an entry."""
+    a = a if a.shape[1] >= a.shape[2] else a.swapaxes(1, 2)
+    step = max(1, PIECE // (a.shape[1] * a.shape[2]))
+    norm = max(_powers(a[i : i + step]) for i in range(0, len(a), step))
+    return up(norm + error * root(Fraction(a.shape[1] * a.shape[2])))
+
+
+def _powers(a):
+    m, n = a.shape[1:]
+    size = ops.rowsum(a)
+    if not size:
+        return size
+    first = min(0, _exponent(size))
+    columns = np.ascontiguousarray(ops.shift(a, -first).swapaxes(1, 2))
+    p, start = symmetric(ops.dot(columns, columns)), n * ops.unit
+    start += ops.rounding(m) * ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))
+    steps = []  # (s_j, t_j, rounding of the next product)
+    for _ in range(ops.steps):
+        s = _exponent(ops.rowsum(p))
+        p = ops.shift(p, -s)
+        t = ops.rowsum(p)
+        steps.append((Fraction(2) ** s, t, ops.rounding(n) * t * t + n * ops.unit))
+        p = symmetric(ops.dot(p, p))
+    best = None
+    for _ in range(5):  # a bound of ||A|| bounds every ||M_j||, and so every e_j better
+        b, e, scales = best and best * best, start, []
+        for s, t, rounding in steps:
+            b, e = b and up(b / s), up(e / s + n * ops.unit)
+            scales.append(s)
+            if b is None or t + e < b:
+                b = t + e
+                bound = b
+                for scale in reversed(scales):
+                    bound = root(bound * scale)
+                best = bound if best is None else min(best, bound)
+            b, e = b * b, e * (2 * b + e) + rounding
+    return best * Fraction(2) ** first
+
+
+def symmetric(p):
+    """The lower triangles on both sides: each entry still has the error that Theorem 1 allows it."""
+    return np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)
+
+
+def _exponent(x):
+    """s with 2^(s-1) < x < 2^(s+1)."""
+    return x.numerator.bit_length() - x.denominator.bit_length() if x else 0
+
+
+def _turn(n):
+    """2 pi n / 2^200 in integers that count 2^-200 is what ``cosines`` needs: pi by Machin's formula."""
+    one = 1 << 200
+
+    def arctan(inverse):
+        term, total, k = one // inverse, 0, 1
+        while term:
+            total, term, k = total + (term // k if k % 4 == 1 else -(term // k)), term // (inverse * inverse), k + 2
+        return total
+
+    return 2 * n * 4 * (4 * arctan(5) - arctan(239))
+
+
+def cosines(turns, n):
+    """cos and sin of 2 pi ``turns`` / n, turns an integer array, as integers that count 2^-62."""
+    which, place = np.unique(turns % n, return_inverse=True)
+    need(len(which) <= 1 << 18, "a transform of too many angles")
+    waves, turn = [], _turn(1)
+    for k in which.tolist():
+        angle, term, sums = turn * k // n, 1 << 200, [0, 0]
+        for j in range(1, 120):
+            sums[(j - 1) % 2] += term if (j - 1) % 4 < 2 else -term
+            term = (term * angle >> 200) // j
+        waves.append((sums[0] >> 138, sums[1] >> 138))
+    table = np.array(waves, object).reshape(-1, 2)[place.reshape(-1)]
+    return table[:, 0].reshape(turns.shape), table[:, 1].reshape(turns.shape)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A module: the shape it returns, its constant, its forward pass, and (a, b) of Theorem 4.
+
+    ``blocks`` of a linear one: the stack of matrices it is similar to, their error an entry, the rows of one channel,
+    and what must agree for two of them to be multiplied.
+    """
+
+    def __init__(self, shape, norm, forward, a=Fraction(0), b=Fraction(0), *, run=None, blocks=None, room=0):
+        self.shape, self.norm, self.forward, self.a, self.b = shape, up(Fraction(norm)), forward, up(a), up(b)
+        self.blocks, self.room, self.gain = blocks, max(room, math.prod(shape)), self.norm
+        need(self.room <= LIMIT and min(shape) >= 1, f"an activation of shape {shape}")
+        if run:
+            self.run = run
+
+    def run(self, c, e):
+        size = length(c) if self.a else 0
+        return self.forward(c), up(self.norm * e + self.a * size + self.b)
+
+
+def length(c):
+    """The largest l2 norm of a sample of the batch."""
+    return max(ops.lengths(c.reshape(len(c), -1)))
+
+
+def chain(nodes):
+    """One node after the other."""
+
+    def run(c, e):
+        for node in nodes:
+            c, e = node.run(c, e)
+        return c, e
+
+    return Node(nodes[-1].shape, math.prod(n.norm for n in nodes), None, run=run, room=max(n.room for n in nodes))
+
+
+def product(stack, error, n_out, shape, forward, norm, bias=None, overlap=1, **more):
+    """A node that multiplies by ``stack`` (count, m, n): it loses by Theorem 1, and by the error of the entries."""
+    m, n = stack.shape[1:]
+    a = ops.rounding(n) * absolute_norm(stack) + error * root(Fraction(m * n))
+    b = 2 * ops.unit * root(Fraction(n_out))
+    if bias is not None:
+        b += (ops.rounding(n) * largest(bias) + ops.unit) * root(Fraction(n_out))
+    return Node(shape, norm, forward, a * root(Fraction(overlap)), b, **more)
+
+
+def linear(config, get, shape):
+    n, m = config["in_features"], config["out_features"]
+    need(shape[-1] == n, f"{n} features, got {shape}")
+    (w, error), bias = ops.of(get("weight", (m, n))), get.bias(config, m)
+    pixels = math.prod(shape[:-1])
+
+    def forward(c):
+        y = ops.dot(c.reshape(-1, n), w).reshape(*c.shape[:-1], m)
+        return y if bias is None else y + bias
+
+    stack = w[None]
+    blocks = (stack, error, 1, "dense")
+    out = (*shape[:-1], m)
+    return product(stack, error, m * pixels, out, forward, spectral(stack, error), bias, blocks=blocks)
+
+
+def symbol(kernel, error, sides, starts, dilation, strides):
+    """Theorem 3: the real blocks of kernels (g, m, n, kh, kw) on a circle of ``sides``, and the error of an entry."""
+    (h, w), (kh, kw), (sh, sw) = sides, kernel.shape[3:], strides
+    g, m, n = kernel.shape[:3]
+    columns = w // 2 + 1 if sh * sw == 1 else w
+    need(4 * g * m * n * h * columns <= LIMIT and h * w * kh * kw <= LIMIT, f"a convolution on {h} x {w}")
+    rows, cols = (np.arange(k) * d - p for k, d, p in zip((kh, kw), dilation, starts, strict=True))
+    turns = np.add.outer(np.outer(np.arange(h), rows) * w, np.outer(np.arange(columns), cols) * h)
+    waves, tau = ops.table(np.stack(cosines(turns.transpose(0, 2, 1, 3).reshape(-1, kh * kw), h * w)))
+    flat = kernel.reshape(-1, kh * kw)
+    total = ops.rowsum(flat)
+    found = ops.dot(flat, waves.reshape(-1, kh * kw)).reshape(g, m, n, 2, h, columns)
+    error = (ops.rounding(kh * kw) + tau) * total + error * kh * kw * (1 + tau) + ops.unit
+    found = found.reshape(g, m, n, 2, sh, h // sh, sw, columns // sw).transpose(0, 5, 7, 3, 1, 4, 6, 2)
+    real, imaginary = found.reshape(-1, 2, m, sh * sw * n).swapaxes(0, 1)
+    return complex_blocks(real, imaginary), error
+
+
+def complex_blocks(real, imaginary):
+    return np.concatenate((np.concatenate((real, -imaginary), 2), np.concatenate((imaginary, real), 2)), 1)
+
+
+def _copies(count, left, right, mode):
+    index = np.pad(np.arange(count), (left, right), mode=mode)
+    return int(np.bincount(index).max())
+
+
+PAD = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
+
+
+def convolution(config, get, shape):
+    flat = config["type"] == "Conv1d"
+    shape = (shape[0], 1, shape[1]) if flat else shape
+    fill = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
+    geometry = {k: config[k] if isinstance(config[k], list) else [config[k]] * 2 for k in fill if k != "padding"}
+    geometry = {k: ([fill[k], *v[-1:]] if flat else v) for k, v in geometry.items()}
+    kernel, stride, dilation = geometry["kernel_size"], geometry["stride"], geometry["dilation"]
+    padding, mode, g = config["padding"], config["padding_mode"], config["groups"]
+    cin, cout, sides = config["in_channels"], config["out_channels"], shape[1:]
+    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if padding == "same":
+        pads = [(s // 2, s - s // 2) for s in spans]
+    else:
+        padding = [0, 0] if padding == "valid" else padding if isinstance(padding, list) else [padding] * 2
+        pads = [(0, 0), (padding[-1],) * 2] if flat else [(p, p) for p in padding]
+    need(len(shape) == 3 and shape[0] == cin and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
+    need(all(0 <= p <= n for (p, _), n in zip(pads, sides, strict=True)), f"padding {padding}")
+    padded = [n + left + right for n, (left, right) in zip(sides, pads, strict=True)]
+    out = [(n - span - 1) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True)]
+    need(all(n > span for n, span in zip(padded, spans, strict=True)), "a kernel larger than its input")
+    stored = get("weight", (cout, cin // g, *(kernel[1:] if flat else kernel)))
+    (w, error), bias = ops.of(stored.reshape(g, cout // g, -1)), get.bias(config, cout)
+    n, taps = w.shape[2], kernel[0] * kernel[1]
+    disjoint = all(s > span for s, span in zip(stride, spans, strict=True))
+    disjoint &= mode == "zeros" or not any(map(any, pads))
+    repeated, blocks = 1, None
+    if mode in ("reflect", "replicate"):
+        repeated = math.prod(_copies(side, *pad, PAD[mode]) for side, pad in zip(sides, pads, strict=True))
+    if disjoint:
+        norm = spectral(w, error)
+        blocks = (w, error, 1, "window" if taps > 1 or stride != [1, 1] else "point") if g == 1 else None
+    else:
+        circle, strides = list(sides), list(stride)
+        for i in range(2):
+            if mode != "circular":
+                circle[i] = -(-((padded if repeated > 1 else sides)[i] + spans[i]) // stride[i]) * stride[i]
+            else:
+                repeated *= -(-((out[i] - 1) * stride[i] + 1) // sides[i])
+                strides[i] = stride[i] if sides[i] % stride[i] == 0 else 1
+        split = w.reshape(g, cout // g, cin // g, *kernel)
+        stack, wave_error = symbol(split, error, circle, [p for p, _ in pads], dilation, strides)
+        norm = root(spectral(stack, wave_error) ** 2 / math.prod(strides))
+        if mode == "circular" and g == 1 and out == list(sides) and stride == [1, 1]:
+            blocks = (stack, wave_error, 2, (*sides,))
+    widths = [(0, 0), (0, 0), *pads]
+    final = (cout, out[1]) if flat else (cout, *out)
+
+    def forward(c):
+        c = np.pad(c.reshape(len(c), *shape), widths, mode=PAD[mode])
+        views = np.lib.stride_tricks.sliding_window_view(c, [s + 1 for s in spans], (2, 3))
+        views = views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+        rows = views.transpose(0, 2, 3, 1, 4, 5).reshape(-1, g, n).swapaxes(0, 1)
+        y = ops.dot(np.ascontiguousarray(rows), w).swapaxes(0, 1).reshape(len(c), *out, cout)
+        y = y if bias is None else y + bias
+        return y.transpose(0, 3, 1, 2).reshape(len(c), *final)
+
+    norm *= root(Fraction(repeated))
+    room = math.prod(out) * g * n
+    overlap = repeated * (1 if disjoint else taps)
+    return product(w, error, math.prod(final), final, forward, norm, bias, overlap, blocks=blocks, room=room)
+
+
+def frequencies(h, w):
+    """The order in which symbols are stored: self-conjugate frequencies, then one of each pair."""
+    rows, cols = ([0, n // 2] if n % 2 == 0 else [0] for n in (h, w))
+    above, right = range(1, (h + 1) // 2), range(1, (w + 1) // 2)
+    if h * w <= 64:
+        pairs = [(i, j) for i in rows for j in right] + [(i, j) for i in above for j in cols]
+        pairs += [(i, j) for i in above for j in right] + [(i, -j) for i in above for j in right]
+        return [(i, j) for i in rows for j in cols], pairs
+    pairs = [(i, j) for j in cols for i in above]
+    pairs += [(i, j) for j in right for i in (*rows, *above, *(-i for i in above))]
+    return [(i, j) for j in cols for i in rows], pairs
+
+
+def transform(h, w):
+    """Orthonormal transform of real h x w images to half of their spectrum: along the width, then along the height."""
+    half = w // 2 + 1
+    cos, sin = cosines(np.outer(np.arange(half), np.arange(w)), w)
+    weight = [math.isqrt((1 if 2 * j % w == 0 else 2) << 124) for j in range(half)]
+    wide = np.stack((cos, -sin), 1) * np.array(weight, object)[:, None, None] // math.isqrt(w << 124)
+    cos, sin = (t * (1 << 62) // math.isqrt(h << 124) for t in cosines(np.outer(np.arange(h), np.arange(h)), h))
+    tall = np.stack((np.stack((cos, sin), 2), np.stack((-sin, cos), 2)), 1)
+    return ops.table(wide.reshape(2 * half, w)), ops.table(tall.reshape(2 * h, 2 * h))
+
+
+def fourier(config, get, shape):
+    n, m, h, w = (config[k] for k in ("in_channels", "out_channels", "height", "width"))
+    need(shape == (n, h, w), f"shape {(n, h, w)}, got {shape}")
+    kh, kw = config.get("kernel_size", (h, w))
+    need(kh >= 1 and kw >= 1 and h % kh == 0 and w % kw == 0 and max(kh, kw) <= 2048, f"a kernel of {kh} x {kw}")
+    reals, pairs = frequencies(kh, kw)
+    parts = 2 if config.get("complex_pairs", True) else 1
+    real, error = ops.of(get("real", (len(reals), m, n)))
+    pair = ops.of(get("pair", (len(pairs), parts, m, n)))[0]
+    half, dh, dw, bias = kw // 2 + 1, h // kh, w // kw, get.bias(config, m)
+    zeros = np.zeros((m, n), real.dtype)
+    grid = {(i % kh, j % kw): (real[q], zeros) for q, (i, j) in enumerate(reals)}
+    for q, (i, j) in enumerate(pairs):
+        imaginary = pair[q, 1] if parts == 2 else zeros
+        grid[i % kh, j % kw], grid[-i % kh, -j % kw] = (pair[q, 0], imaginary), (pair[q, 0], -imaginary)
+    need(4 * m * n * kh * half <= LIMIT, f"a symbol of {kh} x {kw} frequencies")
+    cells = [grid[i, j] for j in range(half) for i in range(kh)]
+    stack = complex_blocks(np.stack([cell[0] for cell in cells]), np.stack([cell[1] for cell in cells]))
+    (wide, tau), (tall, _) = transform(kh, kw)
+    norm = spectral(stack, error)
+
+    def forward(c):
+        b = len(c) * dh * dw
+        c = c.reshape(-1, n, kh, dh, kw, dw).transpose(0, 3, 5, 1, 2, 4)
+        c = ops.dot(c.reshape(-1, kw), wide).reshape(b, n, kh, half, 2).transpose(0, 1, 3, 2, 4)
+        c = ops.dot(c.reshape(-1, 2 * kh), tall).reshape(b, n, half, kh, 2).transpose(2, 3, 0, 4, 1)
+        c = ops.dot(np.ascontiguousarray(c).reshape(half * kh, b, 2 * n), stack)
+        c = c.reshape(half, kh, b, 2, m).transpose(2, 4, 0, 1, 3)
+        c = ops.dot(c.reshape(-1, 2 * kh), tall.T).reshape(b, m, half, kh, 2).transpose(0, 1, 3, 2, 4)
+        c = ops.dot(c.reshape(-1, 2 * half), wide.T).reshape(-1, dh, dw, m, kh, kw)
+        c = c.transpose(0, 3, 4, 1, 5, 2).reshape(-1, m, h, w)
+        return c if bias is None else c + bias[:, None, None]
+
+    stages = [(wide, ops.rounding(2 * kw + 2)), (tall, ops.rounding(2 * kh))]
+    moved = sum(r * absolute_norm(t) + tau * root(Fraction(t.shape[0] * t.shape[1])) for t, r in stages)
+    multiplied = ops.rounding(2 * n) * absolute_norm(stack) + error * root(Fraction(4 * m * n))
+    size = root(Fraction(4 * max(m, n) * h * w))
+    a = (2 * norm * moved + multiplied) * Fraction(101, 100)  # what the stages lose twice is less than a hundredth
+    b = (4 * (norm + 1) * ops.unit + (0 if bias is None else ops.rounding(4) * largest(bias) + ops.unit)) * size
+    blocks = (stack, error, 2, (h, w)) if (kh, kw) == (h, w) else None
+    return Node((m, h, w), norm, forward, a, b, blocks=blocks, room=4 * max(m, n) * h * w)
+
+
+def affine(config, get, shape):
+    n = config["channels"]
+    need(n in (1, shape[0]), f"{n} channels, got {shape}")
+    each = (n,) + (1,) * (len(shape) - 1)
+    (scale, error), (move, _) = (ops.of(get(name, (n,)).reshape(each)) for name in ("scale", "shift"))
+    size = root(Fraction(math.prod(shape)))
+    b = (ops.rounding(1) * largest(move) + 3 * ops.unit) * size
+    norm = largest(scale) + error
+    return Node(shape, norm, lambda c: ops.scale(c, scale) + move, ops.rounding(1) * norm + error, b)
+
+
+def taylor(config, get, shape):
+    """Truncated exponential of a zero-padded A = S + E, S skew: |P(i t)| on |t| <= ||S||, and ||E|| exp(||A||)."""
+    cin, cout, kernel, terms = (config[k] for k in ("in_channels", "out_channels", "kernel_size", "terms"))
+    need(shape[0] == cin and all(k % 2 == 1 for k in kernel) and 1 <= terms <= 100, "a polynomial of this form")
+    inner, sides = max(cin, cout), shape[1:]
+    stored = get("kernel", (inner, inner, *kernel))
+    geometry = {"in_channels": inner, "out_channels": inner, "kernel_size": kernel, "stride": [1, 1], "padding": "same"}
+    geometry |= {"dilation": [1, 1], "groups": 1, "padding_mode": "zeros", "bias": False}
+    step = convolution({"type": "Conv2d", **geometry}, Tensors({"weight": stored}), (inner, *sides))
+    (w, error), circle = ops.of(stored), [n + k - 1 for n, k in zip(sides, kernel, strict=True)]
+    twice = w + w.swapaxes(0, 1)[:, :, ::-1, ::-1]  # the symmetric part
+    error, uneven = 2 * error + ops.rounding(1) * largest(twice), Fraction(0)
+    if twice.any() or error:
+        blocks, wave_error = symbol(twice[None], error, circle, [k // 2 for k in kernel], (1, 1), (1, 1))
+        uneven = spectral(blocks, wave_error) / 2
+    top = step.norm + uneven
+    need(top <= 40, "an exponent above 40")
+    # |P(it)|^2 = sum_m q_m t^2m, cell by cell: positive terms at the upper end, negative ones at the lower.
+    inverse = [Fraction(1, math.factorial(k)) for k in range(terms + 1)]
+    q = [Fraction(0)] * (terms + 1)
+    for i, j in itertools.product(range(terms + 1), repeat=2):
+        if (i + j) % 2 == 0:
+            q[(i + j) // 2] += inverse[i] * inverse[j] * (1 if (i - j) % 4 == 0 else -1)
+    cells, high = 512, Fraction(0)
+    for i in range(cells):
+        low, end = (top * (i + k) / cells for k in (0, 1))
+        high = max(high, up(sum(v * up(end**2) ** j if v > 0 else v * (low**2) ** j for j, v in enumerate(q))))
+    grow = up(sum(inverse[k] * up(top) ** k for k in range(terms + 1)))
+    norm = up(root(high) + uneven * grow)
+    bias = get.bias(config, cout)
+
+    def run(c, e):
+        wide = np.zeros((len(c), inner, *sides), c.dtype)
+        wide[:, :cin] = c
+        total, term, lost, size = wide, wide, Fraction(0), Fraction(0)
+        gone = Fraction(0)
+        for k in range(1, terms + 1):
+            term, gone = step.run(term, gone)
+            reciprocal, tau = ops.table(np.array([(1 << 62) // k], object))
+            term, gone = ops.scale(term, reciprocal), up(gone / k + (tau + ops.rounding(1)) * length(term))
+            gone += ops.unit * root(Fraction(term[0].size))
+            total, lost = total + term, lost + gone
+            size += length(term)
+        y = total[:, :cout] if bias is None else total[:, :cout] + bias[:, None, None]
+        size = size + length(wide) + (0 if bias is None else largest(bias) * root(Fraction(y[0].size)))
+        return y, up(norm * e + lost + ops.rounding(terms) * size + ops.unit * root(Fraction(y[0].size)))
+
+    return Node((cout, *sides), norm, None, run=run, room=step.room)
+
+
+def unary(name, slope, function, exact=False, scale=1):
+    """An activation; smooth ones cost 64 units of (|c| + 1) by the assumption on library functions."""
+
+    def build(config, get, shape):
+        need(exact or isinstance(ops, Floats), f"--exact knows no {name}")
+        s = Fraction(slope(config, get) if callable(slope) else slope)
+        factor = Fraction(scale(config) if callable(scale) else scale)
+        lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
+        b = lost * root(Fraction(math.prod(shape))) if lost else Fraction(0)
+        function(np.zeros(1), config)  # asks for its arguments
+        return Node(shape, s, lambda c: function(c, config), lost, b)
+
+    return build
+
+
+def leaky(config, get, shape):
+    stored = get("weight", (config["num_parameters"],)) if "num_parameters" in config else [config["negative_slope"]]
+    need(len(stored) in (1, shape[0]), f"{len(stored)} slopes, got {shape}")
+    slope, error = ops.of(np.asarray(stored, np.float64).reshape(-1, *(1,) * (len(shape) - 1)))
+    norm = max(Fraction(1), largest(slope) + error)
+
+    def forward(c):
+        return np.where(c > 0, c, ops.scale(c, slope))
+
+    node = Node(shape, norm, forward, ops.rounding(1) * norm + error, ops.unit * root(Fraction(math.prod(shape))))
+    node.restricted = bool((slope >= 0).all()) and norm == 1
+    return node
+
+
+def _erf(c):
+    return np.array([math.erf(v) for v in c.flat]).reshape(c.shape)
+
+
+def _sigmoid(c, _=None):
+    return np.exp(-np.logaddexp(0, -c))
+
+
+def _gelu(c, config):
+    if config["approximate"] == "tanh":
+        return 0.5 * c * (1 + np.tanh(math.sqrt(2 / math.pi) * (c + 0.044715 * c**3)))
+    return 0.5 * c * (1 + _erf(c / math.sqrt(2)))
+
+
+def _elu(c, alpha):
+    return np.where(c > 0, c, alpha * np.expm1(np.minimum(c, 0)))
+
+
+def _positive(key):
+    def value(config, get=None):
+        need(config[key] > 0, f"{config['type']} with {key} {config[key]}")
+        return Fraction(config[key])
+
+    return value
+
+
+def _clip(c, config):
+    need(config["min_val"] <= config["max_val"], "Hardtanh with its ends in order")
+    return np.clip(c, config["min_val"], config["max_val"])
+
+
+SELU = (1.0507009873554805, 1.6732632423543772)
+SMOOTH = {  # name: largest slope (rounded up), function, what its values are multiplied by
+    "Sigmoid": (0.25, _sigmoid),
+    "Tanh": (1, lambda c, _: np.tanh(c)),
+    "Tanhshrink": (1, lambda c, _: c - np.tanh(c)),
+    "Softsign": (1, lambda c, _: c / (1 + np.abs(c))),
+    "LogSigmoid": (1, lambda c, _: -np.logaddexp(0, -c)),
+    "SiLU": (1.09983933, lambda c, _: c * _sigmoid(c)),
+    "Mish": (1.0884982, lambda c, _: c * np.tanh(np.logaddexp(0, c))),
+    "GELU": (lambda config, _: 1.1289931 if config["approximate"] == "tanh" else 1.12890415, _gelu),
+    "Hardsigmoid": (Fraction(1, 6), lambda c, _: np.clip(c + 3, 0, 6) / 6),
+    "Hardswish": (1.5, lambda c, _: c * np.clip(c + 3, 0, 6) / 6),
+    "ReLU6": (1, lambda c, _: np.clip(c, 0, 6)),
+    "Hardtanh": (1, _clip),
+    "SELU": (SELU[0] * SELU[1] * (1 + 1e-15), lambda c, _: SELU[0] * _elu(c, SELU[1])),
+    "ELU": (lambda config, _: max(1, _positive("alpha")(config)), lambda c, config: _elu(c, config["alpha"]),
+            _positive("alpha")),
+    "CELU": (1, lambda c, config: config["alpha"] * _elu(c / config["alpha"], 1), _positive("alpha")),
+    "Softplus": (1, lambda c, config: np.logaddexp(0, config["beta"] * c) / config["beta"],
+                 lambda c: need(c["threshold"] >= 20, "a Softplus that jumps") or 1 / _positive("beta")(c)),
+    "Softshrink": (1, lambda c, config: np.sign(c) * np.maximum(np.abs(c) - config["lambd"], 0),
+                   lambda config: Fraction(need(config["lambd"] >= 0, "Softshrink below 0") or 1)),
+}  # fmt: skip
+RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "ReLU6", "Hardtanh",
+              "CELU", "Softplus", "Softshrink"}  # fmt: skip
+
+
+def maxmin(config, get, shape):
+    need(shape[0] % 2 == 0, f"an even number of channels, got {shape}")
+    k = shape[0] // 2
+
+    def forward(c):
+        return np.concatenate((np.maximum(c[:, :k], c[:, k:]), np.minimum(c[:, :k], c[:, k:])), 1)
+
+    return Node(shape, 1, forward)
+
+
+def group_sort(config, get, shape):
+    k = config["group_size"]
+    need(k >= 2 and shape[0] % k == 0, f"groups of {k}, got {shape}")
+    return Node(shape, 1, lambda c: -np.sort(-c.reshape(len(c), -1, k, *shape[1:]), 2).reshape(c.shape))
+
+
+def softmax(config, get, shape):
+    need(isinstance(ops, Floats) and config["dim"], "a softmax along one dimension of a sample, in floating point")
+    axis = config["dim"]
+
+    def forward(c):
+        y = np.exp(c - c.max(axis, keepdims=True))
+        return y / y.sum(axis, keepdims=True)
+
+    size = math.prod(shape)
+    return Node(shape, Fraction(1, 2), forward, ops.rounding(2), ops.rounding(64 + size) * root(Fraction(size)))
+
+
+def normalization(config, get, shape):
+    """Layer, group and instance normalisation: groups of n numbers are centred and divided by their deviation."""
+    kind, eps = config["type"], Fraction(config["eps"])
+    need(isinstance(ops, Floats) and eps > 0, f"{kind} with eps above 0, in floating point")
+    affected, b = np.ones(()), np.zeros(())
+    if kind == "LayerNorm":
+        size = tuple(config["normalized_shape"])
+        need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
+        affected = get("weight", size) if config["elementwise_affine"] else affected
+        b = get("bias", size) if config["elementwise_affine"] & config["bias"] else b
+        groups = math.prod(shape) // math.prod(size)
+    else:
+        channels = config["num_channels" if kind == "GroupNorm" else "num_features"]
+        groups = config["num_groups"] if kind == "GroupNorm" else channels
+        need(shape[0] == channels and channels % groups == 0, f"{channels} channels, got {shape}")
+        if config["affine"]:
+            affected, b = (get(k, (channels,)).reshape(-1, *(1,) * (len(shape) - 1)) for k in ("weight", "bias"))
+    n = math.prod(shape) // groups
+    norm = root(largest(affected) ** 2 / eps)
+
+    def forward(c):
+        c = c.reshape(len(c), groups, n)
+        c = c - c.mean(2, keepdims=True)
+        c = c / np.sqrt((c * c).mean(2, keepdims=True) + float(config["eps"]))
+        return c.reshape(-1, *shape) * affected + b
+
+    lost = norm * (3 * gamma(n + 4) + gamma(n + 16))
+    return Node(shape, norm, forward, lost, gamma(8) * largest(b) * root(Fraction(math.prod(shape))))
+
+
+def _two(value, default=None):
+    value = default if value is None else value
+    return tuple(value) if isinstance(value, list) else (value,) * 2
+
+
+def _windows(n, k, s, p, d, ceil):
+    """First position and span of each pooling window along an axis."""
+    fits = p <= n and n + 2 * p >= d * (k - 1) + 1
+    need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
+    free = n + 2 * p - d * (k - 1) - 1
+    out = (-(-free // s) if ceil else free // s) + 1
+    out -= ceil and (out - 1) * s >= n + p
+    return np.arange(out) * s - p
+
+
+def max_pool(config, get, shape):
+    keys = [_two(config[k], config["kernel_size"]) for k in ("kernel_size", "stride", "padding", "dilation")]
+    need(len(shape) == 3, f"images, got {shape}")
+    axes, shared = [], 1
+    for n, k, s, p, d in zip(shape[1:], *keys, strict=True):
+        index = _windows(n, k, s, p, d, config["ceil_mode"])[:, None] + np.arange(k) * d
+        inside = (index >= 0) & (index < n)
+        need(bool(inside.any(1).all()), "pooling windows inside their input")
+        shared *= int(np.bincount(index[inside]).max())
+        # A place outside takes the value of one inside: the maximum stays.
+        axes.append(np.where(inside, index, np.where(inside, index, -1).max(1)[:, None]))
+
+    def forward(c):
+        return c[:, :, axes[0]].max(3)[:, :, :, axes[1]].max(4)
+
+    room = shape[0] * axes[0].size * max(shape[2], axes[1].size)
+    return Node((shape[0], len(axes[0]), len(axes[1])), root(Fraction(shared)), forward, room=room)
+
+
+def average_pool(config, get, shape):
+    need(len(shape) == 3, f"images, got {shape}")
+    tables = []
+    if config["type"] == "AdaptiveAvgPool2d":
+        for n, o in zip(shape[1:], _two(config["output_size"]), strict=True):
+            o = n if o is None else o
+            need(o >= 1 and o * n <= LIMIT, f"an output size, got {o}")
+            tables.append((n, [(i * n // o, -(-(i + 1) * n // o)) for i in range(o)], None))
+    else:
+        keys = [_two(config[k], config["kernel_size"]) for k in ("kernel_size", "stride", "padding")]
+        for n, k, s, p in zip(shape[1:], *keys, strict=True):
+            starts = _windows(n, k, s, p, 1, config["ceil_mode"])
+            need(len(starts) * n <= LIMIT, "pooling windows")
+            ends = [(int(i), min(int(i) + k, n + p)) for i in starts]
+            spans = [b - a if config["count_include_pad"] else min(b, n) - max(a, 0) for a, b in ends]
+            tables.append((n, [(max(a, 0), min(b, n)) for a, b in ends], spans))
+    divisor, made = config.get("divisor_override"), []
+    for n, ends, spans in tables:
+        counts = [b - a for a, b in ends] if spans is None else spans
+        counts = counts if divisor is None else [divisor if not made else 1] * len(ends)
+        need(all(counts) and all(a < b for a, b in ends), "pooling windows that are not empty")
+        table = np.zeros((len(ends), n), object)
+        for row, (a, b), count in zip(table, ends, counts, strict=True):
+            row[a:b] = (1 << 62) // count
+        made.append(ops.table(table))
+    (tall, tau), (wide, _) = made
+
+    def forward(c):
+        y = ops.dot(c.reshape(-1, shape[2]), wide).reshape(*c.shape[:3], -1).swapaxes(2, 3)
+        return ops.dot(y.reshape(-1, shape[1]), tall).reshape(*y.shape[:3], -1).swapaxes(2, 3)
+
+    norms = [spectral(t[None], tau) for t in (tall, wide)]
+    lost = sum(ops.rounding(t.shape[1]) * absolute_norm(t) + tau * root(Fraction(t.size)) for t in (tall, wide))
+    out = (shape[0], len(tall), len(wide))
+    room = shape[0] * max(len(tall), shape[1]) * max(len(wide), shape[2])
+    size = ops.unit * 2 * (norms[0] + 1) * root(Fraction(room))
+    return Node(out, math.prod(norms), forward, 2 * lost * (1 + sum(norms)), size, room=room)
+
+
+def rearrangement(config, get, shape):
+    """Modules that move, drop or repeat no number twice: constant 1."""
+    kind = config["type"]
+
+    def keep(out, forward):
+        need(len(out) <= 8 and math.prod(out) <= LIMIT and min(out) >= 1, f"{kind} to {out}")
+        return Node(tuple(out), 1, forward)
+
+    if kind == "Identity":
+        return keep(shape, lambda c: c)
+    if kind == "Flatten":
+        start, end = (d if d < 0 else d - len(shape) - 1 for d in (config["start_dim"], config["end_dim"]))
+        need(-len(shape) <= start <= end <= -1, "Flatten within a sample")
+        end = len(shape) + end + 1
+        out = (*shape[:start], math.prod(shape[start : end or None]), *shape[end:])
+        return keep(out, lambda c: c.reshape(len(c), *out))
+    if kind == "Unflatten":
+        dim = config["dim"] if config["dim"] < 0 else config["dim"] - len(shape) - 1
+        need(-len(shape) <= dim <= -1, "Unflatten within a sample")
+        sizes, dim = list(config["unflattened_size"]), len(shape) + dim
+        if sizes.count(-1) == 1:
+            rest = -math.prod(sizes)
+            sizes[sizes.index(-1)] = shape[dim] // rest if rest else 0
+        out = (*shape[:dim], *sizes, *shape[dim + 1 :])
+        need(math.prod(out) == math.prod(shape), f"Unflatten of {shape} to {out}")
+        return keep(out, lambda c: c.reshape(len(c), *out))
+    if kind == "ResizeChannels":
+        before, after = config["in_channels"], config["out_channels"]
+        need(shape[0] == before, f"{before} channels, got {shape}")
+        out = (after, *shape[1:])
+        edges = [(0, 0), (0, max(after - before, 0)), *[(0, 0)] * (len(shape) - 1)]
+        return keep(out, lambda c: np.pad(c[:, :after], edges))
+    need(len(shape) == 3, f"images, got {shape}")
+    c0, h, w = shape
+    if kind == "Shift2d":
+        moved = config["moved"]
+        need(c0 == config["channels"] and moved >= 1 and 4 * moved <= c0, f"Shift2d of {shape}")
+
+        def shifted(c):
+            groups = np.split(c, [c0 - k * moved for k in (4, 3, 2, 1)], 1)
+            moves = zip(groups[1:], ((1, 2), (-1, 2), (1, 3), (-1, 3)), strict=True)
+            return np.concatenate([groups[0], *(np.roll(part, by, axis) for part, (by, axis) in moves)], 1)
+
+        return keep(shape, shifted)
+    if kind == "ZeroPad2d":
+        left, right, top, bottom = config["padding"] if isinstance(config["padding"], list) else [config["padding"]] * 4
+        out = (c0, h + top + bottom, w + left + right)
+        edges = [(0, 0), (0, 0)] + [(max(a, 0), max(b, 0)) for a, b in ((top, bottom), (left, right))]
+        rows, cols = slice(max(-top, 0), h + min(bottom, 0)), slice(max(-left, 0), w + min(right, 0))
+        return keep(out, lambda c: np.pad(c[:, :, rows, cols], edges))
+    r = config["downscale_factor" if kind == "PixelUnshuffle" else "upscale_factor"]
+    if kind == "PixelUnshuffle":
+        need(r >= 1 and h % r == 0 and w % r == 0, f"PixelUnshuffle by {r} of {shape}")
+        out = (c0 * r * r, h // r, w // r)
+        order = (0, 1, 3, 5, 2, 4)
+        return keep(out, lambda c: c.reshape(-1, c0, h // r, r, w // r, r).transpose(order).reshape(-1, *out))
+    need(r >= 1 and c0 % (r * r) == 0, f"PixelShuffle by {r} of {shape}")
+    out = (c0 // (r * r), h * r, w * r)
+    return keep(out, lambda c: c.reshape(-1, out[0], r, r, h, w).transpose(0, 1, 4, 2, 5, 3).reshape(-1, *out))
+
+
+def joined(nodes, shares, norm):
+    """The sum of branches, each times its share."""
+    need(len({node.shape for node in nodes}) == 1, "branches that end in one shape")
+    total = root(Fraction(math.prod(nodes[0].shape)))
+
+    def run(c, e):
+        y, lost = 0, Fraction(0)
+        for node, (share, error) in zip(nodes, shares, strict=True):
+            z, end = node.run(c, e * 0)
+            size = length(z)
+            z = z if share is None else ops.scale(z, share)
+            weight = Fraction(1) if share is None else abs(ops.number(share)) + error
+            lost += weight * end + (error + ops.rounding(4) * weight) * size + ops.unit * total
+            y = y + z
+            lost += ops.rounding(len(nodes)) * weight * size
+        return y, up(norm * e + lost * (1 + ops.rounding(64)))
+
+    return Node(nodes[0].shape, norm, None, run=run, room=max(n.room for n in nodes))
+
+
+def sums(config, get, shape):
+    nodes = [build(part, get.at(f"branches.{i}"), shape) for i, part in enumerate(config["modules"])]
+    need(nodes, "a sum of no branch")
+    return joined(nodes, [(None, Fraction(0))] * len(nodes), sum(n.norm for n in nodes))
+
+
+def convex_residual(config, get, shape):
+    body, shortcut = (build(config[k], get.at(k), shape) for k in ("body", "shortcut"))
+    stored = get("share", ())
+    (share, error), exact = ops.of(stored), Fraction(float(stored))
+    rest = ops.of(np.float64(1))[0] - share
+    norm = abs(exact) * body.norm + abs(1 - exact) * shortcut.norm
+    error += ops.rounding(1) * (1 + abs(exact))
+    return joined([body, shortcut], [(share, error), (rest, error)], norm)
+
+
+def _parts(config, get, shape):
+    first = build(config["first"], get.at("first"), shape)
+    middle = build(config["activation"], get.at("activation"), first.shape)
+    second = build(config["second"], get.at("second"), middle.shape)
+    multiplier = get("multiplier", (config["channels"],))
+    usable = first.blocks and second.blocks and restricted(config["activation"], middle) and (multiplier > 0).all()
+    if not usable or len(first.blocks[0]) != len(second.blocks[0]):
+        return first, middle, second, None
+    (w1, error1, each, kind1), (w2, error2, _, kind2) = first.blocks, second.blocks
+    same = kind1 == kind2 != "window" or (kind1, kind2) == ("window", "point")
+    if not same or w1.shape[1] != w2.shape[2] or w1.shape[1] != each * len(multiplier):
+        return first, middle, second, None
+    s = np.tile(ops.sqrt(ops.of(multiplier)[0]), each)
+    # Entries of s W1, s any positive numbers: their rounding is an error of the entries.
+    left = ops.scale(w1, s[:, None])
+    error = error1 * largest(s) + ops.rounding(1) * largest(left) + ops.unit
+    return first, middle, second, (s, left, error, w2, error2, kind1)
+
+
+def restricted(config, node):
+    """True if the slope of an activation lies in [0, 1]."""
+    kind = config["type"]
+    return kind in RESTRICTED or getattr(node, "restricted", False) or (kind == "ELU" and 0 < config["alpha"] <= 1)
+
+
+def sandwich(config, get, shape):
+    first, middle, second, proof = _parts(config, get, shape)
+    node = chain([first, middle, second])
+    if proof is not None and (proof[0] > 0).all():
+        s, left, error, w2, error2, _ = proof
+        inverse = ops.inverse(s)
+        right = ops.scale(w2, inverse).swapaxes(1, 2)
+        more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
+        both = spectral(np.concatenate((left, right), 2), max(error, more))
+        # Stages lose what they lose alone; only the constant is better.
+        node.gain = min(node.norm, up(both * both / 2))
+        node = improved(node, node.gain)
+    return node
+
+
+def improved(node, norm):
+    """The same node with a better constant: errors at its input grow by that, its own stay."""
+
+    def run(c, e):
+        c, lost = node.run(c, Fraction(0))
+        return c, up(norm * e + lost)
+
+    return Node(node.shape, norm, None, run=run, room=node.room)
+
+
+def slope_residual(config, get, shape):
+    first, middle, second, proof = _parts(config, get, shape)
+    need(second.shape == shape, "parts that keep the shape")
+    inner = chain([first, middle, second])
+    norm = 1 + inner.norm
+    if proof is not None and proof[5] != "window":
+        s, left, error, w2, error2, _ = proof
+        gram = spectral(left, error) ** 2
+        rest = w2 + ops.scale(left, s[:, None]).swapaxes(1, 2)
+        size = largest(w2) + largest(left) * largest(s)
+        more = error2 + error * largest(s) + ops.rounding(4) * size + ops.unit
+        norm = min(norm, max(Fraction(1), gram - 1) + spectral(rest, more) * first.norm)
+    skip = Node(shape, 1, lambda c: c)
+    return joined([skip, inner], [(None, Fraction(0))] * 2, norm)
+
+
+def sequential(config, get, shape):
+    nodes = []
+    expected = config.get("input_shape", list(shape))
+    need(expected == list(shape), f"a network for {expected}, got {shape}")
+    for i, part in enumerate(config["modules"]):
+        nodes.append(build(part, get.at(str(i)), nodes[-1].shape if nodes else shape))
+    node = chain(nodes or [Node(shape, 1, lambda c: c)])
+    node.parts, node.multipliers = nodes, {}
+    for i, n in config.get("multipliers", {}).items():
+        node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
+    return node
+
+
+KINDS = {
+    "Linear": linear, "Conv1d": convolution, "Conv2d": convolution, "FourierConv2d": fourier, "PhaseConv2d": fourier,
+    "Affine": affine, "TaylorConv2d": taylor, "MaxMin": maxmin, "GroupSort": group_sort, "Softmax": softmax,
+    "LeakyReLU": leaky, "PReLU": leaky, "MaxPool2d": max_pool, "AvgPool2d": average_pool,
+    "AdaptiveAvgPool2d": average_pool,
+    "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual, "SandwichBlock": sandwich,
+    "Shift2d": rearrangement, "Sequential": sequential, "Network": sequential,
+    "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
+}  # fmt: skip
+for _name in ("LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"):
+    KINDS[_name] = normalization
+for _name in ("Identity", "Flatten", "Unflatten", "PixelShuffle", "PixelUnshuffle", "ZeroPad2d", "ResizeChannels"):
+    KINDS[_name] = rearrangement
+for _name, (_slope, _function, *_scale) in SMOOTH.items():
+    KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
+
+
+class Asked(dict):
+    """An object of the configuration that knows which of its keys were asked for."""
+
+    def __init__(self, given):
+        super().__init__(given)
+        self.keys_asked = set()
+
+    def __getitem__(self, key):
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+def build(config, get, shape):
+    need(isinstance(config, dict), "a module is no object")
+    config = Asked(config)
+    kind = config.get("type")
+    need(isinstance(kind, str) and kind in KINDS, f"no rule for a module of type {kind!r:.80}")
+    node = KINDS[kind](config, get, shape)
+    unknown = sorted(set(config) - config.keys_asked)
+    need(not unknown, f"{kind}: arguments {unknown} that it does not have")
+    node.kind, node.config = kind, config
+    return node
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+class Tensors:
+    """Stored tensors below a prefix; every one must be asked for, in its shape."""
+
+    def __init__(self, stored, prefix="", used=None):
+        self.stored, self.prefix, self.used = stored, prefix, set() if used is None else used
+
+    def __call__(self, name, shape):
+        name = self.prefix + name
+        need(name in self.stored, f"no tensor {name}")
+        found = self.stored[name]
+        need(found.shape == tuple(shape), f"{name}: expected shape {tuple(shape)}, got {found.shape}")
+        self.used.add(name)
+        return found.astype(np.float64)
+
+    def at(self, prefix):
+        need(self.prefix.count(".") < 50, "modules nested more than 50 deep")
+        return Tensors(self.stored, f"{self.prefix}{prefix}.", self.used)
+
+    def bias(self, config, n):
+        return ops.of(self("bias", (n,)))[0] if config["bias"] else None
+
+
+class Network:
+    """The chain of a configuration, with the constants of all of it and of what comes before its last layer."""
+
+    def __init__(self, config, tensors, claimed=None):
+        need(config.get("type") == "Network" and config["modules"], "no Network at the top")
+        get, shape = Tensors(tensors), tuple(config["input_shape"])
+        need(1 <= len(shape) <= 4 and all(type(n) is int and 0 < n <= LIMIT for n in shape), f"input shape {shape}")
+        top = build(config, get, shape)
+        self.nodes, multipliers = top.parts, top.multipliers
+        unused = set(tensors) - get.used
+        need(not unused, f"tensors that no module has: {sorted(unused)[:3]}")
+        self.gain = up(math.prod(node.gain for node in self.nodes))
+        run = self._run(multipliers)
+        if run:
+            rest = math.prod(node.gain for i, node in enumerate(self.nodes) if not run[0] <= i <= run[-1])
+            layers, given = [self.nodes[i] for i in run[::2]], [multipliers[i] for i in run[1::2]]
+            found = lmi(layers, given, (claimed or self.gain) / rest)
+            self.gain = min(self.gain, up(found * rest)) if found else self.gain
+        last = self.nodes[-1]
+        self.rows = last.blocks[0][0] if last.kind == "Linear" and len(last.shape) == 1 else None
+        self.body = up(math.prod(node.gain for node in self.nodes[:-1]))
+        need(len(last.shape) == 1 and last.shape[0] >= 2, f"logits of shape {last.shape}")
+
+    def _run(self, multipliers):
+        """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
+        best, i = [], 0
+        dense = [n.kind == "Linear" and len(n.shape) == 1 for n in self.nodes]
+        while i < len(dense):
+            run = [i]
+            while dense[i] and i + 2 < len(dense) and dense[i + 2] and i + 1 in multipliers and restricted(
+                self.nodes[i + 1].config, self.nodes[i + 1]
+            ):  # fmt: skip
+                run, i = [*run, i + 1, i + 2], i + 2
+            best, i = max(best, run, key=len), i + 1
+        return best if len(best) > 1 else []
+
+    def logits(self, x, batch):
+        """Logits of float32 samples and their error radius, batch by batch."""
+        for start in range(0, len(x), batch):
+            c, e = ops.of(x[start : start + batch].astype(np.float64))
+            e *= root(Fraction(c[0].size))
+            for node in self.nodes:
+                c, e = node.run(c, e)
+            yield c, e
+
+    def constants(self):
+        """K[t][i] of Theorem 9."""
+        k = self.nodes[-1].shape[0]
+        whole = root(Fraction(2)) * self.gain
+        table = [[whole] * k for _ in range(k)]
+        if self.rows is not None:
+            error = 2 * self.nodes[-1].blocks[1] * root(Fraction(self.rows.shape[1]))
+            for t in range(k):
+                far = ops.lengths(self.rows[t] - self.rows)
+                for i in range(k):
+                    rounding = ops.rounding(1) * far[i] + error
+                    table[t][i] = up(min(whole, self.body * (far[i] + rounding)))
+        return table
+
+
+def lmi(layers, multipliers, target):
+    """Theorem 8: the gain of a run of dense layers, a little above ``target``; None where that is not proved."""
+    if not all((m > 0).all() for m in multipliers):
+        return None
+    w, given = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
+    values = [ops.of(m)[0] for m in multipliers]
+    if not all((v > 0).all() for v in values):
+        return None
+    d = [ops.inverse(ops.sqrt(v)) for v in values]  # the congruence: any positive numbers, here l^-1/2
+    steps = ops.rounding(8)
+
+    def scaled(a, *factors):
+        """The product of a with the factors, and the error of an entry for entries of a with error ``h``."""
+        size, h = largest(a), Fraction(0)
+        for factor in factors:
+            big = largest(factor)
+            a, h = ops.scale(a, factor), h * big + ops.unit
+            size *= big
+        return a, h + steps * size
+
+    ends, count = np.cumsum([0, *map(len, d)]), sum(map(len, d))
+    h, error = np.zeros((count, count), w[0].dtype), Fraction(0)
+    for k, (value, s) in enumerate(zip(values, d, strict=True)):
+        here = slice(ends[k], ends[k + 1])
+        diagonal, lost = scaled(2 * value, s, s)
+        h[here, here] += np.diag(diagonal)
+        error = max(error, lost)
+        if k:
+            before = slice(ends[k - 1], ends[k])
+            block, lost = scaled(w[k], value[:, None], s[:, None], d[k - 1])
+            lost += given[k] * largest(value) * largest(s) * largest(d[k - 1])
+            h[here, before], h[before, here] = -block, -block.T
+            error += lost * (ends[k + 1] - ends[k] + ends[k] - ends[k - 1])
+    first, lost1 = scaled(w[0], values[0][:, None], d[0][:, None])
+    lost1 += given[0] * largest(values[0]) * largest(d[0])
+    last, lost2 = scaled(w[-1], d[-1])
+    lost2 += given[-1] * largest(d[-1])
+    last = np.ascontiguousarray(last.T)
+    grams = []
+    for a, lost in ((first, lost1), (last, lost2)):
+        size = ops.rowsum(a) * ops.rowsum(a.T)
+        off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
+        grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
+    for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
+        inverse = ops.near(1 / (target * (1 + slack)))
+        inverse_exact = ops.number(inverse)
+        need(inverse_exact > 0, "a gain that is not finite")
+        trial, lost = h.copy(), error
+        for place, (gram, off) in zip((slice(0, ends[1]), slice(ends[-2], None)), grams, strict=True):
+            trial[place, place] -= ops.scale(gram, inverse)
+            lost += inverse_exact * off + len(gram) * ops.unit + ops.rounding(2) * inverse_exact * ops.rowsum(gram)
+        if positive(trial, lost + ops.rounding(8) * ops.rowsum(trial)):
+            return up(1 / inverse_exact)
+    return None
+
+
+def positive(h, error):
+    """True if every symmetric matrix within ``error`` (a norm) of h is proved to be positive semidefinite."""
+    h = symmetric(h)
+    n, allowed = len(h), error * Fraction(65, 64) + ops.rowsum(h) / 10**12
+    for _ in range(5):
+        c = ops.near(allowed)
+        try:
+            left = ops.factor(h - c * np.eye(n, dtype=h.dtype))
+        except (np.linalg.LinAlgError, Refused):
+            return False
+        rest = h - c * np.eye(n, dtype=h.dtype) - symmetric(ops.dot(left, left))
+        size = ops.rowsum(left) * ops.rowsum(left.T) + ops.rowsum(h) + ops.number(c)
+        lost = ops.rounding(n + 4) * size + n * ops.unit
+        if ops.rowsum(rest) + lost + error <= ops.number(c):
+            return True
+        allowed *= 8
+    return False
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+TYPES = {"F64": ("<f8", "float64"), "F32": ("<f4", "float32"), "F16": ("<f2", "float16"), "BF16": ("<u2", "bfloat16"),
+         "I8": ("<i1", "int8"), "I16": ("<i2", "int16")}  # fmt: skip
+
+
+def read(path, most=1 << 30):
+    """The content of a regular file of at most ``most`` bytes, unpacked if its name ends in .gz."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        status = os.fstat(file.fileno())
+        regular = stat.S_ISREG(status.st_mode) and status.st_size <= most
+        need(regular, f"{path}: no regular file of at most {most} bytes")
+        content = file.read(status.st_size)
+    if str(path).endswith(".gz"):
+        stream = zlib.decompressobj(31)
+        content = stream.decompress(content, most)
+        need(stream.eof and not stream.unused_data, f"{path}: no gzip file of at most {most} bytes")
+    return content
+
+
+def parse(text):
+    """JSON without NaN, infinities and keys that stand twice."""
+
+    def once(pairs):
+        need(len({k for k, _ in pairs}) == len(pairs), "JSON with a key that stands twice")
+        return dict(pairs)
+
+    def refuse(name):
+        raise Refused(f"JSON with {name}")
+
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+
+
+def safetensors(content):
+    """Tensors by name as (array of their stored type, name of that type). Offsets must cover the file exactly once."""
+    need(len(content) >= 8, "safetensors: no header")
+    (size,) = struct.unpack("<Q", content[:8])
+    need(size <= min(len(content) - 8, 1 << 24), "safetensors: a header longer than the file")
+    header, body = parse(content[8 : 8 + size]), memoryview(content)[8 + size :]
+    need(isinstance(header, dict), "safetensors: a header that is no object")
+    header.pop("__metadata__", None)
+    tensors, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+        need(set(entry) == {"dtype", "shape", "data_offsets"} and entry["dtype"] in TYPES, f"safetensors: {name}")
+        code, kind = TYPES[entry["dtype"]]
+        (start, stop), shape = entry["data_offsets"], entry["shape"]
+        sane = len(shape) <= 8 and all(type(n) is int and 0 <= n <= 1 << 40 for n in (*shape, start, stop))
+        need(sane, f"{name}: sizes")
+        need(start == end and stop - start == math.prod(shape) * int(code[2]) and stop <= len(body), f"{name}: offsets")
+        tensors[name], end = (np.frombuffer(body[start:stop], code).reshape(shape), kind), stop
+    need(end == len(body), "safetensors: bytes that belong to no tensor")
+    return tensors
+
+
+def numbers(stored):
+    """The tensors of the network: (float array, stored bytes, name of the type); integers times their steps."""
+    found = {}
+    integers = {name for name, (_, kind) in stored.items() if kind.startswith("int")}
+    for name, (a, kind) in stored.items():
+        if name.removesuffix(".steps") in integers and name not in integers:
+            continue
+        if name in integers:
+            need(name + ".steps" in stored, f"{name}: integers without steps")
+            steps, kind = stored[name + ".steps"]
+            need(kind in ("float32", "float64") and steps.shape == (-(-a.size // 64),), f"{name}: steps")
+            need(bool((np.isfinite(steps) & (steps > 0)).all()), f"{name}: steps that are not positive")
+            # One rounded product, which the format defines.
+            a = (a.reshape(-1).astype(steps.dtype) * np.repeat(steps, 64)[: a.size]).reshape(a.shape)
+        raw = np.ascontiguousarray(a).tobytes()
+        a = (a.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else a
+        need(bool(np.isfinite(a).all()), f"{name}: numbers that are not finite")
+        found[name] = a, raw, kind
+    return found
+
+
+def load_network(folder):
+    """Configuration, tensors and recomputed hash of a saved network."""
+    config = parse(read(folder / "config.json", 1 << 26))
+    need(isinstance(config, dict) and config.get("schema_version") == 2, "config.json: schema_version 2 expected")
+    tensors = numbers(safetensors(read(folder / "model.safetensors")))
+    digest = hashlib.sha256(json.dumps(config["network"], sort_keys=True).encode())
+    for name, (a, raw, kind) in sorted(tensors.items()):
+        digest.update(f"{name} torch.{kind} {a.shape}".encode())
+        digest.update(raw)
+    found = digest.hexdigest()
+    need(found == config["sha256"], f"config.json: its hash is {config['sha256']!r:.80}, not {found}")
+    return config, {name: a for name, (a, _, _) in tensors.items()}, found
+
+
+COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
+STATED = {"kind": "lipkit certificate", "schema_version": "1.0", "task": "classification", "norm": "l2"}
+
+
+def load_certificate(folder):
+    """Header and rows."""
+    paths = [p for p in (folder / "certificate.jsonl", folder / "certificate.jsonl.gz") if p.exists()]
+    need(len(paths) == 1, f"{folder}: expected one certificate.jsonl or certificate.jsonl.gz, got {len(paths)}")
+    header, *rows = (parse(line) for line in read(paths[0], 1 << 28).decode().splitlines())
+    for key, value in STATED.items():
+        need(header.get(key) == value, f"certificate: expected {key} {value!r}, got {header.get(key)!r:.80}")
+    for i, row in enumerate(rows):
+        need(tuple(row) == COLUMNS and row["index"] == i, f"certificate: line {i + 2}")
+        need(all(type(row[k]) is int and row[k] >= 0 for k in COLUMNS[:3]), f"certificate: line {i + 2}")
+        for key in COLUMNS[3:]:
+            value = math.inf if row[key] == "Infinity" else row[key]
+            need(type(value) in (int, float) and value == value, f"certificate: line {i + 2}: {key} {row[key]!r:.40}")
+            row[key] = value
+        need(min(row["radius"], row["radius_ignored"]) >= 0, f"certificate: line {i + 2}: a radius below 0")
+    need(rows and header["data"]["samples"] == len(rows), f"certificate: {len(rows)} lines of samples")
+    return header, rows
+
+
+def _order(n, seed):
+    return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
+
+
+def _idx(folder, name):
+    path = folder / name
+    content = read(path if path.exists() else folder / f"{name}.gz")
+    dims = content[3]
+    sizes = struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
+    need(content[:3] == b"\0\0\x08" and len(content) == 4 + 4 * dims + math.prod(sizes), f"{path}: no IDX file")
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(sizes)
+
+
+def load_samples(spec, root_folder):
+    """Test samples (float32, channels first) and labels (int64)."""
+    base = Path(root_folder or os.environ.get("LIPKIT_DATA") or "data").expanduser()
+    if spec == "digits":
+        package = importlib.util.find_spec("sklearn")  # found, not imported
+        need(package is not None, "digits: scikit-learn, whose files hold them, is not installed")
+        path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+        table = np.loadtxt(io.BytesIO(read(path, 1 << 24)), delimiter=",")
+        x, y = (table[:, :64] / 16).astype(np.float32).reshape(-1, 1, 8, 8), table[:, 64].astype(np.int64)
+        order, held = _order(len(y), 0), np.zeros(len(y), bool)
+        for label in range(10):
+            members = order[y[order] == label]
+            held[members[: round(0.2 * len(members))]] = True
+        return x[held], y[held]
+    if spec == "mnist":
+        x, y = (_idx(base / "MNIST" / "raw", f"t10k-{part}-ubyte") for part in ("images-idx3", "labels-idx1"))
+        x = x[:, None]
+    elif spec == "cifar10":
+        content = read(base / "cifar-10-batches-bin" / "test_batch.bin")
+        need(len(content) % 3073 == 0, "test_batch.bin: no CIFAR-10 file")
+        rows = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+        x, y = rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
+    else:
+        path = Path(spec.removeprefix("npz:")).expanduser()
+        with zipfile.ZipFile(io.BytesIO(read(path, 1 << 32))) as archive:
+            claimed = sum(info.file_size for info in archive.infolist())
+            need(claimed <= 1 << 33, f"{path}: {claimed} bytes unpacked")
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = arrays["x_test"], arrays["y_test"]
+        x = x[:, None] if x.ndim == 3 and x.dtype == np.uint8 else x
+    x = x.astype(np.float32) / np.float32(255) if x.dtype == np.uint8 else x.astype(np.float32)
+    need(len(x) == len(y) and y.ndim == 1, "samples and labels of different number")
+    return x, y.astype(np.int64)
+
+
+def data_hash(x, y):
+    digest = hashlib.sha256()
+    for kind, a in (("float32", x), ("int64", y)):
+        digest.update(f"torch.{kind} {a.shape}".encode())
+        digest.update(np.ascontiguousarray(a).tobytes())
+    return digest.hexdigest()
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def check(folder, spec=None, root_folder=None, count=None, exact=False, say=print):
+    """Confirm the certificate of a run; returns (confirmed, refused), raises Refused where nothing can be said."""
+    global ops
+    ops = Integers() if exact else Floats()
+    folder = Path(folder)
+    header, rows = load_certificate(folder)
+    places = (folder / "network", folder, folder.parent / "network")
+    home = next((place for place in places if (place / "config.json").exists()), None)
+    need(home is not None, f"{folder}: no network/config.json")
+    config, tensors, digest = load_network(home)
+    types = [part.get("type") for part in config["network"]["modules"]]
+    shape = config["network"]["input_shape"]
+    for key, found in (("network_sha256", digest), ("architecture", types), ("input_shape", shape)):
+        need(header.get(key) == found, f"certificate: {key} {header.get(key)!r:.80}, the network has {found!r:.80}")
+    x, y = load_samples(spec or header["data"]["name"], root_folder)
+    if len(rows) < len(x):  # a part, as lipkit draws it
+        index = np.sort(_order(len(x), 20240)[: len(rows)])
+        x, y = x[index], y[index]
+    same = len(x) == len(rows) and data_hash(x, y) == header["data"]["sha256"]
+    need(same, "samples: another hash than the certificate's")
+    need(list(x.shape[1:]) == shape, f"samples of shape {x.shape[1:]}")
+    bounds = config.get("input_range") or [-math.inf, math.inf]
+    need(bounds[0] <= x.min() and x.max() <= bounds[1], f"samples outside {bounds}")
+
+    for key in ("constant", "body_constant"):
+        need(type(header.get(key)) in (int, float, type(None)), f"certificate: {key} {header.get(key)!r:.80}")
+    claimed = Fraction(header["constant"])
+    network = Network(config["network"], tensors, claimed)
+    least = [("constant", claimed, network.gain)]
+    if header.get("body_constant") is not None:
+        least.append(("body_constant", Fraction(header["body_constant"]), network.body))
+    for key, value, own in least:
+        need(own <= value * (1 + TOLERANCE), f"{key}: claimed {float(value):.9g}, proved here {float(own):.9g}")
+    count = len(rows) if count is None else min(count, len(rows))
+    constants, batch = network.constants(), max(1, (1 << 23) // max(node.room for node in network.nodes))
+    confirmed, full, lost, place = 0, 0, Fraction(0), 0
+    for c, e in network.logits(x[:count], batch):
+        for logits in c:
+            row, reason = rows[place], None
+            own, gap, near = radius(logits, int(y[place]), constants, e)
+            values = [ops.number(v) for v in logits]
+            top = max(values)
+            slack = near + MARGIN * (1 + max(abs(v) for v in values))
+            if row["label"] != y[place]:
+                reason = f"label {row['label']}, the sample has {y[place]}"
+            elif row["prediction"] >= len(values) or values[row["prediction"]] < top - slack:
+                reason = f"prediction {row['prediction']}, the network has {values.index(top)}"
+            elif math.isinf(row["margin"]) or abs(Fraction(row["margin"]) - gap) > slack:
+                reason = f"margin {row['margin']:.9g}, the network has {float(gap):.9g}"
+            else:
+                for key in ("radius", "radius_ignored"):
+                    value = row[key]
+                    if own is not None and (math.isinf(value) or own < Fraction(value) * (1 - TOLERANCE)):
+                        share = 1 if math.isinf(value) else 1 - float(own / Fraction(value))
+                        reason = f"{key} {value:.9g}, proved here {float(own):.9g}: {100 * share:.4g} % lost"
+                        break
+            if reason is None:
+                confirmed += 1
+                full += own is None or own >= row["radius"]
+                if own is not None and row["radius"]:
+                    lost = max(lost, 1 - own / Fraction(row["radius"]))
+            elif place + 1 - confirmed <= 20:
+                say(f"refused  sample {place}: {reason}")
+            place += 1
+    word = "confirmed" if confirmed == place else "REFUSED"
+    say(
+        f"{word}  {confirmed} radii confirmed, {place - confirmed} refused; "
+        f"{full} reached in full, at most {float(lost):.1e} lost; constant {float(network.gain):.9g}, "
+        f"network {digest[:16]}"
+    )
+    return confirmed, place - confirmed
+
+
+def radius(logits, label, constants, e):
+    """Radius of Theorem 9 (None: every radius), margin, and error of the margin."""
+    need(label < len(logits), f"label {label} of {len(logits)} classes")
+    near = up(root(Fraction(2)) * e)
+    values, others = [ops.number(v) for v in logits], [i for i in range(len(logits)) if i != label]
+    gaps = [(values[label] - values[i], constants[label][i]) for i in others]
+    gap = min(g for g, _ in gaps)
+    if gap <= near:
+        return Fraction(0), gap, near
+    reached = [(g - near) / k for g, k in gaps if k]
+    return (min(reached) if reached else None), gap, near
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser("python -m lipkit_check", description="Check a lipkit certificate independently.")
+    parser.add_argument("run", help="folder with certificate.jsonl[.gz] and network/")
+    parser.add_argument("data", nargs="?", help="digits, mnist, cifar10 or FILE.npz; default: the certificate's")
+    parser.add_argument("--root", help="folder of the data sets; default $LIPKIT_DATA or ./data")
+    parser.add_argument("--samples", type=int, help="only the first so many samples")
+    parser.add_argument("--exact", action="store_true", help="integers and rationals only, no floating point")
+    given = parser.parse_args(arguments)
+    try:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            return int(check(given.run, given.data, given.root, given.samples, given.exact)[1] > 0)
+    except Refused as reason:
+        print(f"REFUSED  {reason}".encode("ascii", "replace").decode()[:300])
+    except Exception as error:  # whatever a file makes fail is not confirmed
+        print(f"REFUSED  {type(error).__name__}: {error}".encode("ascii", "replace").decode()[:300])
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Single changes of the checker, each of which the tests must find.
+
+``python -m tests.checker.mutations`` runs the fast tests of this folder against each changed copy and reports what
+survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+CHECKER = Path(__file__).parents[2] / "src" / "lipkit_check.py"
+ARITHMETIC, RUNS = (str(Path(__file__).parent / f"test_{name}.py") for name in ("arithmetic", "runs"))
+
+# Which tests come first: (what stands there once, what stands there instead).
+MUTATIONS = [(first, old, new) for first, changes in {
+    # scalars
+    "scalars or gamma": [
+    ("Fraction(-(-x.numerator * GRID // x.denominator), GRID)", "Fraction(x.numerator * GRID // x.denominator, GRID)"),
+    ("Fraction(r + (r * r < n), GRID)", "Fraction(r, GRID)"),
+    ("Fraction(n, (1 << 53) - n)", "Fraction(n, (1 << 54) - n)"),
+    ],
+    # arithmetic
+    "stored or products or operations or floor or too_large or isometry": [
+    ("return gamma(n + 3)", "return gamma(n)"),
+    ("return gamma(n + 3)", "return gamma(3)"),
+    ("unit = Fraction(2, 1 << PLACES)", "unit = Fraction(1, 4 << PLACES)"),
+    ("np.abs(a).sum(-1).max())) * (1 + gamma(a.shape[-1]))", "np.abs(a).sum(-1).min())) * (1 + gamma(a.shape[-1]))"),
+    ("Fraction(float(np.abs(a).sum(-1).max())) * (1 + gamma(a.shape[-1]))", "Fraction(float(np.abs(a.sum(-1)).max()))"),
+    ("root(Fraction(v) * (1 + gamma(c.shape[1] + 4)))", "root(Fraction(v))"),
+    ("root(Fraction(v) * (1 + gamma(c.shape[1] + 4)))", "Fraction(v) * (1 + gamma(c.shape[1] + 4))"),
+    ("Fraction(1, 1 << 51)", "Fraction(0)"),
+    ("(product(c0, a0) >> 22)) >> 22)", "(product(c0, a0) >> 44)) >> 22)"),
+    ("product(c0, a1) + (product", "(product"),
+    ("need(c.shape[-1] * max(p * q, (p + q) * low, low * low) < 1 << 62", "need(True"),
+    ("np.where(bits < 0, -found, found), self.unit", "found, self.unit"),
+    ("np.where(bits < 0, -found, found), self.unit", "np.where(bits < 0, -found, found), Fraction(0)"),
+    ],
+    # norms
+    "norm or stack or several or error_of_the": [
+    ("norm + error * root(Fraction(a.shape[1] * a.shape[2]))", "norm"),
+    ("norm + error * root(Fraction(a.shape[1] * a.shape[2]))", "norm + error"),
+    ("norm = max(_powers(a[i : i + step])", "norm = min(_powers(a[i : i + step])"),
+    ("    start += ops.rounding(m) * ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))\n", ""),
+    ("ops.rounding(n) * t * t + n * ops.unit))", "Fraction(0)))"),
+    ("b = t + e\n", "b = t\n"),
+    ("bound = root(bound * scale)", "bound = root(bound)"),
+    ("e * (2 * b + e) + rounding", "rounding"),
+    ("return best * Fraction(2) ** first", "return best"),
+    ("np.tril(p) + np.tril(p, -1).swapaxes(-1, -2)", "np.tril(p) + np.tril(p).swapaxes(-1, -2)"),
+    ],
+    # transforms
+    "cosines or isometry or convolution or family": [
+    ("(4 * arctan(5) - arctan(239))", "(4 * arctan(5) - arctan(238))"),
+    ("(j - 1) % 4 < 2 else -term", "(j - 1) % 4 < 3 else -term"),
+    ("(1 if 2 * j % w == 0 else 2) << 124", "2 << 124"),
+    ("(pair[q, 0], -imaginary)", "(pair[q, 0], imaginary)"),
+    ("np.concatenate((real, -imaginary), 2)", "np.concatenate((real, imaginary), 2)"),
+    ("(i, -j) for i in above for j in right]", "(i, j) for i in above for j in right]"),
+    ],
+    # modules
+    "linear or convolution or slopes or pools or image or branches or activation or family": [
+    ("up(self.norm * e + self.a * size + self.b)", "up(self.norm * e + self.a * size)"),
+    ("up(self.norm * e + self.a * size + self.b)", "up(self.norm * e + self.b)"),
+    ("up(self.norm * e + self.a * size + self.b)", "up(self.a * size + self.b)"),
+    ("return max(ops.lengths(c.reshape(len(c), -1)))", "return min(ops.lengths(c.reshape(len(c), -1)))"),
+    ("    norm *= root(Fraction(repeated))\n", ""),
+    ("disjoint = all(s > span", "disjoint = all(s >= span"),
+    ("root(spectral(stack, wave_error) ** 2 / math.prod(strides))", "spectral(stack, wave_error) / math.prod(strides)"),
+    ("(padded if repeated > 1 else sides)[i] + spans[i])", "(padded if repeated > 1 else sides)[i])"),
+    ("norm = largest(scale) + error", "norm = ops.number(np.abs(scale).min()) + error"),
+    ("norm = max(Fraction(1), largest(slope) + error)", "norm = Fraction(1)"),
+    ("(1.09983933, lambda", "(1.0998393, lambda"),
+    ('"GELU": (lambda config, _: 1.1289931 if', '"GELU": (lambda config, _: 1.12890415 if'),
+    ("norm = root(largest(affected) ** 2 / eps)", "norm = largest(affected)"),
+    ("shared *= int(np.bincount(index[inside]).max())", "shared = int(np.bincount(index[inside]).max())"),
+    ("norm = up(root(high) + uneven * grow)", "norm = up(uneven * grow)"),
+    ("abs(exact) * body.norm + abs(1 - exact) * shortcut.norm", "abs(exact) * (body.norm + shortcut.norm)"),
+    ("sum(n.norm for n in nodes))", "max(n.norm for n in nodes))"),
+    ("up(both * both / 2)", "up(both * both / 4)"),
+    ("max(Fraction(1), gram - 1) + spectral(rest, more) * first.norm", "Fraction(1)"),
+    ],
+    # the LMI
+    "multipliers or positive": [
+    ("if not all((m > 0).all() for m in multipliers):\n        return None\n", ""),
+    ("if not usable or len(first", "if len(first"),
+    ("scaled(2 * value, s, s)", "scaled(4 * value, s, s)"),
+    ("    while dense[i] and i + 2 < len(dense)", "    while i + 2 < len(dense)"),
+    ("ops.rowsum(rest) + lost + error <= ops.number(c)", "ops.rowsum(rest) + lost + error >= 0"),
+    ("ops.rowsum(rest) + lost + error <= ops.number(c)", "ops.rowsum(rest) + lost <= ops.number(c)"),
+    ],
+    # files
+    "corruptions or json": [
+    ('need(start == end and stop', "need(stop"),
+    ('need(end == len(body), "safetensors: bytes that belong to no tensor")', "pass"),
+    ('need(bool(np.isfinite(a).all()), f"{name}: numbers that are not finite")', "pass"),
+    ("regular = stat.S_ISREG(status.st_mode) and", "regular ="),
+    ('need(found == config["sha256"]', "need(found"),
+    ('need(len({k for k, _ in pairs}) == len(pairs), "JSON with a key that stands twice")', "pass"),
+    ('need(not unused, f"tensors that no module has: {sorted(unused)[:3]}")', "pass"),
+    ('need(not unknown, f"{kind}: arguments {unknown} that it does not have")', "pass"),
+    ],
+    # the verdict
+    "hand or pairs or tolerance or range or corruptions": [
+    ("whole = root(Fraction(2)) * self.gain", "whole = self.gain"),
+    ("table[t][i] = up(min(whole, self.body", "table[t][i] = up(max(whole, self.body"),
+    ("self.body * (far[i] + rounding)", "far[i] + rounding"),
+    ("for node in self.nodes[:-1]))", "for node in self.nodes[:-2]))"),
+    ("near = up(root(Fraction(2)) * e)", "near = up(e)"),
+    ("if gap <= near:", "if gap < -near:"),
+    ("reached = [(g - near) / k", "reached = [(g + near) / k"),
+    ("(min(reached) if reached else None)", "(max(reached) if reached else None)"),
+    ('if row["label"] != y[place]:', "if False:"),
+    ('values[row["prediction"]] < top - slack:', "False:"),
+    ('abs(Fraction(row["margin"]) - gap) > slack:', "False:"),
+    ("own < Fraction(value) * (1 - TOLERANCE)", "own < Fraction(value) * (1 - 10 * TOLERANCE)"),
+    ('for key in ("radius", "radius_ignored"):\n', 'for key in ("radius",):\n'),
+    ("need(own <= value * (1 + TOLERANCE), f", "need(True, f"),
+    ('data_hash(x, y) == header["data"]["sha256"]', "True"),
+    ("need(bounds[0] <= x.min() and x.max() <= bounds[1]", "need(bounds[0] <= x.min()"),
+    ("[1] > 0)", "[0] < 0)"),
+    ],
+}.items() for old, new in changes]  # fmt: skip
+
+
+def survives(old: str, new: str, log: Path, stages: list[list[str]]) -> bool:
+    """Run the tests, each stage in a process of its own, which has imported all but the checker."""
+    source = CHECKER.read_text()
+    assert source.count(old) == 1, (source.count(old), old)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, CHECKER.name).write_text(source.replace(old, new))
+        for stage in stages:
+            child = os.fork()
+            if child == 0:
+                code, said = 70, io.StringIO()
+                try:
+                    sys.path.insert(0, folder)
+                    import pytest
+
+                    with redirect_stdout(said), redirect_stderr(said):
+                        fixed = ["-x", "-q", "-m", "fast", "-p", "no:cacheprovider", "--assert=plain"]
+                        code = int(pytest.main([*fixed, *stage]))
+                    log.write_text(said.getvalue()[-4000:])
+                finally:
+                    os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code:
+                assert code == 1 or "error" in log.read_text(), f"the tests did not run: {code}"
+                return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", type=int, nargs="*")
+    parser.add_argument("--quick", action="store_true", help="only the tests that come first")
+    only = parser.parse_args().only
+    import hypothesis  # noqa: F401
+    import mpmath  # noqa: F401
+    import scipy.special  # noqa: F401
+    import torch  # noqa: F401
+
+    import lipkit.models  # noqa: F401
+
+    chosen = range(len(MUTATIONS)) if only is None else only
+    survivors = []
+    for i in chosen:
+        start = time.monotonic()
+        log = Path(tempfile.gettempdir(), f"mutation-{i}.log")
+        first, old, new = MUTATIONS[i]
+        stages = [[ARITHMETIC, RUNS, "-k", first]] + [[ARITHMETIC, RUNS]] * (not parser.parse_args().quick)
+        alive = survives(old, new, log, stages)
+        survivors += [i] * alive
+        lines = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+        print(f"{i:3d} {'SURVIVES' if alive else 'found'} {time.monotonic() - start:5.0f} s  {new[:60]!r}  "
+              f"{(lines or [''])[0][:110]}", flush=True)  # fmt: skip
+    print(f"{len(chosen)} mutations, {len(survivors)} survivors: {survivors}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""The checker confirms, by other means, what `certify` proved of every family and module, and refuses all else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.checker.corruptions import CORRUPTIONS, Run, corrupted
+from tests.checker.runs import digits, tiny, verdict, write_run
+from torch import nn
+
+import lipkit
+import lipkit_check as k
+from lipkit import layers, models, modules
+from lipkit.layers.families import names
+from lipkit.networks import resolved
+
+CHECKER = Path(k.__file__)
+SHAPE = (1, 8, 8)
+SMOOTH = [
+    nn.Sigmoid(), nn.Tanh(), nn.Tanhshrink(), nn.Softsign(), nn.LogSigmoid(), nn.SiLU(), nn.Mish(), nn.GELU(),
+    nn.GELU(approximate="tanh"), nn.Hardsigmoid(), nn.Hardswish(), nn.ReLU6(), nn.Hardtanh(-0.3, 0.4), nn.SELU(),
+    nn.ELU(0.7), nn.ELU(1.7), nn.CELU(0.5), nn.Softplus(), nn.Softplus(3.0), nn.Softshrink(0.2), nn.Softmax(1),
+]  # fmt: skip
+EXACT = [
+    nn.ReLU(),
+    nn.LeakyReLU(0.1),
+    nn.LeakyReLU(-1.5),
+    nn.PReLU(),
+    nn.PReLU(16),
+    layers.MaxMin(),
+    layers.GroupSort(4),
+]
+IMAGES = [
+    nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.MaxPool2d(2), nn.ZeroPad2d((1, -2, 0, 3)), nn.PixelUnshuffle(2),
+    nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2)), modules.ResizeChannels(1, 5), nn.BatchNorm2d(1),
+    nn.Sequential(modules.ResizeChannels(1, 9), modules.Shift2d(9, 2)), modules.ResizeChannels(1, 1), layers.Scale(0.3),
+    nn.Conv2d(1, 2, 3, 2, 1), nn.Conv2d(1, 4, 3, padding="same", padding_mode="circular"), layers.Residual(nn.ReLU()),
+    layers.SocConv2d(1, 2, 3, padding_mode="zeros"),
+    nn.Sequential(nn.Flatten(), nn.Unflatten(1, (4, 16)), nn.Conv1d(4, 4, 3)),
+]  # fmt: skip
+NORMALIZED = [
+    nn.LayerNorm([8, 8]),
+    nn.LayerNorm([8], elementwise_affine=False),
+    nn.GroupNorm(1, 1),
+    nn.InstanceNorm2d(1, affine=True),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("checked") / "run"
+    write_run(folder, tiny(), digits(12)[0])
+    return folder
+
+
+def confirmed(folder: Path, model: nn.Module, capsys: Any, *options: str, lost: float = 1e-6) -> Any:
+    """Write a run and confirm it; the checker's constant is not far from lipkit's."""
+    x = digits(12)[0]
+    certificate = write_run(folder, model, x)
+    assert certificate.radius.max() > 0
+    assert verdict(folder, *options) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("confirmed  12 radii confirmed, 0 refused")
+    assert float(said.split("at most ")[1].split()[0]) <= lost
+    return certificate
+
+
+SLOW = ("sll", "cpl", "sandwich", "lot", "crko", "svcm", "cayley_bcop")
+
+
+def small(name: str) -> nn.Module:
+    return models.small(layer=name, **({"kernel_size": 2} if name == "eco" else {}))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in names()])
+def test_every_family(name: str, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(1)
+    confirmed(tmp_path, small(name), capsys, lost=1e-7)
+
+
+@pytest.mark.parametrize("name", ["cayley", "eco", pytest.param("bcop", marks=pytest.mark.thorough)])
+def test_families_without_floating_point(name: str, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(2)
+    confirmed(tmp_path, small(name), capsys, "--exact", lost=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["sll", "cpl", "sandwich", "aol"])
+def test_other_families_without_floating_point(name: str, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(2)
+    confirmed(tmp_path, small(name), capsys, "--exact", lost=1e-5)
+
+
+def test_every_activation(tmp_path: Path, capsys: Any) -> None:
+    for i, activation in enumerate([*SMOOTH, *EXACT]):
+        torch.manual_seed(i)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), activation, nn.Linear(16, 10))
+        confirmed(tmp_path / str(i), model, capsys, *["--exact"] * (activation in EXACT))
+
+
+def test_every_module_of_images(tmp_path: Path, capsys: Any) -> None:
+    for i, module in enumerate([*IMAGES, *NORMALIZED]):
+        torch.manual_seed(i)
+        count = module.eval()(torch.zeros(1, *SHAPE)).numel()
+        model = nn.Sequential(module, nn.Flatten(), nn.Linear(count, 10))
+        confirmed(tmp_path / str(i), model, capsys, *["--exact"] * (module in IMAGES))
+
+
+def test_branches(tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(3)
+    wide = nn.Sequential(nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, 20))
+    share = modules.ConvexResidual(nn.Sequential(nn.Linear(20, 16), nn.ReLU()), torch.tensor(0.3), nn.Linear(20, 16))
+    model = nn.Sequential(nn.Flatten(), modules.Sum(nn.Linear(64, 20), wide), share, nn.Linear(16, 10))
+    confirmed(tmp_path, model, capsys)
+
+
+@pytest.mark.parametrize(("options", "exact"), [
+    ({"sizes": [64, 32, 32, 10], "gamma": 2.0}, False), ({"sizes": [64, 32, 32, 32, 10], "activation": "tanh"}, False),
+    ({"sizes": [64, 24, 24, 10], "gamma": 0.5}, True),
+])  # fmt: skip
+def test_multipliers_prove_the_gain(options: dict[str, Any], exact: bool, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Flatten(), models.lbdn(**options))
+    certificate = confirmed(tmp_path, model, capsys, *["--exact"] * exact, lost=1e-5 if exact else 1e-6)
+    norms = [np.linalg.norm(a, 2) for name, a in Run(tmp_path).tensors.items() if name.endswith("weight")]
+    assert certificate.constant < 0.9 * np.prod(norms)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m * 1.2, lambda m: m * 0, lambda m: -m, lambda m: m * np.resize([1, 5], len(m))]
+)
+def test_multipliers_that_prove_nothing_leave_the_product(change: Any, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(4)
+    write_run(tmp_path, nn.Sequential(nn.Flatten(), models.lbdn([64, 32, 32, 10], gamma=2.0)), digits(12)[0])
+    found = Run(tmp_path)
+    for name in found.tensors:
+        if "multiplier" in name:
+            found.tensors[name] = np.ascontiguousarray(change(found.tensors[name]), dtype=np.float32)
+    found.write()
+    assert verdict(tmp_path) == 1
+    assert "constant: claimed" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [
+    lambda: models.lbdn_conv(blocks=2, width=4, hidden=(32, 16), input_shape=SHAPE, classes=10),
+    lambda: models.kwlarge(input_shape=SHAPE), lambda: models.kwlarge(layer="bcop", input_shape=SHAPE, pool=True),
+    lambda: models.kwlarge(layer="sll", input_shape=SHAPE),
+    lambda: models.mlp((32, 32), gamma=3.0, input_shape=SHAPE, classes=10, mean=[0.1], std=[0.3]),
+    lambda: models.patchnet(patch=2, stages=((16, 2), (64, 2)), dense=(32,), input_shape=SHAPE),
+    lambda: models.mlp((32, 32), layer="sandwich", input_shape=SHAPE, classes=10),
+])  # fmt: skip
+def test_models(model: Any, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(5)
+    confirmed(tmp_path, model(), capsys)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "options", "side"), [
+    ("resnet9", {"width": 8}, 16), ("wide_resnet", {"widen": 1}, 16),
+    ("lipconvnet", {"width": 0.25, "first_blocks": "soc", "last_blocks": "soc"}, 24),
+])  # fmt: skip
+def test_larger_models(name: str, options: dict[str, Any], side: int, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(6)
+    write_run(tmp_path, models.build(name, input_shape=(1, side, side), **options), torch.rand(4, 1, side, side))
+    assert verdict(tmp_path) == 0, capsys.readouterr().out
+
+
+def test_integers_of_8_bits(tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(7)
+    x = digits(12)[0]
+    write_run(tmp_path, models.small(layer="cayley"), x)
+    plain = lipkit.load(lipkit.save(lipkit.load(tmp_path / "network"), tmp_path / "rounded", bits=8))
+    write_run(tmp_path, plain, x)
+    lipkit.save(plain, tmp_path / "network", bits=8)
+    assert "int8" in str(
+        {kind for _, kind in k.safetensors((tmp_path / "network/model.safetensors").read_bytes()).values()}
+    )
+    assert verdict(tmp_path) == 0, capsys.readouterr().out
+
+
+def test_a_certificate_that_comes_with_the_package(capsys: Any) -> None:
+    assert k.main([str(resolved("digits-cayley"))]) == 0
+    assert "confirmed  359 radii confirmed" in capsys.readouterr().out
+
+
+def test_only_numpy_is_imported_and_a_copy_is_enough(run: Path, tmp_path: Path) -> None:
+    shutil.copy(CHECKER, tmp_path)
+    code = (
+        "import sys, lipkit_check; code = lipkit_check.main(sys.argv[1:]);"
+        "print(sorted({'torch', 'lipkit', 'scipy', 'sklearn', 'safetensors'} & set(sys.modules))); sys.exit(code)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code, str(run), str(run / "samples.npz")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_radius_that_is_not_reached_is_printed_with_its_share(run: Path, tmp_path: Path, capsys: Any) -> None:
+    target = tmp_path / "run"
+    shutil.copytree(run, target)
+    found = Run(target)
+    best = max(range(12), key=lambda i: found.rows[i]["radius"])
+    own = found.rows[best]["radius"]
+    found.rows[best]["radius"] = own * 1.25
+    found.write()
+    assert verdict(target) == 1
+    said = capsys.readouterr().out
+    assert f"refused  sample {best}: radius {own * 1.25:.9g}, proved here {own:.9g}"[:40] in said
+    assert "20 % lost" in said
+    assert "REFUSED  11 radii confirmed, 1 refused" in said
+
+
+def test_radii_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_path: Path) -> None:
+    for share, code in ((-0.5, 0), (0.9e-5, 0), (1.2e-5, 1)):
+        target = tmp_path / str(share)
+        shutil.copytree(run, target)
+        found = Run(target)
+        for row in found.rows:
+            row["radius"] *= 1 + share
+        found.write()
+        assert verdict(target) == code
+
+
+def test_constants_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_path: Path) -> None:
+    for key in ("constant", "body_constant"):
+        for share, code in ((-1.2e-5, 1), (-0.8e-5, 0), (0.5, 0)):
+            target = tmp_path / f"{key}{share}"
+            shutil.copytree(run, target)
+            found = Run(target)
+            found.header[key] *= 1 + share
+            found.write()
+            assert verdict(target) == code
+
+
+def test_samples_outside_the_range_of_the_network(run: Path, tmp_path: Path, capsys: Any) -> None:
+    target = tmp_path / "run"
+    shutil.copytree(run, target)
+    found = Run(target)
+    for limits in ([0.0, 0.9], [0.1, 1.0]):
+        found.config["input_range"] = limits
+        found.write()
+        assert verdict(target) == 1
+        assert "samples outside" in capsys.readouterr().out
+
+
+def test_the_first_samples_alone(run: Path, capsys: Any) -> None:
+    assert verdict(run, "--samples", "3") == 0
+    assert "3 radii confirmed" in capsys.readouterr().out
+
+
+def test_a_run_without_certificate(tmp_path: Path, capsys: Any) -> None:
+    assert k.main([str(tmp_path)]) == 1
+    assert "expected one certificate.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", range(len(CORRUPTIONS)), ids=[c.__name__ for c in CORRUPTIONS])
+def test_corruptions_are_refused(kind: int, run: Path, tmp_path: Path, capsys: Any) -> None:
+    for turn in range(4):
+        name = corrupted(run, kind + turn * len(CORRUPTIONS), tmp_path / "run")
+        assert verdict(tmp_path / "run") == 1, (name, turn)
+        said = capsys.readouterr().out
+        assert "REFUSED  " in said
+        assert "MemoryError" not in said
+
+
+def test_radii_by_hand() -> None:
+    k.ops = k.Floats()
+    two, one = Fraction(2), Fraction(1)
+    table = [[one, one, two], [one, one, one], [two, one, one]]
+    logits = np.array([3.0, 1.0, 2.0])
+    assert k.radius(logits, 0, table, Fraction(0))[:2] == (Fraction(1, 2), 1)
+    own, _, near = k.radius(logits, 0, table, Fraction(1, 8))
+    assert near >= Fraction(1, 8) * Fraction(141421356, 10**8)
+    assert own == (1 - near) / 2
+    assert k.radius(logits, 1, table, Fraction(0))[0] == 0
+    assert k.radius(logits, 0, table, Fraction(1))[0] == 0  # the margin drowns in the error
+    assert k.radius(logits, 0, [[one * 0] * 3] * 3, Fraction(0))[0] is None
+    assert k.radius(np.array([1.0, 1.0]), 0, [[one, one]] * 2, Fraction(0))[0] == 0
+    with pytest.raises(k.Refused, match="label 3 of 3"):
+        k.radius(logits, 3, table, Fraction(0))
+
+
+def test_pairs_of_the_last_layer(tmp_path: Path) -> None:
+    """K is the smaller one of sqrt(2) L and L_body times the distance of two rows."""
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), layers.MaxMin(), nn.Linear(6, 10))
+    write_run(tmp_path, model, digits(3)[0])
+    k.ops = k.Floats()
+    config, tensors, _ = k.load_network(tmp_path / "network")
+    network = k.Network(config["network"], tensors)
+    first, last = (tensors[name].astype(np.float64) for name in ("1.weight", "3.weight"))
+    body = np.linalg.norm(first, 2)
+    whole = body * np.linalg.norm(last, 2)
+    assert float(network.gain) == pytest.approx(whole, rel=1e-8)
+    assert network.gain >= Fraction(whole) * (1 - Fraction(1, 10**13))
+    table = network.constants()
+    seen = set()
+    for t in range(10):
+        for i in set(range(10)) - {t}:
+            pair = body * np.linalg.norm(last[t] - last[i])
+            least = min(pair, np.sqrt(2) * whole)
+            seen.add(pair < np.sqrt(2) * whole)
+            assert least * (1 - 1e-13) <= float(table[t][i]) <= least * (1 + 1e-8)
+    assert True in seen
+
+
+def test_json_is_strict() -> None:
+    assert k.parse('{"a": [1, 2.5]}') == json.loads('{"a": [1, 2.5]}')
+    for text in ('{"a": NaN}', '{"a": 1, "a": 2}', '{"a": Infinity}'):
+        with pytest.raises(k.Refused):
+            k.parse(text)
