@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import export_same
@@ -80,6 +81,44 @@ class Affine(nn.Module):
 @lipschitz_rule(Affine)
 def _affine(module: Affine, input_shape: Shape | None) -> Tensor:
     return to_double(module.scale).abs().amax()
+
+
+class PositionCode(nn.Module):
+    """``y = x + P`` with a trained offset P of each channel and place: a translation, so 1-Lipschitz.
+
+    Between layers that treat all places alike it tells them apart.
+
+    Args:
+        channels, height, width: of the input.
+
+    Parameter ``offset`` (channels, height, width), zeros at the start.
+
+    Raises:
+        OptionError: a size below 1. ShapeError: an input of another shape (it would be repeated).
+
+    >>> import torch
+    >>> PositionCode(2, 4, 4)(torch.ones(1, 2, 4, 4)).sum().item()
+    32.0
+    """
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        super().__init__()
+        check_positive(channels=channels, height=height, width=width)
+        self.channels, self.height, self.width = channels, height, width
+        self.offset = nn.Parameter(torch.zeros(channels, height, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:] != self.offset.shape:
+            raise ShapeError(f"PositionCode: expected (B, *{tuple(self.offset.shape)}), got {tuple(x.shape)}")
+        return x + self.offset
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, {self.height}, {self.width}"
+
+
+@lipschitz_rule(PositionCode)
+def _position(module: PositionCode, input_shape: Shape | None) -> float:
+    return 1.0
 
 
 _PerOutput = Callable[[Tensor], Tensor]
@@ -187,14 +226,15 @@ def scaling(
     stored: float = 0.0,
     lost: float = 0.0,
 ) -> Measure:
-    """Channels (dimension 1) times ``scale`` plus ``shift``, by that many chained operations.
+    """Channels (dimension 1) times ``scale`` plus ``shift`` (or one for each place), by that many chained operations.
 
     Args:
         stored: the largest modulus among the numbers that both are made of.
         lost: what the scale may be off by, absolutely, before it is made.
     """
     shape = (-1,) + (1,) * (len(input_shape) - 1)
-    scale, shift = scale.detach().double().abs().view(shape), shift.detach().double().abs().view(shape)
+    scale, shift = (t.detach().double().abs() for t in (scale, shift))
+    scale, shift = (t if t.shape == input_shape else t.view(shape) for t in (scale, shift))
     error = arithmetic.gamma(operations + 2 * arithmetic.stored)
     largest = grow_number(float(scale.amax()))
     lost += arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
@@ -222,9 +262,15 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
     return scaling(module.scale, module.shift, 3, input_shape, arithmetic)
 
 
-export_rule(Affine)(export_same)
+@rounding_rule(PositionCode)
+def _position_error(module: PositionCode, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return scaling(torch.ones(len(module.offset)), module.offset, 3, input_shape, arithmetic)
+
+
+export_rule(Affine, PositionCode)(export_same)
 
 stored(nn.Linear, in_features=COUNT, out_features=COUNT, bias=flag)
+stored(PositionCode, channels=COUNT, height=COUNT, width=COUNT)
 stored(
     Affine,
     lambda m: {"channels": len(m.scale)},
