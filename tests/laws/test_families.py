@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from lipkit.errors import LipkitError
+from lipkit.layers.bro import BroLinear
+from lipkit.layers.cholesky import CholeskyLinear
 from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
 from lipkit.layers.families import FAMILIES, Family
 from lipkit.layers.sandwich import SandwichLinear
@@ -37,8 +39,8 @@ EXTRA: dict[str, tuple[int, int, int, int, tuple[tuple[int, int], ...]]] = {
     "1 x 1": (3, 5, 1, 1, ((4, 6), (1, 1))),
     "1 x 1 with stride 2": (2, 9, 1, 2, ((6, 4),)),
 }
-# The proved norm inside CPL takes as many steps as the values ask for: it compiles in pieces, and slowly.
-GRAPH_BREAKS = {"cpl"}
+# The proved norms inside CPL and LiResNet depend on values: they compile in pieces, and slowly.
+GRAPH_BREAKS = {"cpl", "liresnet"}
 # Unrolled iterations take seconds to compile; two steps are as telling.
 FEWER: dict[str, dict[str, Any]] = {
     "ossn": {"iterations": 2},
@@ -96,6 +98,8 @@ DENSE_OPTIONS: dict[Any, dict[str, tuple[Any, ...]]] = {
     SllLinear: {"activation": ("relu", "tanh"), "hidden": (4, 6)},
     CplLinear: {"activation": ("relu", "tanh"), "hidden": (4, 6)},
     SandwichLinear: {"activation": ("relu", "tanh", None)},
+    BroLinear: {"rank": (1, 2), "depth": (1, 4)},
+    CholeskyLinear: {"share": (1e-3, 0.1)},
 }
 
 

@@ -4,10 +4,13 @@ from lipkit.layers import base as base
 from lipkit.layers import export as export
 from lipkit.layers.aol import AolConv2d, AolLinear
 from lipkit.layers.bcop import BcopConv2d
+from lipkit.layers.bro import BroConv2d, BroLinear
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
+from lipkit.layers.cholesky import CholeskyConv2d, CholeskyLinear
 from lipkit.layers.dense import BjorckLinear, NormalizedLinear, OrthogonalLinear
 from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
+from lipkit.layers.liresnet import LiResConv2d
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.rko import RkoConv2d
@@ -27,8 +30,12 @@ __all__ = [
     "AolLinear",
     "BcopConv2d",
     "BjorckLinear",
+    "BroConv2d",
+    "BroLinear",
     "CayleyConv2d",
     "CayleyLinear",
+    "CholeskyConv2d",
+    "CholeskyLinear",
     "ContractionLinear",
     "ConvexSum",
     "CplConv2d",
@@ -36,6 +43,7 @@ __all__ = [
     "EcoConv2d",
     "Family",
     "GroupSort",
+    "LiResConv2d",
     "LotConv2d",
     "MaxMin",
     "Normalize",

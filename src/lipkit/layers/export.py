@@ -85,9 +85,9 @@ def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
     return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(symbol, *size, layer.bias))
 
 
-def circular_module(kernel: Tensor, bias: Tensor | None) -> nn.Conv2d:
-    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias."""
-    return _module(kernel, bias, padding="same", padding_mode="circular")
+def circular_module(kernel: Tensor, bias: Tensor | None, padding_mode: str = "circular") -> nn.Conv2d:
+    """The ``nn.Conv2d`` that computes :func:`circular_conv2d` with copies of this kernel and bias (or pads zeros)."""
+    return _module(kernel, bias, padding="same", padding_mode=padding_mode)
 
 
 def patch_module(matrix: Tensor, stride: int, bias: Tensor | None) -> nn.Conv2d:

@@ -6,8 +6,11 @@ from lipkit.errors import OptionError
 from lipkit.layers.aol import AOL
 from lipkit.layers.base import Family
 from lipkit.layers.bcop import BCOP, CAYLEY_BCOP
+from lipkit.layers.bro import BRO
 from lipkit.layers.cayley import CAYLEY
+from lipkit.layers.cholesky import CHOLESKY
 from lipkit.layers.eco import ECO
+from lipkit.layers.liresnet import LIRESNET
 from lipkit.layers.lot import LOT
 from lipkit.layers.ossn import OSSN
 from lipkit.layers.rko import CRKO, RKO
@@ -17,7 +20,11 @@ from lipkit.layers.soc import SOC
 from lipkit.layers.svcm import SVCM
 
 FAMILIES: dict[str, Family] = {
-    row.name: row for row in (CAYLEY, AOL, RKO, CRKO, OSSN, SVCM, LOT, SOC, ECO, BCOP, CAYLEY_BCOP, SLL, CPL, SANDWICH)
+    row.name: row
+    for row in (
+        *(CAYLEY, AOL, RKO, CRKO, OSSN, SVCM, LOT, SOC, ECO, BCOP, CAYLEY_BCOP, SLL, CPL, SANDWICH),
+        *(BRO, LIRESNET, CHOLESKY),
+    )
 }
 """Every family by its acronym, which the models take as ``layer``."""
 

@@ -1,7 +1,8 @@
-"""Pure functions on matrices ``(..., m, n)``, real or complex, batched: any matrix to a semi-orthogonal one."""
+"""Pure functions on matrices ``(..., m, n)``, real or complex, batched: to semi-orthogonal ones and contractions."""
 
 from lipkit.linalg.bjorck import bjorck
 from lipkit.linalg.cayley import cayley
+from lipkit.linalg.cholesky import block_reflector, cholesky
 from lipkit.linalg.exponential import exponential
 from lipkit.linalg.householder import householder
 from lipkit.linalg.matrices import at_least_float32, orthogonality_residual
@@ -14,7 +15,9 @@ __all__ = [
     "ORTHOGONALIZE",
     "at_least_float32",
     "bjorck",
+    "block_reflector",
     "cayley",
+    "cholesky",
     "exponential",
     "householder",
     "newton_schulz",

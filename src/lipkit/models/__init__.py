@@ -10,11 +10,13 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.models._parts import split_gain
+from lipkit.models.bronet import bronet
 from lipkit.models.convert import Conversion, Converted, Kept, convert
 from lipkit.models.kwlarge import kwlarge, small
 from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.lbdn_conv import lbdn_conv
 from lipkit.models.lipconvnet import lipconvnet
+from lipkit.models.liresnet import liresnet
 from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
@@ -24,11 +26,13 @@ from lipkit.models.sllnet import sllnet
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
+    "bronet": bronet,
     "convnet": convnet,
     "kwlarge": kwlarge,
     "lbdn": lbdn,
     "lbdn_conv": lbdn_conv,
     "lipconvnet": lipconvnet,
+    "liresnet": liresnet,
     "mlp": mlp,
     "patchnet": patchnet,
     "rebuild": rebuilt,
@@ -77,6 +81,7 @@ __all__ = [
     "Conversion",
     "Converted",
     "Kept",
+    "bronet",
     "build",
     "convert",
     "convnet",
@@ -85,6 +90,7 @@ __all__ = [
     "lbdn",
     "lbdn_conv",
     "lipconvnet",
+    "liresnet",
     "mlp",
     "patchnet",
     "rebuild",

@@ -12,11 +12,12 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
-from lipkit.modules import GroupSort, Shape
+from lipkit.modules import GroupSort, HalfAbs, Shape
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "maxmin": MaxMin,
+    "halfabs": HalfAbs,
     **BY_NAME,
 }
 
@@ -104,7 +105,8 @@ def make_activation(activation: str | nn.Module | None) -> nn.Module:
         return MaxMin()
     if isinstance(activation, str) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation]()
-    if isinstance(activation, nn.Module) and (slope_restricted(activation) or type(activation) in (MaxMin, GroupSort)):
+    sorting = type(activation) in (MaxMin, GroupSort, HalfAbs)
+    if isinstance(activation, nn.Module) and (sorting or slope_restricted(activation)):
         return copy.deepcopy(activation)
     raise OptionError(
         f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, or a module of these types, got {activation!r}"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import MaxMin, NormalizedLinear, StiefelConv2d, StiefelLinear
+from lipkit.layers import NormalizedLinear, StiefelConv2d, StiefelLinear
 from lipkit.layers.base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image
-from lipkit.modules import Shape, Shift2d
+from lipkit.models._parts import bounded, check_classes, check_image, make_activation
+from lipkit.modules import L2NormPool2d, PositionCode, Shape, Shift2d
 
 
 def patchnet(
@@ -20,6 +20,9 @@ def patchnet(
     narrow: int | None = None,
     dense: Sequence[int] = (512, 512),
     moved: float = 1 / 16,
+    activation: str | nn.Module | None = None,
+    position: bool = False,
+    pool: bool = False,
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
     lipschitz: float = 1.0,
@@ -45,6 +48,9 @@ def patchnet(
         narrow: channels in front of the dense layers; None for those of the last stage.
         dense: units of the hidden dense layers, at least one.
         moved: fraction of the channels that move in each of the four directions; 0 for none.
+        activation: name such as 'halfabs', or a module, instead of MaxMin.
+        position: whether a `lipkit.modules.PositionCode` follows the first layer.
+        pool: whether `lipkit.modules.L2NormPool2d` of the whole image takes the place of the flattening.
         input_shape: (C, H, W) with H and W multiples of p 2^(stages - 1).
         classes: number of outputs.
         lipschitz: target constant of the network in front of its last layer.
@@ -81,16 +87,19 @@ def patchnet(
     for number, (wide, blocks) in enumerate(plan):
         for block in range(blocks):
             stride = 1 if block else patch if number == 0 else 2
-            layers += [StiefelConv2d(width, wide, 1, stride), MaxMin()]
+            layers.append(StiefelConv2d(width, wide, 1, stride))
+            if position and not number and not block:
+                layers.append(PositionCode(wide, rows // patch, columns // patch))
+            layers.append(make_activation(activation))
             width = wide
             if (each := int(wide * moved)) > 0:
                 layers.append(Shift2d(wide, each))
     if narrow is not None:
-        layers += [StiefelConv2d(width, narrow, 1), MaxMin()]
+        layers += [StiefelConv2d(width, narrow, 1), make_activation(activation)]
         width = narrow
-    layers.append(nn.Flatten())
-    width *= (rows // factor) * (columns // factor)
+    layers += [L2NormPool2d(), nn.Flatten()] if pool else [nn.Flatten()]
+    width *= 1 if pool else (rows // factor) * (columns // factor)
     for units in dense:
-        layers += [StiefelLinear(width, units), MaxMin()]
+        layers += [StiefelLinear(width, units), make_activation(activation)]
         width = units
     return bounded([*layers, NormalizedLinear(width, classes)], lipschitz, mean, std, channels)

@@ -1,18 +1,20 @@
 """A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
 
-from lipkit.modules import chains, convolutions, normalization, pooling  # noqa: F401 (their rules are registered)
+from lipkit.modules import chains, convolutions  # noqa: F401 (their rules are registered)
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
 from lipkit.modules.configuration import stored
-from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.dense import Affine, Elementwise, PositionCode
 from lipkit.modules.folding import fold
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.functional import function_module
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
+from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
 from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_rules
 from lipkit.modules.network import Network
+from lipkit.modules.normalization import Center
 from lipkit.modules.phase import PhaseConv2d
-from lipkit.modules.pooling import Mean
+from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.rearrange import ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
@@ -28,6 +30,7 @@ __all__ = [
     "Add",
     "Affine",
     "Blend",
+    "Center",
     "Concatenate",
     "ConvexResidual",
     "Elementwise",
@@ -36,16 +39,22 @@ __all__ = [
     "FourierConv2d",
     "Graph",
     "GroupSort",
+    "HalfAbs",
+    "Householder",
+    "L2NormPool2d",
+    "LPReLU",
     "Local",
     "MatrixProduct",
     "MaxMin",
     "Maximum",
     "Mean",
+    "NActivation",
     "Network",
     "Pad",
     "Permute",
     "PhaseConv2d",
     "Piece",
+    "PositionCode",
     "Product",
     "Reshape",
     "ResizeChannels",

@@ -87,8 +87,8 @@ def maxmin(x: Tensor) -> Tensor:
     return y
 
 
-def group_sort(x: Tensor, group_size: int) -> Tensor:
-    """Sort each group of ``group_size`` neighbouring channels (dimension 1) in descending order.
+def group_sort(x: Tensor, group_size: int | None) -> Tensor:
+    """Sort each group of ``group_size`` neighbouring channels (dimension 1) in descending order; None sorts all.
 
     >>> group_sort(torch.tensor([[1.0, 5.0, 3.0, 2.0]]), 2).tolist()
     [[5.0, 1.0, 3.0, 2.0]]
@@ -97,6 +97,7 @@ def group_sort(x: Tensor, group_size: int) -> Tensor:
         Anil, Lucas & Grosse, ICML 2019.
     """
     channels = x.shape[1]
+    group_size = channels if group_size is None else group_size
     if channels % group_size:
         raise ShapeError(
             f"GroupSort: expected a number of channels that is a multiple of {group_size}, "
@@ -120,7 +121,7 @@ class GroupSort(nn.Module):
     """:func:`group_sort` as a module. 1-Lipschitz.
 
     Args:
-        group_size: number of neighbouring channels that are sorted together, at least 2.
+        group_size: number of neighbouring channels that are sorted together, at least 2; None for all (full sort).
 
     Raises:
         OptionError: ``group_size`` is below 2.
@@ -129,9 +130,9 @@ class GroupSort(nn.Module):
     GroupSort(group_size=3)
     """
 
-    def __init__(self, group_size: int = 2) -> None:
+    def __init__(self, group_size: int | None = 2) -> None:
         super().__init__()
-        if group_size < 2:
+        if group_size is not None and group_size < 2:
             raise OptionError(f"group_size: expected at least 2, got {group_size}")
         self.group_size = group_size
 
@@ -461,5 +462,5 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
 
 export_rule(GroupSort, MaxMin)(export_same)
 stored(MaxMin)
-stored(GroupSort, group_size=INTEGER)
+stored(GroupSort, group_size=either(INTEGER, None))
 stored(nn.Softmax, dim=either(INTEGER, None))

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import export_same
@@ -130,6 +131,44 @@ def _fits(sizes: tuple[int, ...], sample: tuple[int, ...]) -> bool:
 @lipschitz_rule(Elementwise)
 def _elementwise(module: Elementwise, input_shape: Shape | None) -> Tensor:
     return to_double(module.scale).abs().amax()
+
+
+class PositionCode(nn.Module):
+    """``y = x + P`` with a trained offset P of each channel and place: a translation, so 1-Lipschitz.
+
+    Between layers that treat all places alike it tells them apart.
+
+    Args:
+        channels, height, width: of the input.
+
+    Parameter ``offset`` (channels, height, width), zeros at the start.
+
+    Raises:
+        OptionError: a size below 1. ShapeError: an input of another shape (it would be repeated).
+
+    >>> import torch
+    >>> PositionCode(2, 4, 4)(torch.ones(1, 2, 4, 4)).sum().item()
+    32.0
+    """
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        super().__init__()
+        check_positive(channels=channels, height=height, width=width)
+        self.channels, self.height, self.width = channels, height, width
+        self.offset = nn.Parameter(torch.zeros(channels, height, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:] != self.offset.shape:
+            raise ShapeError(f"PositionCode: expected (B, *{tuple(self.offset.shape)}), got {tuple(x.shape)}")
+        return x + self.offset
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, {self.height}, {self.width}"
+
+
+@lipschitz_rule(PositionCode)
+def _position(module: PositionCode, input_shape: Shape | None) -> float:
+    return 1.0
 
 
 _PerOutput = Callable[[Tensor], Tensor]
@@ -273,6 +312,12 @@ def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
 @rounding_rule(Affine, Elementwise)
 def _affine_error(module: Affine | Elementwise, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return scaling(module.scale, module.shift, 3, input_shape, arithmetic)
+
+
+@export_rule(PositionCode)
+def _export_position(module: PositionCode, input_shape: Shape) -> nn.Module:
+    output_shape(module, input_shape)
+    return Elementwise(torch.ones_like(module.offset[:1, :1, :1]), module.offset)
 
 
 export_rule(Affine, Elementwise)(export_same)

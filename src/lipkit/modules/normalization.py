@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, flag, real, stored
 from lipkit.modules.dense import Affine, _has_subnormal, scaling
 from lipkit.modules.guarding import guard
@@ -153,6 +154,69 @@ def _export_batch_norm(module: _BatchNorm, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
     dtype = module.running_var.dtype  # type: ignore[union-attr]
     return Affine(scale.to(dtype), shift.to(dtype))
+
+
+class Center(nn.Module):
+    r"""Batch centring: the mean of each channel (dimension 1) is subtracted, in evaluation a running mean.
+
+    In evaluation a translation, so its constant is 1; in training the output depends on the batch, and there is none.
+
+    Args:
+        channels: of dimension 1.
+        momentum: weight of a batch in the running mean, in (0, 1].
+
+    Buffer ``running_mean`` (channels,).
+
+    Raises:
+        OptionError: ``channels`` below 1, another momentum. ShapeError: an input with other channels.
+
+    >>> layer = Center(1, momentum=1.0)
+    >>> layer(torch.tensor([[1.0], [3.0]])).flatten().tolist(), layer.running_mean.tolist()
+    ([-1.0, 1.0], [2.0])
+
+    References:
+        deel-torchlip's BatchCentering; Hu et al., NeurIPS 2023 (in LiResNet blocks).
+    """
+
+    running_mean: Tensor
+
+    def __init__(self, channels: int, momentum: float = 0.1) -> None:
+        super().__init__()
+        check_positive(channels=channels)
+        if not 0 < momentum <= 1:
+            raise OptionError(f"momentum: expected a number above 0 and at most 1, got {momentum}")
+        self.channels, self.momentum = channels, momentum
+        self.register_buffer("running_mean", torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != self.channels:
+            raise ShapeError(f"Center: expected {self.channels} channels in dimension 1, got shape {tuple(x.shape)}")
+        mean = self.running_mean
+        if self.training:
+            mean = x.mean([d for d in range(x.ndim) if d != 1])
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        return x - mean.view(-1, *[1] * (x.ndim - 2))
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, momentum={self.momentum}"
+
+
+@lipschitz_rule(Center)
+def _center(module: Center, input_shape: Shape | None) -> float:
+    if module.training:
+        raise NoRuleError(
+            "Center: expected evaluation mode, got training=True: a mean of the batch makes it depend on the batch; "
+            "call .eval()"
+        )
+    return 1.0
+
+
+@export_rule(Center)
+def _export_center(module: Center, input_shape: Shape) -> nn.Module:
+    _center(module, input_shape)
+    output_shape(module, input_shape)
+    return Affine(torch.ones_like(module.running_mean), -module.running_mean)
 
 
 @export_rule(*_AXES)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import _check_dims, export_same
@@ -176,6 +177,65 @@ def _mean(module: Mean, input_shape: Shape | None) -> float:
 export_rule(Mean)(export_same)
 
 
+class L2NormPool2d(nn.Module):
+    r"""The l2 norm of each window of each channel: a map of norm 1, which loses signs and places but no length.
+
+    Args:
+        kernel_size: s of windows s x s that do not overlap; None for one window, the whole image.
+
+    Shapes:
+        ``(B, C, H, W) -> (B, C, H / s, W / s)``, or ``(B, C, 1, 1)``. The gradient at a window of zeros is zero.
+
+    Raises:
+        OptionError: ``kernel_size`` below 1. ShapeError: s does not divide the height and width.
+
+    >>> L2NormPool2d()(torch.tensor([[[[3.0, 4.0]]]])).item()
+    5.0
+
+    References:
+        Boureau, Ponce & LeCun, ICML 2010 (pooling by norms); its constant is the triangle inequality in each window.
+    """
+
+    def __init__(self, kernel_size: int | None = None) -> None:
+        super().__init__()
+        if kernel_size is not None:
+            check_positive(kernel_size=kernel_size)
+        self.kernel_size = kernel_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.kernel_size
+        if x.ndim != 4 or (s is not None and (x.shape[-2] % s or x.shape[-1] % s)):
+            raise ShapeError(f"L2NormPool2d: expected (B, C, H, W), multiples of {s or 1}, got {tuple(x.shape)}")
+        if s is None:
+            return torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True)
+        return torch.linalg.vector_norm(x.unflatten(3, (-1, s)).unflatten(2, (-1, s)), dim=(3, 5))
+
+    def extra_repr(self) -> str:
+        return f"kernel_size={self.kernel_size}"
+
+
+@lipschitz_rule(L2NormPool2d)
+def _l2_pool(module: L2NormPool2d, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@rounding_rule(L2NormPool2d)
+def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    outputs = entries(output_shape(module, input_shape))
+    terms = entries(input_shape) // outputs
+    # Half the relative error of the sum of squares, and that of the root; a square below the range loses its number.
+    error = arithmetic.gamma(terms + 4)
+    floor = grow_number(math.sqrt(outputs) * 2 * math.sqrt((terms + 2) * arithmetic.tiny))
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(size(x), 1.0)
+        found = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        # A norm of at most the root of the range has squares within it: n^2 <= n sqrt(room) up to there.
+        return Local(found, reached.times(grow_number(math.sqrt(arithmetic.room))))
+
+    return measure
+
+
 @rounding_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
 def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
@@ -208,6 +268,8 @@ stored(
     divisor_override=either(INTEGER, None),
 )
 stored(nn.MaxPool2d, kernel_size=INTEGER, stride=INTEGER, padding=INTEGER, dilation=INTEGER, ceil_mode=flag)
+export_rule(L2NormPool2d)(export_same)
+stored(L2NormPool2d, kernel_size=either(COUNT, None))
 stored(nn.AdaptiveAvgPool2d, output_size=either(INTEGER, None))
 stored(
     Mean,

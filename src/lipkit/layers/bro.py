@@ -1,0 +1,156 @@
+"""BRO: block reflectors, of low rank, as dense layers and at each frequency of a convolution."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.conv import Symbol, kernel_symbol
+from lipkit.conv.spectrum import as_complex, as_pair
+from lipkit.errors import OptionError
+from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, check_positive
+from lipkit.layers.export import register_one_lipschitz
+from lipkit.linalg import at_least_float32, block_reflector
+
+
+def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
+    r"""``E + s g N`` with :math:`s = 1/\sqrt{\mathrm{depth}}`: the kernel of a residual layer, without a residual.
+
+    Args:
+        noise: N, ``(n, m, kh, kw)``.
+        scale: g, ``(n, 1, 1, 1)``, the factor of each output channel.
+        depth: of the network, at least 1.
+
+    Returns:
+        ``(n, m, kh, kw)``. E is 1 at the centre between channels of one number, 0 elsewhere.
+
+    >>> near_identity(torch.zeros(2, 3, 1, 1), torch.ones(2, 1, 1, 1), 4).flatten(1).tolist()
+    [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    n, m, kh, kw = noise.shape
+    tap = torch.zeros(kh, kw, dtype=noise.dtype, device=noise.device)
+    tap[(kh - 1) // 2, (kw - 1) // 2] = 1
+    return torch.eye(n, m, dtype=noise.dtype, device=noise.device)[:, :, None, None] * tap + scale * noise / depth**0.5
+
+
+def residual_parameters(shape: tuple[int, int, int, int], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """N and g of :func:`near_identity`: noise of variance 1 / (n kh kw), and ones."""
+    n, _, kh, kw = shape
+    noise = torch.randn(shape, device=device, dtype=dtype) / math.sqrt(n * kh * kw)
+    return nn.Parameter(noise), nn.Parameter(torch.ones(n, 1, 1, 1, device=device, dtype=dtype))
+
+
+def _rank(rank: int | None, n: int) -> int:
+    rank = max(1, n // 2) if rank is None else rank
+    check_positive(rank=rank)
+    if rank > max(1, n - 1):
+        raise OptionError(f"rank: expected at most {max(1, n - 1)}, below the {n} of the reflector, got {rank}")
+    return rank
+
+
+class BroLinear(ConstrainedLinear):
+    r"""Dense layer by one block reflector: ``y = W x + b``, :math:`W = I - 2V(V^\top V)^{-1}V^\top`, cut to size.
+
+    Args:
+        in_features, out_features, bias: as ``nn.Linear``.
+        device, dtype: of the parameters (float32 or float64).
+        rank: m, columns of V, below n = max(in, out); n / 2 by default.
+        depth: of the network; the noise of V starts :math:`\sqrt{\mathrm{depth}}` times smaller.
+
+    Parameters ``free`` N (n, m), ``scale`` g (n, 1) and ``bias``; :math:`V = E + g N / \sqrt{\mathrm{depth}}`.
+
+    Guarantee:
+        1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
+
+    Raises:
+        OptionError: sizes or ``depth`` below 1, ``rank`` outside 1 to n - 1, another dtype.
+
+    >>> layer = BroLinear(3, 5)
+    >>> x = torch.ones(1, 3)
+    >>> bool(torch.isclose((layer(x) - layer.bias).norm(), x.norm()))
+    True
+
+    References:
+        Lai et al., ICML 2025, section 4.
+    """
+
+    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
+        check_positive(depth=depth)
+        n = max(self.in_features, self.out_features)
+        self.rank, self.depth = _rank(rank, n), depth
+        self.free, self.scale = residual_parameters((n, self.rank, 1, 1), device, dtype)
+
+    def weight(self) -> Tensor:
+        v = near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+        return block_reflector(v.flatten(1), self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}"
+
+
+class BroConv2d(SymbolConv2d):
+    r"""Orthogonal circular convolution: a block reflector of low rank at each frequency, cut to size.
+
+    .. math:: \hat y(f) = \big[I - 2\hat V (\hat V^*\hat V)^{-1}\hat V^*\big]_{:c_{out},\,:s^2 c_{in}}\, \hat x(f) + b
+
+    No iteration and no term is left out. A reflector is Hermitian: this reaches half of the dimensions of the unitary
+    group, at half the parameters.
+
+    Args:
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
+        rank: m, columns of V, below n = max(s^2 in_channels, out_channels); n / 2 by default.
+        depth: of the network; the noise of V starts :math:`\sqrt{\mathrm{depth}}` times smaller.
+
+    Parameters ``free`` N (n, m, kh, kw), ``scale`` g (n, 1, 1, 1) and ``bias``; V = E + g N / sqrt(depth), where E is
+    the identity on the first m channels: V starts well conditioned at every frequency.
+
+    Guarantee:
+        1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
+
+    Cost:
+        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies.
+
+    Raises:
+        OptionError: ``rank`` outside 1 to n - 1, ``depth`` below 1, and what the base class refuses.
+
+    >>> layer = BroConv2d(3, 8, 3)
+    >>> x = torch.ones(1, 3, 7, 5)
+    >>> y = layer(x) - layer.bias[:, None, None]
+    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
+    (torch.Size([1, 8, 7, 5]), True)
+
+    References:
+        Lai et al., "Enhancing Certified Robustness via Block Reflector Orthogonal Layers and Logit Annealing Loss",
+        ICML 2025, section 4 (there on images padded with zeros by one pixel and cropped again).
+    """
+
+    def make_parameters(self, device: Any, dtype: Any, *, rank: int | None = None, depth: int = 1) -> None:
+        check_positive(depth=depth)
+        n = max(self.inner_channels, self.out_channels)
+        self.rank, self.depth = _rank(rank, n), depth
+        self.free, self.scale = residual_parameters((n, self.rank, *self.kernel_size), device, dtype)
+
+    def symbol(self, height: int, width: int) -> Symbol:
+        v = near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+        raw = kernel_symbol(v, height, width)
+        sizes = self.out_channels, self.inner_channels
+        return Symbol(block_reflector(raw.real, *sizes), as_pair(block_reflector(as_complex(raw.pair), *sizes)))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}"
+
+
+register_one_lipschitz(BroLinear, BroConv2d)
+
+BRO = Family(
+    name="bro",
+    title="Block reflector of low rank at each frequency",
+    paper="Lai et al., ICML 2025",
+    equation="section 4",
+    conv=BroConv2d,
+    linear=BroLinear,
+    options={"rank": (1, 2), "depth": (1, 4)},
+)

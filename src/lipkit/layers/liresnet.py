@@ -1,0 +1,112 @@
+"""LiResNet: a linear residual convolution, divided by a proved bound of its norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.bounds import gram
+from lipkit.conv import circular_conv2d, fold
+from lipkit.layers.base import ConstrainedConv2d, Family, check_positive, half_through_float32
+from lipkit.layers.bro import near_identity, residual_parameters
+from lipkit.layers.cholesky import CholeskyLinear
+from lipkit.layers.export import circular_module, resampled_size, stride_modules
+from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
+from lipkit.modules import Shape, export_rule, lipschitz_rule
+
+
+class LiResConv2d(ConstrainedConv2d):
+    r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the kernel above it.
+
+    E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`. A residual connection around a linear
+    layer is a linear layer: its constant is that of one kernel, not the sum of two. [LiResNet] leaves the kernel as it
+    is and multiplies the norms in the loss, estimated from below by a power iteration; here the kernel is divided by
+    :math:`\beta`, which is the same network but for the size of its biases, and :math:`\beta` is differentiable and
+    never below the norm.
+
+    Args:
+        in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
+        padding_mode: 'circular', or 'zeros' (odd kernels).
+        depth: of the network, at least 1.
+        iterations: of the Gram iteration that bounds the norm (`lipkit.bounds.gram`): beta is at most
+            :math:`c^{1/2^{t+2}}` times the norm, c the smaller number of channels.
+
+    Parameters ``free`` N (out_channels, s^2 in_channels, kh, kw), ``scale`` g (out_channels, 1, 1, 1) and ``bias``.
+
+    Guarantee:
+        1-Lipschitz: on the image size at hand, and with zeros on all (4 % below 1). The constant of an export is proved
+        from its kernel, without the factor by which :math:`\beta` may be too large.
+
+    Cost:
+        ``iterations + 1`` products of channels at H W / 2 frequencies, in float64, per forward pass.
+
+    Raises:
+        OptionError: an argument that is not supported.
+
+    >>> LiResConv2d(3, 8, 3)(torch.ones(1, 3, 7, 5)).shape
+    torch.Size([1, 8, 7, 5])
+
+    References:
+        [LiResNet] Hu, Zou, Wang, Leino & Fredrikson, "Unlocking Deterministic Robustness Certification on ImageNet",
+        NeurIPS 2023, section 3; Leino, Wang & Fredrikson, "Globally-Robust Neural Networks", ICML 2021 (the norms in
+        the loss).
+    """
+
+    def make_parameters(self, device: Any, dtype: Any, *, depth: int = 1, iterations: int = 5) -> None:
+        check_positive(depth=depth, iterations=iterations)
+        self.depth, self.iterations = depth, iterations
+        shape = (self.out_channels, self.inner_channels, *self.kernel_size)
+        self.free, self.scale = residual_parameters(shape, device, dtype)
+
+    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
+        self.zeros = padding_mode == "zeros" and all(k % 2 for k in kernel)
+        super().check_padding(kernel, padding, "circular" if self.zeros else padding_mode)
+
+    def kernel(self, height: int, width: int) -> Tensor:
+        """The kernel of norm at most 1 on ``height x width`` (after downsampling); zero stays zero."""
+        kernel = near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+        # Of zero padding what holds on every image size, as for the export.
+        size = None if self.zeros else (height, width)
+        kernel = kernel if size is None else fold(kernel, *size)
+        bound = gram(kernel, size=size, iterations=self.iterations)
+        return kernel / torch.where(bound > 0, bound, torch.ones_like(bound)).to(kernel.dtype)
+
+    @half_through_float32
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.resample(x)
+        with autocast_off(x):
+            kernel = self.kernel(*x.shape[-2:])
+        return self.add_bias(F.conv2d(x, kernel, padding="same") if self.zeros else circular_conv2d(x, kernel))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, padding_mode={'zeros' if self.zeros else 'circular'}"
+
+
+@lipschitz_rule(LiResConv2d)
+def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
+    return 1.0
+
+
+@export_rule(LiResConv2d)
+def _export_lires(layer: LiResConv2d, input_shape: Shape) -> nn.Module:
+    kernel = layer.kernel(*resampled_size(layer, input_shape))
+    plain = circular_module(kernel, layer.bias, padding_mode="zeros" if layer.zeros else "circular")
+    return nn.Sequential(*stride_modules(layer), plain)
+
+
+LIRESNET = Family(
+    name="liresnet",
+    title="Identity plus noise, divided by a proved bound of its norm",
+    paper="Hu et al., NeurIPS 2023",
+    equation="section 3",
+    conv=LiResConv2d,
+    linear=CholeskyLinear,
+    claim="contraction",
+    attained=0.85,
+    smooth=False,
+    options={"depth": (1, 4), "iterations": (1, 6)},
+)

@@ -1,0 +1,104 @@
+"""Matrices divided by a Cholesky factor of their Gram matrix: contractions, and reflections in blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipkit.errors import OptionError
+from lipkit.linalg.bjorck import bjorck_step
+from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
+
+
+def _divided(w: Tensor, share: float) -> Tensor:
+    """``W L^{-*}`` of tall matrices, with ``L L* = W* W + share trace(W* W) I``; zero ones stay zero."""
+    # By the largest entry first, so that no square overflows or underflows; the quotient does not depend on it.
+    biggest = w.detach().abs().amax((-2, -1), keepdim=True)
+    w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
+    gram = w.mH @ w
+    trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
+    shift = torch.where(biggest > 0, share * trace, torch.ones_like(trace))
+    factor = torch.linalg.cholesky_ex(gram + shift * eye_like(gram))[0]
+    return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH
+
+
+def cholesky(w: Tensor, share: float = 1e-3) -> Tensor:
+    r"""The rows of a wide matrix made nearly orthonormal by one triangular solve: a contraction.
+
+    .. math:: Q = L^{-1} W, \qquad LL^* = WW^* + eI, \qquad e = \mathrm{share} \cdot \mathrm{mean\ diag}(WW^*)
+
+    and :math:`WL^{-*}` with :math:`LL^* = W^*W + eI` for tall matrices. :math:`Q^*Q` (or :math:`QQ^*`) is similar to
+    :math:`G(G + eI)^{-1}`, so a singular value s of W becomes :math:`s / \sqrt{s^2 + e} < 1`.
+
+    Args:
+        w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.
+        share: e as a fraction of the mean squared norm of the rows (of the columns of tall matrices); positive.
+
+    Returns:
+        ``(..., m, n)``; zero for a zero matrix.
+
+    Guarantee:
+        Norm at most 1 up to rounding, for every ``w``.
+
+    Cost:
+        One Gram matrix of the smaller side, one Cholesky factorisation, one triangular solve.
+
+    Raises:
+        ShapeError: ``w`` is not a floating or complex matrix. OptionError: ``share`` is not positive.
+
+    >>> cholesky(torch.tensor([[3.0, 0.0], [0.0, 3.0]]), share=3.0).tolist()
+    [[0.5, 0.0], [0.0, 0.5]]
+
+    References:
+        Hu, Leino, Wang & Fredrikson, "A Recipe for Improved Certifiable Robustness", ICLR 2024 (its dense layers).
+    """
+    check_matrix(w)
+    if not share > 0:
+        raise OptionError(f"share: expected a positive number, got {share}")
+    w = at_least_float32(w)
+    if w.shape[-2] < w.shape[-1]:
+        return cholesky(w.mH, share).mH
+    return _divided(w, share / w.shape[-1])
+
+
+def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = None) -> Tensor:
+    r"""The reflection of the space that the columns of ``v`` span, or its upper left block.
+
+    .. math:: W = I - 2 V (V^*V)^{-1} V^*
+
+    Hermitian and unitary: m eigenvalues are -1, the others 1.
+
+    Args:
+        v: ``(..., n, m)`` with n >= m, real or complex, any batch dimensions. Half precision is widened to float32.
+        rows, columns: of the block, at most n; n by default. With all rows or all columns it is semi-orthogonal.
+
+    Returns:
+        ``(..., rows, columns)``.
+
+    Guarantee:
+        Norm at most 1 up to rounding, for every ``v``: the Gram matrix is shifted by :math:`e = 4 \epsilon\,
+        \mathrm{trace}(V^*V)`, so that its factor exists, and a closing step :math:`Q(\tfrac32 I - \tfrac12 Q^*Q)` of
+        :math:`Q = VL^{-*}` takes the shift back. A singular value s of V gives the eigenvalue -1 up to
+        :math:`\tfrac34 (e/s^2)^2`: between -1 and 1 where V loses its rank.
+
+    Cost:
+        One Cholesky factorisation and one triangular solve of size m, four products.
+
+    Raises:
+        ShapeError: ``v`` is not a floating or complex matrix. OptionError: more columns than rows.
+
+    >>> block_reflector(torch.tensor([[1.0], [1.0]])).round(decimals=5).tolist()
+    [[0.0, -1.0], [-1.0, 0.0]]
+
+    References:
+        Schreiber & Parlett, "Block reflectors: theory and computation", SIAM J. Numer. Anal. 25 (1988); Lai et al.,
+        "Enhancing Certified Robustness via Block Reflector Orthogonal Layers and Logit Annealing Loss", ICML 2025.
+    """
+    check_matrix(v, "v")
+    v = at_least_float32(v)
+    n, m = v.shape[-2:]
+    if m > n:
+        raise OptionError(f"v: expected at most as many columns as rows, got {m} and {n}")
+    rows, columns = n if rows is None else rows, n if columns is None else columns
+    q = bjorck_step(_divided(v, 4 * torch.finfo(v.dtype).eps))
+    return torch.eye(rows, columns, dtype=v.dtype, device=v.device) - 2 * q[..., :rows, :] @ q[..., :columns, :].mH

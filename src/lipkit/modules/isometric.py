@@ -1,0 +1,184 @@
+r"""Activations of slope +-1: isometries on each of their pieces, with thresholds, slopes or angles that are trained."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules.activations import LIBRARY, Activation, _compare, _sorting, add_activation, pointwise
+from lipkit.modules.configuration import COUNT, stored
+from lipkit.modules.machine import Measure, rounding_rule
+from lipkit.modules.rearrange import export_same
+from lipkit.modules.registry import Shape, export_rule, lipschitz_rule
+from lipkit.proof.arithmetic import Arithmetic
+
+
+def _per_channel(values: Tensor, x: Tensor, channels: int, name: str) -> Tensor:
+    """``values`` (C, ...) shaped to meet dimension 1 of x; ``ShapeError`` unless x has ``channels`` there."""
+    if x.ndim < 2 or x.shape[1] != channels:
+        raise ShapeError(f"{name}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
+    return values.view(*values.shape, *[1] * (x.ndim - 2))
+
+
+class HalfAbs(nn.Module):
+    """Absolute values in the first half of the channels (dimension 1), rounded down; the others stay. 1-Lipschitz.
+
+    On two channels it is MaxMin between two rotations by 45 degrees, at a third of its cost.
+
+    >>> HalfAbs()(torch.tensor([[-1.0, 2.0, -3.0, 4.0]])).tolist()
+    [[1.0, 2.0, -3.0, 4.0]]
+
+    References:
+        Anil, Lucas & Grosse, ICML 2019, section 4.1 (the absolute value and MaxMin).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1] // 2
+        return torch.cat((x[:, :n].abs(), x[:, n:]), dim=1)
+
+
+class NActivation(nn.Module):
+    r"""A line of slope 1 that goes down with slope -1 between two trained thresholds of each channel: 1-Lipschitz.
+
+    .. math:: x - 2 t_1 \ (x < t_1), \qquad -x \ (t_1 \le x \le t_2), \qquad x - 2 t_2 \ (x > t_2)
+
+    Args:
+        channels: of dimension 1.
+        low, high: thresholds at the start. In whichever order training leaves them, the smaller one is t_1.
+
+    Raises:
+        OptionError: ``channels`` below 1. ShapeError: an input with other channels.
+
+    >>> NActivation(1, -1.0, 0.0)(torch.tensor([[-3.0], [-0.5], [2.0]])).flatten().tolist()
+    [-1.0, 0.5, 2.0]
+
+    References:
+        Prach & Lampert, "1-Lipschitz Neural Networks are more expressive with N-Activations", 2023.
+    """
+
+    def __init__(self, channels: int, low: float = -0.5, high: float = 0.5) -> None:
+        super().__init__()
+        if channels < 1:
+            raise OptionError(f"NActivation: expected at least 1 channel, got {channels}")
+        self.channels = channels
+        self.thresholds = nn.Parameter(torch.tensor([[low], [high]]).repeat(1, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = (
+            _per_channel(t, x, self.channels, "NActivation") for t in (self.thresholds.amin(0), self.thresholds.amax(0))
+        )
+        return torch.where(x < low, x - 2 * low, torch.where(x > high, x - 2 * high, -x))
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}"
+
+
+class LPReLU(nn.Module):
+    """PReLU whose trained slopes are clipped to [-1, 1]: 1-Lipschitz.
+
+    Args:
+        num_parameters, init: as ``nn.PReLU``.
+
+    >>> LPReLU(init=-3.0)(torch.tensor([[-2.0, 2.0]])).tolist()
+    [[2.0, 2.0]]
+
+    References:
+        The layer of this name in deel-torchlip, for k = 1.
+    """
+
+    def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
+        super().__init__()
+        self.num_parameters = num_parameters
+        self.slopes = nn.Parameter(torch.full((num_parameters,), init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.prelu(x, self.slopes.clamp(-1, 1))
+
+    def extra_repr(self) -> str:
+        return f"num_parameters={self.num_parameters}"
+
+
+class Householder(nn.Module):
+    r"""Reflects pairs of channels (one of each half) that lie on the far side of a line at a trained angle.
+
+    .. math:: (a, b) \text{ if } a \sin\tfrac\theta2 - b \cos\tfrac\theta2 > 0, \qquad \text{else}\quad
+              (a \cos\theta + b \sin\theta,\ a \sin\theta - b \cos\theta)
+
+    Continuous, and an isometry on either side: the plane is folded along the line. MaxMin is :math:`\theta = \pi/2`.
+
+    Args:
+        channels: even.
+        order: how many folds follow each other, each with angles of its own.
+
+    Parameters ``angles`` (order, channels / 2), :math:`\pi/2` at the start, later folds at half of the angle before.
+
+    Raises:
+        OptionError: an odd number of channels, ``order`` below 1. ShapeError: an input with other channels.
+
+    >>> Householder(2)(torch.tensor([[1.0, 5.0], [3.0, 2.0]])).round(decimals=4).tolist()
+    [[5.0, 1.0], [3.0, 2.0]]
+
+    References:
+        Singla, Singla & Feizi, ICLR 2022, section 5 (there higher orders by a recursion over sectors of the plane).
+    """
+
+    def __init__(self, channels: int, order: int = 1) -> None:
+        super().__init__()
+        if channels < 2 or channels % 2 or order < 1:
+            raise OptionError(
+                f"Householder: expected an even number of channels and an order of at least 1, got {channels}, {order}"
+            )
+        self.channels, self.order = channels, order
+        start = torch.tensor([math.pi / 2 / 2**i for i in range(order)])
+        self.angles = nn.Parameter(start[:, None].repeat(1, channels // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for angle in self.angles:
+            theta = _per_channel(angle, x[:, : x.shape[1] // 2], self.channels // 2, "Householder")
+            if x.shape[1] % 2:
+                raise ShapeError(f"Householder: expected {self.channels} channels, got shape {tuple(x.shape)}")
+            a, b = x.chunk(2, dim=1)
+            c, s = theta.cos(), theta.sin()
+            keep = a * (theta / 2).sin() > b * (theta / 2).cos()
+            x = torch.cat((torch.where(keep, a, a * c + b * s), torch.where(keep, b, a * s - b * c)), dim=1)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, order={self.order}"
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.detach().abs().amax())
+
+
+def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # One difference; a threshold off by a rounding moves the kink, where both pieces meet, by as much.
+    largest = _largest(module.thresholds)
+    return pointwise(2.0, 8 * largest, 0.0, input_shape, arithmetic, 2 * largest)
+
+
+def _lprelu_error(module: LPReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    return pointwise(3 + arithmetic.tiny / arithmetic.unit, 0.0, 0.0, input_shape, arithmetic, _largest(module.slopes))
+
+
+def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair that is taken for
+    # the other side lies within the rounding of the comparison of the line, where a reflection moves it by twice that.
+    each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * (1 + 2.0**-20)
+    return pointwise(module.order * each, 0.0, 0.0, input_shape, arithmetic, _largest(module.angles))
+
+
+add_activation(Activation(NActivation, 1.0, _n_error, {"channels": COUNT}))
+add_activation(Activation(LPReLU, 1.0, _lprelu_error, {"num_parameters": COUNT}))
+
+# Not scalar: what happens to a number depends on its channel, or on another one.
+lipschitz_rule(HalfAbs, Householder)(_sorting)
+export_rule(HalfAbs, Householder)(export_same)
+rounding_rule(HalfAbs)(_compare)
+rounding_rule(Householder)(_householder_error)
+stored(HalfAbs)
+stored(Householder, channels=COUNT, order=COUNT)

@@ -1,0 +1,89 @@
+"""Cholesky contractions and block reflectors against numpy, at full and at lost rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg import block_reflector, cholesky
+
+DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
+LOST = {
+    "zero": torch.zeros(6, 3),
+    "equal columns": torch.ones(64, 32),
+    "tiny": torch.eye(4, 3) * 1e-30,
+    "large": torch.randn(4, 2, generator=torch.Generator().manual_seed(0)) * 1e30,
+    "rank 5": torch.randn(256, 5, generator=torch.Generator().manual_seed(1))
+    @ torch.randn(5, 128, generator=torch.Generator().manual_seed(2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (4, 7), (7, 4), (5, 5), (2, 3, 6)], ids=str)
+def test_singular_values_of_a_contraction(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    w = torch.randn(shape, dtype=dtype)
+    q = cholesky(w, share=0.1).reshape(-1, *shape[-2:])
+    for one, matrix in zip(q, w.reshape(-1, *shape[-2:]), strict=True):
+        a = matrix.resolve_conj().numpy().astype(np.complex128)
+        _, s, vh = np.linalg.svd(a, full_matrices=False)
+        e = 0.1 * (s**2).sum() / min(shape[-2:])
+        values = np.linalg.svd(one.resolve_conj().numpy().astype(np.complex128), compute_uv=False)
+        np.testing.assert_allclose(np.sort(values), np.sort(s / np.sqrt(s**2 + e)), rtol=0, atol=1e3 * _eps(dtype))
+        # L^-1 W keeps the row space of W: no row of the result leaves it
+        outside = one.resolve_conj().numpy() @ (np.eye(shape[-1]) - vh.conj().T @ vh)
+        assert shape[-2] > shape[-1] or np.abs(outside).max() < 1e3 * _eps(dtype)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (6, 3), (7, 2), (2, 8, 4), (5, 5)], ids=str)
+def test_a_block_reflector_is_that_of_the_projector(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    v = torch.randn(shape, dtype=dtype)
+    w = block_reflector(v).reshape(-1, shape[-2], shape[-2])
+    for one, matrix in zip(w, v.reshape(-1, *shape[-2:]), strict=True):
+        a = matrix.resolve_conj().numpy().astype(np.complex128)
+        expected = np.eye(shape[-2]) - 2 * a @ np.linalg.pinv(a)
+        np.testing.assert_allclose(one.resolve_conj().numpy(), expected, rtol=0, atol=3e3 * _eps(dtype))
+    block = block_reflector(v, 1, shape[-2])
+    torch.testing.assert_close(block, block_reflector(v)[..., :1, :])
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_without_full_rank_the_norm_stays_at_most_1(name: str) -> None:
+    v = LOST[name].clone().requires_grad_()
+    for made in (block_reflector(v), cholesky(v), cholesky(v.mT)):
+        values = np.linalg.svd(made.detach().double().numpy(), compute_uv=False)
+        assert values.max() <= 1 + 1e-5
+        (gradient,) = torch.autograd.grad((made * torch.linspace(-1, 1, made.numel()).view_as(made)).sum(), v)
+        assert bool(gradient.isfinite().all())
+    reflector = block_reflector(v).detach()
+    # as many eigenvalues are -1 as V has directions that stand out of rounding
+    rank = int(torch.linalg.matrix_rank(v.detach()))
+    assert float(torch.trace(reflector)) == pytest.approx(len(v) - 2 * rank, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_gradients(dtype: torch.dtype) -> None:
+    repeated = torch.linalg.qr(torch.randn(5, 3, dtype=dtype))[0]
+    for v in (torch.randn(2, 5, 3, dtype=dtype), repeated):
+        assert torch.autograd.gradcheck(block_reflector, (v.clone().requires_grad_(),))
+        assert torch.autograd.gradcheck(cholesky, (v.clone().requires_grad_(),))
+
+
+def test_refusals() -> None:
+    with pytest.raises(OptionError, match=r"share: expected a positive number, got 0"):
+        cholesky(torch.eye(2), 0)
+    with pytest.raises(OptionError, match=r"v: expected at most as many columns as rows, got 3 and 2"):
+        block_reflector(torch.zeros(2, 3))
+    with pytest.raises(ShapeError, match="expected a matrix"):
+        block_reflector(torch.zeros(2))
