@@ -10,7 +10,22 @@ import torch
 from torch import nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers import CayleyConv2d, CayleyLinear, GroupSort, MaxMin, Normalize, Residual, Scale, ScaledAvgPool2d
+from lipkit.layers import (
+    CayleyConv2d,
+    CayleyLinear,
+    GroupSort,
+    HalfAbs,
+    Householder,
+    L2NormPool2d,
+    LPReLU,
+    MaxMin,
+    NActivation,
+    Normalize,
+    PositionCode,
+    Residual,
+    Scale,
+    ScaledAvgPool2d,
+)
 from lipkit.modules import lipschitz, output_shape
 from lipkit.testing import LAWS, Refusal, check_layer
 
@@ -58,6 +73,71 @@ LAYERS: dict[str, dict[str, Any]] = {
             bad("group_size=1", lambda make: make(group_size=1), OptionError, "group_size", "1"),
             bad("channels", lambda make: output_shape(make(), (7,)), ShapeError, "7", "3"),
         ],
+    },
+    "full sort": {
+        "make": partial(GroupSort, group_size=None),
+        "input_shape": [(7,), (3, 2, 3)],
+        "output_shape": lambda shape: shape,
+    },
+    "HalfAbs": {
+        "make": HalfAbs,
+        "input_shape": [(6,), (5, 3, 5), (1,)],
+        "output_shape": lambda shape: shape,
+    },
+    "NActivation": {
+        "make": partial(NActivation, 4),
+        "input_shape": [(4,), (4, 3, 3)],
+        "output_shape": lambda shape: shape,
+        "options": {"low": (-0.5, 0.7), "high": (0.5, 0.1)},
+        "refusals": [
+            bad("channels", lambda make: output_shape(make(), (5,)), ShapeError, "4", "5"),
+            bad("none", lambda make: NActivation(0), OptionError, "0"),
+            bad("low=nan", lambda make: make(low=float("nan")), OptionError, "nan"),
+        ],
+    },
+    "LPReLU": {
+        "make": partial(LPReLU, 4),
+        "input_shape": [(4,), (4, 3, 3)],
+        "output_shape": lambda shape: shape,
+        "options": {"init": (0.25, -3.0, 5.0)},
+        "claim": "contraction",
+        "attained": 1.0,
+        "refusals": [bad("none", lambda make: LPReLU(0), OptionError, "0")],
+    },
+    "Householder": {
+        "make": partial(Householder, 4),
+        "input_shape": [(4,), (4, 3, 3)],
+        "output_shape": lambda shape: shape,
+        "options": {"order": (1, 2, 3)},
+        "refusals": [
+            bad("odd", lambda make: Householder(3), OptionError, "3"),
+            bad("order=0", lambda make: Householder(4, 0), OptionError, "0"),
+            bad("channels", lambda make: output_shape(make(), (6,)), ShapeError, "6", "4"),
+            bad("odd channels", lambda make: output_shape(make(), (5,)), ShapeError, "5", "4"),
+        ],
+    },
+    "PositionCode": {
+        "make": partial(PositionCode, 2, 3, 4),
+        "input_shape": (2, 3, 4),
+        "output_shape": lambda shape: shape,
+        "refusals": [
+            bad("shape", lambda make: output_shape(make(), (2, 3, 1)), ShapeError, "(2, 3, 4)", "1"),
+            bad("none", lambda make: PositionCode(2, 0, 4), OptionError, "0"),
+        ],
+    },
+    "L2NormPool2d": {
+        "make": L2NormPool2d,
+        "input_shape": [(2, 4, 6), (3, 2, 4)],
+        "output_shape": lambda shape: (shape[0], 1, 1),
+        "refusals": [
+            bad("kernel_size=0", lambda make: L2NormPool2d(0), OptionError, "kernel_size", "0"),
+            bad("odd image", lambda make: output_shape(L2NormPool2d(2), (2, 5, 4)), ShapeError, "2", "5"),
+        ],
+    },
+    "L2NormPool2d of windows": {
+        "make": partial(L2NormPool2d, 2),
+        "input_shape": [(2, 4, 6), (3, 2, 4)],
+        "output_shape": lambda shape: (shape[0], shape[1] // 2, shape[2] // 2),
     },
     "Normalize": {
         "make": partial(Normalize, mean=[0.5, 0.2], std=[0.25, 0.5]),

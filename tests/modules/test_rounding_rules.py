@@ -56,6 +56,12 @@ def norm_with_statistics() -> nn.BatchNorm2d:
     return layer.eval()
 
 
+def positions() -> nn.Module:
+    layer = modules.PositionCode(*IMAGE)
+    nn.init.normal_(layer.offset)
+    return layer
+
+
 # name: (module, input shape, the factor by which the bound may exceed what random inputs lose at most)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "linear": (lambda: nn.Linear(12, 7), VECTOR, 60),
@@ -101,6 +107,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "relu6": (nn.ReLU6, VECTOR, math.inf),
     "maxmin": (modules.MaxMin, IMAGE, math.inf),
     "group sort": (lambda: modules.GroupSort(2), IMAGE, math.inf),
+    "full sort": (lambda: modules.GroupSort(None), IMAGE, math.inf),
+    "half abs": (modules.HalfAbs, IMAGE, math.inf),
+    "N-activation": (lambda: modules.NActivation(4, -0.3, 0.2), IMAGE, 60),
+    "LPReLU": (lambda: export(modules.LPReLU(4, 0.3), IMAGE)[0], IMAGE, 60),
+    "Householder": (lambda: modules.Householder(4), IMAGE, 500),
+    "Householder, order 3": (lambda: modules.Householder(4, 3), IMAGE, 900),
+    "norms of windows": (lambda: modules.L2NormPool2d(2), IMAGE, 100),
+    "norms of images": (modules.L2NormPool2d, IMAGE, 400),
+    "position code": (lambda: export(positions(), IMAGE)[0], IMAGE, 60),
     "max pool": (lambda: nn.MaxPool2d(3, 2, 1), IMAGE, math.inf),
     "shift": (lambda: modules.Shift2d(4, 1), IMAGE, math.inf),
     "resize": (lambda: modules.ResizeChannels(4, 6), IMAGE, math.inf),

@@ -21,7 +21,18 @@ from lipkit.layers.steps import AfterStep, after_step, register_after_step
 from lipkit.layers.stiefel import StiefelConv2d, StiefelLinear
 from lipkit.layers.structure import ConvexSum, Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
-from lipkit.modules import GroupSort, MaxMin, Sum
+from lipkit.modules import (
+    Center,
+    GroupSort,
+    HalfAbs,
+    Householder,
+    L2NormPool2d,
+    LPReLU,
+    MaxMin,
+    NActivation,
+    PositionCode,
+    Sum,
+)
 
 __all__ = [
     "FAMILIES",
@@ -34,6 +45,7 @@ __all__ = [
     "BroLinear",
     "CayleyConv2d",
     "CayleyLinear",
+    "Center",
     "CholeskyConv2d",
     "CholeskyLinear",
     "ContractionLinear",
@@ -43,13 +55,19 @@ __all__ = [
     "EcoConv2d",
     "Family",
     "GroupSort",
+    "HalfAbs",
+    "Householder",
+    "L2NormPool2d",
+    "LPReLU",
     "LiResConv2d",
     "LotConv2d",
     "MaxMin",
+    "NActivation",
     "Normalize",
     "NormalizedLinear",
     "OrthogonalLinear",
     "OssnConv2d",
+    "PositionCode",
     "Rescale",
     "Residual",
     "RkoConv2d",

@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, _compare, _sorting, add_activation, pointwise
 from lipkit.modules.configuration import COUNT, stored
 from lipkit.modules.machine import Measure, rounding_rule
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule
-from lipkit.proof.arithmetic import Arithmetic
+from lipkit.proof.arithmetic import Arithmetic, grow_number
 
 
 def _per_channel(values: Tensor, x: Tensor, channels: int, name: str) -> Tensor:
-    """``values`` (C, ...) shaped to meet dimension 1 of x; ``ShapeError`` unless x has ``channels`` there."""
+    """``values`` (..., n) shaped to meet dimension 1 of x; ``ShapeError`` unless x has ``channels`` there."""
     if x.ndim < 2 or x.shape[1] != channels:
         raise ShapeError(f"{name}: expected {channels} channels in dimension 1, got shape {tuple(x.shape)}")
     return values.view(*values.shape, *[1] * (x.ndim - 2))
@@ -51,7 +52,7 @@ class NActivation(nn.Module):
         low, high: thresholds at the start. In whichever order training leaves them, the smaller one is t_1.
 
     Raises:
-        OptionError: ``channels`` below 1. ShapeError: an input with other channels.
+        OptionError: ``channels`` below 1, thresholds that are not finite. ShapeError: an input with other channels.
 
     >>> NActivation(1, -1.0, 0.0)(torch.tensor([[-3.0], [-0.5], [2.0]])).flatten().tolist()
     [-1.0, 0.5, 2.0]
@@ -62,8 +63,9 @@ class NActivation(nn.Module):
 
     def __init__(self, channels: int, low: float = -0.5, high: float = 0.5) -> None:
         super().__init__()
-        if channels < 1:
-            raise OptionError(f"NActivation: expected at least 1 channel, got {channels}")
+        check_positive(channels=channels)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise OptionError(f"low, high: expected finite numbers, got {low} and {high}")
         self.channels = channels
         self.thresholds = nn.Parameter(torch.tensor([[low], [high]]).repeat(1, channels))
 
@@ -83,6 +85,9 @@ class LPReLU(nn.Module):
     Args:
         num_parameters, init: as ``nn.PReLU``.
 
+    Raises:
+        OptionError: ``num_parameters`` below 1, ``init`` not finite.
+
     >>> LPReLU(init=-3.0)(torch.tensor([[-2.0, 2.0]])).tolist()
     [[2.0, 2.0]]
 
@@ -92,6 +97,9 @@ class LPReLU(nn.Module):
 
     def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
         super().__init__()
+        check_positive(num_parameters=num_parameters)
+        if not math.isfinite(init):
+            raise OptionError(f"init: expected a finite number, got {init}")
         self.num_parameters = num_parameters
         self.slopes = nn.Parameter(torch.full((num_parameters,), init))
 
@@ -137,10 +145,8 @@ class Householder(nn.Module):
         self.angles = nn.Parameter(start[:, None].repeat(1, channels // 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for angle in self.angles:
-            theta = _per_channel(angle, x[:, : x.shape[1] // 2], self.channels // 2, "Householder")
-            if x.shape[1] % 2:
-                raise ShapeError(f"Householder: expected {self.channels} channels, got shape {tuple(x.shape)}")
+        angles = _per_channel(self.angles, x, self.channels, "Householder")
+        for theta in angles:
             a, b = x.chunk(2, dim=1)
             c, s = theta.cos(), theta.sin()
             keep = a * (theta / 2).sin() > b * (theta / 2).cos()
@@ -149,6 +155,14 @@ class Householder(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, order={self.order}"
+
+
+@export_rule(LPReLU)
+def _export_lprelu(module: LPReLU, input_shape: Shape) -> nn.Module:
+    slopes = module.slopes.detach().clamp(-1, 1)
+    plain = nn.PReLU(len(slopes)).to(slopes)
+    plain.load_state_dict({"weight": slopes})
+    return plain
 
 
 def _largest(values: Tensor) -> float:
@@ -161,23 +175,20 @@ def _n_error(module: NActivation, input_shape: Shape, arithmetic: Arithmetic) ->
     return pointwise(2.0, 8 * largest, 0.0, input_shape, arithmetic, 2 * largest)
 
 
-def _lprelu_error(module: LPReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return pointwise(3 + arithmetic.tiny / arithmetic.unit, 0.0, 0.0, input_shape, arithmetic, _largest(module.slopes))
-
-
 def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair that is taken for
     # the other side lies within the rounding of the comparison of the line, where a reflection moves it by twice that.
-    each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * (1 + 2.0**-20)
-    return pointwise(module.order * each, 0.0, 0.0, input_shape, arithmetic, _largest(module.angles))
+    each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * arithmetic.unit
+    together = grow_number(math.expm1(module.order * math.log1p(each))) / arithmetic.unit
+    return pointwise(together, 0.0, 0.0, input_shape, arithmetic, _largest(module.angles))
 
 
 add_activation(Activation(NActivation, 1.0, _n_error, {"channels": COUNT}))
-add_activation(Activation(LPReLU, 1.0, _lprelu_error, {"num_parameters": COUNT}))
 
 # Not scalar: what happens to a number depends on its channel, or on another one.
 lipschitz_rule(HalfAbs, Householder)(_sorting)
 export_rule(HalfAbs, Householder)(export_same)
+lipschitz_rule(LPReLU)(lambda module, input_shape: 1.0)
 rounding_rule(HalfAbs)(_compare)
 rounding_rule(Householder)(_householder_error)
 stored(HalfAbs)

@@ -72,14 +72,15 @@ def jacobians(f: Function, x: Tensor) -> list[Matrix]:
 
 
 def is_affine(f: Function, x: Tensor) -> bool:
-    """True if ``f(a) + f(b) - f(0) = f(a + b)`` for all pairs of neighbouring points of ``x``, to rounding.
+    """True if ``f(a) + f(b) - f(0) = f(a + b)`` for neighbouring points and opposite ones of ``x``, to rounding.
 
     >>> x = torch.randn(4, 3)
     >>> is_affine(lambda x: 2 * x + 1, x), is_affine(torch.relu, x)
     (True, False)
     """
     with torch.no_grad():
-        a, b = 4 * x, 4 * x.roll(1, 0)
+        # Opposite points lie on both sides of whatever folds space along a plane through 0.
+        a, b = torch.cat((4 * x, 4 * x)), torch.cat((4 * x.roll(1, 0), -4 * x))
         zero = f(torch.zeros_like(x[:1]))
         parts, whole = f(a) + f(b) - zero, f(a + b)
     allowed = tolerance(64 * x[0].numel(), x.dtype)
