@@ -63,8 +63,8 @@ def test_it_trains_and_its_shares_are_learnt() -> None:
     shares = [m for m in model.modules() if isinstance(m, ConvexSum)]
     assert len(shares) == 8
     x, y = torch.rand(32, *shape), torch.arange(32) % 10
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
-    for _ in range(8):
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.005), []
+    for _ in range(12):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(20 * model(x), y)
         loss.backward()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.layers import families
@@ -48,7 +48,8 @@ def rebuild(
     - sums become convex combinations with a learnable share (`lipkit.layers.ConvexSum`), concatenations of k values are
       divided by :math:`\sqrt k`, nearest-neighbour upsampling by the root of its factor;
     - averages over windows that do not overlap are rescaled to norm 1 (`lipkit.layers.ScaledAvgPool2d`);
-    - normalisations that are left become translations: their scales are dropped.
+    - a normalisation of the inputs becomes a translation, others that are left are dropped;
+    - biases start at 0, but for a layer that computes the same as before.
 
     What is kept with a constant above 1 is reported, never silently accepted.
 
@@ -173,18 +174,23 @@ class _Builder:
             reason = obstacle_of(module, self.family, set() if size is None else {size})
             if reason is None:
                 new, row = constrained(module, name, self.family, self.options, size)
+                if isinstance(new.bias, Tensor) and not _same(new, module, shape):
+                    nn.init.zeros_(new.bias)  # those of a layer of norm 30 would decide every unit of one of norm 1
                 self.converted.append(row)
                 return [new]
             self.kept.append(Kept(name, kind.__name__, reason))
             return [module]
         if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:
             return [MaxMin()]
-        if kind is Affine:
-            # A translation: learnt scales have no place in a network of norm 1.
+        if kind is Affine and name == "0":
+            # A translation of the inputs: learnt scales have no place in a network of norm 1.
             self._note(name, module, "Affine", "its scales became 1")
             scale = module.get_buffer("scale")
             signs = torch.where(scale < 0, -1.0, 1.0).to(scale)
             return [Affine(signs, module.get_buffer("shift") / scale.abs().clamp_min(1e-3))]
+        if kind is Affine:
+            self._note(name, module, "nothing", "the layers around it have biases")
+            return []
         if kind is Enlarge:
             self._note(name, module, "Enlarge", "divided by the root of its factor")
             return [module, _gain(1 / math.sqrt(module.rows * module.cols))]  # type: ignore[operator]
@@ -201,6 +207,14 @@ class _Builder:
             if constant > 1 + 1e-9:
                 self.kept.append(Kept(name, kind.__name__, f"its constant is {constant:.4g}"))
         return [module]
+
+
+def _same(new: nn.Module, old: nn.Module, shape: Shape) -> bool:
+    """Whether a layer computes what the old one does, within a hundredth."""
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(old.get_parameter("weight"))
+    with torch.no_grad():
+        expected = old(x)
+        return float((new(x) - expected).norm()) <= 0.01 * float(expected.norm())
 
 
 def _gain(factor: float) -> Affine:
