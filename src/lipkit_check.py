@@ -260,7 +260,8 @@ def _powers(a):
     first = min(0, _exponent(size))
     columns = np.ascontiguousarray(ops.shift(a, -first).swapaxes(1, 2))
     p, start = symmetric(ops.dot(columns, columns)), n * ops.unit
-    start += ops.rounding(m) * ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))
+    square = ops.rowsum(columns) * ops.rowsum(columns.swapaxes(1, 2))
+    start += ops.rounding(m) * square
     steps = []  # (s_j, t_j, rounding of the next product)
     for _ in range(ops.steps):
         s = _exponent(ops.rowsum(p))
@@ -268,18 +269,19 @@ def _powers(a):
         t = ops.rowsum(p)
         steps.append((Fraction(2) ** s, t, ops.rounding(n) * t * t + n * ops.unit))
         p = symmetric(ops.dot(p, p))
-    best = None
+    best = root(square)  # ||A||^2 <= ||A||_1 ||A||_inf
     for _ in range(5):  # a bound of ||A|| bounds every ||M_j||, and so every e_j better
-        b, e, scales = best and best * best, start, []
+        b, e, scales = best * best, start, []
         for s, t, rounding in steps:
-            b, e = b and up(b / s), up(e / s + n * ops.unit)
+            b, e = up(b / s), up(e / s + n * ops.unit)
+            if e > 1:  # M_j has a norm of about 1: nothing is left to be found, and e would square from here on
+                break
             scales.append(s)
-            if b is None or t + e < b:
-                b = t + e
-                bound = b
+            if t + e < b:
+                b = bound = t + e
                 for scale in reversed(scales):
                     bound = root(bound * scale)
-                best = bound if best is None else min(best, bound)
+                best = min(best, bound)
             b, e = b * b, e * (2 * b + e) + rounding
     return best * Fraction(2) ** first
 
