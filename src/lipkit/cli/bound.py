@@ -66,17 +66,23 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
         return network, _agreed(model, network.input_shape, shape)
     if path.suffix.lower() in PICKLES:
         raise click.UsageError(
-            f"expected pkg.mod:factory, a folder of lipkit.save or an ONNX file, got the pickle {model!r}: reading one "
-            "runs the code in it; build the network in Python and call lipkit.analyze, or give a factory that does"
+            f"expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got the pickle "
+            f"{model!r}: reading one runs the code in it; build the network in Python and call lipkit.analyze, or give a factory that does"
         )
     if path.suffix.lower() == ".onnx":
         from lipkit.interop.onnx_reader import read_onnx
 
         onnx_network = read_onnx(path)
         return onnx_network, _agreed(model, onnx_network.input_shape, shape)
+    if path.suffix.lower() == ".pt2":
+        from lipkit.interop.program_reader import read_program
+
+        program = read_program(path)
+        return program, _agreed(model, program.input_shape, shape)
     if ":" not in model:
         raise click.UsageError(
-            f"expected pkg.mod:factory, a folder of lipkit.save or an ONNX file, got {model!r}, which is none of them"
+            f"expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got {model!r}, which is "
+            "none of them"
         )
     if shape is None:
         raise click.UsageError("expected --input-shape C,H,W for a factory, got none")

@@ -6,6 +6,7 @@ from lipkit.interop.card import RobustBenchModel, model_card, robustbench_info
 from lipkit.interop.check import RuntimeCheck, check_runtime
 from lipkit.interop.onnx_reader import load_onnx
 from lipkit.interop.pretrained import from_pretrained, save_pretrained
+from lipkit.interop.program_reader import load_program
 from lipkit.interop.runtimes import module_runtime, onnx_runtime, program_runtime, write_onnx, write_program
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "check_runtime",
     "from_pretrained",
     "load_onnx",
+    "load_program",
     "model_card",
     "module_runtime",
     "onnx_runtime",

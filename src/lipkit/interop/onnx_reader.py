@@ -52,12 +52,15 @@ def _buffer(name: str) -> str:
     return f"stored {name.replace('_', '__').replace('.', '_:')}"
 
 
-def load_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> Network:
+def load_onnx(
+    path: str | Path, input_shape: tuple[int, ...] | None = None, *, box: tuple[float, float] | None = None
+) -> Network:
     """The exported network of an ONNX file: to be bounded, certified, attacked and saved like any other.
 
     Args:
         path: the file.
         input_shape: of one sample, where the file leaves it open.
+        box: the range of the inputs, see `lipkit.export`.
 
     Raises:
         DataError, NoRuleError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form of.
@@ -68,7 +71,7 @@ def load_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> N
     if shape is None or input_shape not in (None, shape):
         known = network.input_shape or "of one sample"
         raise ShapeError(f"{path}: expected the input_shape {known}, got {input_shape}")
-    return export(network, shape)
+    return export(network, shape, box=box)
 
 
 def read_onnx(path: str | Path) -> OnnxNetwork:

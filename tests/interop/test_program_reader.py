@@ -1,0 +1,257 @@
+"""Files of torch.export: the same constants as the networks that they were made of; forged ones are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks.architectures import NETWORKS, SMALL
+from tests.analysis.test_architectures import settle
+from torch import Tensor, nn
+
+from lipkit import certify, export, lipschitz
+from lipkit.cli.bound import read
+from lipkit.errors import DataError, NoRuleError, ShapeError
+from lipkit.interop import load_program
+from lipkit.interop.program_reader import OPERATORS, read_program
+
+SLOW = ("VGG-11", "ResNet-18", "ResNet-50", "WRN-16-4", "DenseNet", "SqueezeNet", "MobileNetV2", "ConvNeXt")
+
+
+def write(model: nn.Module, shape: tuple[int, ...], path: Path, dynamic: bool = True) -> Path:
+    batch = ({0: torch.export.Dim("batch")},) if dynamic else None
+    torch.export.save(torch.export.export(model, (torch.rand(2, *shape),), dynamic_shapes=batch), path)
+    return path
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in SMALL])
+def test_networks_of_others_have_the_same_constants(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    shape = NETWORKS[name][1]
+    model = settle(SMALL[name]()).float().eval()
+    box = (0.0, 1.0) if name in ("EfficientNet block", "ViT") else None
+    path = write(model, shape, tmp_path / "net.pt2")
+    found, known = load_program(path, box=box), export(model, shape, box=box)
+    x = torch.rand(3, *shape)
+    assert torch.allclose(found(x), known(x), rtol=1e-5, atol=1e-5)
+    assert float(lipschitz(found)) == pytest.approx(float(lipschitz(known)), rel=1e-9)
+
+
+class Every(nn.Module):
+    """Operators that the networks above do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.instance, self.slopes = nn.Linear(8, 4), nn.PReLU(4, 0.3)
+        self.same = nn.Conv2d(4, 4, 3, padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.leaky_relu_(self.conv(x), 0.2)
+        a = self.norm(a).narrow(2, 0, 8)
+        b = F.elu(a) + F.softplus(a) - torch.maximum(a, -a) + F.hardswish(a).clamp(-1, 2)
+        b = self.same(b.unflatten(2, (2, 4)).roll(1, 3)) + F.pixel_shuffle(a.unsqueeze(3).reshape(-1, 4, 2, 4), 1)
+        b = F.interpolate(F.pad(b, (1, 1)), scale_factor=2.0)[:, :, ::2, 1:9]
+        c, d = b.split([1, 3], 1)
+        e = torch.cat((c, torch.minimum(d, c)), 1).permute(0, 2, 3, 1)
+        e = self.instance(e.flatten(1).select(1, 0).unsqueeze(1) + e.reshape(-1, 8, 8)[:, 0])
+        return self.slopes(F.dropout(e, 0.5, self.training)).tanh().div(2.0).sub(e, alpha=0.5).squeeze(0)
+
+
+def test_every_other_operator_computes_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, shape = Every().eval(), (2, 10)
+    network = read_program(write(model, shape, tmp_path / "net.pt2"))
+    x = torch.randn(5, *shape)
+    with torch.no_grad():
+        assert torch.allclose(network(x), model(x), atol=1e-6)
+    assert network.input_shape == shape
+    for name in OPERATORS:  # the schema of each is the one that its arguments are named after
+        base, overload = name.split(".")
+        assert hasattr(getattr(torch.ops.aten, base), overload), name
+
+
+def test_a_read_program_is_certified(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
+    path = write(model.eval(), (1, 6, 6), tmp_path / "net.pt2")
+    network, shape = read(str(path), None)
+    assert shape == (1, 6, 6)
+    plain, x = export(network, shape), torch.rand(8, 1, 6, 6)
+    assert [type(m).__name__ for m in plain] == ["Conv2d", "ReLU", "Flatten", "Linear"]
+    radii = certify(plain, x, model(x).argmax(1)).radius
+    assert torch.equal(radii, certify(export(model, shape), x, model(x).argmax(1)).radius)
+    with pytest.raises(ShapeError, match=r"expected the input_shape \(1, 6, 6\), got \(1, 7, 7\)"):
+        load_program(path, (1, 7, 7))
+
+
+class Alias(nn.Module):
+    """What is changed in place is read later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        z = y.view(-1, 4)
+        y.relu_()
+        return z + y
+
+
+def test_changes_in_place_are_seen_or_refused(tmp_path: Path) -> None:
+    path = write(Alias().eval(), (4,), tmp_path / "net.pt2")
+    x = torch.randn(6, 4)
+    assert torch.equal(read_program(path)(x), 4 * x.relu())
+    assert torch.allclose(load_program(path)(x), 4 * x.relu())
+
+
+class Refused(nn.Module):
+    def __init__(self, f: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(x)
+
+
+@pytest.mark.parametrize(
+    ("f", "words"),
+    [
+        (lambda x: torch.fft.fft(x).real, "fft"),
+        (lambda x: torch.where(x > 0, x, -x), r"gt\.Scalar"),
+        (lambda x: (x, x + 1), "one as output"),
+        (lambda x: F.dropout(x, 0.5, True), "random"),
+        (lambda x: x * x, "constant"),
+        (lambda x: x.sort(1).values, "sort"),
+        (lambda x: x - x.mean(0, keepdim=True), "batch"),
+        (lambda x: x + torch.rand_like(x), "rand"),
+    ],
+)
+def test_what_has_no_rule_is_refused_by_name(f: Any, words: str, tmp_path: Path) -> None:
+    path = write(Refused(f).eval(), (4,), tmp_path / "net.pt2")
+    with pytest.raises(NoRuleError, match=words):
+        load_program(path)
+
+
+def test_a_program_of_training_mode_or_of_one_batch_size_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(NoRuleError, match="batch"):
+        load_program(write(model.train(), (4,), tmp_path / "a.pt2"))
+    fixed = write(Refused(lambda x: x.view(2, 2, 2).flatten(1)).eval(), (4,), tmp_path / "b.pt2", dynamic=False)
+    with pytest.raises((NoRuleError, ShapeError)):
+        load_program(fixed)
+
+
+def entries(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def rewritten(path: Path, change: Callable[[dict[str, bytes]], None], method: int = zipfile.ZIP_STORED) -> Path:
+    found = entries(path)
+    change(found)
+    target = path.with_name("forged.pt2")
+    with zipfile.ZipFile(target, "w", method) as archive:
+        for name, content in found.items():
+            archive.writestr(name, content)
+    return target
+
+
+def edit(end: str, change: Callable[[Any], None]) -> Callable[[dict[str, bytes]], None]:
+    def apply(found: dict[str, bytes]) -> None:
+        (name,) = (name for name in found if name.endswith(end))
+        content = json.loads(found[name])
+        change(content)
+        found[name] = json.dumps(content).encode()
+
+    return apply
+
+
+def first(content: Any) -> Any:
+    return next(iter(content["config"].values()))
+
+
+def node(content: Any, number: int = 0) -> Any:
+    return content["graph_module"]["graph"]["nodes"][number]
+
+
+WEIGHTS, GRAPH = "weights_config.json", "models/model.json"
+FORGERIES: dict[str, Callable[[dict[str, bytes]], None]] = {
+    "pickled numbers": edit(WEIGHTS, lambda c: first(c).update(use_pickle=True)),
+    "huge sizes": edit(WEIGHTS, lambda c: first(c)["tensor_meta"].update(sizes=[{"as_int": 1 << 40}, {"as_int": 4}])),
+    "huge sizes without strides": edit(
+        WEIGHTS,
+        lambda c: first(c)["tensor_meta"].update(sizes=[{"as_int": 1 << 40}] * 2, strides=[{"as_int": 0}] * 2),
+    ),
+    "negative offset": edit(WEIGHTS, lambda c: first(c)["tensor_meta"].update(storage_offset={"as_int": -3})),
+    "negative stride": edit(WEIGHTS, lambda c: first(c)["tensor_meta"]["strides"][0].update(as_int=-4)),
+    "offset behind the end": edit(WEIGHTS, lambda c: first(c)["tensor_meta"].update(storage_offset={"as_int": 9})),
+    "unknown format": edit(WEIGHTS, lambda c: first(c)["tensor_meta"].update(dtype=9)),
+    "no file of numbers": edit(WEIGHTS, lambda c: first(c).update(path_name="../../etc/passwd")),
+    "another version": edit(GRAPH, lambda c: c["schema_version"].update(major=9)),
+    "an unknown operator": edit(GRAPH, lambda c: node(c).update(target="torch.ops.aten.system.default")),
+    "a function of Python": edit(GRAPH, lambda c: node(c).update(target="os.system")),
+    "an operator of another library": edit(GRAPH, lambda c: node(c).update(target="torch.ops.mine.linear.default")),
+    "a value that nobody makes": edit(GRAPH, lambda c: node(c)["inputs"][0].update(arg={"as_tensor": {"name": "no"}})),
+    "an argument of another kind": edit(GRAPH, lambda c: node(c)["inputs"][0].update(arg={"as_graph": {}})),
+    "an argument too many": edit(GRAPH, lambda c: node(c, 1)["inputs"].append({"name": "cmd", "arg": {"as_int": 1}})),
+    "no output": edit(GRAPH, lambda c: c["graph_module"]["signature"].update(output_specs=[])),
+    "two inputs": edit(GRAPH, lambda c: c["graph_module"]["signature"]["input_specs"].append(
+        {"user_input": {"arg": {"as_tensor": {"name": "more"}}}})),
+    "no graph": lambda found: found.pop(next(n for n in found if n.endswith(GRAPH))),
+    "no JSON": lambda found: found.update({next(n for n in found if n.endswith(GRAPH)): b"\xff{"}),
+    "numbers too short": lambda found: found.update({next(n for n in found if n.endswith("weight_0")): b"\0" * 8}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    return write(model, (4,), tmp_path_factory.mktemp("program") / "net.pt2")
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_forged_files_are_refused(what: str, program: Path) -> None:
+    forged = rewritten(program, FORGERIES[what])
+    with pytest.raises((DataError, NoRuleError, ShapeError)):
+        load_program(forged)
+
+
+def test_what_is_pickled_is_never_read(program: Path, tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "trapped",))
+
+    def spring(found: dict[str, bytes]) -> None:
+        for name in found:
+            if name.endswith(".pt") or "weight_" in name:
+                found[name] = pickle.dumps(Trap())
+
+    with pytest.raises((DataError, NoRuleError)):
+        load_program(rewritten(program, spring))
+    only = rewritten(program, lambda found: found.update({n: pickle.dumps(Trap()) for n in found if n.endswith(".pt")}))
+    assert load_program(only).input_shape == (4,)  # the sample inputs are not looked at
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_bombs_and_fragments(program: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not compressed"):
+        load_program(rewritten(program, lambda found: None, zipfile.ZIP_DEFLATED))
+    content, target = program.read_bytes(), tmp_path / "cut.pt2"
+    for length in (0, 10, len(content) // 2, len(content) - 1):
+        target.write_bytes(content[:length])
+        with pytest.raises(DataError):
+            load_program(target)
+    with pytest.raises(DataError, match="got none"):
+        load_program(tmp_path / "nowhere.pt2")
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(2)}, buffer)
+    target.write_bytes(buffer.getvalue())
+    with pytest.raises(DataError):
+        load_program(target)
