@@ -128,3 +128,11 @@ def test_the_recipe_runs_on_other_data(name: str, write: Callable[[Path], None],
     assert outcome is not None
     assert outcome.record.data.name == name
     assert outcome.metrics["certified(36/255)"] <= outcome.metrics["pgd(36/255)"] <= outcome.metrics["clean"]
+
+
+def test_position_codes_and_other_activations() -> None:
+    net = patchnet(**SMALL, activation="halfabs", position=True, input_shape=(1, 8, 8))
+    kinds = [type(m).__name__ for m in net]
+    assert kinds[1:3] == ["PositionCode", "HalfAbs"]
+    assert "MaxMin" not in kinds
+    assert kinds.count("PositionCode") == 1

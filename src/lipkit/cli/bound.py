@@ -66,8 +66,9 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
         return network, _agreed(model, network.input_shape, shape)
     if path.suffix.lower() in PICKLES:
         raise click.UsageError(
-            f"expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got the pickle "
-            f"{model!r}: reading one runs the code in it; build the network in Python and call lipkit.analyze, or give a factory that does"
+            "expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got the pickle "
+            f"{model!r}: reading one runs the code in it; build the network in Python and call lipkit.analyze, or give a "
+            "factory that does"
         )
     if path.suffix.lower() == ".onnx":
         from lipkit.interop.onnx_reader import read_onnx

@@ -213,7 +213,7 @@ def load_tables(files: Sequence[Any] | None = None) -> dict[str, Table]:
 
 
 def load_papers(files: Sequence[Any] | None = None) -> dict[str, Paper]:
-    """What each paper holds, by the name of its file.
+    """The numbered items of each paper, by the name of its file.
 
     >>> load_papers()["cayley"].made["table 8"]
     ('cayley_8',)

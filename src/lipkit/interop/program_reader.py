@@ -286,7 +286,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
 
 
 def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """What an argument of the file stands for."""
+    """The number, the tensor or the size that an argument of the file names."""
     ((kind, content),) = argument.items()
     if kind == "as_none":
         return None

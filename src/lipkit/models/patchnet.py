@@ -10,7 +10,7 @@ from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear, StiefelConv2d, StiefelLinear
 from lipkit.layers.base import check_positive
 from lipkit.models._parts import bounded, check_classes, check_image, make_activation
-from lipkit.modules import L2NormPool2d, PositionCode, Shape, Shift2d
+from lipkit.modules import PositionCode, Shape, Shift2d
 
 
 def patchnet(
@@ -22,7 +22,6 @@ def patchnet(
     moved: float = 1 / 16,
     activation: str | nn.Module | None = None,
     position: bool = False,
-    pool: bool = False,
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
     lipschitz: float = 1.0,
@@ -50,7 +49,6 @@ def patchnet(
         moved: fraction of the channels that move in each of the four directions; 0 for none.
         activation: name such as 'halfabs', or a module, instead of MaxMin.
         position: whether a `lipkit.modules.PositionCode` follows the first layer.
-        pool: whether `lipkit.modules.L2NormPool2d` of the whole image takes the place of the flattening.
         input_shape: (C, H, W) with H and W multiples of p 2^(stages - 1).
         classes: number of outputs.
         lipschitz: target constant of the network in front of its last layer.
@@ -97,8 +95,8 @@ def patchnet(
     if narrow is not None:
         layers += [StiefelConv2d(width, narrow, 1), make_activation(activation)]
         width = narrow
-    layers += [L2NormPool2d(), nn.Flatten()] if pool else [nn.Flatten()]
-    width *= 1 if pool else (rows // factor) * (columns // factor)
+    layers.append(nn.Flatten())
+    width *= (rows // factor) * (columns // factor)
     for units in dense:
         layers += [StiefelLinear(width, units), make_activation(activation)]
         width = units

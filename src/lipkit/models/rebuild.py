@@ -210,7 +210,7 @@ class _Builder:
 
 
 def _same(new: nn.Module, old: nn.Module, shape: Shape) -> bool:
-    """Whether a layer computes what the old one does, within a hundredth."""
+    """True if a layer computes the same as the old one, within a hundredth."""
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(old.get_parameter("weight"))
     with torch.no_grad():
         expected = old(x)

@@ -27,7 +27,6 @@ def sllnet(
     depth: int | None = None,
     dense: Sequence[int] | None = None,
     inner: int = 5,
-    kernel_size: int = 3,
     last_layer_normalization: bool = False,
     input_shape: Shape = (3, 32, 32),
     classes: int = 10,
@@ -48,7 +47,6 @@ def sllnet(
         depth: number of convolutions.
         dense: inner units of each dense layer.
         inner: inner channels of each convolution.
-        kernel_size: of the convolutions, odd.
         last_layer_normalization: whether a last layer with rows of unit norm and free otherwise follows. False: the
             first outputs are the classes, without parameters.
         input_shape: (C, H, W) with H and W multiples of 4.
@@ -87,8 +85,7 @@ def sllnet(
     if features < classes:
         raise OptionError(f"channels: expected at least as many features as the {classes} classes, got {features}")
     layers: list[nn.Module] = [
-        SllConv2d(width if number else pixels, width, kernel_size, hidden=inner, **options)
-        for number in range(convolutions)
+        SllConv2d(width if number else pixels, width, 3, hidden=inner, **options) for number in range(convolutions)
     ]
     # Of norm 1: sixteen weights of a quarter.
     layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]

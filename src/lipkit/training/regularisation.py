@@ -33,7 +33,7 @@ def _farnia(kernel: Tensor, *, groups: int = 1) -> Tensor:
 
 
 PENALTIES: dict[str, Callable[..., Tensor]] = {**METHODS, "farnia_lower_estimate": _farnia}
-"""What a penalty may take of each kernel, ``method(kernel, *, groups=1) -> 0-d float64``: bounds, and an estimate."""
+"""Norms of kernels that a penalty may take, ``method(kernel, *, groups=1) -> 0-d float64``: bounds, and an estimate."""
 
 
 @dataclass(frozen=True)
