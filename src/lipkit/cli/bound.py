@@ -67,8 +67,8 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     if path.suffix.lower() in PICKLES:
         raise click.UsageError(
             "expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got the pickle "
-            f"{model!r}: reading one runs the code in it; build the network in Python and call lipkit.analyze, or give a "
-            "factory that does"
+            f"{model!r}: reading one runs the code in it; build the network in Python and call lipkit.analyze, or "
+            "give a factory that does"
         )
     if path.suffix.lower() == ".onnx":
         from lipkit.interop.onnx_reader import read_onnx
