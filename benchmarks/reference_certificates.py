@@ -45,7 +45,8 @@ def names() -> list[str]:
 
 def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """The model of this name with seeded parameters, in evaluation mode, and the shape of its inputs."""
-    torch.manual_seed(names().index(name))
+    # Families that join later must not move the seeds of these.
+    torch.manual_seed(14 + list(FURTHER).index(name) if name in FURTHER else families.names().index(name))
     if name in FURTHER:
         kind, options = FURTHER[name]
         shape = options.get("input_shape", (12,) if kind == "lbdn" else (1, 8, 8))

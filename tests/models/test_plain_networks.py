@@ -152,5 +152,5 @@ def test_unconstrained_counterparts_have_strides_and_whole_kernels(name, options
 def test_an_even_plain_kernel_is_refused() -> None:
     with pytest.raises(OptionError, match="expected an odd number for plain convolutions, got 2"):
         build("kwlarge", layer="plain", kernel_size=2)
-    with pytest.raises(OptionError, match=r"sandwich, plain, plain_conv, got 'plane'"):
+    with pytest.raises(OptionError, match=r"sandwich, .*plain, plain_conv, got 'plane'"):
         build("kwlarge", layer="plane")

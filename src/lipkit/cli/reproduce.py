@@ -99,7 +99,7 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
     """The tables asked for.
 
     Raises:
-        OptionError: an unknown name; the message has the closest ones, or all.
+        OptionError: an unknown name; the message has the closest ones.
     """
     from lipkit.errors import OptionError, suggestion
     from lipkit.experiments.tables import TABLES
@@ -109,9 +109,8 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
     if name is None:
         return dict(TABLES)
     if name not in TABLES:
-        hint = suggestion(name, TABLES)
-        rest = " lipkit list tables shows all" if hint else f"; known: {', '.join(TABLES) or 'none yet'}"
-        raise OptionError(f"unknown table {name!r}{hint}{rest}")
+        hint = suggestion(name, TABLES) or "."
+        raise OptionError(f"unknown table {name!r}{hint} lipkit list tables shows all")
     return {name: TABLES[name]}
 
 
