@@ -69,7 +69,7 @@ def test_an_unknown_table_names_the_closest(capsys):
 def test_an_empty_registry_says_so(monkeypatch, capsys):
     monkeypatch.setattr(tables, "TABLES", {})
     assert main(["reproduce", "x"]) == 2
-    assert "known: none yet" in capsys.readouterr().err
+    assert "unknown table 'x'. lipkit list tables shows all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
