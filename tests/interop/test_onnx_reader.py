@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lipkit import lipschitz
 from lipkit.analysis import analyze
-from lipkit.errors import DataError, NoRuleError
-from lipkit.interop.onnx_reader import read_onnx
+from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError
+from lipkit.interop.onnx_reader import load_onnx, read_onnx
 
 onnx = pytest.importorskip("onnx")
 H = onnx.helper
@@ -170,3 +171,113 @@ def test_files_that_cannot_be_read(tmp_path):
         read_onnx(tmp_path / "net.onnx")
     with pytest.raises(DataError, match="expected an ONNX file"):
         read_onnx(tmp_path / "none.onnx")
+
+
+def raw(dims, data=b"", kind=1, location=None):
+    tensor = onnx.TensorProto(name="w", dims=dims, data_type=kind)
+    if location is None:
+        tensor.raw_data = data
+    else:
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=location)
+    return tensor
+
+
+ADD, ROW, IMAGE = [("Add", ["x", "w"], {})], [1, 4], [1, 1, 4, 4]
+ONE = np.ones((2, 1, 3, 3), np.float32)
+FORGED = {
+    "numbers that are not there": (ADD, raw([10**6, 10**6, 10**6]), ROW, "well-formed"),
+    "sizes beyond all numbers": (ADD, raw([2**62, 4]), ROW, "well-formed"),
+    "fewer numbers": (ADD, raw([4], bytes(12)), ROW, "well-formed"),
+    "part of a number": (ADD, raw([4], bytes(7)), ROW, "well-formed"),
+    "unknown format": (ADD, raw([4], bytes(16), 99), ROW, "well-formed"),
+    "no format": (ADD, raw([4], bytes(16), 0), ROW, "well-formed"),
+    "complex": (ADD, raw([4], bytes(32), 14), ROW, "complex64|format"),
+    "another shape": (ADD, np.ones(3, np.float32), ROW, "does not accept"),
+    "weights elsewhere": (ADD, raw([4], location="none.bin"), ROW, "not an ONNX file|with its weights"),
+    "weights of the system": (ADD, raw([4], location="/etc/hostname"), ROW, "not an ONNX file"),
+    "weights above": (ADD, raw([4], location="../../../../etc/hostname"), ROW, "not an ONNX file"),
+    "weights of a device": (ADD, raw([4], location="/dev/zero"), ROW, "not an ONNX file"),
+    "cycle": ([("Add", ["x", "b"], {}, "a"), ("Relu", ["a"], {}, "b"), ("Relu", ["b"], {})], None, ROW, "'b' before"),
+    "value of itself": ([("Add", ["x", "y"], {})], None, ROW, "'y' before it is made"),
+    "value of later": ([("Add", ["x", "a"], {}), ("Relu", ["x"], {}, "a")], None, ROW, "'a' before it is made"),
+    "no result": ([("Relu", ["x"], {}, "z")], None, ROW, "'y', which none does"),
+    "no operands": ([("Relu", [], {})], None, ROW, "well-formed"),
+    "no operands of Identity": ([("Identity", [], {})], None, ROW, "well-formed"),
+    "no operands of Erf": ([("Erf", [], {})], None, ROW, "well-formed"),
+    "no name": ([("Relu", [""], {})], None, ROW, "not NoneType"),
+    "unknown operator": ([("Sin", ["x"], {})], None, ROW, "got Sin"),
+    "number for a tensor": ([("Constant", [], {"value": 3.0}, "w"), *ADD], None, ROW, "well-formed"),
+    "no groups": ([("Conv", ["x", "w"], {"group": 0})], ONE, IMAGE, "well-formed"),
+    "many groups": ([("Conv", ["x", "w"], {"group": 2**40})], ONE, IMAGE, "well-formed"),
+    "three paddings": ([("Conv", ["x", "w"], {"pads": [1] * 3})], ONE, IMAGE, "four paddings"),
+    "one dilation": ([("Conv", ["x", "w"], {"dilations": [1]})], ONE, IMAGE, "two dilations"),
+    "another kernel": ([("Conv", ["x", "w"], {"kernel_shape": [1, 1]})], ONE, IMAGE, r"kernel_shape \[1, 1\]"),
+    "transposed": ([("ConvTranspose", ["x", "w"], {"kernel_shape": [1, 1]})], ONE, IMAGE, "kernel_shape"),
+    "image of everything": ([("Conv", ["x", "w"], {"pads": [2**20] * 4})], ONE, IMAGE, "at most 268435456 numbers"),
+    "vector for a matrix": ([("Gemm", ["x", "w"], {})], np.ones(4, np.float32), ROW, "well-formed"),
+    "bias of another length": (
+        [("Gemm", ["x", "w", "w"], {})], np.ones((4, 4), np.float32), ROW, "well-formed"
+    ),
+    "text for a number": ([("LeakyRelu", ["x"], {"alpha": "abc"})], None, ROW, "well-formed"),
+    "bytes that are no text": ([("Gelu", ["x"], {"approximate": b"\xff\xfe"})], None, ROW, "well-formed"),
+    "no order": ([("Transpose", ["x"], {"perm": [0, 9]})], None, ROW, "does not accept|well-formed"),
+    "shape of real numbers": ([("Reshape", ["x", "w"], {})], np.ones(2, np.float32), ROW, "got float"),
+    "huge shape": ([("Reshape", ["x", "w"], {})], np.array([0, 2**40]), ROW, "does not accept"),
+    "huge padding": ([("Pad", ["x", "w"], {})], np.array([0, 0, 0, 2**40]), ROW, "at most 268435456 numbers"),
+    "doubled forty times": (
+        [("Concat", [f"v{i}" if i else "x"] * 2, {"axis": 1}, f"v{i + 1}" if i < 39 else "y") for i in range(40)],
+        None, ROW, "at most 268435456 numbers",
+    ),
+    "huge input": ([("Relu", ["x"], {})], None, [1, 10**5, 10**6], "at most 268435456 numbers"),
+    "input beyond all numbers": ([("Relu", ["x"], {})], None, [1, 2**40, 2**40], "does not accept|numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_files_are_refused_before_memory_is_taken(tmp_path, name):
+    rows, weight, shape, message = FORGED[name]
+    nodes = [H.make_node(op, given, result or ["y"], **named) for op, given, named, *result in rows]
+    path = write(tmp_path / "net.onnx", nodes, {}, shape)
+    if weight is not None:
+        tensor = weight if isinstance(weight, onnx.TensorProto) else onnx.numpy_helper.from_array(weight, "w")
+        model = onnx.load(str(path))
+        model.graph.initializer.append(tensor)
+        path.write_bytes(model.SerializeToString())
+    with pytest.raises((DataError, NoRuleError, ShapeError), match=message):
+        load_onnx(path)
+
+
+def test_weights_of_one_name_are_refused(tmp_path):
+    path = write(tmp_path / "net.onnx", [H.make_node("Add", ["x", "w"], ["y"])], {"w": np.ones(4, np.float32)}, [1, 4])
+    with pytest.raises(NoRuleError, match=r"\['w'\], defined twice"):
+        read_onnx(changed(path, lambda model: model.graph.initializer.append(model.graph.initializer[0])))
+
+
+def test_numbers_that_are_none_bound_nothing(tmp_path):
+    stored = {"w": np.diag(np.full(4, np.nan, np.float32))}
+    path = write(tmp_path / "net.onnx", [H.make_node("MatMul", ["x", "w"], ["y"])], stored, [1, 4])
+    assert float(lipschitz(load_onnx(path))) == float("inf")
+
+
+def test_damaged_files_raise_errors_of_ours(tmp_path, numbers):
+    stored = {"w": ONE, "g": np.ones((3, 32), np.float32)}
+    nodes = [
+        H.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        H.make_node("Relu", ["a"], ["r"]),
+        H.make_node("Add", ["a", "r"], ["s"]),
+        H.make_node("Flatten", ["s"], ["f"]),
+        H.make_node("Gemm", ["f", "g"], ["y"], transB=1),
+    ]
+    path = write(tmp_path / "net.onnx", nodes, stored, IMAGE)
+    whole, refused = path.read_bytes(), 0
+    for i in range(120):
+        damaged = bytearray(whole[: numbers.integers(len(whole))] if i < 30 else whole)
+        for _ in range(numbers.integers(1, 4) if damaged and i >= 30 else 0):
+            damaged[numbers.integers(len(damaged))] = numbers.integers(256)
+        path.write_bytes(damaged)
+        try:
+            read_onnx(path)
+        except LipkitError:
+            refused += 1
+    assert 40 <= refused < 120

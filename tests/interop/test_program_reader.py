@@ -255,3 +255,10 @@ def test_bombs_and_fragments(program: Path, tmp_path: Path) -> None:
     target.write_bytes(buffer.getvalue())
     with pytest.raises(DataError):
         load_program(target)
+
+
+def test_values_too_large_for_memory_are_refused_before_it_is_taken(tmp_path: Path) -> None:
+    path = write(Refused(lambda x: F.pad(x, (0, 2**20)) + 1).eval(), (4,), tmp_path / "net.pt2")
+    huge = edit(GRAPH, lambda c: node(c)["inputs"][1].update(arg={"as_ints": [0, 2**40]}))
+    with pytest.raises(DataError, match=r"at most 268435456 numbers, got shape \(1, 1099511627780\)"):
+        load_program(rewritten(path, huge))

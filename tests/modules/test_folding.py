@@ -48,3 +48,31 @@ def test_what_is_read_elsewhere_is_left_alone() -> None:
 def test_training_mode_is_refused() -> None:
     with pytest.raises(NoRuleError, match=r"training|evaluation mode"):
         fold(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), (2,))
+
+
+class Renamed(nn.Module):
+    """A layer under two names, one that another call reads too, and a normalisation whose numbers are read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a = kind, nn.Linear(4, 4)
+        self.body = nn.Sequential(self.a, nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if self.kind == "weight":
+            return y @ self.a.weight
+        return y * self.body[1].eps if self.kind == "number" else y
+
+
+@pytest.mark.parametrize(("kind", "left"), [("name", 0), ("weight", 1), ("number", None)])
+def test_layers_of_several_names_and_uses(kind: str, left: int | None) -> None:
+    model = settle(Renamed(kind))
+    if left is None:
+        with pytest.raises(NoRuleError, match="only calls its normalisations"):
+            fold(model, (4,))
+        return
+    folded = fold(model, (4,))
+    assert sum(isinstance(m, nn.BatchNorm1d) for m in folded.modules()) == left
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.allclose(folded(x), model(x))

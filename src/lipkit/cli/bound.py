@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -73,13 +73,11 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
     if path.suffix.lower() == ".onnx":
         from lipkit.interop.onnx_reader import read_onnx
 
-        onnx_network = read_onnx(path)
-        return onnx_network, _agreed(model, onnx_network.input_shape, shape)
+        return _sized(read_onnx(path), model, shape)
     if path.suffix.lower() == ".pt2":
         from lipkit.interop.program_reader import read_program
 
-        program = read_program(path)
-        return program, _agreed(model, program.input_shape, shape)
+        return _sized(read_program(path), model, shape)
     if ":" not in model:
         raise click.UsageError(
             f"expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2 file, got {model!r}, which is "
@@ -91,6 +89,14 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
 
     click.echo(f"importing {model}: this runs the code of its module", err=True)
     return _call(model, _custom(model), {}).eval(), shape
+
+
+def _sized(network: Any, model: str, given: Shape | None) -> tuple[nn.Module, Shape]:
+    from lipkit.interop.reading import check_sizes
+
+    shape = _agreed(model, network.input_shape, given)
+    check_sizes(network, shape)
+    return network, shape
 
 
 def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:

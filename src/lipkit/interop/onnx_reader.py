@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, NoRuleError, ShapeError
+from lipkit.errors import DataError, LipkitError, NoRuleError
 from lipkit.files import open_regular
-from lipkit.modules import Network, export
+from lipkit.interop.reading import load
+from lipkit.modules import Network
 
 Step = Callable[["OnnxNetwork", list[Any]], Tensor]
 # The default domain of ONNX has two names.
@@ -63,23 +64,19 @@ def load_onnx(
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form of.
+        DataError, NoRuleError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form of; values of
+            too many numbers, see `lipkit.interop.reading.load`.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
-    network = read_onnx(path)
-    shape = network.input_shape or input_shape
-    if shape is None or input_shape not in (None, shape):
-        known = network.input_shape or "of one sample"
-        raise ShapeError(f"{path}: expected the input_shape {known}, got {input_shape}")
-    return export(network, shape, box=box)
+    return load(read_onnx(path), path, input_shape, box)
 
 
 def read_onnx(path: str | Path) -> OnnxNetwork:
     """The network of an ONNX file, in evaluation mode. Nothing in the file is executed.
 
     Raises:
-        DataError: the file is missing or no ONNX, its graph does not have one input and one output, it stores
-            numbers in a format that torch cannot read, or the package ``onnx`` is not installed.
+        DataError: the file is missing, no ONNX or not well-formed, its graph does not have one input and one output, it
+            stores numbers in a format that torch cannot read, or the package ``onnx`` is not installed.
         NoRuleError: an operator outside the list, by name, or attributes that it does not cover; a name that is
             defined twice; an input that is no floating-point tensor; operators of before version 7, which mean
             something else.
@@ -96,8 +93,22 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
     except Exception as error:  # protobuf and the loader of external weights have no common error
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
+    try:
+        return _read(file, path)
+    except LipkitError:
+        raise
+    except Exception as error:  # of whatever in the file has another type, size or number of parts than its name says
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{path}: not a well-formed ONNX graph: {type(error).__name__}: {reason}") from error
+
+
+def _read(file: Any, path: str | Path) -> OnnxNetwork:
+    import onnx
+
     graph, tensors = file.graph, onnx.TensorProto
     _check_meaning(file, path)
+    if twice := [n for n, count in collections.Counter(t.name for t in graph.initializer).items() if count > 1]:
+        raise NoRuleError(f"{path}: expected a new name for each stored tensor, got {twice}, defined twice")
     stored = {t.name: _numbers(onnx.numpy_helper.to_array(t), t.name, path) for t in graph.initializer}
     inputs = [value for value in graph.input if value.name not in stored]
     if len(inputs) != 1 or len(graph.output) != 1:
@@ -111,7 +122,11 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
     batch, *sizes = [d.dim_value for d in kind.shape.dim] or [0]
     network.input_shape = tuple(sizes) if sizes and min(sizes) > 0 else None
     reader = _Reader(network, stored, len(sizes) + 1, batch)
+    made = {network.source, *stored, ""}
     for i, node in enumerate(_with_gelu(graph, stored)):
+        if early := [name for name in node.input if name not in made]:
+            raise DataError(f"{path}: expected nodes in the order of their values, got {early[0]!r} before it is made")
+        made.update(node.output)
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Constant" and "value" in attributes:
             array = onnx.numpy_helper.to_array(attributes["value"])
@@ -123,6 +138,8 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
             stored[node.output[0]] = stored[node.input[0]]
             continue
         reader.add(i, node, attributes)
+    if network.result not in made:
+        raise DataError(f"{path}: expected an output that a node makes, got {network.result!r}, which none does")
     for name, tensor in stored.items():
         network.register_buffer(_buffer(name), tensor)
     return network.eval()
@@ -266,12 +283,11 @@ class _Reader:
         kernel = list(self.take("kernel_shape", ()))
         if self.rank != 4:
             raise self.refuse("images of two dimensions", f"a tensor of {self.rank} dimensions")
-        return (
-            kernel,
-            list(self.take("strides", (1, 1))),
-            list(self.take("dilations", (1, 1))),
-            list(self.take("pads", (0, 0, 0, 0))),
-        )
+        strides, dilations = list(self.take("strides", (1, 1))), list(self.take("dilations", (1, 1)))
+        pads = list(self.take("pads", (0, 0, 0, 0)))
+        if (len(strides), len(dilations), len(pads)) != (2, 2, 4):
+            raise self.refuse("two strides, two dilations and four paddings", f"{strides}, {dilations}, {pads}")
+        return kernel, strides, dilations, pads
 
     def rounded_up(self, kernel: list[int], strides: list[int], pads: list[int]) -> bool:
         """True if windows may reach over the end; refused where torch and ONNX could mean different windows."""
@@ -304,10 +320,10 @@ def _filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
 
 def _conv(r: _Reader) -> tuple[Step, list[str]]:
     weight, bias = r.needed(1), r.weight(2)
-    _, strides, dilations, pads = r.window()
+    kernel, strides, dilations, pads = r.window()
     groups = int(r.take("group", 1))
-    if weight.ndim != 4:
-        raise r.refuse("a weight of four dimensions", f"{tuple(weight.shape)}")
+    if weight.ndim != 4 or kernel not in ([], list(weight.shape[2:])):
+        raise r.refuse(f"a weight of four dimensions, kernel_shape {kernel}", f"{tuple(weight.shape)}")
     even = pads[:2] == pads[2:]
     conv = nn.Conv2d(
         weight.shape[1] * groups,
@@ -379,10 +395,10 @@ def _batch_norm(r: _Reader) -> tuple[Step, list[str]]:
 
 def _conv_transpose(r: _Reader) -> tuple[Step, list[str]]:
     weight, bias = r.needed(1), r.weight(2)
-    _, strides, dilations, pads = r.window()
+    kernel, strides, dilations, pads = r.window()
     groups, extra = int(r.take("group", 1)), list(r.take("output_padding", (0, 0)))
-    if weight.ndim != 4 or "output_shape" in r.attributes:
-        raise r.refuse("a weight of four dimensions and no output_shape", f"{tuple(weight.shape)}")
+    if weight.ndim != 4 or "output_shape" in r.attributes or kernel not in ([], list(weight.shape[2:])):
+        raise r.refuse(f"a weight of kernel_shape {kernel}, and no output_shape", f"{tuple(weight.shape)}")
     conv = nn.ConvTranspose2d(
         weight.shape[0],
         weight.shape[1] * groups,

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, NoRuleError, ShapeError
+from lipkit.errors import DataError, NoRuleError
 from lipkit.files import read_bytes
-from lipkit.modules import Network, export
+from lipkit.interop.reading import load
+from lipkit.modules import Network
 
 # Major version of the schema, of which the letters and numbers below are.
 SCHEMA = 8
@@ -201,14 +202,11 @@ def load_program(
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError: see `read_program`, and `lipkit.export` for what its graph has no plain form of.
+        DataError, NoRuleError: see `read_program`, and `lipkit.export` for what its graph has no plain form of; values
+            of too many numbers, see `lipkit.interop.reading.load`.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
-    network = read_program(path)
-    shape = network.input_shape or input_shape
-    if shape is None or input_shape not in (None, shape):
-        raise ShapeError(f"{path}: expected the input_shape {shape or 'of one sample'}, got {input_shape}")
-    return export(network, shape, box=box)
+    return load(read_program(path), path, input_shape, box)
 
 
 def read_program(path: str | Path) -> ProgramNetwork:

@@ -407,20 +407,22 @@ def _export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     refuse_inplace(module)
     shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]
     readers = collections.Counter(value for read in module.sources for value in read)
-    for node, read in zip(module.nodes, module.sources, strict=True):
+    # Who reads a value of the wiring: identities have none of their own, so several of ours may be the same one.
+    waiting = {0: readers[0]}
+    for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
         given = [place[value] for value in read]
         if isinstance(node, Join):
-            place.append(wiring.add(_joining(node).plain(node), *given))
-            continue
-        if given[0] and readers[read[0]] == 1:
-            folded = fold_norm(wiring.modules[given[0] - 1], node, shapes[read[0]])
+            given = [wiring.add(_joining(node).plain(node), *given)]
+        else:
+            alone = given[0] and waiting[given[0]] == 1
+            folded = fold_norm(wiring.modules[given[0] - 1], node, shapes[read[0]]) if alone else None
             if folded is not None:
                 wiring.modules[given[0] - 1] = folded
-                place += given
-                continue
-        for part in export_plain(node, shapes[read[0]]):
-            given = [wiring.add(part, *given)]
+            else:
+                for part in export_plain(node, shapes[read[0]]):
+                    given = [wiring.add(part, *given)]
         place += given
+        waiting[place[-1]] = waiting.get(place[-1], 1) - 1 + readers[i + 1]
     return nn.Sequential(*wiring.chain(place[-1]))
 
 

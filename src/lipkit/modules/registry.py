@@ -114,9 +114,12 @@ def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
 
 
 def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
-    from lipkit.modules.structure import structure
+    from lipkit.modules.structure import check_same, structure
 
-    return export_plain(structure(module, input_shape), input_shape)
+    chain = structure(module, input_shape)
+    network = export_plain(chain, input_shape)
+    check_same(network, chain, input_shape)
+    return network
 
 
 _TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {"lipschitz": _structure_constant, "export": _structure_export}

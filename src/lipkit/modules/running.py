@@ -22,7 +22,8 @@ from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import LipkitError, NoRuleError
 from lipkit.linalg.transforms import normalisations
-from lipkit.modules.guarding import guard, refuse_wrapper
+from lipkit.modules.guarding import guard, refuse_wrapper, type_name
+from lipkit.modules.recording import Calls, difference, tensors
 from lipkit.modules.tracing import Root, dependent_nodes, evaluate
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
@@ -58,6 +59,11 @@ def constant_copy(model: nn.Module) -> nn.Module:
         twin = copy.deepcopy(model, _computed_tensors(model))
     except Exception as error:  # the module is the user's and may raise anything
         raise NoRuleError(f"analyze: expected a module that can be copied, got {_first_line(error)}") from error
+    if not _same_numbers(model, twin):
+        raise NoRuleError(
+            "analyze: expected a module whose copy holds the same modules and numbers, got "
+            f"{type(model).__qualname__}, whose copy by copy.deepcopy differs: see its __deepcopy__ or __reduce__"
+        )
     for name, module in list(twin.named_modules()):
         _materialise(name, module)
     for name, module in twin.named_modules():
@@ -76,6 +82,19 @@ def _computed_tensors(model: nn.Module) -> dict[int, object]:
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
     return memo
+
+
+def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
+    first, second = (
+        {
+            **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
+            **dict(one.named_parameters()),
+            **dict(one.named_buffers()),
+            **_attributes(one),
+        }
+        for one in (model, twin)
+    )
+    return first.keys() == second.keys() and all(_equal(value, second[name]) for name, value in first.items())
 
 
 def _materialise(name: str, module: nn.Module) -> None:
@@ -153,10 +172,12 @@ class Observed:
         values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for
             the others their value, or :data:`VARIES`.
         outputs: of both runs.
+        calls: of the second run (`lipkit.modules.recording`).
     """
 
     values: dict[fx.Node, Any]
     outputs: tuple[Any, Any]
+    calls: list[tuple[Any, ...]]
 
 
 def _changes_state(name: str) -> NoRuleError:
@@ -171,6 +192,7 @@ class _Run:
     values: dict[fx.Node, Any]
     rewrites: list[tuple[fx.Node, fx.Node]]
     output: Any
+    calls: Calls
 
 
 def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observed:
@@ -201,7 +223,7 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
                 user.replace_input_with(old, new)
     dependent = dependent_nodes(graph)
     values = {n: _merged(n in dependent, runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
-    return Observed(values, (runs[0].output, runs[1].output))
+    return Observed(values, (runs[0].output, runs[1].output), runs[1].calls.made)
 
 
 def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
@@ -210,7 +232,8 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
         last.update(dict.fromkeys(node.all_input_nodes, i))
     dependent = dependent_nodes(graph)
     live: dict[fx.Node, Any] = {}
-    run = _Run({}, [], None)
+    x = x.clone()
+    run = _Run({}, [], None, Calls(x))
     with torch.no_grad():
         for i, node in enumerate(graph.nodes):
             given = fx.node.map_arg((node.args, node.kwargs), live.__getitem__)
@@ -218,12 +241,13 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                 run.output = given[0][0]
                 break
             if node.op == "placeholder":
-                live[node] = x.clone()
+                live[node] = x
             else:
-                before = {n: [t._version for t in _tensors(live[n])] for n in node.all_input_nodes}
-                live[node] = evaluate(root, node, given[0], given[1])
+                before = {n: [t._version for t in tensors(live[n])] for n in node.all_input_nodes}
+                with run.calls:
+                    live[node] = evaluate(root, node, given[0], given[1])
                 for n, versions in before.items():
-                    if versions != [t._version for t in _tensors(live[n])]:
+                    if versions != [t._version for t in tensors(live[n])]:
                         if n.op == "get_attr":
                             raise _changes_state(str(n.target))
                         run.rewrites += [(old, node) for old in _overwritten(node, n, live, last, i)]
@@ -237,11 +261,11 @@ def _overwritten(
 ) -> Iterator[fx.Node]:
     """The nodes read later that are, in whole, the tensor that ``node`` changed and returned."""
     result = live[node]
-    memory = {t.untyped_storage().data_ptr() for t in _tensors(live[changed])}
+    memory = {t.untyped_storage().data_ptr() for t in tensors(live[changed])}
     for other, value in live.items():
         if other is node or last.get(other, -1) <= now:
             continue
-        if not any(t.untyped_storage().data_ptr() in memory for t in _tensors(value)):
+        if not any(t.untyped_storage().data_ptr() in memory for t in tensors(value)):
             continue
         if not (isinstance(value, Tensor) and isinstance(result, Tensor) and _same_view(value, result)):
             raise NoRuleError(
@@ -258,14 +282,6 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
 
 def _where(node: fx.Node) -> str:
     return f" in {node.meta['where']!r}" if node.meta.get("where") else ""
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _summary(value: Any, dependent: bool) -> Any:
@@ -309,7 +325,9 @@ def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) 
     state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
     before = torch.get_rng_state()
     with torch.no_grad():
-        one, part, direct = _alone(root, x[:1]), root(x[: BATCHES[0]].clone()), root(x.clone())
+        one, part, given = _alone(root, x[:1]), root(x[: BATCHES[0]].clone()), x.clone()
+        with Calls(given) as calls:
+            direct = root(given)
     kept = _attributes(root)
     again = _differentiable(root, x, direct)
     if not torch.equal(before, torch.get_rng_state()):
@@ -320,14 +338,19 @@ def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) 
     for name, value in _attributes(root).items():
         if not _equal(value, kept.get(name)):
             raise _changes_state(name)
-    if not isinstance(direct, Tensor) or not _close(direct, observed.outputs[1]):
+    if not isinstance(direct, Tensor) or not close(direct, observed.outputs[1]):
         raise NoRuleError(
             "analyze: expected the traced graph to compute the same as the network, got other outputs: its forward "
             "pass changes the network, or depends on the type of its argument"
         )
-    if not _close(direct[: BATCHES[0]], part) or not _close(direct[:1].flatten(), one.flatten()):
+    if other := difference(calls.made, observed.calls):
+        raise NoRuleError(
+            f"analyze: expected the traced graph to call the same functions as the network, got other ones: {other}; "
+            "its forward pass depends on the values or the type of its argument, or changes from call to call"
+        )
+    if not close(direct[: BATCHES[0]], part) or not close(direct[:1].flatten(), one.flatten()):
         raise NoRuleError("analyze: expected an output for each sample alone, got one that depends on the whole batch")
-    if not _close(direct, again):
+    if not close(direct, again):
         raise NoRuleError(
             "analyze: expected the same output with and without derivatives, got a forward pass that depends on "
             "torch.is_grad_enabled() or on whether its input requires a gradient, or changes from call to call"
@@ -353,7 +376,7 @@ def _differentiable(root: Root, x: Tensor, otherwise: Any) -> Any:
         return otherwise
 
 
-def _attributes(root: Root) -> dict[str, Any]:
+def _attributes(root: nn.Module) -> dict[str, Any]:
     """Copies of the numbers, strings and tensors that modules hold beside parameters and buffers."""
     found: dict[str, Any] = {}
     for path, module in root.named_modules():
@@ -365,7 +388,9 @@ def _attributes(root: Root) -> dict[str, Any]:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
+            return type(a) is type(b)  # refused wherever it holds a weight
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
     return type(a) is type(b) and (a == b or a != a)
 
 
@@ -389,7 +414,8 @@ def _sizes(summary: Any) -> list[Sizes]:
     return [summary] if isinstance(summary, Sizes) else []
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs are the same but for rounding, in whatever format and order of operations."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.double(), b.double()

@@ -26,7 +26,7 @@ from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.registry import Shape
-from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample
+from lipkit.modules.running import BATCHES, check_outputs, close, constant_copy, observe, sample
 from lipkit.modules.tracing import Root, fetch, trace
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.modules.visiting import FunctionCall, Operand, Walk, called
@@ -80,7 +80,24 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
             raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None
     if output is None:
         raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")
-    return nn.Sequential(*recorder.wiring.chain(output.form))
+    chain = nn.Sequential(*recorder.wiring.chain(output.form))
+    if not own:
+        check_same(chain, root, input_shape)
+    return chain
+
+
+def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape) -> None:
+    """Raise ``NoRuleError`` if two networks differ on a batch: no proof, but it finds a rule that is wrong."""
+    x = sample(model, input_shape, BATCHES[1])
+    with torch.no_grad():
+        found, expected = plain(x.clone()), model(x.clone())
+    if found.dtype != expected.dtype:  # a cast at the end
+        found = found.to(expected.dtype)
+    if not close(found, expected):
+        raise NoRuleError(
+            "export: expected plain modules that compute the same as the network, got other outputs: a rule of "
+            "lipkit.modules.function_module or lipkit.modules.export_rule does not match its function"
+        )
 
 
 def _check_accepts(root: Root, input_shape: Shape) -> None:
@@ -167,15 +184,18 @@ class Build(FunctionCall):
         self.repetition(x)
         return Operand(self.add(Expand(*self.shape), x), self.shape, x.dtype)
 
-    def number(self, x: Any, name: str, of: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
-        """``of`` a constant without the batch, in the format of the network."""
+    def number(
+        self, x: Any, name: str, of: Callable[[Tensor], Tensor] = torch.clone, axes: int | None = None
+    ) -> Tensor:
+        """``of`` a constant without the batch, of at most ``axes`` dimensions, in the format of the network."""
+        axes = len(self.shape) if axes is None else axes
         value = self.constant(x, name)
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if value.is_complex() or value.dtype == torch.bool:
             raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
-        if value.ndim == len(self.shape) + 1 and len(value) == 1:
+        if value.ndim == axes + 1 and len(value) == 1:
             value = value[0]
-        if value.ndim > len(self.shape):
+        if value.ndim > axes:
             raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
         return of(value.double()).to(self.like)
 
@@ -353,7 +373,7 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
             raise call.refuse(f"expected matrices of each sample, got shapes {x.shape} and {y.shape}")
         return call.then(call.named(MatrixProduct(x.shape[-2], x.shape[-1], y.shape[-1])), x.form, y.form)
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
-    matrix = call.number(constant, "matrix")
+    matrix = call.number(constant, "matrix", axes=2)
     left = moving is y
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
     if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):

@@ -1,0 +1,453 @@
+"""Forward passes that try to be bounded as another network than they are: exported as they compute, or refused."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit import export, lipschitz
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.modules import function_module
+from lipkit.modules.functional import FUNCTIONAL
+
+V, M, I = (4,), (3, 4), (2, 6, 6)  # noqa: E741
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Net(nn.Module):
+    """A forward pass in one function of the parts and the input."""
+
+    def __init__(self, f: Forward) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.f, self.calls, self.seen = f, 0, list[Any]()
+        self.w = nn.Parameter(torch.randn(4, 4, generator=generator))
+        self.a, self.relu, self.drop, self.same = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(), nn.Identity()
+        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
+        self.layer, self.group = nn.LayerNorm(4), nn.GroupNorm(2, 4)
+        self.register_buffer("mid", torch.rand(4, generator=generator))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 2)
+            for t in (self.norm.running_mean, self.norm.running_var):
+                t.copy_(torch.rand(2, generator=generator) + 0.2)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.f(self, x)
+
+
+# What the network does to other values, or at another call, than the tracing sees.
+
+
+def by_type(s: Net, x: Tensor) -> Tensor:
+    return s.a(9 * x if isinstance(x, Tensor) and float(x.max()) > 50 else x)
+
+
+def by_numpy(s: Net, x: Tensor) -> Tensor:
+    return s.a(9 * x if type(x) is Tensor and np.abs(x.detach().numpy()).max() > 50 else x)
+
+
+def by_where(s: Net, x: Tensor) -> Tensor:
+    return s.a(torch.where(x > 50, 9 * x, x) if isinstance(x, Tensor) else x)
+
+
+def _traced(x: Any) -> bool:
+    return isinstance(x, torch.fx.Proxy)
+
+
+def by_clamp(s: Net, x: Tensor) -> Tensor:
+    return s.a(x.clamp(-50, 50) if _traced(x) else x)
+
+
+def by_tracing(s: Net, x: Tensor) -> Tensor:
+    from torch.fx._symbolic_trace import is_fx_tracing
+
+    return s.a(x if is_fx_tracing() else torch.maximum(x, 20 * x - 1000))
+
+
+def by_error(s: Net, x: Tensor) -> Tensor:
+    try:
+        return s.a(9 * x if float(x.max()) > 50 else x)
+    except TypeError:
+        return s.a(x)
+
+
+def by_any_error(s: Net, x: Tensor) -> Tensor:
+    try:
+        if bool(s.a(x).mean(1, keepdim=True)[0] > 50):
+            return 9 * s.a(x)
+    except Exception:
+        pass
+    return s.a(x)
+
+
+def by_length(s: Net, x: Tensor) -> Tensor:
+    try:
+        return s.a(x) * (2 if len(x) > 100 else 1)
+    except Exception:
+        return s.a(x)
+
+
+def by_call(s: Net, x: Tensor) -> Tensor:
+    s.seen.append(0)
+    return s.a(x) * (1 + 1e-4 * len(s.seen))
+
+
+def by_memory(s: Net, x: Tensor) -> Tensor:
+    s.seen[:] = [*s.seen[-1:], s.w.sum() * 1e-6 + (s.seen[-1] if s.seen else 0)]
+    return s.a(x) + s.seen[-1]
+
+
+def by_chance(s: Net, x: Tensor) -> Tensor:
+    return s.a(x) * (1 + 1e-3 * random.random())
+
+
+def by_numpy_chance(s: Net, x: Tensor) -> Tensor:
+    return s.a(x) + 1e-4 * float(np.random.rand())  # noqa: NPY002
+
+
+def by_generator(s: Net, x: Tensor) -> Tensor:
+    s.seen = s.seen or [torch.Generator().manual_seed(1)]
+    return s.a(x) + 1e-4 * torch.rand(4, generator=s.seen[0])
+
+
+def by_lower_precision(s: Net, x: Tensor) -> Tensor:
+    if _traced(x):
+        return s.a(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return s.a(x).float()
+
+
+def by_disabled_overrides(s: Net, x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return s.a(x)
+
+
+def power(s: Net, x: Tensor) -> Tensor:
+    y = x.clone()
+    y **= 2
+    return y
+
+
+TRICKS: dict[str, tuple[tuple[int, ...], Forward, str]] = {
+    "type": (V, by_type, "traced graph.*the network calls max"),
+    "type, numpy": (V, by_numpy, "traced graph.*the network calls"),
+    "type, where": (V, by_where, "traced graph.*the network calls gt"),
+    "type, clamp": (V, by_clamp, "traced graph.*calls"),
+    "is tracing": (V, by_tracing, "traced graph.*calls"),
+    "error": (V, by_error, r"Tensor\.max|traced graph"),
+    "any error": (V, by_any_error, r"getitem|traced graph"),
+    "length": (V, by_length, "traced graph.*calls mul"),
+    "list of calls": (V, by_call, "traced graph.*calls mul, the graph other arguments"),
+    "tensor kept in a list": (V, by_memory, "traced graph|depends on the size|any size"),
+    "random": (V, by_chance, "traced graph.*mul"),
+    "numpy random": (V, by_numpy_chance, "traced graph.*add"),
+    "own generator": (V, by_generator, "traced graph|copied|changes|add"),
+    "autocast where it is not traced": (V, by_lower_precision, "traced graph|autocast"),
+    "overrides disabled": (V, by_disabled_overrides, "traced graph|record"),
+    "power in place": (V, power, "traced graph|pow"),
+}
+
+# Calls without a plain form, or with arguments that their rules do not cover.
+REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
+    "index by a tensor": (V, lambda s, x: x[:, torch.arange(3, -1, -1)], "getitem.*leave the batch whole"),
+    "index by a list": (V, lambda s, x: x[:, [0, 2]], "getitem"),
+    "index by a mask": (V, lambda s, x: x[:, s.mid > 0.5], "getitem"),
+    "index by True": (V, lambda s, x: x[:, True], "getitem"),
+    "part of the batch": (V, lambda s, x: x[:2], "getitem|row per sample"),
+    "samples in steps": (V, lambda s, x: x[::1], "getitem.*batch whole"),
+    "samples reversed": (V, lambda s, x: x.flip(0), "Tensor.flip"),
+    "new first dimension": (V, lambda s, x: x[None], "row per sample|getitem"),
+    "no entries": (V, lambda s, x: x[:, 4:], "getitem.*pieces with entries"),
+    "flattened batch": (M, lambda s, x: x.flatten(), "Tensor.flatten.*row per sample"),
+    "batch in rows": (M, lambda s, x: x.view(-1, 4).relu().view(-1, 12), "Tensor.view.*row per sample"),
+    "sizes swapped": (V, lambda s, x: x.reshape(4, -1).relu().reshape(-1, 4), "Tensor.reshape.*row per sample"),
+    "unsqueezed batch": (V, lambda s, x: x.unsqueeze(0), "Tensor.unsqueeze.*row per sample"),
+    "length of the batch": (M, lambda s, x: x.view(len(x), 12), "control flow"),
+    "transposed batch": (V, lambda s, x: x.transpose(0, 1).relu().transpose(0, 1), "Tensor.transpose.*row per|mixes"),
+    "permuted batch": (M, lambda s, x: x.permute(1, 0, 2).relu().permute(1, 0, 2), "Tensor.permute.*row per|order"),
+    "mT of the batch": (V, lambda s, x: x.mT.relu().mT, "mT"),
+    "moved dimensions": (M, lambda s, x: torch.movedim(x, 1, 2), "torch.movedim"),
+    "flipped": (V, lambda s, x: torch.flip(x, (1,)), "torch.flip"),
+    "rolled flat": (M, lambda s, x: x.roll(1), "Tensor.roll.*other than the batch"),
+    "rolled samples": (V, lambda s, x: x.roll(1, 0), "Tensor.roll.*mixes samples"),
+    "rolled by one of two": (M, lambda s, x: torch.roll(x, (1, 1), (0, 1)), "torch.roll.*mixes samples"),
+    "expanded in front": (V, lambda s, x: x.expand(3, -1, -1), "Tensor.expand.*row per sample"),
+    "repeated": (V, lambda s, x: x.repeat(1, 2), "Tensor.repeat"),
+    "tiled": (V, lambda s, x: x.tile(2), "Tensor.tile"),
+    "interleaved": (V, lambda s, x: torch.repeat_interleave(x, 2, 1), "repeat_interleave"),
+    "samples repeated": (V, lambda s, x: x.repeat(2, 1), "Tensor.repeat.*row per sample"),
+    "split of the batch": (V, lambda s, x: x.split(1)[0], "Tensor.split"),
+    "unbound batch": (V, lambda s, x: torch.stack(x.unbind(0)), "Tensor.unbind|any size"),
+    "stacked in front": (V, lambda s, x: torch.stack([x, x]), "torch.stack.*row per sample"),
+    "joined batches": (V, lambda s, x: torch.cat([x, x]), "torch.cat.*row per sample"),
+    "joined with a constant": (V, lambda s, x: torch.cat([x, torch.zeros_like(x)], 1), "torch.cat.*depends on the inp"),
+    "outer sum": (V, lambda s, x: x[:, :, None] + x[:, None] + x.mean(0), "Tensor.mean"),
+    "broadcast over the batch": (V, lambda s, x: x[:, None, None] * x, "row per sample"),
+    "zeros around the batch": (V, lambda s, x: F.pad(x, (0, 0, 1, 0)), "pad.*row per sample"),
+    "zeros around everything": (I, lambda s, x: F.pad(x, (0,) * 8), "functional.pad"),
+    "padding by ones": (I, lambda s, x: F.pad(x, (1, 1), value=1.0), "functional.pad"),
+    "padding by reflection": (I, lambda s, x: F.pad(x, (1, 1, 1, 1), mode="reflect"), "functional.pad"),
+    "circular padding": (I, lambda s, x: F.pad(x, (1, 1, 1, 1), mode="circular"), "functional.pad"),
+    "mean in another format": (V, lambda s, x: x - x.mean(1, keepdim=True, dtype=torch.float64), "Tensor.mean"),
+    "mean over samples": (V, lambda s, x: x - x.mean(0), "Tensor.mean"),
+    "sum of all": (V, lambda s, x: x / 2 + x.sum(), "Tensor.sum"),
+    "standard deviation": (V, lambda s, x: x.std(1, keepdim=True) + x, "Tensor.std"),
+    "norm": (V, lambda s, x: x.norm(dim=1, keepdim=True) + x, "Tensor.norm"),
+    "largest": (V, lambda s, x: x.amax(1, keepdim=True) + x, "Tensor.amax"),
+    "running sum": (V, lambda s, x: x.cumsum(1), "Tensor.cumsum"),
+    "absolute values": (V, lambda s, x: x.abs(), "Tensor.abs"),
+    "square": (V, lambda s, x: x.square(), "Tensor.square"),
+    "square root": (V, lambda s, x: x.relu().sqrt(), "Tensor.sqrt"),
+    "exponential": (V, lambda s, x: x.exp(), "Tensor.exp"),
+    "logarithm": (V, lambda s, x: torch.log(x), "torch.log"),
+    "sine": (V, lambda s, x: torch.sin(x), "torch.sin"),
+    "product": (V, lambda s, x: x * s.a(x), "mul.*one factor to be constant"),
+    "product by a method": (V, lambda s, x: x.mul(x), "mul.*one factor to be constant"),
+    "product in place": (V, lambda s, x: x.clone().mul_(s.a(x)), "mul_.*one factor to be constant"),
+    "matrix product": (M, lambda s, x: x @ x.transpose(1, 2), "matmul.*one factor to be constant"),
+    "matrix product of samples": (V, lambda s, x: x @ x.transpose(0, 1) @ x, "matmul|transpose"),
+    "batched product": (M, lambda s, x: torch.bmm(x, x.transpose(1, 2)), "torch.bmm"),
+    "einsum": (V, lambda s, x: torch.einsum("bi,ij->bj", x, s.w), "torch.einsum"),
+    "vector": (M, lambda s, x: x @ s.mid, "matmul.*matrix that leaves the batch"),
+    "addmm": (V, lambda s, x: torch.addmm(s.mid, x, s.w), "torch.addmm"),
+    "bilinear": (V, lambda s, x: F.bilinear(x, x, s.w[None]), "functional.bilinear"),
+    "quotient": (V, lambda s, x: x / s.a(x), "truediv.*constant divisor"),
+    "constant over input": (V, lambda s, x: 1 / x, "truediv"),
+    "rounded quotient": (V, lambda s, x: torch.div(x, 2, rounding_mode="floor"), "torch.div.*rounding_mode"),
+    "remainder": (V, lambda s, x: x % 2, "mod"),
+    "whole quotient": (V, lambda s, x: x // 2, "floordiv"),
+    "power": (V, lambda s, x: x**2, "pow"),
+    "mask": (V, lambda s, x: x * (s.mid > 0.5), "mul.*real numbers as factor, got torch.bool"),
+    "complex factor": (V, lambda s, x: (x * 1j).real, "mul.*complex64"),
+    "factor of the batch": (V, lambda s, x: x / x.shape[0], "truediv.*size of the batch"),
+    "shift of the batch": (V, lambda s, x: x + x.size(0), "add.*size of the batch"),
+    "weights of the batch": (V, lambda s, x: x + x.new_ones(x.shape[0], 1), "add.*size of the batch"),
+    "weight of an operand": (V, lambda s, x: torch.add(x, x, alpha=x.shape[0]), "torch.add.*size of the batch"),
+    "reversed difference": (V, lambda s, x: torch.rsub(x, s.mid, alpha=2), "torch.rsub"),
+    "interpolation of two": (V, lambda s, x: torch.lerp(x, s.a(x), 0.3), "torch.lerp"),
+    "limit from one side": (V, lambda s, x: x.clamp(max=0), "Tensor.clamp.*two numbers"),
+    "limit above zero": (V, lambda s, x: x.clamp_min(1), "clamp_min.*two numbers"),
+    "limits in the wrong order": (V, lambda s, x: torch.clamp(x, 2, -1), "torch.clamp"),
+    "limits of tensors": (V, lambda s, x: x.clamp(-s.mid, s.mid), "Tensor.clamp"),
+    "maximum with a constant": (V, lambda s, x: torch.maximum(x, s.mid), "torch.maximum.*depends on the input"),
+    "maximum over a dimension": (V, lambda s, x: torch.max(x, 1)[0], "torch.max.*int64"),
+    "sorted": (V, lambda s, x: x.sort(1)[0], "Tensor.sort.*int64"),
+    "whole numbers": (V, lambda s, x: x.long().float(), "Tensor.long.*int64"),
+    "bits": (V, lambda s, x: x.view(torch.int32).view(torch.float32), "Tensor.view.*int32"),
+    "halves": (V, lambda s, x: x.half().float(), "Tensor.half.*float16"),
+    "comparison": (V, lambda s, x: x * (x > 0), "gt.*torch.bool"),
+    "rounding": (V, lambda s, x: x.round(), "Tensor.round"),
+    "softmax of the batch": (V, lambda s, x: x.softmax(0), "Tensor.softmax.*mixes samples"),
+    "softmax from the end": (V, lambda s, x: x.softmax(-2), "Tensor.softmax.*mixes samples"),
+    "softmax of any dimension": (M, lambda s, x: F.softmax(x), "functional.softmax"),
+    "log softmax": (V, lambda s, x: F.log_softmax(x, 1), "log_softmax"),
+    "dropout at work": (V, lambda s, x: F.dropout(x), "random numbers"),
+    "dropout of everything": (V, lambda s, x: F.dropout(x, 1.0, True), "Dropout.*evaluation mode"),
+    "dropout of nothing": (V, lambda s, x: F.dropout(x, 0.0, True), "Dropout.*evaluation mode"),
+    "batch norm at work": ((4, 3), lambda s, x: F.batch_norm(x, None, None, training=True), "each sample alone"),
+    "instance norm": (I, lambda s, x: F.instance_norm(x), "instance_norm"),
+    "local response": (I, lambda s, x: F.local_response_norm(x, 2), "record|local_response_norm|functional"),
+    "root mean square": (V, lambda s, x: F.rms_norm(x, (4,)), "rms_norm"),
+    "normalised": (V, lambda s, x: F.normalize(x), "functional.normalize"),
+    "places of maxima": (I, lambda s, x: F.max_pool2d(x, 2, return_indices=True)[0], "max_pool2d.*int64"),
+    "norm pooling": (I, lambda s, x: F.lp_pool2d(x, 2.0, 2), "record|lp_pool2d|functional|pow"),
+    "overlapping windows": (I, lambda s, x: F.adaptive_avg_pool2d(x, 4), "AdaptiveAvgPool2d.*divides"),
+    "one-dimensional pooling": ((2, 6), lambda s, x: F.avg_pool1d(x, 2), "avg_pool1d"),
+    "bilinear upsampling": (I, lambda s, x: F.interpolate(x, scale_factor=2, mode="bilinear"), "Upsample.*'nearest'"),
+    "downsampling": (I, lambda s, x: F.interpolate(x, scale_factor=0.5), "Upsample.*powers of two"),
+    "upsampling by 3": (I, lambda s, x: F.interpolate(x, scale_factor=3), "Upsample.*powers of two"),
+    "upsampling of sequences": ((2, 6), lambda s, x: F.interpolate(x, scale_factor=2), "Upsample"),
+    "grid": (I, lambda s, x: F.grid_sample(x, x.new_zeros(x.shape[0], 2, 2, 2)), "grid_sample"),
+    "windows as columns": (I, lambda s, x: F.unfold(x, 3), "functional.unfold"),
+    "weights from the input": (I, lambda s, x: F.conv2d(x, x[:1, :, :3, :3]), "getitem|constant weight"),
+    "weights of a linear layer": (V, lambda s, x: F.linear(x, x.mean(0, keepdim=True)), "mean|constant weight"),
+    "input as weights": (I, lambda s, x: F.conv2d(torch.ones(2, 2, 6, 6), x), "conv2d.*row per sample"),
+    "bias from the input": (V, lambda s, x: F.linear(x, s.w, s.a(x)[0]), "getitem|bias"),
+    "samples as channels": ((6, 6), lambda s, x: F.conv2d(x, s.conv.weight), "any size"),
+    "hard shrink": (V, lambda s, x: F.hardshrink(x), "hardshrink"),
+    "threshold": (V, lambda s, x: F.threshold(x, 0.1, 20.0), "threshold"),
+    "gate": (V, lambda s, x: F.glu(x), "functional.glu"),
+    "early softplus": (V, lambda s, x: F.softplus(x, 2.0, 0.1), "Softplus.*threshold"),
+    "falling celu": (V, lambda s, x: F.celu(x, alpha=-1.0), "CELU.*positive"),
+    "random slopes": (V, lambda s, x: F.rrelu(x, training=True), "rrelu|random"),
+    "attention": (M, lambda s, x: F.scaled_dot_product_attention(x, x, x), "scaled_dot_product_attention"),
+    "view written to": (V, lambda s, x: _first(y := s.a(x), y.view(-1, 2, 2).add_(1)) * 2, "add_.*inplace=False"),
+    "slice written to": (V, lambda s, x: _first(y := s.a(x), y[:, 1:].mul_(2)) * 2, "mul_.*inplace=False"),
+    "data written to": (V, lambda s, x: _first(y := s.a(x), y.data.add_(1)) * 2, "add_|Tensor.data"),
+    "input as output": (V, lambda s, x: torch.add(x, 1, out=x), "torch.add"),
+    "weights changed": (V, lambda s, x: x + s.mid.add_(1), "changes 'mid'"),
+    "own attribute": (V, lambda s, x: _first(s.a(x), s.__setattr__("calls", s.calls + 1)), "changes 'calls'"),
+    "two outputs": (V, lambda s, x: (x, s.a(x)), "one output tensor"),
+    "constant output": (V, lambda s, x: x.new_ones(3, 4) * s.mid, "any size|each sample alone|row per"),
+    "samples without dimensions": (V, lambda s, x: x.mean(1), "Mean.*one output per sample"),
+    "copies by numpy": (V, lambda s, x: torch.from_numpy(x.numpy().copy()), "record"),
+    "value as a number": (V, lambda s, x: x * x.sum().item(), "Tensor.sum|item"),
+    "loop over the batch": (V, lambda s, x: torch.stack([row * 2 for row in x]), "control flow|iterated"),
+    "loop while values are large": (V, lambda s, x: x / 2 if bool((x > 1).any()) else x, "control flow"),
+}
+
+
+def _first(value: Any, *rest: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("name", [*TRICKS, *REFUSED])
+def test_refused_by_name(name: str) -> None:
+    shape, forward, message = (TRICKS | REFUSED)[name]
+    model = Net(forward).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own about what these forward passes do
+        with pytest.raises((NoRuleError, ShapeError), match=message):
+            export(model, shape)
+        if name in TRICKS:
+            with pytest.raises(NoRuleError, match=message):
+                lipschitz(model, shape)
+
+
+def twice(s: Net, x: Tensor) -> Tensor:
+    y = s.conv(x)
+    return s.norm(y) + y + x
+
+
+# What is odd but has one meaning.
+RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
+    # A normalisation is folded only where nobody else reads what it reads, under whatever name.
+    "norm behind dropout": (I, lambda s, x: (s.norm(s.drop(y := s.conv(x)))) + y + x),
+    "norm behind an identity": (I, lambda s, x: (s.norm(s.same(y := s.conv(x)))) + y + x),
+    "norm behind two identities": (I, lambda s, x: s.norm(s.same(s.drop(y := s.conv(x)))) + s.same(y) + x),
+    "norm before an identity": (I, lambda s, x: s.norm(y := s.conv(x)) + s.same(y) + x),
+    "norm and identity of the same": (I, lambda s, x: s.same(y := s.conv(x)) + s.norm(y) + x),
+    "norm of a norm": (I, lambda s, x: s.norm(s.norm(s.conv(x))) + x),
+    "norm read twice": (I, twice),
+    "shared convolution": (I, lambda s, x: s.norm(s.conv(s.norm(s.conv(x)))) + x),
+    "shared weights": (I, lambda s, x: F.conv2d(s.norm(s.conv(x)), s.conv.weight, padding=1) + x),
+    # Memory.
+    "in place on the input": (V, lambda s, x: s.relu(x) + x),
+    "in place in between": (V, lambda s, x: s.relu(y := s.a(x)) + y),
+    "sum in place": (V, lambda s, x: _first(y := s.a(x), y.add_(1)) * 2),
+    "sums in place": (V, lambda s, x: s.a(x).add_(1).mul_(3)),
+    # Numbers and broadcasting.
+    "column": (M, lambda s, x: x * s.mid[:3, None]),
+    "row": (M, lambda s, x: x * s.mid),
+    "growing factor": ((1, 4), lambda s, x: x * s.mid[:, None]),
+    "growing sum": (M, lambda s, x: x[:, :, :1] + x[:, :1]),
+    "constant with a batch of one": (V, lambda s, x: x * s.mid[None]),
+    "reversed difference": (V, lambda s, x: 3 - x),
+    "difference of a constant": (V, lambda s, x: torch.sub(x, s.mid, alpha=2)),
+    "weighted difference": (V, lambda s, x: torch.sub(x, s.a(x), alpha=3)),
+    "constant plus weighted": (V, lambda s, x: torch.add(s.mid, x, alpha=-2)),
+    "difference in place": (V, lambda s, x: x.clone().sub_(s.a(x), alpha=2)),
+    "whole divisors": (V, lambda s, x: x / torch.tensor([1, 2, 3, 4])),
+    "truth value": (V, lambda s, x: x * True + False),
+    "matrix": (V, lambda s, x: x @ s.w),
+    "matrix and its transpose": (V, lambda s, x: torch.mm(x @ s.w.T, s.w)),
+    "matrix from the left": ((4, 3), lambda s, x: s.w @ x),
+    "matrices of sequences": (M, lambda s, x: x @ s.w[None] + F.linear(x, s.w, s.mid)),
+    "minimum": (V, lambda s, x: torch.min(x, s.a(x)) + torch.max(x, s.a(x))),
+    "maximum of a repeated one": (M, lambda s, x: torch.maximum(x, x[:, :1])),
+    # Views.
+    "from the end": (M, lambda s, x: x[:, -2:, ..., -3:-1]),
+    "new dimensions": (M, lambda s, x: x[:, None, :, 1][..., None]),
+    "every third": ((7,), lambda s, x: x[:, 1::3]),
+    "beyond the end": ((7,), lambda s, x: x[:, 5:99]),
+    "pieces in another order": ((5,), lambda s, x: torch.cat(x.split([1, 4], 1)[::-1], -1)),
+    "uneven chunks": ((5,), lambda s, x: torch.cat(torch.chunk(x, 2, -1)[::-1], 1)),
+    "unbound": (M, lambda s, x: x.unbind(1)[0] - x.unbind(1)[-1]),
+    "sum of unbound": (M, lambda s, x: sum(x.unbind(-1))),
+    "stacked": (V, lambda s, x: torch.stack([x, s.a(x)], -1)),
+    "permuted from the end": ((3, 4, 5), lambda s, x: x.permute(0, -1, 1, -2).transpose(1, -1)),
+    "rolled": (M, lambda s, x: torch.roll(x, (-1, 2), (1, -1))),
+    "cut by padding": (I, lambda s, x: F.pad(x, (1, -2, 0, 1, 1, 0))),
+    "sizes by arithmetic": (M, lambda s, x: x.view(x.shape[0], x.shape[1] * x.shape[2] // 2, 2)),
+    "sizes of everything": (M, lambda s, x: x.view(x.numel() // 12, 12).view_as(x.flatten(1))),
+    "squeezed": ((1, 4), lambda s, x: x.squeeze(1).unflatten(1, (2, 2)).unsqueeze(-1)),
+    "expanded": ((1, 4), lambda s, x: x.expand(-1, 3, 4).expand(x.size(0), 3, 4)),
+    "means and sums": ((2, 3, 4), lambda s, x: x.mean((-1, 2), keepdim=True) - x.sum(1, keepdim=True)),
+    # Functions.
+    "channels as they come": (I, lambda s, x: F.pixel_unshuffle(x, 2)),
+    "pools": (I, lambda s, x: F.max_pool2d(x, 3, stride=2, padding=1) + F.avg_pool2d(x, 2)),
+    "pool with a divisor": (I, lambda s, x: F.avg_pool2d(x, 3, 2, 1, False, False)),
+    "pool over the end": ((2, 5, 5), lambda s, x: F.max_pool2d(x, 2, ceil_mode=True)),
+    "upsampled as": (I, lambda s, x: F.interpolate(x[:, :, :3, :3], size=x.shape[-2:])),
+    "convolutions": (I, lambda s, x: F.conv2d(x, s.conv.weight, None, 1, 2, 2) + s.conv(x)),
+    "transposed convolution": (I, lambda s, x: F.conv_transpose2d(x, s.conv.weight, None, 2, 1, 1)),
+    "groups": ((4, 6, 6), lambda s, x: F.conv2d(x, s.conv.weight, padding="same", groups=2)),
+    "norms of the sample": (V, lambda s, x: F.layer_norm(x, (4,), s.mid, None, 1e-3) + s.layer(x)),
+    "norms of groups": ((4, 3), lambda s, x: F.group_norm(x, 2, s.mid) + s.group(x)),
+    "norm by statistics": ((4, 3), lambda s, x: F.batch_norm(x, s.mid, s.mid + 1, s.mid, None, False, 0.1, 1e-3)),
+    "softmax": (M, lambda s, x: x.softmax(1) + F.softmax(x, -1)),
+    "activations": (V, lambda s, x: F.leaky_relu(F.elu(x, 2.0), -2.0) + F.gelu(x, approximate="tanh") + F.silu(x)),
+    "limits": (V, lambda s, x: torch.clamp(x, min=-1, max=2) + F.hardtanh(x, -2, 3) + x.clamp_min(0)),
+    # Casts there and back.
+    "wider in between": (V, lambda s, x: s.a(x.double().float()).contiguous()),
+    "at least": (V, lambda s, x: x if x.dim() == 2 and x.shape[-1] == 4 and x.dtype.is_floating_point else s.a(x)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_exported_as_it_computes(name: str) -> None:
+    shape, forward = RIGHT[name]
+    model = Net(forward).eval()
+    plain = export(model, shape)
+    generator = torch.Generator().manual_seed(1)
+    double = Net(forward).eval().double()
+    wide = export(double, shape) if name != "wider in between" else None
+    for size, factor in ((1, 1.0), (4, 1e-3), (5, 60.0)):
+        x = factor * torch.randn(size, *shape, generator=generator)
+        with torch.no_grad():
+            expected = model(x.clone())
+            scale = float(expected.abs().max())
+            assert torch.allclose(plain(x), expected, rtol=1e-4, atol=1e-5 * scale)
+            if wide is not None:
+                assert torch.allclose(wide(x.double()), double(x.double()), rtol=1e-10, atol=1e-12 * scale)
+    bound = float(lipschitz(plain))
+    for _ in range(3):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        assert slope(plain.double(), x) <= bound
+
+
+def slope(network: nn.Module, x: Tensor) -> float:
+    found: Any = torch.autograd.functional.jacobian(lambda v: network(v[None])[0], x)
+    return float(torch.linalg.matrix_norm(found.reshape(-1, x.numel()), 2))
+
+
+def test_a_copy_that_is_another_network_is_refused() -> None:
+    class Fresh(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Fresh:
+            return Fresh(2, 2)
+
+    class Wider(nn.Module):
+        def __init__(self, slope: float = 9.0) -> None:
+            super().__init__()
+            self.slope = slope
+
+        def __deepcopy__(self, memo: Any) -> Wider:
+            return Wider(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.slope * x
+
+    for network in (Fresh(2, 2), Wider()):
+        with pytest.raises(NoRuleError, match=r"copy\.deepcopy differs"):
+            export(nn.Sequential(network), (2,))
+
+
+def test_a_wrong_maker_is_found() -> None:
+    @function_module(F.hardshrink)
+    def _(call: Any, x: Any, lambd: float = 0.5) -> nn.Module:
+        return nn.LeakyReLU(3.0)
+
+    try:
+        with pytest.raises(NoRuleError, match="does not match its function"):
+            export(Net(lambda s, x: F.hardshrink(x)), V)
+    finally:
+        del FUNCTIONAL[F.hardshrink]
