@@ -40,6 +40,10 @@ EXACT = [
     nn.PReLU(16),
     layers.MaxMin(),
     layers.GroupSort(4),
+    layers.GroupSort(None),
+    modules.HalfAbs(),
+    modules.NActivation(16, -0.1, 0.2),
+    modules.Householder(16, order=2),
 ]
 IMAGES = [
     nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.MaxPool2d(2), nn.ZeroPad2d((1, -2, 0, 3)), nn.PixelUnshuffle(2),
