@@ -19,6 +19,7 @@ import torch
 from lipkit import certify, export, models, modules
 from lipkit.certificates.evaluators import machine
 from lipkit.data import Data, load
+from lipkit.errors import LipkitError
 from lipkit.text import table
 from lipkit.training import losses
 
@@ -28,6 +29,7 @@ STATEMENTS: dict[str, dict[str, str]] = {
     "float64": {"evaluator": "float64"},
     "float32": {"evaluator": "float32"},
     "float32, blocked": {"evaluator": "float32_blocked"},
+    "integer": {"evaluator": "integer"},
 }
 
 
@@ -54,7 +56,11 @@ def measure(network: modules.Network, x: torch.Tensor, y: torch.Tensor) -> list[
     rows = []
     for name, options in STATEMENTS.items():
         start = time.process_time()
-        found = certify(network, x, y, **options)
+        try:
+            found = certify(network, x, y, **options)
+        except LipkitError as error:
+            print(f"{name}: {error}")
+            continue
         seconds = time.process_time() - start
         lost = (found.radius_ignored - found.radius)[found.correct & (found.radius_ignored > 0)]
         rows.append(

@@ -59,7 +59,7 @@ def test_bounded_exported_certified_and_saved(name: str, tmp_path: Path) -> None
         assert bool((sound > 0.5 * ignored).all())
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.thorough) for name in ("DenseNet", "SqueezeNet", "ConvNeXt")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("DenseNet", "SqueezeNet", "ConvNeXt")]
 
 
 @pytest.mark.parametrize("name", ["ResNet-18", *SLOW])
@@ -76,8 +76,11 @@ def test_onnx_there_and_back(name: str, tmp_path: Path) -> None:
     assert torch.equal(load(save(back, tmp_path / "saved"))(x), back(x))
 
 
+LATE = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ConvNeXt", 18), ("MobileNetV2", 21))]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "opset"), [("LeNet", 17), ("ConvNeXt", 18), ("U-Net", 20), ("MobileNetV2", 21)])
+@pytest.mark.parametrize(("name", "opset"), [("LeNet", 17), ("U-Net", 20), *LATE])
 def test_files_of_plain_pytorch(name: str, opset: int, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     model, shape = network(name)

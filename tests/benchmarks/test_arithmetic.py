@@ -184,7 +184,8 @@ def test_memory_of_a_layer():
     assert here("conv", shape, 8, "forward")["saved"] == 0
     if resident("VmRSS"):
         assert own["peak"] >= plain["added"] >= 0
-        assert resident("VmHWM") >= resident("VmRSS") > 1 << 20
+        now = resident("VmRSS")  # read before the peak, which never falls
+        assert resident("VmHWM") >= now > 1 << 20
 
 
 def test_an_epoch_has_391_steps_of_128():

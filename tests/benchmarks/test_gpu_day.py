@@ -16,7 +16,7 @@ def found(out: Path, step: str) -> dict:
     return json.loads((out / f"{step}.json").read_text())["found"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_day_at_toy_size(tmp_path: Path) -> None:
     start = ["--out", str(tmp_path), "--toy"]
     gpu_day.main(start)  # the first step

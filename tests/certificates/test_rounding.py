@@ -427,7 +427,7 @@ def test_unknown_names_are_refused() -> None:
     network, x, y = convolutional()
     with pytest.raises(OptionError, match="rounding: expected 'sound' or 'ignore', got 'up'"):
         certify(network, x, y, rounding="up")
-    with pytest.raises(OptionError, match="expected one of float64, float32, float32_blocked, got 'bfloat16'"):
+    with pytest.raises(OptionError, match="expected one of float64, float32, float32_blocked, integer, got 'bfloat16'"):
         certify(network, x, y, evaluator="bfloat16")
     with pytest.raises(OptionError, match="'ignore', which knows none"):
         certify(network, x, y, rounding="ignore", evaluator="float32")

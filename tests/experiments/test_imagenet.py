@@ -37,6 +37,7 @@ def images(folder: Path) -> None:
                 Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.JPEG")
 
 
+@pytest.mark.slow
 def test_at_lipreg_on_image_folders_in_two_processes(tmp_path: Path) -> None:
     images(tmp_path / "images")
     with socket.socket() as free:

@@ -23,7 +23,7 @@ from lipkit.errors import DataError, NoRuleError, ShapeError
 from lipkit.interop import load_program
 from lipkit.interop.program_reader import OPERATORS, read_program
 
-SLOW = ("VGG-11", "ResNet-18", "ResNet-50", "WRN-16-4", "DenseNet", "SqueezeNet", "MobileNetV2", "ConvNeXt")
+SLOW = ("VGG-11", "ResNet-18", "ResNet-50", "WRN-16-4", "SqueezeNet", "MobileNetV2", "ConvNeXt")
 
 
 def write(model: nn.Module, shape: tuple[int, ...], path: Path, dynamic: bool = True) -> Path:
@@ -32,7 +32,7 @@ def write(model: nn.Module, shape: tuple[int, ...], path: Path, dynamic: bool = 
     return path
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in SMALL])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SMALL])
 def test_networks_of_others_have_the_same_constants(name: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
     shape = NETWORKS[name][1]

@@ -18,6 +18,7 @@ from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.measurement import Samples, as_tensors, check_inputs, dtype_name, measure
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
+from lipkit.modules.chains import Proof
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,8 +142,10 @@ def certify(
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N,) int64 labels, as `x`.
         rounding: ``"sound"`` or ``"ignore"``.
-        evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, or ``"float32_blocked"``, which
-            sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network).
+        evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which
+            sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network), or
+            ``"integer"``: the integer program of the network (`lipkit.modules.quantisation`, `lipkit.interop.write_c`),
+            for every real x', which it clamps and rounds itself; logits and predictions are then the program's own.
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
 
@@ -169,12 +172,7 @@ def certify(
     )
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
-    constants = margins.global_constants(proof.constant * proof.slack, outputs.shape[1])
-    rows = None
-    if measured.weight is not None and proof.body_constant is not None:
-        rows = margins.last_layer_constants(measured.weight, 1.0)
-        body = margins.last_layer_constants(measured.weight, proof.body_constant * proof.slack)
-        constants = torch.minimum(constants, body)
+    constants, rows = pair_constants(proof, outputs.shape[1])
     ignored = margins.radii(outputs, labels, constants)
     radius = ignored
     if measured.logits is not None:
@@ -195,6 +193,16 @@ def certify(
         evaluator=measured.evaluator,
         input_range=network.input_range,
     )
+
+
+def pair_constants(proof: Proof, classes: int) -> tuple[Tensor, Tensor | None]:
+    """Proved constants (K, K) of the differences of two outputs, and the norms of those of the last layer's rows."""
+    constants = margins.global_constants(proof.constant * proof.slack, classes)
+    if proof.last is None or proof.body_constant is None:
+        return constants, None
+    weight = proof.last.weight.detach().cpu()
+    body = margins.last_layer_constants(weight, proof.body_constant * proof.slack)
+    return torch.minimum(constants, body), margins.last_layer_constants(weight, 1.0)
 
 
 def _check_outputs(outputs: Tensor) -> None:

@@ -22,9 +22,14 @@ from lipkit.linalg.precision import check_underflow, flushes, product_settings, 
 from lipkit.linalg.transforms import nnpack_enabled
 from lipkit.modules.blocked import BLOCK, blocked
 from lipkit.modules.convolutions import windows_overlap
-from lipkit.proof.arithmetic import Arithmetic, arithmetic_of
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, arithmetic_of
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float32_blocked": torch.float32,
+    "integer": torch.int32,
+}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
 
@@ -33,8 +38,8 @@ class Evaluator:
     """Which evaluation a certificate holds for, and where it was made. Plain values only.
 
     Attributes:
-        name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), or ``"real"``: no
-            machine, rounding was ignored.
+        name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), ``"integer"`` (the
+            program `lipkit.modules.quantisation.quantise` returns), or ``"real"``: no machine, rounding was ignored.
         dtype: format of numbers and operations.
         block: inner products of dense layers and convolutions are summed in blocks of this many terms; None for any
             order.
@@ -59,7 +64,7 @@ class Evaluator:
         Raises:
             OptionError: another version of torch, or settings that break the model; the message names them.
         """
-        if self.name == "real":
+        if self.name in ("real", "integer"):  # exact integers are the same on every machine
             return
         if torch.__version__ != self.torch:
             raise OptionError(
@@ -97,6 +102,8 @@ def named(rounding: str, name: str, device: str | torch.device, network: nn.Modu
 
 def arithmetic(name: str, network: nn.Module) -> Arithmetic:
     """The arithmetic of an evaluator on a network as stored."""
+    if name == "integer":
+        return FLOAT64  # of the proof; the program's errors are its own
     dtype = _DTYPES[name]
     found = arithmetic_of(dtype)
     wider = any(
@@ -113,8 +120,9 @@ def machine(network: modules.Network, name: str) -> modules.Network:
     >>> type(machine(modules.Network([nn.Linear(2, 2)], (2,)), "float32_blocked")[0]).__name__
     'BlockedLinear'
     """
-    if name not in _DTYPES:
-        raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
+    if name not in _DTYPES or name == "integer":
+        floats = [known for known in _DTYPES if known != "integer"]
+        raise OptionError(f"evaluator: expected one of {', '.join(floats)}, got {name!r}")
     check_underflow()  # small float32 numbers would be lost on their way to float64
     twin = copy.deepcopy(network).cpu().to(_DTYPES[name])
     made = blocked(twin) if name.endswith("blocked") else twin
@@ -154,7 +162,7 @@ def settings(kind: str) -> dict[str, str]:
 def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:
     """Settings that break the model of arithmetic of this evaluator now, each with its remedy; empty if none does."""
     found = settings(kind)
-    if name == "float64":
+    if name in ("float64", "integer"):
         # No setting of torch lowers the precision of float64 products; cuDNN is switched off while it is in use.
         wrong = [reason for reason in reduced_products(found) if "DOUBLE" in reason]
         if found["flush_denormal"] == "True":

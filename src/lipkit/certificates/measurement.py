@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import Proof, prove
 from lipkit.modules.guarding import refuse_wrapper
+from lipkit.modules.quantisation import quantise
 from lipkit.proof.arithmetic import Arithmetic
 
 
@@ -75,12 +77,16 @@ def measure(
     (3.0, 1.0, [[3.0, 1.0], [3.0, 1.0]])
     """
     check_underflow()
-    where = float64_device(device)
+    where = float64_device("cpu" if evaluator == "integer" else device)
     made_for = evaluators.named(rounding, evaluator, where, network)
     exact = float64_copy(network, where)
     arithmetic = evaluators.arithmetic(evaluator, network)
     proof = prove(exact, arithmetic if rounding == "sound" else None)
-    evaluation = sound.Evaluation(proof, arithmetic) if rounding == "sound" else None
+    evaluation: Callable[[Tensor], sound.Logits] | None = None
+    if evaluator == "integer":
+        evaluation = functools.partial(sound.integer_logits, quantise(exact, proof))
+    elif rounding == "sound":
+        evaluation = sound.Evaluation(proof, arithmetic)
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(where, rounding == "sound"):
         for part in x.split(batch_size):

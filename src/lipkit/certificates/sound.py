@@ -26,6 +26,7 @@ from torch import Tensor
 from lipkit.certificates.margins import round_down
 from lipkit.modules.chains import Proof
 from lipkit.modules.dense import last_layer
+from lipkit.modules.integer import Program
 from lipkit.modules.machine import Walk, through
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number, size
 
@@ -102,6 +103,20 @@ class Evaluation:
         return _to_cpu(Logits(values, walk, self.double[0](features), at(features), slope, peak))
 
 
+def integer_logits(program: Program, x: Tensor) -> Logits:
+    """The outputs of an integer program at x, which need no measurement.
+
+    Both they and the outputs at x' differ by the program's error from the exact ones, wherever x' is.
+    """
+    values = program(x)
+    error, zero = torch.full((len(x),), program.body_error).double(), torch.zeros(len(x)).double()
+    walk = Walk(torch.empty(0), error, Line(error, 0.0), Line(zero, 0.0), Line(zero, 0.0))
+    if program.own_error is None:
+        return Logits(values, walk, None, None, None, Line(zero, 0.0))
+    own = program.own_error.expand_as(values)
+    return Logits(values, walk, own, own, torch.zeros_like(program.own_error), Line(zero, 0.0))
+
+
 def _to_cpu(logits: Logits) -> Logits:
     def line(found: Line) -> Line:
         return Line(found.at.cpu(), found.slope)
@@ -125,8 +140,25 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
         rows: (K, K) norms of the differences of the last layer's rows, rounded up; None without such a layer.
         arithmetic: of the evaluator.
     """
-    values, walk = logits.values, logits.walk
+    values = logits.values
     difference = round_down(values.gather(1, labels[:, None]) - values)
+    at, slope = margin_errors(logits, labels, rows)
+    top = round_down(difference - at)
+    bottom = _grown(constants[labels] + slope)
+    fits = (top > 0) & bottom.isfinite()
+    moving = fits & (bottom > 0)
+    quotient = round_down(top / torch.where(moving, bottom, 1.0))
+    pair_radius = torch.where(moving, quotient, torch.where(fits, math.inf, 0.0)).clamp_min(0.0)
+    radius = pair_radius.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    room = arithmetic.room - logits.peak.at
+    cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
+    known = values.isfinite().all(dim=1) & (room > 0)
+    return torch.where(known, torch.minimum(radius, cap), 0.0)
+
+
+def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Errors of the label's margin over each class: (N, K) at the samples, and what they grow by per distance."""
+    values, walk = logits.values, logits.walk
     spread = walk.spread
     if logits.own64 is None or logits.own_at is None or logits.own_slope is None or rows is None:
         # Two outputs of a vector that is off by E: their difference is off by at most sqrt(2) E.
@@ -140,17 +172,7 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
         at = grow(at + pair * spread.at[:, None])
         at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
         slope = _grown(_grown(pair * spread.slope) + _grown(apart * walk.error.slope))
-    top = round_down(difference - at)
-    bottom = _grown(constants[labels] + slope)
-    fits = (top > 0) & bottom.isfinite()
-    moving = fits & (bottom > 0)
-    quotient = round_down(top / torch.where(moving, bottom, 1.0))
-    pair_radius = torch.where(moving, quotient, torch.where(fits, math.inf, 0.0)).clamp_min(0.0)
-    radius = pair_radius.scatter(1, labels[:, None], math.inf).amin(dim=1)
-    room = arithmetic.room - logits.peak.at
-    cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
-    known = values.isfinite().all(dim=1) & (room > 0)
-    return torch.where(known, torch.minimum(radius, cap), 0.0)
+    return at, slope
 
 
 def output_errors(

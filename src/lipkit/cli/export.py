@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from lipkit.interop.runtimes import Runtime
+    from torch import Tensor
 
-FORMS = ("onnx", "torch", "safetensors", "hub", "robustbench")
+    from lipkit.interop.runtimes import Runtime
+    from lipkit.modules import Network
+
+FORMS = ("onnx", "torch", "c", "safetensors", "hub", "robustbench")
 
 
 @click.command("export")
@@ -27,6 +32,7 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
     \b
     onnx         network.onnx, dynamic batch, standard operators, real arithmetic
     torch        network.pt2, a torch.export program, dynamic batch
+    c            network.c and network.h, C99 with integers alone, which certificates with rounding included speak of
     safetensors  a folder of config.json and model.safetensors (lipkit.load)
     hub          a model folder with card: lipkit.interop.from_pretrained, and the network inside
     robustbench  the network's folder and model_info.json; lipkit.interop.RobustBenchModel wraps the network
@@ -55,7 +61,23 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
 
     x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
     check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
-    click.echo(f"{check}\nwritten {printable(target)}")
+    click.echo(check)
+    if form == "c":
+        _certify_integer(network, x, y, recipe.certify.eps)
+    click.echo(f"written {printable(target)}")
+
+
+def _certify_integer(network: Network, x: Tensor, y: Tensor, eps: Sequence[float]) -> None:
+    """Say what is certified for the C program."""
+    from lipkit.certificates import certify, format_radius
+    from lipkit.interop.c_program import compiler
+
+    if compiler() is None:
+        click.echo("no C compiler here (cc, gcc, clang): its operations were evaluated by torch")
+    certificate = certify(network, x, y, evaluator="integer")
+    for value in eps:
+        share = 100 * certificate.accuracy(value, large_eps=True)
+        click.echo(f"certified({format_radius(value)})  {share:.2f} % for the C program, its rounding included")
 
 
 def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:
@@ -70,6 +92,10 @@ def _write(run: Path, form: str, out: Path | None, licence: str | None, network:
     if form == "torch":
         path = interop.write_program(network, out or folder / "network.pt2")
         return path, interop.program_runtime(path)
+    if form == "c":
+        path = interop.write_c(network, out or folder / "network.c")
+        place = click.get_current_context().with_resource(tempfile.TemporaryDirectory())
+        return path, interop.c_runtime(path, network, place)
     if form == "safetensors":
         path = modules.save(network, out or folder / "network")
         return path, interop.module_runtime(modules.load(path))

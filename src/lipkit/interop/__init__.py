@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lipkit.interop.c_program import c_runtime, integer_program, write_c
 from lipkit.interop.card import RobustBenchModel, model_card, robustbench_info
 from lipkit.interop.check import RuntimeCheck, check_runtime
 from lipkit.interop.onnx_reader import load_onnx
@@ -12,8 +13,10 @@ from lipkit.interop.runtimes import module_runtime, onnx_runtime, program_runtim
 __all__ = [
     "RobustBenchModel",
     "RuntimeCheck",
+    "c_runtime",
     "check_runtime",
     "from_pretrained",
+    "integer_program",
     "load_onnx",
     "load_program",
     "model_card",
@@ -22,6 +25,7 @@ __all__ = [
     "program_runtime",
     "robustbench_info",
     "save_pretrained",
+    "write_c",
     "write_onnx",
     "write_program",
 ]

@@ -1,4 +1,4 @@
-"""What reading a network from an ONNX or a .pt2 file ends with: sizes that fit into memory, and its export."""
+"""The end of reading a network from an ONNX or a .pt2 file: sizes that fit into memory, and its export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network calls on the way from its input to its output: every function that reads a value which depends on it.
+"""Records the calls of a network on the way from its input to its output: every function that reads a value of them.
 
 A traced graph is the network only if both call the same functions with the same constants. The outputs for one batch do
 not show that: code that asks for the type of its argument, or catches the error of the tracing, may do nothing unusual
@@ -93,7 +93,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two records are of the same calls, numbers within rounding."""
+    """True if two records are of the same calls, numbers within rounding."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
     if type(a) is float and type(b) is float:

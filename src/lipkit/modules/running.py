@@ -415,7 +415,7 @@ def _sizes(summary: Any) -> list[Sizes]:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two outputs are the same but for rounding, in whatever format and order of operations."""
+    """True if two outputs are the same but for rounding, in whatever format and order of operations."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.double(), b.double()

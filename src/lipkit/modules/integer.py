@@ -1,0 +1,221 @@
+"""Integer programs: operations on arrays of int32 with sums in int64, evaluated here bit for bit as everywhere.
+
+An array q of integers with the fraction f stands for 2^-f q. `lipkit.modules.quantisation` makes the program of a
+network, with the proof of its error and that no sum overflows; `lipkit.interop.write_c` writes it in C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.errors import OptionError
+from lipkit.modules.registry import Shape
+
+WORD = 2**31 - 1
+"""The largest modulus of an entry or a weight."""
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """``y_i = x_index_i``, or 0 where the index is -1."""
+
+    index: Tensor
+
+    @property
+    def size(self) -> int:
+        """Outputs."""
+        return len(self.index)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 1))[:, self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Sort:
+    """Seen as (outer, length, inner), each column of ``length`` numbers is sorted in descending order."""
+
+    outer: int
+    length: int
+    inner: int
+
+    @property
+    def size(self) -> int:
+        """Outputs."""
+        return self.outer * self.length * self.inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        seen = x.view(len(x), self.outer, self.length, self.inner)
+        return seen.sort(dim=2, descending=True).values.flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """``max(x, 0)`` (``relu``) or ``|x|`` (``abs``) of the first ``count`` numbers; the others stay."""
+
+    kind: str
+    count: int
+    size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        head = x[:, : self.count]
+        return torch.cat((head.clamp_min(0) if self.kind == "relu" else head.abs(), x[:, self.count :]), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Blend:
+    """``round(2^-shift (u x + v y))`` of two values."""
+
+    factors: tuple[int, int]
+    shift: int
+    size: int
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return rounded(self.factors[0] * x + self.factors[1] * y, self.shift)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A convolution without padding of images (channels, height, width); a dense layer has images of one pixel.
+
+    Attributes:
+        weight: (rows, channels / groups, kh, kw) int64, entries of at most `WORD`.
+        bias: (rows,) int64, of the fraction of the sums.
+        image: channels, height, width of the input.
+        groups, stride, dilation: as in ``nn.Conv2d``.
+        shift: s >= 1 of the module docstring.
+        window: the largest l2 norm of the integers that one output reads, rounded up: the proof of its sums.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    image: tuple[int, int, int]
+    groups: int
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    shift: int
+    window: int
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Rows and columns of the output."""
+        spans = [d * (k - 1) for d, k in zip(self.dilation, self.weight.shape[2:], strict=True)]
+        h, w = ((n - span - 1) // s + 1 for n, span, s in zip(self.image[1:], spans, self.stride, strict=True))
+        return h, w
+
+    @property
+    def size(self) -> int:
+        """Outputs."""
+        return len(self.weight) * math.prod(self.places)
+
+    @property
+    def one_to_one(self) -> bool:
+        """True if each row reads one channel of its own, pixel by pixel."""
+        return self.weight[0].numel() == 1 and self.groups == len(self.weight) and self.stride == (1, 1)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """The exact sums (N, rows, places): products in float64 of digits so small that nothing is rounded."""
+        n = len(x)
+        bias = self.bias[None, :, None]
+        if self.one_to_one:
+            return x.view(n, len(self.weight), -1) * self.weight.view(1, -1, 1) + bias
+        terms = self.weight[0].numel()
+        # |sum| <= 2^(bits - 1) sqrt(terms) window <= 2^53 for digits of `bits` bits
+        bits = min(54 - ((math.isqrt(terms) + 1) * self.window).bit_length(), 32)
+        if bits < 2:
+            raise OverflowError(f"{terms} terms of one sum")
+        image, rest, scale = x.view(n, *self.image).double(), self.weight, 0
+        total = torch.zeros((), dtype=torch.int64)
+        while bool((rest != 0).any()) or scale == 0:
+            digit = (rest + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+            total = total + (self._product(image, digit.double()).long() << scale)
+            rest, scale = (rest - digit) >> bits, scale + bits
+        return total.view(n, len(self.weight), -1) + bias
+
+    def _product(self, image: Tensor, digit: Tensor) -> Tensor:
+        if self.groups == 1 and math.prod(self.image[1:]) == 1:
+            return F.linear(image.flatten(1), digit.flatten(1))
+        if self.groups == 1 and digit[0, 0].numel() == 1 and self.stride == (1, 1):
+            return torch.matmul(digit.flatten(1), image.flatten(2))
+        return F.conv2d(image, digit, None, self.stride, 0, self.dilation, self.groups)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rounded(self.sums(x), self.shift).flatten(1)
+
+    @property
+    def most(self) -> int:
+        """Bounds the modulus of all partial sums, in exact integers."""
+        high, low = self.weight.flatten(1) >> 16, self.weight.flatten(1) & 0xFFFF
+        parts = [(a * b).sum(1).tolist() for a, b in ((high, high), (high, low), (low, low))]
+        squares = [(hh << 32) + (hl << 17) + ll for hh, hl, ll in zip(*parts, strict=True)]
+        rows = zip(squares, self.bias.tolist(), strict=True)
+        return max((math.isqrt(square) + 1) * self.window + abs(b) for square, b in rows)
+
+    def fits(self) -> bool:
+        """Weights in 32 bits, and no sum can leave 62 (so that half a unit of the shift still fits)."""
+        return int(self.weight.abs().amax()) <= WORD and self.most < 2**62
+
+
+Operation = Move | Sort | Fold | Blend | Linear
+
+
+def rounded(sums: Tensor, shift: int) -> Tensor:
+    """``floor(2^-shift sums + 1/2)`` in int64.
+
+    >>> rounded(torch.tensor([-6, -5, 5, 6]), 2).tolist()
+    [-1, -1, 1, 2]
+    """
+    return (sums + (1 << shift >> 1)) >> shift
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """An integer program; value 0 is its input, value i + 1 the result of operation i.
+
+    Attributes:
+        input_shape: of one input.
+        box: (low, high) of the inputs: what is outside is clamped.
+        input_fraction, fraction: of the integers that go in and come out.
+        operations: each with the values that it reads.
+        body_error: bounds the l2 error of what the last dense layer reads, on all inputs; of the outputs without one.
+        own_error: (K,) that of each output of the last dense layer alone; None without one.
+    """
+
+    input_shape: Shape
+    box: tuple[float, float]
+    input_fraction: int
+    fraction: int
+    operations: tuple[tuple[Operation, tuple[int, ...]], ...]
+    body_error: float
+    own_error: Tensor | None
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The box in integers."""
+        low, high = (round(math.ldexp(end, self.input_fraction)) for end in self.box)
+        return low, high
+
+    def quantise(self, x: Tensor) -> Tensor:
+        """Inputs (N, *input_shape) clamped to the box and rounded to integers (N, n)."""
+        if bool(x.isnan().any()):
+            raise OptionError("expected inputs that are numbers, got NaN")
+        return (x.double().clamp(*self.box) * 2.0**self.input_fraction).round().long().flatten(1)
+
+    def run(self, q: Tensor) -> Tensor:
+        """Integers (N, n) in the box to the integer outputs (N, K): int64 tensors of numbers that fit into int32."""
+        return _last(self.operations, [q])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Inputs (N, *input_shape) to outputs (N, K) in float64, which holds them exactly."""
+        return self.run(self.quantise(x).cpu()).double() * 2.0**-self.fraction
+
+
+def _last(operations: Iterable[tuple[Operation, tuple[int, ...]]], values: list[Tensor]) -> Tensor:
+    for operation, reads in operations:
+        values.append(operation(*(values[i] for i in reads)))
+    return values[-1]

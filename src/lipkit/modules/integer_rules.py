@@ -1,0 +1,267 @@
+"""The integer programs of single modules: what `lipkit.modules.quantisation` walks over.
+
+A convolution is a move, which pads and puts windows side by side, and a product. Fourier and phase layers become
+circular convolutions with a kernel as large as the image, a Taylor polynomial a matrix: their numbers are responses to
+impulses in float64, whose distance from the exact ones is part of the error.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.bounds import circular
+from lipkit.errors import NoRuleError
+from lipkit.modules.activations import GroupSort, MaxMin
+from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.fourier import FourierConv2d, StoredSymbol
+from lipkit.modules.integer import Fold, Move, Sort
+from lipkit.modules.isometric import HalfAbs
+from lipkit.modules.machine import entries, local_error
+from lipkit.modules.phase import PhaseConv2d
+from lipkit.modules.pooling import Mean, _pair
+from lipkit.modules.quantisation import Builder, Value, integer_rule
+from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
+from lipkit.modules.registry import Shape, lipschitz, output_shape
+from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
+from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.taylor import TaylorConv2d
+from lipkit.modules.views import VIEWS
+from lipkit.proof.arithmetic import FLOAT64, grow_number
+from lipkit.proof.norms import spectral_norm
+
+MAX_PRODUCTS = 1 << 24
+"""The most products of a layer that is no inner product as stored (a Fourier layer) and is written out as one."""
+
+
+def _two(sizes: Sequence[int]) -> tuple[int, int]:
+    return sizes[0], sizes[1]
+
+
+def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
+    return NoRuleError(f"evaluator 'integer': {type(module).__name__}: expected {expected}, got {got}")
+
+
+def _indices(shape: Shape) -> Tensor:
+    """Numbers from 1: what a module that moves makes of them says from where; 0 is padding."""
+    return torch.arange(1, entries(shape) + 1).double().view(1, *shape)
+
+
+def _move(moved: Tensor) -> Move:
+    return Move(moved.flatten().long() - 1)
+
+
+@integer_rule(*RESHAPES, *VIEWS, ResizeChannels, Shift2d)
+def _moves(builder: Builder, module: nn.Module, value: Value, gain: float) -> Value:
+    move, shape = _move(module(_indices(value.shape))), output_shape(module, value.shape)
+    return builder.exact(move, value, shape)
+
+
+@integer_rule(MaxMin)
+def _maxmin(builder: Builder, module: MaxMin, value: Value, gain: float) -> Value:
+    return builder.exact(Sort(1, 2, entries(value.shape) // 2), value, value.shape)
+
+
+@integer_rule(GroupSort)
+def _group_sort(builder: Builder, module: GroupSort, value: Value, gain: float) -> Value:
+    channels = value.shape[0]
+    length = module.group_size or channels
+    return builder.exact(Sort(channels // length, length, entries(value.shape[1:])), value, value.shape)
+
+
+@integer_rule(nn.ReLU, HalfAbs)
+def _fold(builder: Builder, module: nn.Module, value: Value, gain: float) -> Value:
+    n = entries(value.shape)
+    if type(module) is nn.ReLU:
+        return builder.exact(Fold("relu", n, n), value, value.shape)
+    return builder.exact(Fold("abs", value.shape[0] // 2 * entries(value.shape[1:]), n), value, value.shape)
+
+
+@integer_rule(nn.LeakyReLU)
+def _leaky(builder: Builder, module: nn.LeakyReLU, value: Value, gain: float) -> Value:
+    slope = float(module.negative_slope)
+    parts = builder.branch(nn.ReLU(), value), builder.branch(nn.Identity(), value)
+    return builder.blend(value, gain, parts, (1 - slope, slope))
+
+
+@integer_rule(nn.Linear)
+def _dense(builder: Builder, module: nn.Linear, value: Value, gain: float) -> Value:
+    if len(value.shape) != 1:
+        raise _refuse(module, "inputs of one dimension", value.shape)
+
+    def norm(change: Tensor) -> float:
+        return float(spectral_norm(change.flatten(1)))
+
+    return builder.linear(value, gain, (module.out_features,), module.weight, module.bias, norm)
+
+
+@integer_rule(Affine, Elementwise)
+def _scale(builder: Builder, module: Affine | Elementwise, value: Value, gain: float) -> Value:
+    rows = value.shape[:1] if isinstance(module, Affine) else value.shape
+    n, rest = entries(rows), entries(value.shape) // entries(rows)
+    scale, shift = (t.expand(rows).reshape(n) for t in (module.scale, module.shift))
+
+    def norm(change: Tensor) -> float:
+        return float(change.abs().amax())
+
+    return builder.linear(value, gain, value.shape, scale[:, None], shift, norm, (n, 1, rest), groups=n)
+
+
+@integer_rule(nn.Conv2d)
+def _conv(builder: Builder, module: nn.Conv2d, value: Value, gain: float) -> Value:
+    if module.padding_mode not in ("zeros", "circular"):
+        raise _refuse(module, "padding_mode 'zeros' or 'circular'", module.padding_mode)
+    spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    if module.padding_mode == "circular" and any(s >= n for s, n in zip(spans, value.shape[1:], strict=True)):
+        raise _refuse(module, f"windows within the image {value.shape[1:]}", module.kernel_size)
+
+    def norm(change: Tensor) -> float:
+        twin = copy.deepcopy(module)
+        twin.weight = nn.Parameter(change.view_as(module.weight), requires_grad=False)
+        return float(lipschitz(twin, value.shape))
+
+    mode = "constant" if module.padding_mode == "zeros" else "circular"
+    padded = F.pad(_indices(value.shape), module._reversed_padding_repeated_twice, mode)
+    return _convolve(builder, value, gain, padded, module.weight, module.bias, norm, module)
+
+
+def _convolve(
+    builder: Builder,
+    value: Value,
+    gain: float,
+    padded: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Callable[[Tensor], float],
+    conv: nn.Conv2d | None = None,
+    inexact: float = 0.0,
+) -> Value:
+    """A convolution of what ``padded`` (1, C, h, w) says; stride, dilation and groups are those of ``conv``."""
+    stride, dilation, groups = (1, 1), (1, 1), 1
+    if conv is not None:
+        stride, dilation, groups = _two(conv.stride), _two(conv.dilation), conv.groups
+    kernel = weight.shape[2:]
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    h, w = ((n - span) // s + 1 for n, span, s in zip(padded.shape[2:], spans, stride, strict=True))
+    image = (padded.shape[1], padded.shape[2], padded.shape[3])
+    if groups == 1 and all(s >= span for s, span in zip(stride, spans, strict=True)):
+        # Windows have nothing in common: their entries become channels, and the rest is a product of matrices.
+        padded = F.unfold(padded, kernel, dilation, 0, stride)
+        image, weight, stride, dilation = (padded.shape[1], 1, h * w), weight.flatten(1), (1, 1), (1, 1)
+    moved = builder.exact(_move(padded), value, image)
+    return builder.linear(
+        moved,
+        gain,
+        (len(weight), h, w),
+        weight,
+        bias,
+        norm,
+        image,
+        groups=groups,
+        stride=stride,
+        dilation=dilation,
+        inexact=inexact,
+    )
+
+
+@integer_rule(FourierConv2d, PhaseConv2d)
+def _symbol(builder: Builder, module: StoredSymbol, value: Value, gain: float) -> Value:
+    channels, h, w = value.shape
+    products = channels * module.out_channels * (h * w) ** 2
+    if products > MAX_PRODUCTS:
+        raise _refuse(module, f"at most {MAX_PRODUCTS} products of pixels and taps", f"{products} on {h} x {w} pixels")
+    impulses = torch.zeros(channels, channels, h, w).double()
+    impulses[range(channels), range(channels), 0, 0] = 1
+    response, off = _responses(module, impulses)
+    padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")
+    kernel = response.transpose(0, 1).flip(2, 3)
+
+    def norm(change: Tensor) -> float:
+        return float(circular(change, h, w))
+
+    # The error of a kernel as a map: at each frequency at most the sum of its moduli, for each pair of channels.
+    inexact = grow_number(float(off.square().sum().sqrt()) * math.sqrt(h * w))
+    return _convolve(builder, value, gain, padded, kernel, module.bias, norm, inexact=inexact)
+
+
+@integer_rule(TaylorConv2d)
+def _taylor(builder: Builder, module: TaylorConv2d, value: Value, gain: float) -> Value:
+    shape, n = output_shape(module, value.shape), entries(value.shape)
+    if n * entries(shape) > MAX_PRODUCTS:
+        raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * entries(shape))
+    response, off = _responses(module, torch.eye(n).double().view(n, *value.shape))
+    bias = None if module.bias is None else module.bias.repeat_interleave(entries(shape[1:]))
+
+    def norm(change: Tensor) -> float:
+        return float(spectral_norm(change.flatten(1)))
+
+    inexact = grow_number(float(off.square().sum().sqrt()))
+    return builder.linear(value, gain, shape, response.flatten(1).T, bias, norm, inexact=inexact)
+
+
+def _responses(module: Any, impulses: Tensor) -> tuple[Tensor, Tensor]:
+    """The linear part's response to each impulse in float64, and a bound of its distance from the exact one."""
+    twin = copy.deepcopy(module)
+    twin.bias = None
+    error = local_error(twin, tuple(impulses.shape[1:]), FLOAT64)(impulses).error.at
+    return twin(impulses), error
+
+
+@integer_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
+def _average(builder: Builder, module: Any, value: Value, gain: float) -> Value:
+    shape = output_shape(module, value.shape)
+    if type(module) is nn.AvgPool2d:
+        if module.ceil_mode or _pair(module.padding) != [0, 0]:
+            raise _refuse(module, "no padding and no ceil_mode", module)
+        kernel, stride = _pair(module.kernel_size), _pair(module.stride)
+        divisor = module.divisor_override or math.prod(kernel)
+    else:
+        if isinstance(module, Mean) and (sorted(module.dims) != [2, 3] or len(value.shape) != 3):
+            raise _refuse(module, "the mean over rows and columns of images", module)
+        kernel = stride = [n // m for n, m in zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
+        divisor = math.prod(kernel)
+    channels = value.shape[0]
+    weight = torch.full((channels, 1, *kernel), 1 / divisor).double()
+
+    def norm(change: Tensor) -> float:
+        return float(change.abs().amax()) * abs(divisor) * gain
+
+    image, off = (channels, value.shape[1], value.shape[2]), 2.0**-52 * gain
+    return builder.linear(
+        value, gain, shape, weight, None, norm, image, groups=channels, stride=_two(stride), inexact=off
+    )
+
+
+@integer_rule(SandwichBlock)
+def _sandwich(builder: Builder, module: SandwichBlock, value: Value, gain: float) -> Value:
+    inner = builder.branch([module.first, module.activation, module.second], value)
+    error = grow_number(gain * value.error + inner.error)
+    return replace(inner, error=error, reach=grow_number(gain * value.reach))
+
+
+@integer_rule(SlopeResidual)
+def _slope_residual(builder: Builder, module: SlopeResidual, value: Value, gain: float) -> Value:
+    parts = builder.branch([module.first, module.activation, module.second], value), builder.branch([], value)
+    return builder.blend(value, gain, parts, (1.0, 1.0))
+
+
+@integer_rule(ConvexResidual)
+def _convex_residual(builder: Builder, module: ConvexResidual, value: Value, gain: float) -> Value:
+    share = float(module.share)
+    parts = builder.branch(module.body, value), builder.branch(module.shortcut, value)
+    return builder.blend(value, gain, parts, (share, 1 - share))
+
+
+@integer_rule(Sum)
+def _sum(builder: Builder, module: Sum, value: Value, gain: float) -> Value:
+    if len(module.branches) != 2:
+        raise _refuse(module, "two branches", len(module.branches))
+    parts = builder.branch(module.branches[0], value), builder.branch(module.branches[1], value)
+    return builder.blend(value, gain, parts, (1.0, 1.0))

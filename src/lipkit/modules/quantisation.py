@@ -1,0 +1,344 @@
+r"""A plain network in int32 and int64 alone: its integer program, with a proved error and overflow excluded by proof.
+
+An array q of integers with the fraction f stands for :math:`2^{-f} q`. A linear map with integer weights of fraction g
+sums exactly in int64 and rounds once, half up, to the fraction f' of its output:
+
+.. math:: q'_i = \Big\lfloor 2^{-s} \Big(b_i + \sum_j w_{ij} q_j + 2^{s-1}\Big) \Big\rfloor, \qquad s = f + g - f'
+
+Everything else (moves, sorting, absolute values) is exact. So the program is the same function on every machine.
+
+**Ranges.** Inputs are clamped to the network's box with centre c and half diagonal R. With the exact function h of the
+first modules, its proved constant L, and what the program computes, :math:`\hat h`,
+
+.. math:: \|\hat h(x) - h(x)\| \le E, \qquad \|\hat h(x) - \hat h(c)\| \le L R + 2 E \quad\text{for every real x.}
+
+The program itself gives :math:`\hat h(c)` exactly, so that norm and entries of every value are bounded. Fractions are
+the largest for which entries stay in int32 and, by Cauchy and Schwarz, all partial sums within 2^62: rows of exact
+integers times the norm of what they read.
+
+**Error.** A linear map W with stored weights :math:`\hat W` and n outputs adds
+:math:`\|\hat W - W\| \|\hat h\| + \|\hat b - b\| + \sqrt n\, 2^{-f'-1}`; a module of constant L multiplies what came
+before by L. The input starts with :math:`\sqrt n\, 2^{-f-1}`. None of it depends on the sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError
+from lipkit.modules.chains import Proof
+from lipkit.modules.guarding import type_name
+from lipkit.modules.integer import WORD, Blend, Linear, Move, Operation, Program, rounded
+from lipkit.modules.machine import entries
+from lipkit.modules.network import Network
+from lipkit.modules.registry import Shape, lipschitz
+from lipkit.proof.arithmetic import grow, grow_number, size
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One value of a program, with bounds on the whole box in real numbers, rounded up.
+
+    Attributes:
+        index: in the program. shape: as the network has it. fraction: f.
+        centre: (1, n) integers at the centre of the box.
+        error: E. reach: L R, how far the exact value moves from the centre's.
+        largest, norm: of the entries and the whole of what the program computes.
+    """
+
+    index: int
+    shape: Shape
+    fraction: int
+    centre: Tensor
+    error: float
+    reach: float
+    largest: float
+    norm: float
+
+    @property
+    def spread(self) -> float:
+        """L R + 2 E: how far what the program computes moves from the centre's."""
+        return grow_number(self.reach + 2 * self.error)
+
+
+Rule = Callable[["Builder", Any, "Value", float], "Value"]
+
+_RULES: dict[type[nn.Module], Rule] = {}
+
+
+def integer_rule(*types: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register ``rule(builder, module, value, gain) -> value`` as the integer program of exactly these types.
+
+    ``gain`` is the proved constant of the module; the value that is returned bounds what the program makes of it.
+
+    >>> class Negate(nn.Module):
+    ...     def forward(self, x): return -x
+    >>> @integer_rule(Negate)
+    ... def _(builder, module, value, gain):
+    ...     same = builder.branch(nn.Identity(), value)
+    ...     return builder.blend(value, gain, (same, same), (-0.5, -0.5))
+    >>> del _RULES[Negate]  # only so that the example leaves the table as it was
+    """
+
+    def put(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(types, rule))
+        return rule
+
+    return put
+
+
+class Builder:
+    """Writes operations; `rows` are the errors of each row of the last linear one."""
+
+    def __init__(self, inputs: int) -> None:
+        self.operations: list[tuple[Operation, tuple[int, ...]]] = []
+        self.sizes = [inputs]
+        self.rows = torch.zeros(0).double()
+
+    def put(self, operation: Operation, *reads: int) -> int:
+        """The place of the value that an operation makes of those it reads."""
+        if isinstance(operation, Move):
+            if torch.equal(operation.index, torch.arange(self.sizes[reads[0]])):
+                return reads[0]
+            before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
+            if isinstance(before, Move):  # two moves are one
+                found = F.pad(before.index, (0, 1), value=-1)[operation.index]
+                operation, reads = Move(found), first
+        self.operations.append((operation, reads))
+        self.sizes.append(operation.size)
+        return len(self.operations)
+
+    def exact(self, operation: Operation, value: Value, shape: Shape) -> Value:
+        """After an operation that moves, drops or compares entries: no error, and none of them grows.
+
+        Padding may copy entries for a convolution whose windows hold none of them twice: the bounds of the norm, the
+        error and the reach are then those of what was copied, which is what they mean to `linear`.
+        """
+        index = self.put(operation, value.index)
+        assert not isinstance(operation, Blend)
+        centre = operation(value.centre)
+        return _value(index, shape, value.fraction, centre, value.error, value.reach, value.largest, value.norm)
+
+    def linear(
+        self,
+        value: Value,
+        gain: float,
+        shape: Shape,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Callable[[Tensor], float],
+        image: tuple[int, int, int] | None = None,
+        *,
+        groups: int = 1,
+        stride: tuple[int, int] = (1, 1),
+        dilation: tuple[int, int] = (1, 1),
+        inexact: float = 0.0,
+    ) -> Value:
+        """After a linear map.
+
+        Args:
+            value: its input, without padding left to do. gain: the constant of the exact map. shape: of its output.
+            weight: as of `Linear`, or a matrix (rows, channels), in float64. bias: (rows,).
+            norm: from a change of the weight to the norm of the change of the map.
+            inexact: what the map of ``weight`` may differ from the exact one, in norm.
+        """
+        weight = weight.detach().double()
+        weight = weight.view(*weight.shape[:2], *(weight.shape[2:] or (1, 1)))
+        bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
+        image = image or (len(value.centre[0]), 1, 1)
+        terms = weight[0].numel()
+        window = math.ceil(min(value.norm, math.sqrt(terms) * value.largest) * (1 + 2.0**-40) * 2.0**value.fraction)
+        places = min(_places(float(weight.abs().amax())), 61 - value.fraction)
+        while True:
+            grid, sums = 2.0**places, 2.0 ** (places + value.fraction)
+            q, b = (weight * grid).round(), (bias * sums).round()
+            if float(b.abs().amax()) < 2.0**61 and float(q.abs().amax()) <= WORD:
+                made = Linear(q.long(), b.long(), image, groups, stride, dilation, 1, window)
+                if made.fits():
+                    break
+            places -= 1
+            if places < -64:
+                raise OverflowError(f"weights up to {float(weight.abs().amax()):.3g}")
+        # Differences of float64 numbers and their roundings to a grid are exact.
+        change, shift = q - weight * grid, (b - bias * sums).abs() / sums
+        rows = grow(size(change) / grid * value.norm + shift)
+        own = norm(change) / grid * value.norm + inexact * value.norm
+        own = grow_number(own + float(size(shift[None])) * math.sqrt(math.prod(made.places)))
+        found = made.sums(value.centre).flatten(1)
+        entry = grow_number(float(size(weight).amax()) + inexact)
+        places += value.fraction
+        result = self.finish(value, gain, shape, own, found, places, lambda s: replace(made, shift=s), entry=entry)
+        self.rows = grow(rows + 2.0 ** -(result.fraction + 1))
+        return result
+
+    def finish(
+        self,
+        value: Value,
+        gain: float,
+        shape: Shape,
+        own: float,
+        sums: Tensor,
+        places: int,
+        operation: Callable[[int], Operation],
+        reads: Sequence[int] | None = None,
+        entry: float = math.inf,
+    ) -> Value:
+        """Round sums of fraction ``places`` to the largest fraction whose entries fit.
+
+        Args:
+            own: what the operation adds to the error before it rounds. operation: of a shift.
+            entry: the constant of one output, where it is known: the largest norm of a row.
+        """
+        moved = grow_number(min(gain, entry) * value.reach + 2 * (gain * value.error + own))
+        fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)
+        while fraction >= places - 62:
+            error = grow_number(gain * value.error + own + math.sqrt(sums.shape[1]) * 2.0 ** -(fraction + 1))
+            centre = rounded(sums, places - fraction)
+            largest = float(centre.abs().amax()) * 2.0**-fraction + min(gain, entry) * value.reach + 2 * error
+            try:
+                found = _value(0, shape, fraction, centre, error, grow_number(gain * value.reach), grow_number(largest))
+            except OverflowError:
+                fraction -= 1
+                continue
+            index = self.put(operation(places - fraction), *(reads or [value.index]))
+            return replace(found, index=index)
+        raise OverflowError(f"entries up to {float(sums.abs().amax()) * 2.0**-places + moved:.3g}")
+
+    def blend(self, value: Value, gain: float, parts: tuple[Value, Value], factors: tuple[float, float]) -> Value:
+        """After ``p u + q v``, where u and v are branches behind ``value`` with errors of their own."""
+        u, v = parts
+        places = min(part.fraction + _places(abs(f)) - 1 for part, f in zip(parts, factors, strict=True))
+        exact = [math.ldexp(f, places - part.fraction) for part, f in zip(parts, factors, strict=True)]
+        p, q = (round(number) for number in exact)
+        own = 0.0
+        for part, factor, scaled in zip(parts, factors, exact, strict=True):
+            # A factor 1 - p is rounded once before it comes here.
+            off = abs(scaled - round(scaled)) * 2.0 ** (part.fraction - places) + 2.0**-52 * max(1.0, abs(factor))
+            own = grow_number(own + abs(factor) * part.error + off * part.norm)
+        sums = p * u.centre + q * v.centre
+
+        def made(shift: int) -> Operation:
+            return Blend((p, q), shift, sums.shape[1])
+
+        return self.finish(value, gain, u.shape, own, sums, places, made, [u.index, v.index])
+
+    def chain(self, modules: Sequence[nn.Module], value: Value, gains: Sequence[float | None]) -> Value:
+        """After modules that follow each other; constants that are None are proved here."""
+        for module, gain in zip(modules, gains, strict=True):
+            if type(module) not in _RULES:
+                raise NoRuleError(
+                    f"evaluator 'integer': expected modules that an integer program can compute "
+                    f"({', '.join(kind.__name__ for kind in _RULES)}), got {type_name(type(module))}: certify for "
+                    "float64 or float32, or register a rule with lipkit.modules.quantisation.integer_rule"
+                )
+            known = gain if gain is not None else gain_of(module, value.shape)
+            value = _RULES[type(module)](self, module, value, known)
+        return value
+
+    def branch(self, module: nn.Module | Sequence[nn.Module], value: Value) -> Value:
+        """A part inside of a module: its errors alone, at inputs that the program itself gives."""
+        start = replace(value, error=0.0, reach=value.spread)
+        parts = list(module) if isinstance(module, (nn.Sequential, Sequence)) else [module]
+        parts = [part for part in parts if type(part) is not nn.Identity]
+        return self.chain(parts, start, [None] * len(parts))
+
+
+def _value(
+    index: int,
+    shape: Shape,
+    fraction: int,
+    centre: Tensor,
+    error: float,
+    reach: float,
+    largest: float = math.inf,
+    norm: float = math.inf,
+) -> Value:
+    """The bounds of a value: those of the module docstring, or better ones where they are known."""
+    spread = grow_number(reach + 2 * error)
+    scale = 2.0**-fraction
+    entry = grow_number(float(centre.abs().amax()) * scale + spread)
+    whole = grow_number(float(size(centre.double())) * scale + spread)
+    largest = min(largest, entry)
+    norm = min(norm, whole, grow_number(math.sqrt(centre.shape[1]) * largest))
+    if not largest * 2.0**fraction < WORD:
+        raise OverflowError(f"expected entries within 32 bits, got {largest} with {fraction} binary places")
+    return Value(index, shape, fraction, centre, error, reach, largest, norm)
+
+
+def _places(number: float) -> int:
+    """The most f for which ``number 2^f`` is below 2^31."""
+    return min(31 - math.frexp(number)[1], 62) if number > 0 else 31
+
+
+def gain_of(module: nn.Module, shape: Shape) -> float:
+    """Its proved constant, with room for the transform of a Fourier layer."""
+    return grow_number(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
+
+
+def quantise(network: Network, proof: Proof) -> Program:
+    """The integer program of an exported network.
+
+    Args:
+        network: in float64 on the CPU, with an ``input_range``.
+        proof: of that network, with its steps.
+
+    Raises:
+        NoRuleError: a module that no integer program can compute.
+        OptionError: no ``input_range``, or numbers whose ranges leave nothing of 32 bits.
+
+    >>> from lipkit.modules.chains import prove
+    >>> from lipkit.proof.arithmetic import FLOAT64
+    >>> net = Network([nn.Linear(2, 2, bias=False).double()], (2,))
+    >>> _ = net[0].weight.copy_(torch.tensor([[0.5, 0.25], [-1.0, 0.0]]))
+    >>> net.input_range = (0.0, 1.0)
+    >>> quantise(net, prove(net, FLOAT64))(torch.ones(1, 2)).tolist()
+    [[0.75, -1.0]]
+    """
+    if network.input_range is None:
+        raise OptionError(
+            "evaluator 'integer': expected a network whose input_range is known, because 32 bits hold no others, got "
+            "None: set network.input_range = (0.0, 1.0), for instance"
+        )
+    low, high = (float(end) for end in network.input_range)
+    if not -math.inf < low < high < math.inf:
+        raise OptionError(f"input_range: expected two numbers, the smaller one first, got {network.input_range}")
+    shape, n = network.input_shape, entries(network.input_shape)
+    fraction = _places(max(-low, high) * (1 + 2.0**-30))
+    program = Program(shape, (low, high), fraction, 0, (), 0.0, None)
+    middle = (low + high) / 2
+    builder = Builder(n)
+    half = grow_number(math.sqrt(n) * max(high - middle, middle - low))
+    largest = grow_number(max(map(abs, program.ends)) * 2.0**-fraction)
+    error = grow_number(math.sqrt(n) * 2.0 ** -(fraction + 1))
+    centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
+    value = _value(0, shape, fraction, centre, error, half, largest)
+    body = list(network)[: len(network) - (proof.last is not None)]
+    own: Tensor | None = None
+    try:
+        value = builder.chain(body, value, [step.gain for step in proof.steps])
+        error = value.error
+        if proof.last is not None:
+            value = builder.chain([proof.last], value, [None])
+            own = builder.rows
+    except OverflowError as found:
+        raise OptionError(f"evaluator 'integer': the proved ranges of the values are too wide ({found})") from None
+    operations = _alive(builder.operations)
+    return Program(shape, (low, high), fraction, value.fraction, operations, error, own)
+
+
+def _alive(operations: Sequence[tuple[Operation, tuple[int, ...]]]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
+    """Without operations whose value nobody reads."""
+    wanted = {len(operations)}
+    for i in range(len(operations), 0, -1):
+        if i in wanted:
+            wanted.update(operations[i - 1][1])
+    place = {0: 0} | {i: k + 1 for k, i in enumerate(sorted(wanted - {0}))}
+    kept = (operations[i - 1] for i in sorted(wanted - {0}))
+    return tuple((operation, tuple(place[i] for i in reads)) for operation, reads in kept)

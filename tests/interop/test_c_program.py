@@ -1,0 +1,234 @@
+"""The C program: the bits of its twin in torch with every flag, the radii of the certificate, attacks inside them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lipkit
+from lipkit import interop, layers, modules
+from lipkit.attacks import pgd
+from lipkit.certificates.measurement import float64_copy
+from lipkit.data import load
+from lipkit.errors import CertificateViolation, OptionError, RunError
+from lipkit.interop import c_program, integer_program, write_c
+
+COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
+STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
+FLAGS = {
+    "O0": ["-O0"],
+    "O3": ["-O3", "-Wconversion", "-Wshadow"],
+    "sanitize": ["-O1", "-fsanitize=undefined,address", "-fno-sanitize-recover=all"],
+    "other": ["-O2", "-ftrapv", "-funsigned-char"],
+}
+needs_compiler = pytest.mark.skipif(not COMPILERS, reason="expected gcc or clang, found neither")
+
+
+def everything() -> modules.Network:
+    """A small network that uses every function of the C file."""
+    torch.manual_seed(0)
+    parts = [
+        modules.Affine(torch.tensor([0.7, -1.3]), torch.tensor([0.1, 0.2])),
+        nn.Conv2d(2, 6, 3, padding=1, padding_mode="circular", groups=2),
+        modules.GroupSort(3),
+        layers.SllConv2d(6, 6, 3, padding=1, padding_mode="circular"),
+        modules.HalfAbs(),
+        nn.Conv2d(6, 8, 2, stride=2, bias=False),
+        modules.MaxMin(),
+        modules.Shift2d(8, 1),
+        nn.Flatten(),
+        nn.Linear(8 * 35, 16),
+        nn.LeakyReLU(0.25),
+        nn.Linear(16, 5),
+    ]
+    network = lipkit.export(nn.Sequential(*parts).eval(), (2, 10, 14))
+    network.input_range = (-0.5, 1.0)
+    return network
+
+
+def images(network: modules.Network, count: int) -> Tensor:
+    low, high = network.input_range or (0.0, 1.0)
+    x = torch.rand(count, *network.input_shape, dtype=torch.float64)
+    x[::3] = x[::3].round()
+    return low + (high - low) * x
+
+
+@pytest.fixture(scope="module", params=["everything", "digits"])
+def network(request: pytest.FixtureRequest) -> modules.Network:
+    return everything() if request.param == "everything" else lipkit.load("digits-cayley")
+
+
+@pytest.fixture(scope="module")
+def source(network: modules.Network, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_c(network, tmp_path_factory.mktemp("c") / "network.c")
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("cc", COMPILERS)
+def test_the_bits_are_the_same_with_every_compiler_and_the_radii_those_of_the_certificate(
+    network: modules.Network, source: Path, cc: str, flags: str, tmp_path: Path
+) -> None:
+    program, _ = integer_program(network)
+    x = images(network, 60)
+    q = program.quantise(x)
+    compiled = c_program.compile_c(source, tmp_path / "network", [*STRICT, *FLAGS[flags]], cc)
+    answers = c_program.run_c(compiled, q)
+    assert torch.equal(answers.logits, program.run(q))
+    assert torch.equal(answers.label, answers.logits.argmax(1))
+    certificate = lipkit.certify(network, x, answers.label, evaluator="integer")
+    assert bool((certificate.radius > 0).any())
+    assert bool((answers.radius <= certificate.radius).all())
+    # Errors are rounded up to whole logits there, and radii to nine digits.
+    unit = 2.0**-program.fraction / float(certificate.constant) * 4
+    torch.testing.assert_close(answers.radius, certificate.radius, rtol=1e-6, atol=2e-9 + unit)
+
+
+@needs_compiler
+def test_ties_equal_rows_and_unmovable_margins(tmp_path: Path) -> None:
+    network = modules.Network([nn.Linear(2, 3)], (2,))
+    network.input_range = (0.0, 1.0)
+    with torch.no_grad():
+        network[0].weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]))
+        network[0].bias.copy_(torch.tensor([0.0, 0.5, 0.5]))
+    program, _ = integer_program(network)
+    compiled = c_program.compile_c(write_c(network, tmp_path / "a.c"), tmp_path / "a")
+    tie = c_program.run_c(compiled, program.quantise(torch.rand(4, 2)))
+    assert tie.label.tolist() == [1] * 4
+    assert tie.radius.tolist() == [0.0] * 4
+    with torch.no_grad():
+        network[0].bias.copy_(torch.tensor([0.0, 0.5, 0.25]))
+    compiled = c_program.compile_c(write_c(network, tmp_path / "b.c"), tmp_path / "b")
+    apart = c_program.run_c(compiled, program.quantise(torch.rand(4, 2)))
+    assert apart.radius.tolist() == [torch.inf] * 4
+    assert lipkit.certify(network, torch.rand(4, 2), torch.ones(4).long(), evaluator="integer").radius.isinf().all()
+
+
+@needs_compiler
+def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, tmp_path: Path) -> None:
+    compiled = c_program.compile_c(source, tmp_path / "network")
+    low, high = integer_program(network)[0].ends
+    n = len(integer_program(network)[0].quantise(images(network, 1))[0])
+    for q, message in (
+        (torch.full((1, n), high + 1), f"status 3: expected numbers from {low} to {high}"),
+        (torch.full((1, n), low - 1), "status 3"),
+        (torch.full((1, n - 1), high), f"status 4: expected whole inputs of {n} numbers"),
+    ):
+        with pytest.raises(RunError, match=message):
+            c_program.run_c(compiled, q)
+    assert len(c_program.run_c(compiled, torch.tensor([[low] * n, [high] * n])).label) == 2
+
+
+@needs_compiler
+def test_pixels_become_the_nearest_numbers(source: Path, tmp_path: Path) -> None:
+    main = tmp_path / "main.c"
+    main.write_text(
+        f'#include <stdio.h>\n#include "{source}"\nint main(void) {{ int i; for (i = 0; i < 256; i++)'
+        ' printf("%ld\\n", (long)lipkit_input(i, 255)); return 0; }\n'
+    )
+    fraction = int(re.findall(r"INPUT_FRACTION (\d+)", source.with_suffix(".h").read_text())[0])
+    subprocess.run([COMPILERS[0], "-std=c99", str(main), "-o", str(tmp_path / "main")], check=True)
+    out = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, check=True).stdout
+    assert list(map(int, out.split())) == [(2 * i * 2**fraction + 255) // 510 for i in range(256)]
+
+
+@needs_compiler
+def test_it_is_checked_like_any_runtime(tmp_path: Path) -> None:
+    network = everything()
+    path = write_c(network, tmp_path / "network.c")
+    runtime = interop.c_runtime(path, network, tmp_path)
+    x, y = images(network, 20), torch.arange(20) % 5
+    check = interop.check_runtime(network, runtime, x, y, eps=(0.0, 0.01), batch_size=8)
+    assert check.same == 20
+    assert check.difference < 1e-6
+    other = everything()
+    with torch.no_grad():
+        other[-1].bias[0] += 0.01
+    with pytest.raises(CertificateViolation, match="outputs of the runtime within"):
+        interop.check_runtime(other, runtime, x, y)
+
+
+def test_without_a_compiler_torch_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = everything()
+    path = write_c(network, tmp_path / "network.c")
+    monkeypatch.setattr(c_program, "compiler", lambda: None)
+    x = images(network, 3)
+    assert torch.equal(interop.c_runtime(path, network, tmp_path)(x), integer_program(network)[0](x))
+    with pytest.raises(OptionError, match="expected a C compiler called cc, gcc or clang, found none"):
+        c_program.compile_c(path, tmp_path / "network")
+
+
+def test_the_file_has_no_floating_point_and_needs_nothing(network: modules.Network, source: Path) -> None:
+    text = source.read_text().split("#ifdef LIPKIT_MAIN")[0]
+    assert not re.search(r"\b(float|double|malloc|math\.h|stdlib)\b", text)
+    assert set(re.findall(r"#include (\S+)", text)) == {'"network.h"'}
+    assert re.findall(r"#include (\S+)", source.with_suffix(".h").read_text()) == ["<stdint.h>"]
+    assert max(map(len, text.splitlines())) < 509  # what every C compiler must read
+    assert text == write_c(network, source.parent / "again" / "network.c").read_text().split("#ifdef LIPKIT_MAIN")[0]
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    network = everything()
+    with pytest.raises(OptionError, match=r"ends in .c, got 'network.h'"):
+        write_c(network, tmp_path / "network.h")
+    with pytest.raises(OptionError, match=r"letters, digits and -_. that ends in .c"):
+        write_c(network, tmp_path / 'a"b.c')
+    with pytest.raises(OptionError, match="prefix: expected a name of C, got '2b'"):
+        write_c(network, tmp_path / "a.c", prefix="2b")
+    single = modules.Network([nn.Linear(2, 1)], (2,))
+    single.input_range = (0.0, 1.0)
+    with pytest.raises(OptionError, match="classifier with at least two outputs, got 1"):
+        write_c(single, tmp_path / "a.c")
+    assert not list(tmp_path.iterdir())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.05, 20), st.floats(-1, 1))
+def test_the_radius_of_a_linear_network_is_the_distance_and_holds(seed: int, scale: float, bias: float) -> None:
+    # The nearest input of the other class lies along the difference of the rows: just before it nothing changes,
+    # just behind it everything does.
+    torch.manual_seed(seed)
+    network = modules.Network([nn.Linear(6, 2)], (6,))
+    network.input_range = (-10.0, 10.0)
+    with torch.no_grad():
+        network[0].weight.mul_(scale)
+        network[0].bias.copy_(torch.tensor([bias, 0.0]))
+    program, _ = integer_program(network)
+    x = 2 * torch.rand(1, 6, dtype=torch.float64) - 1
+    label = int(program(x).argmax())
+    certificate = lipkit.certify(network, x, torch.tensor([label]), evaluator="integer")
+    rows = network[0].weight.double()
+    apart = rows[label] - rows[1 - label]
+    direction = -apart / apart.norm()
+    radius = float(certificate.radius)
+    own = float(program.own_error.sum()) if program.own_error is not None else torch.inf
+    room = 3 * (own + 2 * program.body_error * float(apart.norm())) / float(apart.norm()) + 1e-9
+    assert float(program(x + direction * radius * (1 - 1e-12)).diff()[0, 0]) * (1 if label else -1) > 0 or radius == 0
+    if radius + room < 8:
+        assert int(program(x + direction * (radius + room)).argmax()) != label
+
+
+@needs_compiler
+def test_no_attack_inside_a_radius_changes_the_class(tmp_path: Path) -> None:
+    network = lipkit.load("digits-cayley")
+    x = load("digits").test.batch(torch.arange(30))[0].double()
+    program, _ = integer_program(network)
+    labels = program(x).argmax(1)
+    radius = lipkit.certify(network, x, labels, evaluator="integer").radius
+    assert bool((radius > 0).all())
+    compiled = c_program.compile_c(write_c(network, tmp_path / "network.c"), tmp_path / "network")
+    exact = float64_copy(network)
+    for box in ((0.0, 1.0), (-2.0, 3.0)):  # numbers outside of the box are clamped by the program
+        found = pgd(exact, x, labels, eps=radius * (1 - 1e-9), steps=20, restarts=2, box=box, stop_early=False)
+        assert torch.equal(c_program.run_c(compiled, program.quantise(found)).label, labels)
+    # The same attack finds other classes not far outside: what was certified is no empty claim.
+    found = pgd(exact, x, labels, eps=2.5 * radius, steps=20, restarts=2, box=(0.0, 1.0))
+    assert int((c_program.run_c(compiled, program.quantise(found)).label != labels).sum()) >= 5

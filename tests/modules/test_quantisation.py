@@ -1,0 +1,284 @@
+"""Integer programs against float64, and against Python's integers, which cannot overflow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lipkit
+from lipkit import layers, modules
+from lipkit.certificates.measurement import float64_copy
+from lipkit.errors import NoRuleError, OptionError
+from lipkit.interop import integer_program
+from lipkit.modules.integer import WORD, Blend, Fold, Linear, Move, Operation, Program, Sort, rounded
+
+# The largest ratio of the proved error to one that is seen on a few inputs: the bound adds norms of roundings that
+# point nowhere in particular, layer after layer.
+LOOSE = 60
+
+
+def images(network: modules.Network, count: int = 40, seed: int = 0) -> Tensor:
+    """Random inputs of the box; every other one is a corner of it."""
+    low, high = network.input_range or (0.0, 1.0)
+    x = torch.rand(count, *network.input_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x[1::2] = x[1::2].round()
+    return low + (high - low) * x
+
+
+def chain(
+    *parts: nn.Module, shape: tuple[int, ...] = (2, 6, 6), box: tuple[float, float] = (0.0, 1.0)
+) -> modules.Network:
+    """The exported network of these parts."""
+    network = lipkit.export(nn.Sequential(*parts).eval(), shape)
+    network.input_range = box
+    return network
+
+
+def _conv() -> modules.Network:
+    return chain(
+        nn.Conv2d(2, 6, 3, padding=1),
+        modules.GroupSort(3),
+        nn.Conv2d(6, 4, 3, padding=2, dilation=2, padding_mode="circular", groups=2),
+        nn.LeakyReLU(0.3),
+        nn.AvgPool2d(2),
+        nn.Conv2d(4, 6, (2, 3), stride=(1, 2), padding=1),
+        modules.HalfAbs(),
+        nn.Flatten(),
+        nn.Linear(48, 3),
+    )
+
+
+def _moves() -> modules.Network:
+    return chain(
+        modules.Affine(torch.tensor([0.7, -1.3]), torch.tensor([0.1, 0.2])),
+        nn.PixelUnshuffle(2),
+        modules.ResizeChannels(8, 10),
+        modules.Shift2d(10, 2),
+        modules.Elementwise(torch.ones(1, 1, 1), torch.linspace(-1, 1, 90).view(10, 3, 3)),
+        modules.MaxMin(),
+        nn.Conv2d(10, 4, 1, bias=False),
+        modules.GroupSort(None),
+        modules.Mean(2, 3),
+        nn.Linear(4, 5),
+        box=(-1.0, 3.0),
+    )
+
+
+def _residual() -> modules.Network:
+    return chain(
+        layers.SllConv2d(2, 2, 3, padding=1, padding_mode="circular"),
+        layers.Residual(nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU())),
+        nn.Flatten(),
+        layers.SllLinear(72, 72),
+        nn.Linear(72, 4),
+    )
+
+
+def _symbols() -> modules.Network:
+    return chain(
+        layers.CayleyConv2d(2, 4, 3, padding=1, padding_mode="circular"),
+        modules.MaxMin(),
+        layers.EcoConv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        modules.MaxMin(),
+        layers.SocConv2d(4, 4, 3, padding=1),
+        nn.Flatten(),
+        modules.MaxMin(),
+    )
+
+
+NETWORKS: dict[str, Callable[[], modules.Network]] = {
+    "convolutions": _conv,
+    "moves": _moves,
+    "residuals": _residual,
+    "symbols": _symbols,
+    "digits": lambda: lipkit.load("digits-cayley"),
+}
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def made(request: pytest.FixtureRequest) -> tuple[modules.Network, Program]:
+    torch.manual_seed(1)
+    network = NETWORKS[request.param]()
+    return network, integer_program(network)[0]
+
+
+def errors(network: modules.Network, program: Program, x: Tensor) -> Tensor:
+    """l2 distance of the program's outputs from those in float64."""
+    with torch.no_grad():
+        return torch.linalg.vector_norm(float64_copy(network)(x) - program(x), dim=1)
+
+
+def proved(network: modules.Network, program: Program) -> float:
+    """The bound of the error of all outputs."""
+    if program.own_error is None:
+        return program.body_error
+    last = list(network)[-1]
+    assert isinstance(last, nn.Linear)
+    return float(torch.linalg.matrix_norm(last.weight.double(), 2) * program.body_error + program.own_error.norm())
+
+
+def test_the_error_is_within_its_bound_and_the_bound_is_no_guess(made: tuple[modules.Network, Program]) -> None:
+    network, program = made
+    seen = float(errors(network, program, images(network)).max())
+    bound = proved(network, program)
+    assert seen <= bound <= LOOSE * seen
+    assert bound < 1e-4
+
+
+def exactly(operation: Operation, values: list[list[int]]) -> list[int]:
+    """An operation in Python's integers, with every number on the way within its word."""
+    x = values[0]
+    if isinstance(operation, Move):
+        return [0 if i < 0 else x[i] for i in operation.index.tolist()]
+    if isinstance(operation, Fold):
+        head = [max(v, 0) if operation.kind == "relu" else abs(v) for v in x[: operation.count]]
+        return head + x[operation.count :]
+    if isinstance(operation, Sort):
+        grid = np.array(x).reshape(operation.outer, operation.length, operation.inner)
+        return (-np.sort(-grid, axis=1)).flatten().tolist()
+    if isinstance(operation, Blend):
+        u, v = operation.factors
+        sums = [[u * a, v * b] for a, b in zip(*values, strict=True)]
+        return [_rounded(terms, 0, operation.shift) for terms in sums]
+    grid = np.array(x, dtype=object).reshape(operation.image)
+    weight, (h, w) = operation.weight.numpy().astype(object), operation.places
+    rows, per_group = len(weight), operation.image[0] // operation.groups
+    out = []
+    for row, oy, ox in itertools.product(range(rows), range(h), range(w)):
+        first = row // (rows // operation.groups) * per_group
+        (sy, sx), (dy, dx), (kh, kw) = operation.stride, operation.dilation, weight.shape[2:]
+        window = grid[first : first + per_group, oy * sy :: dy, ox * sx :: dx][:, :kh, :kw]
+        assert sum(v * v for v in window.flatten()) <= operation.window**2
+        terms = (window * weight[row]).flatten().tolist()
+        out.append(_rounded(terms, int(operation.bias[row]), operation.shift))
+    return out
+
+
+def _rounded(terms: list[int], bias: int, shift: int) -> int:
+    # Sums in any order lie between that of the negative and that of the positive terms.
+    assert sum(map(abs, terms)) + abs(bias) + 2 ** (shift - 1) < 2**63
+    return (2 * (sum(terms) + bias) + 2**shift) // 2 ** (shift + 1)
+
+
+def corners(network: modules.Network) -> Tensor:
+    """The corners of the box that drive the first linear layer, and the outputs, furthest in first order."""
+    low, high = network.input_range or (0.0, 1.0)
+    exact = float64_copy(network)
+    found = [torch.full((1, *network.input_shape), end).double() for end in (low, high)]
+    for output in range(2):
+        x = torch.full((1, *network.input_shape), (low + high) / 2, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(exact(x)[0, output], x)
+        found += [torch.where(slope > 0, high, low), torch.where(slope > 0, low, high)]
+    return torch.cat(found)
+
+
+def test_every_number_fits_into_its_word_and_the_outputs_are_those_of_exact_integers(
+    made: tuple[modules.Network, Program],
+) -> None:
+    network, program = made
+    q = program.quantise(torch.cat([corners(network), images(network, 2)]))[:6]
+    got = program.run(q).tolist()
+    for row, wanted in zip(q.tolist(), got, strict=True):
+        values = [row]
+        for operation, reads in program.operations:
+            values.append(exactly(operation, [values[i] for i in reads]))
+            assert max(map(abs, values[-1])) <= WORD
+        assert values[-1] == wanted
+
+
+def test_sums_that_use_their_last_bit_are_exact() -> None:
+    # A row of equal signs at a corner reaches the bound by Cauchy and Schwarz: what float64 alone could not sum.
+    network = chain(nn.Flatten(), nn.Linear(72, 2))
+    with torch.no_grad():
+        network[1].weight.copy_(torch.tensor([[1.0], [-1.0]]) * torch.full((2, 72), 0.9999998807907104))
+        network[1].bias.zero_()
+    program = integer_program(network)[0]
+    linear = program.operations[-1][0]
+    assert isinstance(linear, Linear)
+    q = program.quantise(torch.ones(1, 2, 6, 6))
+    exact = [sum(a * b for a, b in zip(q[0].tolist(), row, strict=True)) for row in linear.weight.flatten(1).tolist()]
+    assert linear.sums(q).flatten().tolist() == exact
+    assert max(map(abs, exact)) > 2**60
+
+
+@given(st.integers(-(2**61), 2**61), st.integers(1, 61))
+def test_rounding_is_half_up(value: int, shift: int) -> None:
+    assert rounded(torch.tensor(value), shift).item() == (2 * value + 2**shift) // 2 ** (shift + 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.floats(-3, 3),
+    st.sampled_from([2.0**-30, 1e-3, 1.0, 40.0, 3e5]),
+    st.sampled_from([1e-6, 1.0, 300.0]),
+)
+def test_scales_of_all_sizes_keep_the_bound(seed: int, low: float, weight: float, width: float) -> None:
+    torch.manual_seed(seed)
+    network = chain(nn.Linear(5, 6), modules.MaxMin(), nn.Linear(6, 3), shape=(5,), box=(low, low + width))
+    with torch.no_grad():
+        network[0].weight.mul_(weight)
+        network[2].bias.mul_(weight)
+    program = integer_program(network)[0]
+    x = images(network, 8, seed)
+    assert float(errors(network, program, x).max()) <= proved(network, program) * (1 + 1e-6) + 1e-12
+
+
+def test_inputs_outside_of_the_box_are_clamped_and_nan_is_refused() -> None:
+    network = chain(nn.Flatten(), nn.Linear(72, 2), box=(0.0, 1.0))
+    program = integer_program(network)[0]
+    x = torch.tensor([-5.0, 7.0]).view(2, 1, 1, 1).expand(2, 2, 6, 6)
+    assert torch.equal(program.quantise(x), program.quantise(x.clamp(0, 1)))
+    with pytest.raises(OptionError, match="expected inputs that are numbers, got NaN"):
+        program.quantise(x * torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (nn.Tanh(), r"expected modules that an integer program can compute \(.*MaxMin.*\), got .*Tanh: certify for"),
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), "'zeros' or 'circular', got reflect"),
+        (nn.Conv2d(2, 2, 7, padding=3, padding_mode="circular"), r"windows within the image \(6, 6\), got \(7, 7\)"),
+        (nn.AvgPool2d(3, 2, 1), "no padding and no ceil_mode"),
+        (layers.CayleyConv2d(2, 16, 3, padding=1, padding_mode="circular"), None),
+        (modules.Mean(1), "rows and columns of images"),
+        (modules.Sum(nn.Identity(), nn.Identity(), nn.Identity()), "two branches, got 3"),
+        (nn.Linear(6, 6), "inputs of one dimension"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(part: nn.Module, message: str | None) -> None:
+    network = chain(part)
+    if message is None:
+        assert integer_program(network)[0].operations
+        return
+    with pytest.raises(NoRuleError, match=message):
+        integer_program(network)
+
+
+def test_a_large_fourier_layer_is_refused() -> None:
+    network = modules.Network([modules.FourierConv2d(3, 32, 32, 32)], (3, 32, 32))
+    network.input_range = (0.0, 1.0)
+    with pytest.raises(NoRuleError, match=r"FourierConv2d: expected at most 16777216 products .* on 32 x 32 pixels"):
+        integer_program(network)
+
+
+def test_ranges_that_are_unknown_or_too_wide_are_refused() -> None:
+    network = chain(nn.Flatten(), nn.Linear(72, 2))
+    network.input_range = None
+    with pytest.raises(OptionError, match=r"input_range is known.*set network.input_range"):
+        integer_program(network)
+    network.input_range = (1.0, 0.0)
+    with pytest.raises(OptionError, match="expected two numbers, the smaller one first"):
+        integer_program(network)
+    network = chain(nn.Flatten(), nn.Linear(72, 2))
+    with torch.no_grad():
+        network[1].weight.fill_(1e38)
+    with pytest.raises(OptionError, match="ranges of the values are too wide"):
+        integer_program(network)
