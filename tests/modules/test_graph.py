@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipkit import certify, export, lipschitz
+from lipkit.certificates.evaluators import machine
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
 from lipkit.modules import (
     Add,
@@ -146,6 +148,99 @@ def test_rounding_is_covered_and_the_bound_is_not_idle(seed: int) -> None:
         lost = (graph(moved).double() - double(moved.double())).norm(dim=1)
     assert bool((lost <= line.at + line.slope * (moved - x).double().norm(dim=1)).all())
     assert float(local_error(double, (6,), FLOAT64)(x.double()).error.at.max()) < 1e-6 * float(bound.max())
+
+
+JOINED = {
+    "sum": [Add(1, 1)],
+    "difference": [Add(1, -1)],
+    "blend": [Blend(torch.tensor(0.3))],
+    "beside": [Concatenate(1)],
+    "maximum": [Maximum()],
+}
+
+
+@pytest.mark.parametrize("end", JOINED)
+@pytest.mark.parametrize("rough", ["neither", "first", "second"])
+def test_errors_of_either_operand_and_of_the_join_itself_count(end: str, rough: str) -> None:
+    # Pieces of the input are exact; x + 2^14 - 2^14 has lost the last places of x.
+    lossy = [Affine(torch.ones(1), torch.tensor([2.0**14])), Affine(torch.ones(1), torch.tensor([-(2.0**14)]))]
+    modules: list[nn.Module] = [Piece(1, 0, 3), Piece(1, 3, 6), *([] if rough == "neither" else lossy)]
+    one = 2 if rough == "second" else 1
+    sources = [[0], [0]] if rough == "neither" else [[0], [0], [one], [3]]
+    read = {"neither": [1, 2], "first": [4, 2], "second": [1, 4]}[rough]
+    graph = Graph([*modules, *JOINED[end]], [*sources, read])
+    x = torch.rand(300, 6, generator=torch.Generator().manual_seed(0)) + 0.5
+    x[:, 3:] *= 7  # the difference of numbers within a factor of two would be exact
+    double = copy.deepcopy(graph).double()
+    lost = (graph(x).double() - double(x.double())).norm(dim=1)
+    bound = local_error(double, (6,), FLOAT32)(x.double()).error.at
+    assert bool((lost <= bound).all())
+    if end in ("beside", "maximum") and rough == "neither":
+        assert float(lost.max()) == 0
+    else:
+        assert float(bound.max()) <= 60 * float(lost.max())
+
+
+def broken(seed: int, name: str, points: int = 1000) -> tuple[int, int, int]:
+    """Attacks on a classifier of a random graph: how many were made, succeeded inside sound radii, inside ignored ones.
+
+    Samples lie within roundings of their boundary, and farther away; points go along the gradient of the margin, and
+    anywhere. They are evaluated in the evaluator's arithmetic.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if name == "float64" else torch.float32
+    last = nn.Linear(_outputs(seed), 3)
+    last.weight.data = torch.randn(last.weight.shape, generator=generator)
+    plain = export(nn.Sequential(random_graph(seed), last), (6,)).to(dtype)
+    made, inside_sound, inside_ignored = 0, 0, 0
+    for power in (-1, 0, 1, 3, 6):
+        x = torch.randn(1, 6, generator=generator).to(dtype)
+        network = copy.deepcopy(plain)
+        with torch.no_grad():
+            logits = plain(x)[0]
+            first, second, *_ = logits.argsort(descending=True).tolist()
+            # Nearly a tie: a few units in the last place of what the logits are made of.
+            gap = 4.0**power * float(logits.abs().max()) * torch.finfo(dtype).eps
+            network[-1].bias[second] += logits[first] - logits[second] - gap
+            y = network.double()(x.double()).argmax(1) if dtype is torch.float64 else network(x).argmax(1)
+            network = network.to(dtype)
+        found = certify(network, x, y, evaluator=name)
+        run, exact = machine(network, name), copy.deepcopy(network).double()
+        across = torch.autograd.functional.jacobian(lambda v, net=exact: net(v[None])[0], x[0].double())
+        others = [i for i in range(3) if i != int(y)]
+        ways = torch.cat((across[others] - across[y], torch.randn(62, 6, generator=generator).double()))
+        ways = ways / ways.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        for radius, sound in ((found.radius, True), (found.radius_ignored, False)):
+            far = torch.rand(points // 10, 1, generator=generator).double().pow(0.1)
+            which = torch.randint(0, len(ways), (points // 10,), generator=generator)
+            which[::2] %= 2
+            moved = (x.double() + ways[which] * far * radius.clamp_max(10.0)).to(dtype)
+            inside = (moved.double() - x.double()).norm(dim=1) < radius
+            with torch.no_grad():
+                lost = int((inside & (run(moved).argmax(1) != y)).sum())
+            made += int(inside.sum())
+            inside_sound, inside_ignored = inside_sound + lost * sound, inside_ignored + lost * (not sound)
+    return made, inside_sound, inside_ignored
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
+def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
+    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(8)), strict=True))
+    assert made > 2000
+    assert sound == 0
+    # The attacks are strong enough to break what rounding may not be left out of.
+    assert ignored > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
+def test_no_attack_succeeds_inside_a_sound_radius_of_a_hundred_graphs(name: str) -> None:
+    made, sound, ignored = (
+        sum(column) for column in zip(*(broken(seed, name) for seed in range(200, 300)), strict=True)
+    )
+    print(f"{name}: {made} attacks inside, {sound} succeeded inside sound radii, {ignored} inside ignored ones")
+    assert made > 30_000
+    assert sound == 0 < ignored
 
 
 @pytest.mark.parametrize("seed", range(4))
