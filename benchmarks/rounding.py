@@ -5,7 +5,7 @@
 
 A network of the recipe's architecture (mnist_cayley: small; cifar10: kwlarge, both Cayley) is trained for a few steps
 of Adam on the first training images, with the hinge loss of the recipes, and certified on the first test images; or
---network FOLDER names one that `lipkit train` exported.
+--network names one that `lipkit train` exported, or one that comes with lipkit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import lipkit
 from lipkit import certify, export, models, modules
 from lipkit.certificates.evaluators import machine
 from lipkit.data import Data, load
@@ -48,7 +49,9 @@ def trained(name: str, data: Data, samples: int, epochs: int, batch_size: int) -
             loss_of(model(x), y).mean().backward()
             optimizer.step()
             schedule.step()
-    return export(model.eval(), tuple(data.train.batch(torch.arange(1))[0].shape[1:]))
+    network = export(model.eval(), tuple(data.train.batch(torch.arange(1))[0].shape[1:]))
+    network.input_range = (0.0, 1.0)
+    return network
 
 
 def measure(network: modules.Network, x: torch.Tensor, y: torch.Tensor) -> list[list[str]]:
@@ -91,7 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=("mnist", "cifar10"))
     parser.add_argument("--root", type=Path, default=Path("data"))
-    parser.add_argument("--network", type=Path, help="an exported network instead of training one")
+    parser.add_argument(
+        "--network", help="an exported network instead of training one: a folder, or a name of lipkit list networks"
+    )
     parser.add_argument("--train", type=int, default=6000)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -105,7 +110,7 @@ def main() -> None:
         network = trained(args.data, data, args.train, args.epochs, args.batch_size)
         print(f"trained on {args.train} images in {time.process_time() - start:.0f} s")
     else:
-        network = modules.load(args.network)
+        network = lipkit.load(args.network)
     x, y = data.test.batch(torch.arange(args.test))
     header = ["statement", "clean %", "certified % at 36/255", "radius lost / 255: median", "largest", "seconds"]
     print(table(header, measure(network, x, y), markdown=True))
