@@ -37,6 +37,11 @@ def seconds(folder: Path, *options: str) -> tuple[float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, said[-1]
 
 
+def kwlarge(family: str) -> torch.nn.Module:
+    """With random weights; ECO's kernels divide the image."""
+    return models.kwlarge(family, kernel_size=4 if family == "eco" else 3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=[*SHIPPED, *KWLARGE])
@@ -50,7 +55,7 @@ def main() -> None:
         test = load(dataset, root=args.root).test
         count = 1000 if name in KWLARGE else len(test)
         x, y = test.batch(torch.arange(count))
-        network = models.kwlarge(name.split("-")[1]) if name in KWLARGE else lipkit.load(name)
+        network = kwlarge(name.split("-")[1]) if name in KWLARGE else lipkit.load(name)
         with tempfile.TemporaryDirectory() as place:
             write_run(Path(place), network, x, None if name in KWLARGE else y)
             plain, said = seconds(Path(place))
