@@ -308,7 +308,7 @@ def model_of(name: str) -> tuple[nn.Module, Tensor]:
 LARGE = ("ResNet-50", "WRN-16-4", "ResNet-18")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in LARGE)) for n in SMALL])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in SMALL])
 def test_twelve_networks(name: str, tmp_path: Path, capsys: Any) -> None:
     certificate = write_run(tmp_path, *model_of(name))
     assert certificate.radius.max() > 0
