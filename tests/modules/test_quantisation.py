@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.interop import integer_program
 from lipkit.modules.integer import WORD, Blend, Fold, Linear, Move, Operation, Program, Sort, rounded
+from lipkit.modules.machine import entries
+from lipkit.modules.quantisation import Builder, Value, gain_of
 
 # The largest ratio of the proved error to one that is seen on a few inputs: the bound adds norms of roundings that
 # point nowhere in particular, layer after layer.
@@ -282,3 +287,74 @@ def test_ranges_that_are_unknown_or_too_wide_are_refused() -> None:
         network[1].weight.fill_(1e38)
     with pytest.raises(OptionError, match="ranges of the values are too wide"):
         integer_program(network)
+
+
+def aligned(parts: list[nn.Module], box: tuple[float, float] = (0.0, 1.0)) -> float:
+    """The largest error by its bound, of constant inputs whose entries all round alike and in the bad direction."""
+    network = modules.Network(parts, (64,))
+    network.input_range = box
+    program = integer_program(network)[0]
+    unit, top = 2.0**-program.input_fraction, int(box[1] * 2.0**program.input_fraction)
+    whole = torch.arange(top // 2, top // 2 + 400).double()
+    x = torch.cat([(whole + side) * unit for side in (-0.499, 0.499)])[:, None].expand(-1, 64)
+    exact = copy.deepcopy(network).double()
+    with torch.no_grad():
+        # Exact on multiples of the unit that are near: the difference of two numbers of 53 bits each.
+        seen = torch.linalg.vector_norm(exact(x) - program(x), dim=1).max()
+    return float(seen) / program.body_error
+
+
+def by(scale: float, shift: float = 0.0) -> modules.Affine:
+    return modules.Affine(torch.full((64,), scale), torch.full((64,), shift))
+
+
+@pytest.mark.parametrize(
+    ("parts", "least"),
+    [
+        # One rounding of every output, beside that of the input.
+        ([by(0.75)], 0.99),
+        ([by(0.75), by(0.75)], 0.97),
+        # A weight of more binary places than the grid has.
+        ([by(1.0 / 3.0)], 0.7),
+        # Branches with roundings of their own, and a share that is no multiple of the grid.
+        ([modules.ConvexResidual(by(0.75), torch.tensor(0.5))], 0.9),
+        ([modules.ConvexResidual(by(0.0), torch.tensor(2.0**-34 * 3))], 0.6),
+    ],
+)
+def test_bounds_are_attained_where_all_roundings_align(parts: list[nn.Module], least: float) -> None:
+    assert least <= aligned(parts) <= 1
+
+
+def test_biases_that_are_no_multiples_of_the_grid_count() -> None:
+    # Numbers so small that the sums have hardly more places than the outputs.
+    found = [aligned([by(1.0, (k + side) * 2.0**-61)], (0.0, 2.0**-30)) for k in (2, 3) for side in (-0.49, 0.49)]
+    assert 0.95 <= max(found) <= 1
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_module_multiplies_the_error_before_it_and_adds_its_own(name: str) -> None:
+    torch.manual_seed(1)
+    network = float64_copy(NETWORKS[name]())
+    sandwich = lipkit.export(layers.SandwichLinear(6, 5).eval(), (6,))
+    for plain in (network, float64_copy(sandwich)):
+        shape = plain.input_shape
+        for module in plain:
+            n = entries(shape)
+            value = Value(0, shape, 28, torch.full((1, n), 1 << 26), 0.0, 0.1, 2.0, 4.0 * n)
+            gain = gain_of(module, shape)
+            writer = Builder(n)
+            found = writer.chain([module], value, [None])
+            off = Builder(n).chain([module], replace(value, error=0.01), [None])
+            assert gain * 0.01 * (1 - 1e-12) <= off.error <= gain * 0.01 * (1 + 1e-9) + 2 * found.error + 1e-6
+            assert off.reach == found.reach >= gain * value.reach * (1 - 1e-12)
+            changed = any(isinstance(operation, (Linear, Blend)) for operation, _ in writer.operations)
+            rounding = math.sqrt(found.centre.shape[1]) * 2.0 ** -(found.fraction + 1)
+            assert found.error >= (rounding if changed else 0)
+            shape = found.shape
+
+
+def test_branches_start_where_the_program_may_be() -> None:
+    value = Value(0, (4,), 28, torch.zeros(1, 4, dtype=torch.long), 0.25, 1.0, 2.0, 4.0)
+    assert value.spread >= 1.5
+    inner = Builder(4).branch([], value)
+    assert (inner.error, inner.reach) == (0.0, value.spread)
