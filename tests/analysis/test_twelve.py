@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from pathlib import Path
@@ -76,7 +77,8 @@ def test_onnx_there_and_back(name: str, tmp_path: Path) -> None:
     assert torch.equal(load(save(back, tmp_path / "saved"))(x), back(x))
 
 
-LATE = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ConvNeXt", 18), ("MobileNetV2", 21))]
+REST = [*itertools.product(["ConvNeXt", "MobileNetV2", "DenseNet", "SqueezeNet", *ON_A_BOX], [17, 18, 20, 21])]
+LATE = [pytest.param(*one, marks=pytest.mark.slow) for one in REST]
 
 
 @pytest.mark.thorough
@@ -100,9 +102,10 @@ def test_files_of_plain_pytorch(name: str, opset: int, tmp_path: Path) -> None:
             verbose=False,
         )
         logger.setLevel(level)
-    found = load_onnx(path)
+    box = (0.0, 1.0) if name in ON_A_BOX else None
+    found = load_onnx(path, box=box)
     x = torch.rand(3, *shape)
-    assert float(lipschitz(found)) == pytest.approx(float(lipschitz(export(model, shape))), rel=1e-4)
+    assert float(lipschitz(found)) == pytest.approx(float(lipschitz(export(model, shape, box=box))), rel=1e-4)
     assert torch.allclose(found(x), model(x), rtol=1e-3, atol=1e-4)
 
 

@@ -158,11 +158,39 @@ def test_formats_that_torch_cannot_read_are_refused(tmp_path):
 
 def test_weights_that_are_computed_are_refused(tmp_path):
     path = write(tmp_path / "net.onnx", [H.make_node("MatMul", ["x", "x"], ["y"])], {}, [1, 4, 4])
-    with pytest.raises(NoRuleError, match="stored weights"):
-        read_onnx(path)
+    with pytest.raises(NoRuleError, match=r"two that depend on the input|no Lipschitz constant"):
+        load_onnx(path)
     path = write(tmp_path / "net.onnx", [H.make_node("Reshape", ["x", "x"], ["y"])], {}, [1, 4])
     with pytest.raises(NoRuleError, match="stored weights"):
         read_onnx(path)
+
+
+@pytest.mark.parametrize("sizes", [None, [1, 3, 2]])
+def test_pieces_in_any_order(tmp_path, sizes):
+    stored = {} if sizes is None else {"s": np.array(sizes)}
+    options = {"num_outputs": 3} if sizes is None else {}
+    nodes = [
+        H.make_node("Split", ["x", *stored], ["a", "b", "c"], axis=1, **options),
+        H.make_node("Concat", ["c", "a", "b"], ["y"], axis=1),
+    ]
+    x = torch.randn(2, 6)
+    a, b, c = x.chunk(3, 1) if sizes is None else x.split(sizes, 1)
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, [1, 6]))
+    assert torch.equal(found(x), torch.cat([c, a, b], 1))
+    assert float(lipschitz(found)) == pytest.approx(1, rel=1e-9)
+
+
+def test_swish_as_older_files_write_it(tmp_path):
+    nodes = [H.make_node("Sigmoid", ["x"], ["s"]), H.make_node("Mul", ["s", "x"], ["y"])]
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, {}, [1, 4]))
+    x = torch.randn(3, 4)
+    assert torch.allclose(found(x), F.silu(x))
+    assert float(lipschitz(found)) == pytest.approx(1.09984, abs=1e-4)
+    # A gate that something else reads too, or of another value, is a product.
+    for more in (H.make_node("Add", ["p", "s"], ["y"]), H.make_node("Mul", ["p", "s"], ["y"])):
+        nodes = [H.make_node("Sigmoid", ["x"], ["s"]), H.make_node("Mul", ["s", "x"], ["p"]), more]
+        with pytest.raises(NoRuleError, match="no Lipschitz constant"):
+            load_onnx(write(tmp_path / "net.onnx", nodes, {}, [1, 4]))
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -123,7 +123,7 @@ def _read(file: Any, path: str | Path) -> OnnxNetwork:
     network.input_shape = tuple(sizes) if sizes and min(sizes) > 0 else None
     reader = _Reader(network, stored, len(sizes) + 1, batch)
     made = {network.source, *stored, ""}
-    for i, node in enumerate(_with_gelu(graph, stored)):
+    for i, node in enumerate(_with_activations(graph, stored)):
         if early := [name for name in node.input if name not in made]:
             raise DataError(f"{path}: expected nodes in the order of their values, got {early[0]!r} before it is made")
         made.update(node.output)
@@ -136,6 +136,11 @@ def _read(file: Any, path: str | Path) -> OnnxNetwork:
         if node.op_type == "Identity" and node.input[0] in stored and node.domain in _DOMAIN:
             reader.check_new(node.output[0])
             stored[node.output[0]] = stored[node.input[0]]
+            continue
+        if node.op_type == "Split":  # of several values: each of them by a node of its own
+            for place, name in enumerate(node.output):
+                one = _Node("Split", list(node.input), [name], f"{node.name}.{place}", node.domain)
+                reader.add(i, one, {**attributes, "place": (place, len(node.output))})
             continue
         reader.add(i, node, attributes)
     if network.result not in made:
@@ -156,8 +161,11 @@ class _Node(NamedTuple):
     attribute: tuple[Any, ...] = ()
 
 
-def _with_gelu(graph: Any, stored: dict[str, Tensor]) -> list[Any]:
-    """The nodes, where ``x (1 + erf(x / sqrt 2)) / 2``, as files of before version 20 write it, is one Gelu."""
+def _with_activations(graph: Any, stored: dict[str, Tensor]) -> list[Any]:
+    """The nodes, with one Gelu for ``x (1 + erf(x / sqrt 2)) / 2`` and one Swish for ``x sigmoid(x)``.
+
+    So older files write these, and products of two values have no constant.
+    """
     made = {node.output[0]: node for node in graph.node if node.output}
     readers = collections.Counter(name for node in graph.node for name in node.input)
     readers.update(value.name for value in graph.output)
@@ -179,7 +187,13 @@ def _with_gelu(graph: Any, stored: dict[str, Tensor]) -> list[Any]:
     def close(value: float) -> Callable[[str], bool]:
         return lambda name: (found := number(name)) is not None and math.isclose(found, value, rel_tol=1e-6)
 
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, str]] = {}
+    for last in graph.node:
+        if last.op_type == "Mul" and len(last.input) == 2:
+            for a, b in (last.input, reversed(last.input)):
+                gate = made.get(b)
+                if gate is not None and gate.op_type == "Sigmoid" and list(gate.input) == [a] and readers[b] == 1:
+                    found[last.output[0]] = ("Swish", a)
     for erf in graph.node:
         if erf.op_type != "Erf" or (x := split(erf.input[0], "Div", close(math.sqrt(2)))) is None:
             continue
@@ -191,8 +205,11 @@ def _with_gelu(graph: Any, stored: dict[str, Tensor]) -> list[Any]:
                 inner = split(b, "Mul", close(0.5)) if a == x else split(b, "Mul", x.__eq__) if close(0.5)(a) else None
                 bracket = None if inner is None else split(inner, "Add", close(1.0))
                 if bracket == erf.output[0] and readers[bracket] == 1:
-                    found[last.output[0]] = x
-    nodes = [_Node("Gelu", [found[n.output[0]]], [n.output[0]]) if n.output[0] in found else n for n in graph.node]
+                    found[last.output[0]] = ("Gelu", x)
+    nodes = []
+    for node in graph.node:
+        kind, x = found.get(node.output[0], ("", "")) if node.output else ("", "")
+        nodes.append(_Node(kind, [x], [node.output[0]]) if kind else node)
     # What only the written-out form reads is dropped.
     needed, kept = {value.name for value in graph.output}, []
     for node in reversed(nodes):
@@ -355,9 +372,9 @@ def _gemm(r: _Reader) -> tuple[Step, list[str]]:
 
 
 def _matmul(r: _Reader) -> tuple[Step, list[str]]:
-    weight = r.needed(1)
-    if weight.ndim != 2:
-        raise r.refuse("a matrix as the second operand", f"shape {tuple(weight.shape)}")
+    weight = r.stored.get(r.inputs[1]) if len(r.inputs) == 2 else None
+    if weight is None or weight.ndim != 2:
+        return _elementwise(torch.matmul)(r)
     layer = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
     return r.layer(_filled(layer, weight=weight.T.contiguous(), bias=None))
 
@@ -516,6 +533,25 @@ def _slice(r: _Reader) -> tuple[Step, list[str]]:
     return (lambda network, values: values[0][tuple(index)]), r.inputs[:1]
 
 
+def _split(r: _Reader) -> tuple[Step, list[str]]:
+    axis, (place, count) = int(r.take("axis", 0)), r.take("place", (0, 1))
+    sizes = None if (t := r.weight(1)) is None else t.tolist()
+    if int(r.take("num_outputs", count)) != count or (sizes is not None and len(sizes) != count):
+        raise r.refuse(f"sizes of {count} outputs", f"{sizes}")
+
+    def step(network: OnnxNetwork, values: list[Any]) -> Tensor:
+        pieces: tuple[Tensor, ...] = values[0].chunk(count, axis) if sizes is None else values[0].split(sizes, axis)
+        return pieces[place]
+
+    return step, r.inputs[:1]
+
+
+def _swish(r: _Reader) -> tuple[Step, list[str]]:
+    if (alpha := float(r.take("alpha", 1.0))) != 1:
+        raise r.refuse("alpha 1", f"{alpha}")
+    return r.layer(nn.SiLU())
+
+
 def _squeeze(r: _Reader) -> tuple[Step, list[str]]:
     axes = sorted(axis % r.rank for axis in r.needed(1).tolist())
     r.rank -= len(axes)
@@ -574,8 +610,10 @@ _OPERATORS: dict[str, _Maker] = {
     "Sigmoid": _activation(nn.Sigmoid),
     "Slice": _slice,
     "Softmax": _softmax,
+    "Split": _split,
     "Squeeze": _squeeze,
     "Sub": _elementwise(operator.sub),
+    "Swish": _swish,
     "Tanh": _activation(nn.Tanh),
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
