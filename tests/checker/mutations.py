@@ -16,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 CHECKER = Path(__file__).parents[2] / "src" / "lipkit_check.py"
-FILES = [str(Path(__file__).parent / f"test_{name}.py") for name in ("arithmetic", "graphs", "runs")]
+FILES = [str(Path(__file__).parent / f"test_{name}.py") for name in ("constants", "arithmetic", "graphs", "runs")]
 
 # Which tests come first: (what stands there once, what stands there instead).
 MUTATIONS = [(first, old, new) for first, changes in {

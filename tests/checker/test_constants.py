@@ -1,0 +1,97 @@
+"""Constants of the checker that cannot be smaller: each is attained by a network of one or two numbers."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lipkit_check as k
+
+
+@pytest.fixture(autouse=True)
+def floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k, "ops", k.Floats())
+
+
+def constant(config: dict[str, Any], shape: tuple[int, ...], **tensors: Any) -> float:
+    stored = {name.replace("__", "."): np.asarray(value, np.float64) for name, value in tensors.items()}
+    return float(k.build(config, k.Tensors(stored), shape).norm)
+
+
+def linear(size: int = 1) -> dict[str, Any]:
+    return {"type": "Linear", "in_features": size, "out_features": size, "bias": False}
+
+
+def conv(kernel: list[int], **changes: Any) -> dict[str, Any]:
+    plain = {"type": "Conv2d", "in_channels": 1, "out_channels": 1, "kernel_size": kernel, "stride": [1, 1]}
+    return (
+        plain | {"padding": "same", "dilation": [1, 1], "groups": 1, "padding_mode": "zeros", "bias": False} | changes
+    )
+
+
+def test_the_length_of_a_batch_is_that_of_its_longest_sample() -> None:
+    assert 5 <= k.length(np.array([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])) <= 5 * (1 + Fraction(1, 10**12))
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_zero_padding_takes_frequencies_between_those_of_the_image(n: int) -> None:
+    # Differences of neighbours: 2 cos(pi / (2 n + 2)), more than the circle of odd n has.
+    found = constant(conv([1, 2], padding=[0, 1]), (1, 1, n), weight=[[[[1.0, -1.0]]]])
+    assert 2 * math.cos(math.pi / (2 * n + 2)) <= found <= 2 * (1 + 1e-9)
+    matrix = np.zeros((n + 1, n))
+    matrix[range(n), range(n)], matrix[range(1, n + 1), range(n)] = -1.0, 1.0
+    assert found >= np.linalg.norm(matrix, 2) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("slope", [-2.0, 3.0])
+def test_slopes_above_1(slope: float) -> None:
+    assert constant({"type": "LeakyReLU", "negative_slope": slope}, (2,)) >= abs(slope)
+    assert constant({"type": "PReLU", "num_parameters": 2}, (2,), weight=[0.1, slope]) >= abs(slope)
+
+
+@pytest.mark.parametrize("eps", [0.25, 1e-4])
+def test_a_norm_of_hardly_anything_divides_by_the_root_of_eps(eps: float) -> None:
+    config = {"type": "LayerNorm", "normalized_shape": [2], "elementwise_affine": True, "bias": False, "eps": eps}
+    x, step = np.array([[1.0, -1.0]]) * 1e-9, 3.0
+    node = k.build(config, k.Tensors({"weight": np.full(2, step)}), (2,))
+    quotient = np.linalg.norm(node.forward(x) - node.forward(-x)) / np.linalg.norm(2 * x)
+    assert quotient == pytest.approx(step / math.sqrt(eps), rel=1e-6)
+    assert quotient * (1 - 1e-9) <= float(node.norm) <= quotient * (1 + 1e-6)
+
+
+def test_a_polynomial_of_a_skew_kernel_keeps_its_norm() -> None:
+    # Of I + A alone: sqrt(1 + |A|^2); A has the eigenvalues 2 i cos(pi j / 6) of a path of five.
+    config = {
+        "type": "TaylorConv2d",
+        "in_channels": 1,
+        "out_channels": 1,
+        "kernel_size": [1, 3],
+        "terms": 1,
+        "bias": False,
+    }
+    matrix = np.eye(5) + np.diag(np.ones(4), 1) - np.diag(np.ones(4), -1)
+    found = constant(config, (1, 1, 5), kernel=[[[[-1.0, 0.0, 1.0]]]])
+    assert np.linalg.norm(matrix, 2) * (1 - 1e-12) <= found <= math.sqrt(5) * 1.01
+
+
+def block(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "channels": 1, "first": linear(), "activation": {"type": "ReLU"}, "second": linear()} | more
+
+
+def test_a_sandwich_between_numbers() -> None:
+    # x -> relu(2 x) / 2 has the slope 1; the matrix [sqrt(m) 2 | 1 / (2 sqrt(m))] of m = 1/4 is [1 | 1].
+    found = constant(block("SandwichBlock"), (1,), first__weight=[[2.0]], second__weight=[[0.5]], multiplier=[0.25])
+    assert 1 <= found <= 1 + 1e-9
+
+
+def test_a_residual_that_turns_everything_around() -> None:
+    # x - 4 relu(x) has the slopes 1 and -3.
+    found = constant(block("SlopeResidual"), (1,), first__weight=[[1.0]], second__weight=[[-4.0]], multiplier=[4.0])
+    assert 3 <= found <= 3 * (1 + 1e-9)
+    # x - relu(x) / 2 + 0.1 relu(x), of which the matrix sees the first part alone.
+    found = constant(block("SlopeResidual"), (1,), first__weight=[[1.0]], second__weight=[[0.1]], multiplier=[1.0])
+    assert found >= 1.1
