@@ -95,3 +95,34 @@ def test_a_residual_that_turns_everything_around() -> None:
     # x - relu(x) / 2 + 0.1 relu(x), of which the matrix sees the first part alone.
     found = constant(block("SlopeResidual"), (1,), first__weight=[[1.0]], second__weight=[[0.1]], multiplier=[1.0])
     assert found >= 1.1
+
+
+def test_joins_add_errors_as_their_values() -> None:
+    beside = k.join({"type": "Concatenate", "dim": 1}, k.Tensors({}), [(2,), (3,)])
+    assert 5 <= beside.error([Fraction(3), Fraction(4)]) <= 5 + Fraction(1, 10**9)
+    total = k.join({"type": "Add", "signs": [1, -1]}, k.Tensors({}), [(2,), (2,)])
+    assert total.error([Fraction(3), Fraction(4)]) == 7
+    blend = k.join({"type": "Blend"}, k.Tensors({"share": np.array(-0.5)}), [(2,), (2,)])
+    assert blend.error([Fraction(3), Fraction(4)]) == Fraction(15, 2)
+    product = k.join({"type": "Product"}, k.Tensors({"limits": np.array([2.0, 5.0])}), [(2,), (2,)])
+    assert product.error([Fraction(3), Fraction(4)]) == 5 * 3 + 2 * 4
+    config = {"type": "MatrixProduct", "rows": 2, "inner": 3, "cols": 4}
+    product = k.join(config, k.Tensors({"limits": np.array([2.0, 5.0])}), [(2, 3), (3, 4)])
+    least = 5 * math.sqrt(12) * 3 + 2 * math.sqrt(6) * 4
+    assert least * (1 - 1e-12) <= float(product.error([Fraction(3), Fraction(4)])) <= least * (1 + 1e-9)
+
+
+def test_joins_lose_what_their_arithmetic_loses() -> None:
+    u, values = Fraction(1, 1 << 53), [np.array([[3.0, 4.0]]), np.array([[6.0, 8.0]])]
+    total = k.join({"type": "Add", "signs": [1, -1]}, k.Tensors({}), [(2,), (2,)])
+    assert total.forward(values)[1] >= 15 * u
+    blend = k.join({"type": "Blend"}, k.Tensors({"share": np.array(0.25)}), [(2,), (2,)])
+    assert blend.forward(values)[1] >= (5 + 10) * u
+    product = k.join({"type": "Product"}, k.Tensors({"limits": np.array([9.0, 9.0])}), [(2,), (2,)])
+    assert product.forward(values)[1] >= 50 * u
+
+
+def test_weights_of_one_value_add_up() -> None:
+    total = k.join({"type": "Blend"}, k.Tensors({"share": np.array(-0.5)}), [(2,), (2,)])
+    form = total.form([{(): Fraction(3)}, {(): Fraction(4)}], [])
+    assert form == {(): k.up(Fraction(15, 2))}
