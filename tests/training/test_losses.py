@@ -109,6 +109,30 @@ def test_certificate_regularized_equals_its_formula(batch):
     assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_hkr_equals_its_formula(batch, alpha):
+    y, t = batch
+    n, labels, distance, short = y.numpy(), t.numpy(), 0.0, 0.0
+    for k in range(5):
+        distance += (n[labels == k, k].mean() - n[labels != k, k].mean()) / 5
+    for row, label in zip(n, labels.tolist(), strict=True):
+        for k in range(5):
+            sign, weight = (1, 4) if k == label else (-1, 1)
+            short += weight * max(0.0, 0.6 - sign * row[k]) / 5 / len(n)
+    found = losses.hkr(y, t, alpha=alpha, min_margin=1.2)
+    assert found.item() == pytest.approx(alpha * short - (1 - alpha) * distance, rel=1e-12)
+
+
+def test_hkr_of_two_classes_is_the_distance_of_the_critic():
+    critic = torch.tensor([[4.0], [2.0], [-1.0]], dtype=torch.float64)
+    labels = torch.tensor([1, 1, 0])
+    assert losses.hkr(critic, labels, alpha=0.0).item() == -4.0
+    assert losses.hkr(critic, labels, alpha=1.0, min_margin=5.0).item() == pytest.approx((0 + 0.5 + 1.5) / 3)
+    assert losses.hkr(critic[:2], labels[:2], alpha=0.0).item() == -3.0  # nobody on the other side
+    with pytest.raises(OptionError, match=r"alpha in \[0, 1\], got 1.5"):
+        losses.hkr(critic, labels, alpha=1.5)
+
+
 def test_every_loss_has_a_finite_gradient(batch):
     y, t = batch
     for name in losses.LOSSES:
