@@ -355,7 +355,11 @@ def test_balls_of_a_bad_machine_hold_the_exact_values() -> None:
         "bias": False,
     }
     kernel = {"kernel": rng.random((3, 3, 3, 3)) * 0.05}
+    back = {"type": "ConvTranspose2d", "in_channels": 3, "out_channels": 2, "kernel_size": [2, 2], "stride": [2, 2],
+            "padding": [0, 0], "output_padding": [0, 0], "dilation": [1, 1], "groups": 1, "bias": False}  # fmt: skip
+    adjoint = back, {"weight": rng.random((3, 2, 2, 2))}
     cases = [(conv, hold), (plane, symbol), affine, (dense, matrix), (residual, both), (pool, {}), (taylor, kernel)]
+    cases.append(adjoint)
     for config, stored in cases:
         x = rng.random((2, 3, 4, 5))
         k.ops = k.Floats()

@@ -104,6 +104,8 @@ def test_joins_add_errors_as_their_values() -> None:
     assert total.error([Fraction(3), Fraction(4)]) == 7
     blend = k.join({"type": "Blend"}, k.Tensors({"share": np.array(-0.5)}), [(2,), (2,)])
     assert blend.error([Fraction(3), Fraction(4)]) == Fraction(15, 2)
+    blend = k.join({"type": "Blend"}, k.Tensors({"share": np.array(1.5)}), [(2,), (2,)])
+    assert blend.error([Fraction(3), Fraction(4)]) == Fraction(13, 2)
     product = k.join({"type": "Product"}, k.Tensors({"limits": np.array([2.0, 5.0])}), [(2,), (2,)])
     assert product.error([Fraction(3), Fraction(4)]) == 5 * 3 + 2 * 4
     config = {"type": "MatrixProduct", "rows": 2, "inner": 3, "cols": 4}
@@ -126,3 +128,45 @@ def test_weights_of_one_value_add_up() -> None:
     total = k.join({"type": "Blend"}, k.Tensors({"share": np.array(-0.5)}), [(2,), (2,)])
     form = total.form([{(): Fraction(3)}, {(): Fraction(4)}], [])
     assert form == {(): k.up(Fraction(15, 2))}
+
+
+def test_pieces_beside_the_whole_of_what_was_cut() -> None:
+    # Each half of x, plus the same half of x again: y = 2 x.
+    halves = [{"type": "Piece", "dim": 1, "start": at, "stop": at + 2, "step": 1} for at in (0, 2)]
+    dense = [{"type": "Linear", "in_features": 4, "out_features": 2, "bias": False}] * 2
+    ends = [{"type": "Add", "signs": [1, 1]}] * 2 + [{"type": "Concatenate", "dim": 1}]
+    sources = [[0], [0], [0], [0], [1, 3], [2, 4], [5, 6]]
+    config = {"type": "Graph", "modules": [*halves, *dense, *ends], "sources": sources}
+    found = constant(config, (4,), nodes__2__weight=np.eye(4)[:2], nodes__3__weight=np.eye(4)[2:])
+    assert 2 <= found <= 1 + math.sqrt(2) + 1e-9
+
+
+def test_a_sandwich_of_an_activation_that_turns_around() -> None:
+    turning = {"type": "LeakyReLU", "negative_slope": -2.0}
+    stored = {"first__weight": [[2.0]], "second__weight": [[0.5]], "multiplier": [0.25]}
+    assert constant(block("SandwichBlock", activation=turning), (1,), **stored) >= 2
+    assert constant(block("SlopeResidual", activation=turning), (1,), **stored) >= 2
+
+
+def test_units_of_integers_that_floors_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k, "ops", k.Integers())
+    unit, n = Fraction(1, 1 << k.PLACES), 64
+    small = np.full((1, n), (1 << k.PLACES // 2) - 1, np.int64)
+    product = k.join({"type": "Product"}, k.Tensors({"limits": np.array([1.0, 1.0])}), [(n,), (n,)])
+    got, lost = product.forward([small, small])
+    exact = -(Fraction(int(small[0, 0])) ** 2) * unit**2
+    assert abs(k.ops.number(got[0, 0]) - exact) > unit / 2
+    assert lost >= abs(k.ops.number(got[0, 0]) - exact) * 8
+    fold = k.build(
+        {"type": "Householder", "channels": n, "order": 1}, k.Tensors({"angles": np.full((1, n // 2), 0.7)}), (n,)
+    )
+    off = Fraction(0)
+    for a, b in ((3, -50), (-7, 11), (-29, -41), (-50, 3), (17, 5)):
+        c = np.repeat(np.array([[a, b]], np.int64), n // 2, 1)
+        got, lost = fold.run(c, Fraction(0))
+        kept = a * math.sin(0.35) > b * math.cos(0.35)
+        x, y = (a, b) if kept else (a * math.cos(0.7) + b * math.sin(0.7), a * math.sin(0.7) - b * math.cos(0.7))
+        seen = math.hypot(got[0, 0] - x, got[0, -1] - y) * math.sqrt(n / 2)
+        assert seen * float(unit) <= float(lost)
+        off = max(off, Fraction(seen))
+    assert off > 1
