@@ -27,6 +27,7 @@ _HOME = {
     "save": "lipkit.modules",
     "load": "lipkit.modules",
     "certify": "lipkit.certificates",
+    "prove": "lipkit.certificates",
     "convert": "lipkit.models",
     "fit": "lipkit.training",
 }
@@ -59,6 +60,7 @@ __all__ = ["__version__", *sorted(_HOME), *_PACKAGES]
 if TYPE_CHECKING:
     from lipkit.analysis import analyze as analyze
     from lipkit.certificates import certify as certify
+    from lipkit.certificates import prove as prove
     from lipkit.models import convert as convert
     from lipkit.modules import export as export
     from lipkit.modules import fold as fold

@@ -5,9 +5,19 @@ from __future__ import annotations
 from lipkit.certificates import lipsdp as lipsdp
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.intervals import format_radius
+from lipkit.certificates.measurement import Proof, prove
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
 
-__all__ = ["Certificate", "RegressionCertificate", "certify", "certify_regression", "format_radius", "lipsdp"]
+__all__ = [
+    "Certificate",
+    "Proof",
+    "RegressionCertificate",
+    "certify",
+    "certify_regression",
+    "format_radius",
+    "lipsdp",
+    "prove",
+]
 
 
 def __dir__() -> list[str]:

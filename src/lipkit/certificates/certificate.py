@@ -15,10 +15,10 @@ from lipkit import modules
 from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding
 from lipkit.certificates.intervals import check_radii
-from lipkit.certificates.measurement import Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, measure
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
-from lipkit.modules.chains import Proof
+from lipkit.modules.chains import ChainProof
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,6 +118,7 @@ def certify(
     evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
+    proof: Proof | None = None,
 ) -> Certificate:
     r"""Certified l2 radii of a classifier. For a regression see `lipkit.certificates.certify_regression`.
 
@@ -148,16 +149,19 @@ def certify(
             for every real x', which it clamps and rounds itself; logits and predictions are then the program's own.
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
+        proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
 
     Cost:
-        The bounds of the layers, and two passes through the network in float64 (three for a float32 evaluator).
+        The bounds of the layers without a ``proof``, a hash of the network with it; and two passes through the network
+        in float64 (three for a float32 evaluator).
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
         OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample or one outside of the network's ``input_range``, an unknown ``rounding`` or ``evaluator``, or
-            settings of torch under which the evaluator's arithmetic is not IEEE.
+            no sample or one outside of the network's ``input_range``, an unknown ``rounding`` or ``evaluator``,
+            settings of torch under which the evaluator's arithmetic is not IEEE, or a ``proof`` of another network or
+            evaluation.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
@@ -168,15 +172,16 @@ def certify(
     check_inputs(network, x, batch_size)
     _check_labels(x, y)
     measured = measure(
-        network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, check=_check_outputs
-    )
+        network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
+        check=_check_outputs,
+    )  # fmt: skip
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
-    constants, rows = pair_constants(proof, outputs.shape[1])
+    constants, rows = pair_constants(proof.chain, outputs.shape[1])
     ignored = margins.radii(outputs, labels, constants)
     radius = ignored
     if measured.logits is not None:
-        radius = sound.radii(measured.logits, labels, constants, rows, measured.arithmetic)
+        radius = sound.radii(measured.logits, labels, constants, rows, proof.arithmetic)
     return Certificate(
         radius=radius,
         radius_ignored=ignored,
@@ -185,17 +190,17 @@ def certify(
         margin=margins.margins(outputs, labels),
         constant=proof.constant,
         body_constant=proof.body_constant,
-        method="global" if proof.last is None else "last layer",
+        method="global" if proof.body_constant is None else "last layer",
         dtype="float64",
         input_shape=tuple(network.input_shape),
-        network_sha256=modules.sha256(network),
+        network_sha256=proof.network_sha256,
         rounding=rounding,
         evaluator=measured.evaluator,
         input_range=network.input_range,
     )
 
 
-def pair_constants(proof: Proof, classes: int) -> tuple[Tensor, Tensor | None]:
+def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
     """Proved constants (K, K) of the differences of two outputs, and the norms of those of the last layer's rows."""
     constants = margins.global_constants(proof.constant * proof.slack, classes)
     if proof.last is None or proof.body_constant is None:

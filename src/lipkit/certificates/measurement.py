@@ -17,34 +17,178 @@ from lipkit.certificates import evaluators, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
-from lipkit.modules.chains import Proof, prove
-from lipkit.modules.guarding import refuse_wrapper
+from lipkit.modules.chains import ChainProof, prove_chain
+from lipkit.modules.guarding import guard, refuse_wrapper
+from lipkit.modules.integer import Program
 from lipkit.modules.quantisation import quantise
 from lipkit.proof.arithmetic import Arithmetic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Measurement:
-    """Constants of a network and its outputs at N samples.
+class Proof:
+    """Proved constants of a network and rounding errors of its modules in one arithmetic, from `lipkit.prove`.
+
+    It holds a float64 copy of the network, which nobody else has, and is not a file: a certificate that is made with it
+    speaks about exactly the numbers of `network_sha256`.
 
     Attributes:
-        proof: of the network in float64: its constants, and the rounding errors of its modules.
+        constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up; `inf` where nothing is known.
+        body_constant: the same for everything before a last linear layer; None without one.
+        network_sha256: of the network that was proved (`lipkit.modules.sha256`).
+        rounding: ``"sound"`` or ``"ignore"``.
+        evaluator: whose arithmetic was proved, and the settings it was proved under.
+        chain: constants and rounding errors, module by module.
+        arithmetic: of the evaluator.
+        network: the copy in float64, on `device`.
+        program: of the evaluator ``"integer"``; else None.
+        logits: inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
+    """
+
+    constant: float
+    body_constant: float | None
+    network_sha256: str
+    rounding: str
+    evaluator: Evaluator
+    chain: ChainProof = dataclasses.field(repr=False)
+    arithmetic: Arithmetic = dataclasses.field(repr=False)
+    network: modules.Network = dataclasses.field(repr=False)
+    device: torch.device = dataclasses.field(repr=False)
+    program: Program | None = dataclasses.field(repr=False)
+    logits: Callable[[Tensor], sound.Logits] | None = dataclasses.field(repr=False)
+
+    def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
+        """Raise unless this is the proof of exactly this network and evaluation.
+
+        Args:
+            network: exported. rounding: of the certificate that is wanted. made_for: its evaluator.
+
+        Raises:
+            OptionError: other numbers, another structure, rounding, evaluator or device; other switches of a module
+                (`training`, `inplace`), or for the integer program another ``input_range``.
+            NoRuleError: a module whose forward pass may not be that of its type.
+        """
+        for module in network.modules():
+            guard(module)
+        found = modules.sha256(network)
+        wanted = (rounding, made_for.name, made_for.device)
+        got = (self.rounding, self.evaluator.name, self.evaluator.device)
+        if (found, wanted) != (self.network_sha256, got):
+            raise OptionError(
+                f"proof: expected one of the network with sha256 {found} for {_words(*wanted)}, got one of "
+                f"{self.network_sha256} for {_words(*got)}: prove this network with lipkit.prove"
+            )
+        if self.program is not None and network.input_range != self.network.input_range:
+            raise OptionError(
+                f"proof: expected one for inputs in {network.input_range}, got one for {self.network.input_range}: the "
+                "integer program depends on them, prove this network again"
+            )
+        for (name, module), twin in zip(network.named_modules(), self.network.modules(), strict=True):
+            now, then = _switches(module), _switches(twin)
+            if changed := sorted(key for key in {*now, *then} if now.get(key) != then.get(key)):
+                key = changed[0]
+                raise OptionError(
+                    f"proof: expected the module {name!r} as it was proved, with {key} = {then.get(key)!r}, got "
+                    f"{now.get(key)!r}: prove this network again"
+                )
+
+
+def _asked(
+    network: modules.Network, rounding: str, evaluator: str, device: str | torch.device
+) -> tuple[torch.device, Evaluator]:
+    """Where it is measured, and the evaluator under the present settings of torch."""
+    check_underflow()
+    where = float64_device("cpu" if evaluator == "integer" else device)
+    return where, evaluators.named(rounding, evaluator, where, network)
+
+
+def _words(rounding: str, evaluator: str, device: str) -> str:
+    return f"rounding={rounding!r}, evaluator={evaluator!r} on {device}"
+
+
+def _switches(module: torch.nn.Module) -> dict[str, Any]:
+    """Plain values of a module: hashes of the stored form do not see all of them."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
+
+
+def prove(
+    network: modules.Network,
+    *,
+    rounding: str = "sound",
+    evaluator: str = "float64",
+    device: str | torch.device = "cpu",
+) -> Proof:
+    """Prove once what every certificate of a network needs, to be given to `lipkit.certify` again and again.
+
+    **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
+    Whoever takes the proof computes the hash of the network anew and refuses a proof of other numbers, of another
+    structure, or for another evaluator. A certificate is the same with the proof and without.
+
+    Args:
+        network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.load`.
+        rounding, evaluator, device: as they will be given to `lipkit.certify`. The program of ``"integer"`` is part of
+            what is proved.
+
+    Returns:
+        `lipkit.certificates.Proof`.
+
+    Cost:
+        The bounds of all layers, and memory for three float64 numbers for each one of the network.
+
+    Raises:
+        NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
+        OptionError: an unknown ``rounding`` or ``evaluator``, or settings of torch whose arithmetic is not IEEE or
+            flushes.
+
+    >>> net = modules.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
+    >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
+    >>> proof = prove(net)
+    >>> round(proof.constant, 6), proof.body_constant
+    (3.0, 1.0)
+    """
+    check_network(network, "prove")
+    where, made_for = _asked(network, rounding, evaluator, device)
+    exact = float64_copy(network, where)
+    arithmetic = evaluators.arithmetic(evaluator, network)
+    chain = prove_chain(exact, arithmetic if rounding == "sound" else None)
+    program: Program | None = None
+    logits: Callable[[Tensor], sound.Logits] | None = None
+    if evaluator == "integer":
+        with torch.no_grad():
+            program = quantise(exact, chain)
+        logits = functools.partial(sound.integer_logits, program)
+    elif rounding == "sound":
+        logits = sound.Evaluation(chain, arithmetic)
+    return Proof(
+        constant=chain.constant,
+        body_constant=chain.body_constant,
+        network_sha256=modules.sha256(network),
+        rounding=rounding,
+        evaluator=made_for,
+        chain=chain,
+        arithmetic=arithmetic,
+        network=exact,
+        device=where,
+        program=program,
+        logits=logits,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measurement:
+    """Outputs of a proved network at N samples.
+
+    Attributes:
+        proof: of the network.
         outputs: (N, K) float64, on the CPU.
         logits: the same outputs with their rounding errors; None where rounding is ignored.
-        arithmetic: of the evaluator.
         evaluator: that is certified, and the settings it was measured under.
     """
 
     proof: Proof
     outputs: Tensor
     logits: sound.Logits | None
-    arithmetic: Arithmetic
     evaluator: Evaluator
-
-    @property
-    def weight(self) -> Tensor | None:
-        """(K, n) of a last dense layer, float64, on the CPU; None without one."""
-        return None if self.proof.last is None else self.proof.last.weight.detach().cpu()
 
 
 def measure(
@@ -55,56 +199,43 @@ def measure(
     evaluator: str,
     batch_size: int,
     device: str | torch.device,
+    proof: Proof | None,
     check: Callable[[Tensor], None] | None = None,
 ) -> Measurement:
-    """Prove the constants of a network in float64 and evaluate it, batch by batch.
+    """Evaluate a network in float64, batch by batch, with its proof or with one that is made here.
 
     Args:
         network: exported; ``x`` (N, *input_shape) fits it, see `lipkit.certificates.measurement.check_inputs`.
-        rounding, evaluator, batch_size, device: as in `lipkit.certify`.
+        rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
         check: called with the outputs of each batch, to refuse them before the next one is evaluated.
 
     Raises:
-        NoRuleError: the network holds a module without a rule.
-        OptionError: an unknown ``rounding`` or ``evaluator``, or settings of torch whose arithmetic is not IEEE or
-            flushes.
+        NoRuleError, OptionError: see `prove` and `Proof.check`.
 
     >>> net = modules.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
-    >>> options = {"evaluator": "float64", "batch_size": 1, "device": "cpu"}
-    >>> found = measure(net, torch.ones(2, 2), rounding="sound", **options)
-    >>> round(found.proof.constant, 6), found.proof.body_constant, found.outputs.tolist()
-    (3.0, 1.0, [[3.0, 1.0], [3.0, 1.0]])
+    >>> options = {"evaluator": "float64", "batch_size": 1, "device": "cpu", "proof": None}
+    >>> measure(net, torch.ones(2, 2), rounding="sound", **options).outputs.tolist()
+    [[3.0, 1.0], [3.0, 1.0]]
     """
-    check_underflow()
-    where = float64_device("cpu" if evaluator == "integer" else device)
-    made_for = evaluators.named(rounding, evaluator, where, network)
-    exact = float64_copy(network, where)
-    arithmetic = evaluators.arithmetic(evaluator, network)
-    proof = prove(exact, arithmetic if rounding == "sound" else None)
-    evaluation: Callable[[Tensor], sound.Logits] | None = None
-    if evaluator == "integer":
-        evaluation = functools.partial(sound.integer_logits, quantise(exact, proof))
-    elif rounding == "sound":
-        evaluation = sound.Evaluation(proof, arithmetic)
+    if proof is None:
+        proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
+        made_for = proof.evaluator
+    else:
+        made_for = _asked(network, rounding, evaluator, device)[1]
+        proof.check(network, rounding, made_for)
     outputs, logits = [], []
-    with torch.no_grad(), inner_products_only(where, rounding == "sound"):
+    with torch.no_grad(), inner_products_only(proof.device, rounding == "sound"):
         for part in x.split(batch_size):
-            part = part.to(device=where, dtype=torch.float64)
-            if evaluation is None:
-                outputs.append(exact(part).cpu())
+            part = part.to(device=proof.device, dtype=torch.float64)
+            if proof.logits is None:
+                outputs.append(proof.network(part).cpu())
             else:
-                logits.append(evaluation(part))
+                logits.append(proof.logits(part))
                 outputs.append(logits[-1].values)
             if check is not None:
                 check(outputs[-1])
-    return Measurement(
-        proof=proof,
-        outputs=torch.cat(outputs),
-        logits=sound.Logits.join(logits) if logits else None,
-        arithmetic=arithmetic,
-        evaluator=made_for,
-    )
+    return Measurement(proof, torch.cat(outputs), sound.Logits.join(logits) if logits else None, made_for)
 
 
 Samples = Tensor | np.ndarray[Any, Any]
@@ -151,14 +282,19 @@ def _as_tensor(values: object) -> Tensor:
     )
 
 
-def check_inputs(network: object, x: Tensor, batch_size: int) -> None:
-    """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape and range."""
-    refuse_wrapper(network, "certify")
+def check_network(network: object, verb: str) -> None:
+    """Raise unless ``network`` is exported."""
+    refuse_wrapper(network, verb)
     if not isinstance(network, modules.Network):
         raise NoRuleError(
             f"expected an exported network (lipkit.modules.Network), got {type(network).__name__}: "
-            "certify lipkit.export(model, input_shape)"
+            f"{verb} lipkit.export(model, input_shape)"
         )
+
+
+def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> None:
+    """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape and range."""
+    check_network(network, "certify")
     shape = tuple(network.input_shape)
     if tuple(x.shape[1:]) != shape or x.ndim != len(shape) + 1:
         raise ShapeError(f"expected inputs of shape (N, {', '.join(map(str, shape))}), got {tuple(x.shape)}")

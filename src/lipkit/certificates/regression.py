@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lipkit import modules
 from lipkit.bounds import spectral_norm
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import balance
@@ -24,6 +23,7 @@ from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.margins import round_up
 from lipkit.certificates.measurement import (
+    Proof,
     Samples,
     as_tensors,
     check_inputs,
@@ -34,7 +34,7 @@ from lipkit.certificates.measurement import (
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
-from lipkit.modules.chains import Proof, SlopeRun, slope_runs
+from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma
 
@@ -130,6 +130,7 @@ def certify_regression(
     evaluator: str = "float64",
     batch_size: int = 256,
     device: str | torch.device = "cpu",
+    proof: Proof | None = None,
 ) -> RegressionCertificate:
     r"""Certified output deviations of an exported network, in all and for each output.
 
@@ -152,11 +153,13 @@ def certify_regression(
         evaluator: whose evaluation is meant, as in `lipkit.certify`.
         batch_size: samples evaluated at once.
         device: where the outputs are evaluated.
+        proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit its outputs.
-        OptionError: targets are not floating point or not finite, there is no sample, or ``delta`` is out of range.
+        OptionError: targets are not floating point or not finite, there is no sample, ``delta`` is out of range, or a
+            ``proof`` of another network or evaluation.
 
     >>> net = Network([nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -167,18 +170,21 @@ def certify_regression(
     x, y = as_tensors(x, y)
     check_inputs(network, x, batch_size)
     _check_targets(x, y, delta)
-    measured = measure(network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device)
+    measured = measure(
+        network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
+    )
     prediction, target = measured.outputs, y.detach().cpu().double()
     if prediction.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
-    proof = measured.proof
-    constants, method = output_constants(float64_copy(network), target.shape[1], proof)
-    constant, constants = proof.constant * proof.slack, constants * proof.slack
+    chain = measured.proof.chain
+    constants, method = output_constants(float64_copy(network), target.shape[1], chain)
+    constant, constants = chain.constant * chain.slack, constants * chain.slack
     centre = machine = torch.zeros_like(prediction)
     if measured.logits is not None:
-        centre, machine = sound.output_errors(measured.logits, float(delta), measured.weight, measured.arithmetic)
+        weight = None if chain.last is None else chain.last.weight.detach().cpu()
+        centre, machine = sound.output_errors(measured.logits, float(delta), weight, measured.proof.arithmetic)
     # The root of the sum of squares bounds the whole network too.
     size = float(torch.linalg.vector_norm(constants)) * (1 + gamma(len(constants) + 4))
     return RegressionCertificate(
@@ -190,7 +196,7 @@ def certify_regression(
         method=method,
         dtype="float64",
         input_shape=tuple(network.input_shape),
-        network_sha256=modules.sha256(network),
+        network_sha256=measured.proof.network_sha256,
         rounding=rounding,
         evaluator=measured.evaluator,
         prediction_error=centre,
@@ -198,7 +204,7 @@ def certify_regression(
     )
 
 
-def output_constants(network: Network, outputs: int, proof: Proof) -> tuple[Tensor, str]:
+def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple[Tensor, str]:
     """Constants of the outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
 
     Output j alone is the network with row j of the last layer only; its bound, by the LMI where the network carries

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates.margins import round_down
-from lipkit.modules.chains import Proof
+from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer
 from lipkit.modules.integer import Program
 from lipkit.modules.machine import Walk, through
@@ -82,7 +82,7 @@ class Evaluation:
         arithmetic: of the evaluator.
     """
 
-    def __init__(self, proof: Proof, arithmetic: Arithmetic) -> None:
+    def __init__(self, proof: ChainProof, arithmetic: Arithmetic) -> None:
         self.steps, self.last = proof.steps, proof.last
         if self.last is not None:
             self.machine = last_layer(self.last, arithmetic)

@@ -18,15 +18,13 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import sound
 from lipkit.certificates.certificate import pair_constants
-from lipkit.certificates.measurement import float64_copy
+from lipkit.certificates.measurement import prove
 from lipkit.errors import OptionError, RunError
 from lipkit.files import write_atomic
 from lipkit.interop.runtimes import Runtime
-from lipkit.modules.chains import Proof, prove
+from lipkit.modules.chains import ChainProof
 from lipkit.modules.integer import Blend, Fold, Linear, Move, Operation, Program, Sort
 from lipkit.modules.machine import entries
-from lipkit.modules.quantisation import quantise
-from lipkit.proof.arithmetic import FLOAT64
 
 RADIUS_FRACTION = 30
 """Radii of the C program are multiples of 2^-30."""
@@ -266,7 +264,7 @@ int main(int argc, char **argv)
 """
 
 
-def integer_program(network: modules.Network) -> tuple[Program, Proof]:
+def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
     """The integer program of an exported network, and the proof in float64 of its constants.
 
     Raises:
@@ -277,10 +275,9 @@ def integer_program(network: modules.Network) -> tuple[Program, Proof]:
     >>> integer_program(net)[0](torch.zeros(1, 2)).shape
     torch.Size([1, 3])
     """
-    exact = float64_copy(network)
-    proof = prove(exact, FLOAT64)
-    with torch.no_grad():
-        return quantise(exact, proof), proof
+    proof = prove(network, evaluator="integer")
+    assert proof.program is not None
+    return proof.program, proof.chain
 
 
 def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") -> Path:
@@ -345,7 +342,7 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
     return path
 
 
-def _radius_tables(program: Program, proof: Proof, classes: int) -> tuple[list[int], list[int], int]:
+def _radius_tables(program: Program, proof: ChainProof, classes: int) -> tuple[list[int], list[int], int]:
     """For each pair of classes: the error of the margin, rounded up, and radius per margin, rounded down.
 
     ``radius = (margin - error) rate 2^-g`` in the integers of logits and radii; -1 says that nothing moves the pair.

@@ -120,7 +120,7 @@ def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Proof:
+class ChainProof:
     """A network, proved module by module in one walk.
 
     Attributes:
@@ -144,7 +144,7 @@ class Proof:
         return None if self.last is None else self.prefixes[-2]
 
 
-def prove(network: Network, arithmetic: Arithmetic | None) -> Proof:
+def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
     """Constants and rounding errors of a network in float64, from one walk over its modules.
 
     Args:
@@ -172,7 +172,7 @@ def prove(network: Network, arithmetic: Arithmetic | None) -> Proof:
         products.append(multiply_up(products[-1], factor))
     whole = _with_multipliers(network, factors) if network.multipliers() else products[-1]
     symbols = sum(isinstance(module, StoredSymbol) for module in network.modules())
-    return Proof(
+    return ChainProof(
         constant=_rounded_up(whole),
         prefixes=(1.0, *map(_rounded_up, products[1:])),
         last=last if isinstance(last, nn.Linear) else None,

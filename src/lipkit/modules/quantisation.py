@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules.chains import Proof
+from lipkit.modules.chains import ChainProof
 from lipkit.modules.guarding import type_name
 from lipkit.modules.integer import WORD, Blend, Linear, Move, Operation, Program, rounded
 from lipkit.modules.machine import entries
@@ -282,7 +282,7 @@ def gain_of(module: nn.Module, shape: Shape) -> float:
     return grow_number(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
 
 
-def quantise(network: Network, proof: Proof) -> Program:
+def quantise(network: Network, proof: ChainProof) -> Program:
     """The integer program of an exported network.
 
     Args:
@@ -293,12 +293,12 @@ def quantise(network: Network, proof: Proof) -> Program:
         NoRuleError: a module that no integer program can compute.
         OptionError: no ``input_range``, or numbers whose ranges leave nothing of 32 bits.
 
-    >>> from lipkit.modules.chains import prove
+    >>> from lipkit.modules.chains import prove_chain
     >>> from lipkit.proof.arithmetic import FLOAT64
     >>> net = Network([nn.Linear(2, 2, bias=False).double()], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[0.5, 0.25], [-1.0, 0.0]]))
     >>> net.input_range = (0.0, 1.0)
-    >>> quantise(net, prove(net, FLOAT64))(torch.ones(1, 2)).tolist()
+    >>> quantise(net, prove_chain(net, FLOAT64))(torch.ones(1, 2)).tolist()
     [[0.75, -1.0]]
     """
     if network.input_range is None:

@@ -1,0 +1,183 @@
+"""`prove` once, `certify` often: the same certificates, and no proof for anything but what was proved."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lipkit
+from lipkit import modules
+from lipkit.certificates import Certificate, certify_regression, measurement
+from lipkit.errors import NoRuleError, OptionError
+
+
+def network(*, branches: bool = True) -> modules.Network:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular")
+    branch: nn.Module = modules.Graph([nn.ReLU(), nn.Conv2d(4, 4, 1), modules.Add(1, 1)], [[0], [1], [0, 2]])
+    # No integer program branches.
+    made = modules.Network([conv, branch if branches else nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)], (1, 4, 4))
+    made.input_range = (0.0, 1.0)
+    return made
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    x = torch.rand(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    return x, network()(x).argmax(dim=1)
+
+
+def numbers(certificate: Certificate) -> dict[str, Any]:
+    found = dataclasses.asdict(certificate)
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in found.items()}
+
+
+WAYS = [
+    {"rounding": "sound", "evaluator": "float64"},
+    {"rounding": "sound", "evaluator": "float32_blocked"},
+    {"rounding": "sound", "evaluator": "integer"},
+    {"rounding": "ignore", "evaluator": "float64"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way['rounding']}-{way['evaluator']}")
+def test_certificates_with_and_without_a_proof_are_the_same_to_the_bit(way: dict[str, str]) -> None:
+    plain, x = network(branches=False), samples()[0]
+    y = plain(x).argmax(dim=1)
+    proof = lipkit.prove(plain, **way)  # type: ignore[arg-type]
+    for part in (slice(0, 1), slice(0, 5)):
+        expected = lipkit.certify(plain, x[part], y[part], **way)  # type: ignore[arg-type]
+        assert float(expected.radius.max()) > 0
+        found = lipkit.certify(plain, x[part], y[part], proof=proof, **way)  # type: ignore[arg-type]
+        assert numbers(found) == numbers(expected)
+    # The same numbers elsewhere are the same network.
+    assert numbers(lipkit.certify(network(branches=False), x, y, proof=proof, **way)) == numbers(found)  # type: ignore[arg-type]
+
+
+def test_a_regression_takes_a_proof_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, (x, _) = network(), samples()
+    expected = certify_regression(plain, x, torch.zeros(5, 3), delta=0.1)
+    proof = lipkit.prove(plain)
+    monkeypatch.setattr(measurement, "prove_chain", None)  # nothing is proved a second time
+    found = certify_regression(plain, x, torch.zeros(5, 3), delta=0.1, proof=proof)
+    assert torch.equal(found.worst_error, expected.worst_error)
+    assert found.deviation == expected.deviation
+    assert found.network_sha256 == expected.network_sha256
+    with pytest.raises(OptionError, match="proof: expected one of the network"):
+        certify_regression(plain.double(), x, torch.zeros(5, 3), delta=0.1, proof=proof)
+
+
+@given(place=st.integers(0, 10**6), tensor=st.integers(0, 10**6), up=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_one_number_moved_by_one_unit_in_the_last_place_is_another_network(place: int, tensor: int, up: bool) -> None:
+    plain, (x, y) = network(), samples()
+    proof = lipkit.prove(plain, rounding="ignore")
+    weights = list(plain.state_dict().values())
+    weight = weights[tensor % len(weights)].view(-1)
+    before, i = modules.sha256(plain), place % len(weight)
+    weight[i] = torch.nextafter(weight[i], torch.tensor(math.inf if up else -math.inf))
+    with pytest.raises(OptionError, match=f"sha256 {modules.sha256(plain)} for .* got one of {before} for"):
+        lipkit.certify(plain, x, y, rounding="ignore", proof=proof)
+
+
+def _activation(plain: modules.Network) -> modules.Network:
+    return modules.Network([plain[0], nn.Tanh(), *list(plain)[2:]], (1, 4, 4))
+
+
+def _rewired(plain: modules.Network) -> modules.Network:
+    plain[1].sources = ((0,), (1,), (1, 2))
+    return plain
+
+
+CHANGES: dict[str, Callable[[modules.Network], modules.Network]] = {
+    "dtype": lambda plain: plain.double(),
+    "module": _activation,
+    "wiring": _rewired,
+    "order of layers": lambda plain: modules.Network([*plain[:3], nn.Identity(), nn.ReLU(), plain[3]], (1, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_proof_of_another_structure_is_refused(change: Callable[[modules.Network], modules.Network]) -> None:
+    (x, y), proof = samples(), lipkit.prove(network())
+    with pytest.raises(OptionError, match=f"got one of {proof.network_sha256} for rounding='sound'"):
+        lipkit.certify(change(network()), x, y, proof=proof)
+
+
+@pytest.mark.parametrize("made", WAYS, ids=lambda way: f"{way['rounding']}-{way['evaluator']}")
+@pytest.mark.parametrize("asked", WAYS, ids=lambda way: f"{way['rounding']}-{way['evaluator']}")
+def test_a_proof_of_another_evaluation_is_refused(made: dict[str, str], asked: dict[str, str]) -> None:
+    if made == asked:
+        return
+    plain, (x, y) = network(branches=False), samples()
+    with pytest.raises(OptionError, match=r"proof: expected one of .*rounding='(sound|ignore)', evaluator="):
+        lipkit.certify(plain, x, y, proof=lipkit.prove(plain, **made), **asked)  # type: ignore[arg-type]
+
+
+def test_switches_that_no_hash_sees_are_compared() -> None:
+    (x, y), proof = samples(), lipkit.prove(network())
+    for name, key, value in (("1.nodes.0", "inplace", True), ("0", "training", True)):
+        plain = network()
+        setattr(plain.get_submodule(name), key, value)
+        assert modules.sha256(plain) == proof.network_sha256
+        with pytest.raises(OptionError, match=f"module '{name}' as it was proved, with {key} = False, got True"):
+            lipkit.certify(plain, x, y, proof=proof)
+
+
+def test_hooks_and_replaced_methods_are_refused_with_a_proof_too() -> None:
+    (x, y), proof = samples(), lipkit.prove(network())
+    plain = network()
+    plain[1].nodes[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(NoRuleError, match="forward hooks"):
+        lipkit.certify(plain, x, y, proof=proof)
+    plain = network()
+    plain[3].forward = torch.tanh
+    with pytest.raises(NoRuleError, match="instance-level 'forward'"):
+        lipkit.certify(plain, x, y, proof=proof)
+
+
+def test_the_integer_program_is_that_of_one_box() -> None:
+    plain, (x, y) = network(branches=False), samples()
+    proof = lipkit.prove(plain, evaluator="integer")
+    plain.input_range = (0.0, 2.0)
+    with pytest.raises(OptionError, match=r"for inputs in \(0.0, 2.0\), got one for \(0.0, 1.0\)"):
+        lipkit.certify(plain, x, y, evaluator="integer", proof=proof)
+    proof = lipkit.prove(plain)
+    plain.input_range = None  # of float64 no part
+    assert len(lipkit.certify(plain, x, y, proof=proof)) == 5
+
+
+def test_settings_are_those_of_the_evaluation_not_of_the_proof() -> None:
+    plain, (x, y) = network(), samples()
+    torch.backends.nnpack.set_flags(False)
+    try:
+        proof = lipkit.prove(plain, evaluator="float32")
+    finally:
+        torch.backends.nnpack.set_flags(True)
+    with pytest.raises(OptionError, match="NNPACK"):
+        lipkit.certify(plain, x, y, evaluator="float32", proof=proof)
+
+
+def test_a_proof_does_not_follow_the_network_it_was_made_from() -> None:
+    plain, (x, y) = network(), samples()
+    expected = lipkit.certify(plain, x, y)
+    proof = lipkit.prove(plain)
+    kept = copy.deepcopy(plain)
+    for weight in plain.state_dict().values():
+        weight.zero_()
+    assert numbers(lipkit.certify(kept, x, y, proof=proof)) == numbers(expected)
+
+
+def test_only_exported_networks_are_proved() -> None:
+    with pytest.raises(NoRuleError, match=r"prove lipkit.export\(model, input_shape\)"):
+        lipkit.prove(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="evaluator: expected one of"):
+        lipkit.prove(network(), evaluator="float16")
