@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import inspect
 import statistics
 
 import pytest
 
+from lipkit.attacks import ATTACKS
 from lipkit.cli.main import main
 from lipkit.data import DATASETS
 from lipkit.experiments import tables
-from lipkit.experiments.recipe import names
+from lipkit.experiments.recipe import load_recipe, names
 from lipkit.experiments.tables import TABLES, Row, Table
 from lipkit.layers.families import FAMILIES
 from lipkit.models import MODELS
 from lipkit.report import read_record
+from lipkit.text import table as aligned
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -26,6 +29,20 @@ def test_list_names_everything(kind, expected, capsys):
     found = {line.split()[0]: line for line in lines}
     for name in expected:
         assert len(found[name].split()) > 2, found[name]
+
+
+def test_what_is_read_from_the_source_is_what_is_imported(capsys):
+    expected = {
+        "layers": [[f.name, f.title, f.claim, f"{f.paper}, {f.equation}"] for f in FAMILIES.values()],
+        "models": [[name, (inspect.getdoc(build) or "").split("\n")[0]] for name, build in MODELS.items()],
+        "recipes": [[name, load_recipe(name).description] for name in names()],
+        "tables": [[name, table.source, table.description] for name, table in TABLES.items()],
+    }
+    for kind, rows in expected.items():
+        assert main(["list", kind]) == 0
+        assert capsys.readouterr().out == aligned([], rows) + "\n"
+    assert main(["attack", "--help"]) == 0
+    assert f"[{'|'.join(ATTACKS)}]" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

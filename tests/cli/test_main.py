@@ -39,9 +39,11 @@ def test_help_imports_neither_torch_nor_pydantic_nor_any_other_heavy_package():
         assert verb in done.stdout
 
 
-def test_the_help_of_a_verb_is_as_light():
+def test_the_help_of_a_verb_and_the_lists_are_as_light():
     done = python(
-        "import sys; from lipkit.cli.main import main; main(['train', '--help']);"
+        "import sys; from lipkit.cli.main import main;"
+        f"[main([verb, '--help']) for verb in {VERBS}];"
+        "[main(['list', kind]) for kind in ('layers', 'models', 'recipes', 'tables')];"
         "print('HEAVY', sorted({'torch', 'pydantic'} & set(sys.modules)))"
     )
     assert "HEAVY []" in done.stdout

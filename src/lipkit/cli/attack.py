@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lipkit.cli.source import Source
+
 if TYPE_CHECKING:
     from lipkit.evaluation import Attack, Attempt
 
 
 class _Name(click.ParamType):
-    """A name of `lipkit.attacks.ATTACKS`, looked up when it is needed: the table imports torch."""
+    """A name of `lipkit.attacks.ATTACKS`, looked up when it is needed: it imports torch, the help does not."""
 
     name = "attack"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        from lipkit.attacks import ATTACKS
-
-        return f"[{'|'.join(ATTACKS)}]"
+        return f"[{'|'.join(Source('lipkit.attacks.named').keys('ATTACKS'))}]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from lipkit.attacks import ATTACKS

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lipkit.text import table
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -109,8 +111,6 @@ def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
 
 def describe(found: NetworkBound, everything: bool = False) -> str:
     """The bounds and the table of layers, what raises the bound most first."""
-    from lipkit.experiments.outcome import columns
-
     # Below 1 the logarithm is negative, and so are the fractions of what raises the bound.
     layers = sorted(found.layers, key=lambda layer: layer.fraction if found.upper < 1 else -layer.fraction)
     shown = [layer for layer in layers if everything or abs(layer.fraction) >= 5e-4 or layer.bound == float("inf")]
@@ -121,4 +121,4 @@ def describe(found: NetworkBound, everything: bool = False) -> str:
         head += f"  lower {found.lower:.6g} (found by search, no certificate)"
     left = len(layers) - len(shown)
     end = [f"and {left} without influence (--all shows them)"] if left else []
-    return "\n".join([head, "", columns(rows), *end])
+    return "\n".join([head, "", table([], rows), *end])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+import lipkit
+from lipkit.cli.source import Source
 from lipkit.files import read_text
+from lipkit.text import table
 
 KINDS = ("layers", "models", "datasets", "recipes", "tables", "networks")
 
@@ -17,8 +20,6 @@ KINDS = ("layers", "models", "datasets", "recipes", "tables", "networks")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
     """List layers, models, datasets, recipes, the published tables of lipkit reproduce, or networks of lipkit.load."""
-    from lipkit.experiments.outcome import columns
-
     known = {
         "layers": layers,
         "models": models,
@@ -27,21 +28,20 @@ def command(kind: str) -> None:
         "tables": tables,
         "networks": networks,
     }
-    click.echo(columns(known[kind]()))
+    click.echo(table([], known[kind]()))
 
 
 def layers() -> list[list[str]]:
     """Acronym, method, what its singular values are, source."""
-    from lipkit.layers.families import FAMILIES
-
-    return [[f.name, f.title, f.claim, f"{f.paper}, {f.equation}"] for f in FAMILIES.values()]
+    families = Source("lipkit.layers.families")
+    rows = [families.fields(name) for name in families.names("FAMILIES")]
+    return [[row["name"], row["title"], row["claim"], f"{row['paper']}, {row['equation']}"] for row in rows]
 
 
 def models() -> list[list[str]]:
     """Name and what it is."""
-    from lipkit.models import MODELS
-
-    return [[name, (inspect.getdoc(build) or "").split("\n")[0]] for name, build in MODELS.items()]
+    source = Source("lipkit.models")
+    return [[k, source.summary(name)] for k, name in zip(source.keys("MODELS"), source.names("MODELS"), strict=True)]
 
 
 def datasets() -> list[list[str]]:
@@ -59,16 +59,21 @@ def datasets() -> list[list[str]]:
 
 def recipes() -> list[list[str]]:
     """Name and what it does."""
-    from lipkit.experiments.recipe import load_recipe, names
-
-    return [[name, load_recipe(name).description] for name in names()]
+    return [[name, content["description"]] for name, content in _files("recipes").items()]
 
 
 def tables() -> list[list[str]]:
     """Name, source, what it is about."""
-    from lipkit.experiments.tables import TABLES
+    found = [item for content in _files("tables").values() for item in content.items()]
+    return [[name, table["source"], table["description"]] for name, table in found if not name.startswith(".")]
 
-    return [[name, table.source, table.description] for name, table in TABLES.items()]
+
+def _files(folder: str) -> dict[str, dict[str, Any]]:
+    """The YAML files of a folder of the package, by name."""
+    import yaml
+
+    files = sorted((Path(lipkit.__file__).parent / folder).glob("*.yaml"))
+    return {file.stem: yaml.safe_load(read_text(file)) for file in files}
 
 
 def networks() -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +19,6 @@ from lipkit.experiments.recipe import Recipe, to_yaml
 from lipkit.files import write_atomic
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
 from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
-from lipkit.text import printable
 from lipkit.training.checkpoints import create
 
 if TYPE_CHECKING:
@@ -55,19 +54,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in aligned columns, all to the left.
-
-    >>> print(columns([["small", "a network"], ["kwlarge", "another"]]))
-    small    a network
-    kwlarge  another
-    """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"

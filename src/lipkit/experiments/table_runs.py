@@ -27,7 +27,7 @@ from lipkit.experiments import measures
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.experiments.measures import ATTACKED
-from lipkit.experiments.outcome import Display, columns
+from lipkit.experiments.outcome import Display
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
@@ -41,6 +41,7 @@ from lipkit.report.record import (
     read_any_record,
     write_record,
 )
+from lipkit.text import table as aligned
 from lipkit.training.checkpoints import SETTINGS
 
 
@@ -424,7 +425,7 @@ def render(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
     header = ["row", "figure", "scale", "runs", "published", "measured", "deviation", "difference", *table.also]
     lines = [line for row in table.rows for line in compare(table, row, found.get(row.label, ()))]
     notes = _notes(table, found)
-    return f"{table.source}: {table.description}\n\n{columns([header, *lines])}" + (f"\n\n{notes}" if notes else "")
+    return f"{table.source}: {table.description}\n\n{aligned([], [header, *lines])}" + (f"\n\n{notes}" if notes else "")
 
 
 def compare(table: Table, row: Row, found: Sequence[Found]) -> list[list[str]]:

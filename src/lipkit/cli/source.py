@@ -1,0 +1,71 @@
+"""Tables of the package, read from its source text: to import them takes torch, which takes seconds.
+
+The tables stay where they are: nothing is said twice, and a test compares what is read with what is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import lipkit
+
+
+class Source:
+    """The text of one module of the package.
+
+    Args:
+        module: its full name.
+
+    >>> Source("lipkit.models").keys("MODELS")[:3]
+    ['bronet', 'convnet', 'kwlarge']
+    """
+
+    def __init__(self, module: str) -> None:
+        path = Path(lipkit.__file__).parent.joinpath(*module.split(".")[1:])
+        found = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        self._statements: dict[str, ast.AST] = {}
+        self._imported: dict[str, str] = {}
+        for node in ast.parse(found.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom):
+                self._imported |= {name.name: str(node.module) for name in node.names}
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                self._statements[node.targets[0].id] = node.value
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+                self._statements[node.target.id] = node.value
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self._statements[node.name] = node
+
+    def find(self, name: str) -> ast.AST:
+        """What a name stands for: a value, or a definition; where it is imported, as its own module has it."""
+        return self._statements[name] if name in self._statements else Source(self._imported[name]).find(name)
+
+    def names(self, table: str) -> list[str]:
+        """The imported names in a table, in order."""
+        found = [node for node in ast.walk(self.find(table)) if isinstance(node, ast.Name)]
+        found.sort(key=lambda node: (node.lineno, node.col_offset))
+        return [node.id for node in found if node.id in self._imported]
+
+    def keys(self, table: str) -> list[str]:
+        """The keys of a table that is a dictionary of strings."""
+        node = self.find(table)
+        assert isinstance(node, ast.Dict)
+        return [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+    def summary(self, name: str) -> str:
+        """The first line of the docstring of a function."""
+        node = self.find(name)
+        assert isinstance(node, ast.FunctionDef)
+        return (ast.get_docstring(node) or "").split("\n")[0]
+
+    def fields(self, name: str) -> dict[str, str]:
+        """The strings that a call ``name = Class(field="...")`` gives, and the class's defaults."""
+        node = self.find(name)
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Name)
+        kind = Source(self._imported[name]).find(node.func.id)
+        assert isinstance(kind, ast.ClassDef)
+        defaults = [(ast.unparse(s.target), s.value) for s in kind.body if isinstance(s, ast.AnnAssign)]
+        given = [(str(k.arg), k.value) for k in node.keywords]
+        both = defaults + given
+        return {key: v.value for key, v in both if isinstance(v, ast.Constant) and isinstance(v.value, str)}
