@@ -181,9 +181,9 @@ def _climb(
             if not len(s.index):
                 return
         move = space.direction(s.slope, generator) * like(s.step, s.point)
-        ahead = space.project(s.point + move, s.centre, s.radius, box)
-        new = _MOMENTUM if k else 1.0
-        ahead = s.point + new * (ahead - s.point) + (1 - new) * (s.point - s.previous)
+        ahead = space.nearest(s.point + move, s.centre, s.radius, box)
+        if k:
+            ahead = torch.add(s.point.lerp(ahead, _MOMENTUM), s.point - s.previous, alpha=1 - _MOMENTUM)
         s.previous, s.point = s.point, space.project(ahead, s.centre, s.radius, box)
         value, logits, s.slope = value_and_gradient(model, s.point, s.label, loss, s.target)
         best.update(s.index, s.point, logits)

@@ -20,12 +20,14 @@ class Ball:
     Attributes:
         direction: (gradient (n, ...), generator) -> steepest ascent at size 1; random where there is no gradient.
         random: (like (n, ...), generator) -> random points of the unit ball.
-        project: (point, centre, radius (n,), box) -> the nearest point in ball and box, kept inside after rounding.
+        nearest: (point, centre, radius (n,), box) -> the nearest point in ball and box, which rounding may leave.
+        project: the same, kept inside after rounding.
         distance: (point, centre) -> (n,) the norm of the difference, in float64.
     """
 
     direction: Callable[[Tensor, torch.Generator], Tensor]
     random: Callable[[Tensor, torch.Generator], Tensor]
+    nearest: Callable[[Tensor, Tensor, Tensor, Box], Tensor]
     project: Callable[[Tensor, Tensor, Tensor, Box], Tensor]
     distance: Callable[[Tensor, Tensor], Tensor]
 
@@ -59,40 +61,72 @@ def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
     return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), order, dim=1)
 
 
-def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    r"""Euclidean projection on the l2 ball around ``centre`` and the box, then kept inside both after rounding.
+# As a rule two or three are enough.
+_PASSES = 12
+
+
+def _lengths(difference: Tensor) -> Tensor:
+    """(N,) l2 norms, computed in float64."""
+    if difference.device.type == "mps":
+        return _lengths(difference.cpu()).float().to(difference.device)
+    return torch.linalg.vector_norm(difference.flatten(1), dim=1, dtype=torch.float64)
+
+
+def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
+    """Euclidean projection on the l2 ball around ``centre`` and the box, which rounding may leave.
 
     The projection is ``clip(c + s (p - c))`` with the largest ``s <= 1`` within the radius. Its squared length
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
     without box grows towards it and never passes it.
+
+    It ends when what is missing is below 1e-6 of the squared radius.
 
     Args:
         point, centre: (N, ...); ``centre`` lies in ``box``.
         radius: (N,) float64.
         box: (low, high) or None.
 
+    >>> inside = nearest_l2(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.8]).double(), (0, 0.7))
+    >>> [round(value, 4) for value in inside[0].tolist()]
+    [0.3873, 0.7]
+    """
+    # So that the rounding of the sum stays inside, as a rule.
+    aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)
+    step = point - centre
+    scale = (aim / _lengths(step).clamp_min(1e-30)).clamp_max(1.0)
+    result = torch.addcmul(centre, step, like(scale, step))
+    if box is not None and bool((scale < 1).any()):
+        square, size, squares = scale.square(), aim.square(), step.square()
+        for _ in range(_PASSES):
+            clipped = result.clamp(*box)
+            missing = size - _lengths(clipped - centre).square()
+            if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
+                break
+            # Entries that the box holds back add nothing more.
+            slope = (squares * (result == clipped)).flatten(1).sum(dim=1).clamp_min(1e-30)
+            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)
+            result = torch.addcmul(centre, step, like(square.sqrt(), step))
+    return clip(result, box)
+
+
+def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
+    """`nearest_l2`, kept inside ball and box after rounding.
+
+    Args:
+        point, centre, radius, box: see `nearest_l2`.
+
     Returns:
         (N, ...) with ``||result - centre|| <= radius`` in float64; ``centre`` itself where the radius is too small for
         any other number of this dtype.
 
-    >>> inside = project_l2(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.8]).double(), (0, 0.7))
-    >>> [round(value, 4) for value in inside[0].tolist()]
-    [0.3873, 0.7]
+    >>> centre = torch.full((1, 3), 0.1)
+    >>> bool(norms(project_l2(9 * centre, centre, torch.tensor([0.8]).double(), None), centre) <= 0.8)
+    True
     """
-    step = (point - centre).flatten(1)
-    aim = radius * (1 - 1e-7)  # so that the rounding of the sum stays inside, as a rule
-    scale = (aim / norms(point, centre).clamp_min(1e-30)).clamp_max(1.0).to(step)
-    if box is not None and bool((scale < 1).any()):
-        room = torch.where(step > 0, box[1] - centre.flatten(1), centre.flatten(1) - box[0])
-        size = aim.square().to(step)
-        square = scale.square()
-        for _ in range(6):
-            free = square[:, None] * step.square() < room.square()
-            length = torch.where(free, square[:, None] * step.square(), room.square()).sum(dim=1)
-            slope = torch.where(free, step.square(), 0).sum(dim=1).clamp_min(1e-30)
-            square = (square + (size - length).clamp_min(0) / slope).clamp_max(1.0)
-        scale = square.sqrt()
-    result = clip(centre + (step * scale[:, None]).view_as(centre), box)
+    result = nearest_l2(point, centre, radius, box)
+    # A difference of two numbers is rounded once.
+    if not bool((_lengths(result - centre) * (1 + torch.finfo(result.dtype).eps) > radius).any()):
+        return result
     # shrinking towards a centre inside the box never leaves it; the extra part covers the rounding of the sum
     for attempt in range(8):
         length = norms(result, centre)
@@ -164,6 +198,6 @@ def _cube(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 BALLS = {
-    "l2": Ball(direction=_unit, random=_random_ball, project=project_l2, distance=norms),
-    "linf": Ball(direction=_signs, random=_cube, project=project_linf, distance=partial(norms, order=math.inf)),
+    "l2": Ball(_unit, _random_ball, nearest_l2, project_l2, norms),
+    "linf": Ball(_signs, _cube, project_linf, project_linf, partial(norms, order=math.inf)),
 }
