@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import lipkit
-from lipkit.analysis import analyze
-from lipkit.analysis.propagation import folded_bound
+from lipkit.analysis import analyze, propagation
+from lipkit.analysis.propagation import folded_bound, shared_tolerances
+from lipkit.bounds import symbol_sup
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError
 from lipkit.testing.reference import dense_matrix
 
@@ -97,6 +100,91 @@ def test_batch_normalisation_is_folded(kind: type, groups: int, first: bool) -> 
     assert truth <= found.upper < lipkit.lipschitz(model, shape).item()
     assert found.upper <= truth * (1.3 if kind is nn.Conv2d else 1 + 1e-6)
     assert [layer.name for layer in found.layers if layer.fraction] == ["0 + 1"]
+
+
+def test_a_layer_that_only_a_normalisation_reads_is_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def counted(kernel, *, groups, tolerance):
+        seen.append(tolerance)
+        return symbol_sup(kernel, groups=groups, tolerance=tolerance)
+
+    monkeypatch.setattr(propagation, "symbol_sup", counted)
+    # A second reader needs the bound of the convolution alone; the normalisation may go with the layer behind it.
+    for again, activation, bounds in ((False, True, 2), (True, True, 3), (False, False, 4)):
+        seen.clear()
+        model = settle(ConvNet(again, activation))
+        found = analyze(model, (3, 6, 6), restarts=0)
+        assert len(seen) == bounds
+        truth = float(np.linalg.norm(dense_matrix(model, (3, 6, 6)), 2))
+        assert truth <= found.upper < 3 * truth
+        # Both kernels have the mean tolerance in all; the larger one has more of it.
+        assert min(seen) < 0.01 < max(seen)
+        assert min(seen) + max(seen) == pytest.approx(0.02)
+
+
+class ConvNet(nn.Module):
+    def __init__(self, again: bool = False, activation: bool = True) -> None:
+        super().__init__()
+        self.activation = nn.LeakyReLU(1.0) if activation else nn.Identity()
+        self.conv, self.norm = nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64)
+        self.last, self.again = nn.Conv2d(64, 64, 3, padding=1), again
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.last(self.activation(self.norm(y)) if type(self.activation) is nn.LeakyReLU else self.norm(y))
+        return torch.cat((z, y), 1) if self.again else z
+
+
+def test_what_is_folded_is_still_looked_at() -> None:
+    changes = {
+        "hooks": lambda layer: layer.register_forward_hook(lambda *_: None),
+        "replaced": lambda layer: setattr(layer, "forward", torch.tanh),
+        "training": lambda layer: layer.train(),
+    }
+    for place in ("conv", "norm", "last"):
+        for name, change in changes.items():
+            if name != "training" or place == "norm":
+                model = settle(ConvNet())
+                change(model.get_submodule(place))
+                with pytest.raises(NoRuleError):
+                    analyze(model, (3, 6, 6), restarts=0)
+
+
+def test_a_convolution_with_a_tolerance_is_guarded_like_one_without() -> None:
+    for tolerance in (None, 0.01):
+        layer = nn.Conv2d(3, 3, 3)
+        assert propagation.layer_bound(layer, (3, 5, 5), tolerance=tolerance)[1] == "symbol_sup"
+        layer.register_forward_hook(lambda *_: None)
+        with pytest.raises(NoRuleError, match="forward hooks"):
+            propagation.layer_bound(layer, (3, 5, 5), tolerance=tolerance)
+
+
+@given(prices=st.lists(st.floats(0, 1e9), min_size=1, max_size=20), mean=st.floats(1e-3, 0.1), seed=st.integers(0, 99))
+def test_shared_tolerances_keep_their_mean_and_are_cheapest(prices: list[float], mean: float, seed: int) -> None:
+    found = np.array(shared_tolerances(prices, mean))
+    assert (found >= 1e-4).all()
+    assert (found <= 10 * mean + 1e-12).all()
+    dear = np.array(prices) > 0
+    shares = np.array(prices)[dear] / max(max(prices), 1e-300)
+    assert found[dear].sum() <= dear.sum() * (mean + 1e-4) * (1 + 1e-9)
+    if dear.any() and (shares > 1e-3).all():  # no limit was met, or the sum is below
+        others = mean * dear.sum() * np.random.default_rng(seed).dirichlet(np.ones(int(dear.sum())))
+        if found[dear].max() < 10 * mean - 1e-9 and found[dear].min() > 1e-4:
+            assert (shares / found[dear]).sum() <= (shares / others).sum() * (1 + 1e-9)
+
+
+def test_a_wider_tolerance_bounds_as_well() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 40, 3), nn.ReLU(), nn.Conv2d(40, 40, 3), nn.ReLU(), nn.Conv2d(40, 4, 2))
+    tight = analyze(model, (3, 9, 9), restarts=0, tolerance=1e-3).upper
+    for tolerance in (0.01, 0.1):
+        found = analyze(model, (3, 9, 9), restarts=0, tolerance=tolerance).upper
+        assert tight * (1 - 3e-3) <= found <= tight * (1 + tolerance) ** 3
+    assert found > tight * 1.05
+    for tolerance in (0.0, 2.0, math.nan):
+        with pytest.raises(OptionError, match=r"tolerance: expected a number in \[1e-4, 1\]"):
+            analyze(model, (3, 9, 9), tolerance=tolerance)
 
 
 def test_a_folded_weight_below_the_range_of_float64_is_no_zero() -> None:

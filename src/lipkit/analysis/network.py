@@ -41,6 +41,7 @@ def analyze(
     input_shape: Shape,
     *,
     method: str = "auto",
+    tolerance: float = 0.01,
     restarts: int = 4,
     steps: int = 10,
     seed: int = 0,
@@ -61,6 +62,8 @@ def analyze(
         input_shape: shape of one sample, without the batch.
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
+        tolerance: of ``"auto"``: how far the bounds of those convolutions may lie above their norms, on average over
+            all layers, in [1e-4, 1]. Large kernels, whose proofs are dear, get more of it than small ones.
         restarts, steps: of the search for ``lower``; see :func:`lipkit.analysis.lipschitz_lower_bound`. No restarts, no
             search.
         seed: of the search.
@@ -86,7 +89,7 @@ def analyze(
             numbers of at least the network's format; control flow on values; a batch that is not kept apart; in-place
             calls whose effect on other values is not clear; hooks; training mode of modules that differ in it.
         ShapeError: the model does not accept ``input_shape``.
-        OptionError: a method, restarts or steps out of range.
+        OptionError: a method, tolerance, restarts or steps out of range.
         CertificateViolation: the search found a steeper secant than the upper bound allows: a rule is wrong.
 
     >>> class Block(nn.Module):
@@ -105,6 +108,8 @@ def analyze(
         Szegedy et al., ICLR 2014, section 4.3 (products of layer norms); [LipBound] section 6 (whole networks).
     """
     check_method(method)
+    if not 1e-4 <= tolerance <= 1:
+        raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()
     if box is not None:
         model = export(model, input_shape, box=box)
@@ -117,7 +122,7 @@ def analyze(
         input_shape = _accepted(root, input_shape)
         graph = trace(root, sample(root, input_shape, BATCHES[0]))
         observed = observe(root, graph, input_shape)
-        upper, layers = Propagation(root, graph, observed, method).result()
+        upper, layers = Propagation(root, graph, observed, method, tolerance).result()
         check_outputs(root, observed, input_shape)
         lower = 0.0
         if restarts and stays_float64(root, graph, input_shape):

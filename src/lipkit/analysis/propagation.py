@@ -7,17 +7,18 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
 
 from lipkit.analysis.calls import Call, Operand, apply
-from lipkit.bounds import METHODS
+from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Shape, lipschitz
 from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form, source
+from lipkit.modules.guarding import guard
 from lipkit.modules.running import Observed
 from lipkit.modules.tracing import Root, fetch
 from lipkit.modules.visiting import Walk, called, path_of
@@ -36,16 +37,23 @@ def check_method(method: str) -> str:
     return method
 
 
-def layer_bound(module: nn.Module, input_shape: tuple[int, ...], method: str = "auto") -> tuple[Tensor, str]:
+def layer_bound(
+    module: nn.Module, input_shape: tuple[int, ...], method: str = "auto", tolerance: float | None = None
+) -> tuple[Tensor, str]:
     """Lipschitz bound of one layer and the name of the method.
 
     ``method`` applies to two-dimensional convolutions with zero padding; everything else has the one rule of its type.
+    With ``"auto"`` that is :func:`lipkit.bounds.symbol_sup` with its ``tolerance``, or None for its default.
 
     >>> layer_bound(nn.ReLU(), (3,))[1]
     'rule'
     """
     with torch.no_grad():
         if type(module) is not nn.Conv2d or module.padding_mode != "zeros" or method == "auto":
+            if _searched(module) and tolerance is not None and len(input_shape) == 3:
+                guard(module)
+                bound = symbol_sup(kernel_with_stride(module), groups=module.groups, tolerance=tolerance)
+                return bound.detach(), _default(module)
             return lipschitz(module, input_shape).detach(), _default(module)
         names = list(METHODS) if method == "best" else [method]
         kernel = kernel_with_stride(module)
@@ -65,6 +73,37 @@ def _default(module: nn.Module) -> str:
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """True for a layer whose rule is `symbol_sup`."""
+    return type(module) is nn.Conv2d and module.padding_mode == "zeros"
+
+
+def price(kernel: Tensor, groups: int) -> float:
+    """Cost of `symbol_sup` for a kernel ``(cout, cin / groups, kh, kw)``, up to a factor: cells and their matrices.
+
+    >>> price(torch.zeros(64, 64, 3, 3), 1), price(torch.zeros(64, 64, 1, 1), 1)
+    (1048576.0, 0.0)
+    """
+    cout, cin, kh, kw = kernel.shape
+    cells = math.prod(k - 1 for k in (kh, kw) if k > 1) if max(kh, kw) > 1 else 0
+    # Small matrices cost a call.
+    return float(cells * groups * max(min(cout // groups, cin), 32) ** 3)
+
+
+def shared_tolerances(prices: list[float], mean: float) -> list[float]:
+    r"""Tolerances of several proofs for the smallest price in all, at most the given mean over those with a price.
+
+    A proof of tolerance t costs :math:`a / t`: with the sum of all t fixed, the cheapest are those proportional to the
+    roots of the prices a. None is above ten times the mean.
+
+    >>> [round(t, 4) for t in shared_tolerances([1.0, 9.0, 0.0], 0.01)]
+    [0.005, 0.015, 0.01]
+    """
+    roots = [math.sqrt(p) for p in prices if p > 0]
+    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]
+    return [min(max(mean * min(share, 10.0), 1e-4), 1.0) for share in shares]
 
 
 def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) -> bool:
@@ -165,14 +204,20 @@ class Propagation(Walk):
         root: the network.
         graph, observed: as left by :func:`lipkit.modules.running.observe`.
         method: of convolutions.
+        tolerance: of those by `symbol_sup`, on average.
     """
 
-    def __init__(self, root: Root, graph: fx.Graph, observed: Observed, method: str) -> None:
+    def __init__(self, root: Root, graph: fx.Graph, observed: Observed, method: str, tolerance: float) -> None:
         super().__init__(root, graph, observed)
         self._method = method
         self._rows: list[_Row] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
         self._bounds: dict[Key, tuple[Tensor, str]] = {}
+        # Layers without a bound of their own: it is one with that of the normalisation behind them.
+        self._left: set[fx.Node] = set()
+        used = (fetch(root, str(node.target)) for node in graph.nodes if node.op == "call_module")
+        found = {id(module): price(kernel_with_stride(module), module.groups) for module in used if _searched(module)}
+        self._tolerance = dict(zip(found, shared_tolerances(list(found.values()), tolerance), strict=True))
 
     def result(self) -> tuple[float, tuple[LayerBound, ...]]:
         output = self.output()
@@ -184,8 +229,9 @@ class Propagation(Walk):
     def source(self) -> Form:
         return source()
 
-    def _bound(self, module: nn.Module, shape: Shape) -> tuple[Tensor, str]:
-        return layer_bound(module, shape, self._method)
+    def _bound(self, module: nn.Module, shape: Shape, stored: nn.Module | None = None) -> tuple[Tensor, str]:
+        """Of a module, which may stand for a ``stored`` one of the network."""
+        return layer_bound(module, shape, self._method, self._tolerance.get(id(stored or module)))
 
     def _record(self, name: str, kind: str, constant: Tensor, method: str) -> Tensor:
         leaf = constant.detach().clone().requires_grad_()
@@ -196,21 +242,41 @@ class Propagation(Walk):
 
     def module(self, node: fx.Node, x: Operand) -> Form:
         module = fetch(self.root, str(node.target))
+        if self._put_off(node, module, x.shape):
+            self._left.add(node)
+            return x.form.scaled(torch.tensor(math.inf, dtype=torch.float64))  # nobody reads it
+        try:
+            # Of a normalisation that the layer before was left to, only to refuse one that is not what its type says.
+            found, folded = self._plain(node, module, x), self._fold(node, module, x)
+            left = not self._left.isdisjoint(node.all_input_nodes)
+            if folded is not None and (left or bool(folded[0].total() < found[0].total())):
+                found = folded
+        except NoRuleError as error:
+            raise NoRuleError(f"analyze: at {path_of(node)!r}: {error}") from None
+        self._rows.append(found[1])
+        return found[0]
+
+    def _put_off(self, node: fx.Node, module: nn.Module, shape: Shape) -> bool:
+        """True if nobody asks for the bound of this layer but as one with the normalisation behind it.
+
+        It is the smaller one, as far as the rules of ``"auto"`` are tight. A second reader needs the layer's own bound,
+        and so does a linear layer behind the normalisation, which may be folded into that one instead.
+        """
+        (user, *others) = node.users or (None,)
+        norm = None if user is None or user.op != "call_module" else fetch(self.root, str(user.target))
+        if user is None or norm is None or others or self._method != "auto" or not foldable(module, norm, shape):
+            return False
+        behind = (fetch(self.root, str(after.target)) for after in user.users if after.op == "call_module")
+        return not any(type(after) in (*CONVOLUTIONS, *TRANSPOSED, nn.Linear) for after in behind)
+
+    def _plain(self, node: fx.Node, module: nn.Module, x: Operand) -> tuple[Form, _Row]:
+        """The bound of this layer alone."""
         key = (id(module), x.shape)
         if key not in self._bounds:
-            try:
-                self._bounds[key] = self._bound(module, x.shape)
-            except NoRuleError as error:
-                raise NoRuleError(f"analyze: at {path_of(node)!r}: {error}") from None
+            self._bounds[key] = self._bound(module, x.shape)
         bound, method = self._bounds[key]
-        name, kind = path_of(node), type(module).__qualname__
         constant = bound.detach().clone().requires_grad_()
-        plain, row = x.form.scaled(constant), _Row(name, kind, method, constant)
-        folded = self._fold(node, module, x)
-        if folded is not None and bool(folded[0].total() < plain.total()):
-            plain, row = folded
-        self._rows.append(row)
-        return plain
+        return x.form.scaled(constant), _Row(path_of(node), type(module).__qualname__, method, constant)
 
     def _fold(self, node: fx.Node, module: nn.Module, x: Operand) -> tuple[Form, _Row] | None:
         """The bound of this layer and the one before as one, if one of them is a batch normalisation."""
@@ -228,7 +294,7 @@ class Propagation(Walk):
         methods: list[str] = []
 
         def bound(layer: nn.Module) -> Tensor:
-            value, method = self._bound(layer, shape)
+            value, method = self._bound(layer, shape, linear)
             methods.append(method)
             return value
 

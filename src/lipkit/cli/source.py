@@ -37,7 +37,7 @@ class Source:
                 self._statements[node.name] = node
 
     def find(self, name: str) -> ast.AST:
-        """What a name stands for: a value, or a definition; where it is imported, as its own module has it."""
+        """The value or definition that a name stands for, in the module that it is imported from."""
         return self._statements[name] if name in self._statements else Source(self._imported[name]).find(name)
 
     def names(self, table: str) -> list[str]:
