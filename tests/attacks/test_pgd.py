@@ -121,6 +121,38 @@ def test_projection_is_the_euclidean_one() -> None:
         assert ((ours - point) ** 2).sum() <= best.fun * (1 + 1e-6) + 1e-8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["grey", "binary"])
+def test_projection_of_images_uses_the_whole_ball(kind: str, dtype: torch.dtype) -> None:
+    """Against bisection for the scale, where most entries meet a face of the box, some or none of them."""
+    start = points(40, 1, 28, 28, dtype=dtype)
+    start = start if kind == "grey" else start.round()
+    radius = torch.linspace(0.05, 15.0, 40, dtype=torch.float64)
+    away = torch.randn_like(start) * (torch.rand_like(start) ** 4 + 1e-3)  # entries of all sizes
+    away *= (3 * radius / norms(start + away, start)).to(dtype).view(-1, 1, 1, 1)
+    end = start + away
+    result = project_l2(end, start, radius, (0.0, 1.0))
+    assert norms(result, start).le(radius).all()
+    assert ((result >= 0) & (result <= 1)).all()
+    moved, met = 0, 0
+    for found, centre, point, size in zip(result, start, end, radius.tolist(), strict=True):
+        c, p = centre.double().numpy(), point.double().numpy()
+
+        def at(scale: float, c=c, p=p) -> np.ndarray:
+            return (c + scale * (p - c)).clip(0, 1)
+
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if np.linalg.norm(at(middle) - c) <= size else (low, middle)
+        # A length within 1e-6 of the whole one, and entries within what that and the rounding allow.
+        np.testing.assert_allclose(np.linalg.norm(found.double().numpy() - c), np.linalg.norm(at(low) - c), rtol=2e-6)
+        np.testing.assert_allclose(found.double().numpy(), at(low), atol=4e-6 * max(size, 1.0))
+        moved += low < 0.999
+        met += bool(((at(low) == 0) | (at(low) == 1)).any())
+    assert min(moved, met) > 5
+
+
 def test_a_misclassified_sample_costs_one_evaluation_and_stays() -> None:
     seen = []
 
