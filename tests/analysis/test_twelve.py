@@ -46,7 +46,9 @@ def test_bounded_exported_certified_and_saved(name: str, tmp_path: Path) -> None
     bound = float(lipschitz(plain))
     analyzed = analyze(model, shape, restarts=1, steps=5)
     # The same bound by another way; pieces cut by slices are kept apart here only.
-    assert analyzed.lower <= bound <= analyzed.upper * (1 + 1e-4)
+    # Both bound each kernel within one per cent, analyze on average: none is better by more than that.
+    kernels = sum(isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) for module in model.modules())
+    assert analyzed.lower <= bound <= analyzed.upper * 1.01**kernels * (1 + 1e-4)
     lower = lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower
     assert lower <= bound
     folder = save(plain.float(), tmp_path / "net")
