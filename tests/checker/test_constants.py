@@ -152,7 +152,7 @@ def test_units_of_integers_that_floors_lose(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(k, "ops", k.Integers())
     unit, n = Fraction(1, 1 << k.PLACES), 64
     small = np.full((1, n), (1 << k.PLACES // 2) - 1, np.int64)
-    product = k.join({"type": "Product"}, k.Tensors({"limits": np.array([1.0, 1.0])}), [(n,), (n,)])
+    product = k.join({"type": "Product"}, k.Tensors({"limits": np.array([2.0**-20, 2.0**-20])}), [(n,), (n,)])
     got, lost = product.forward([small, small])
     exact = -(Fraction(int(small[0, 0])) ** 2) * unit**2
     assert abs(k.ops.number(got[0, 0]) - exact) > unit / 2
