@@ -263,3 +263,17 @@ def test_maxmin_has_every_derivative_and_permutes_gradients_of_ties() -> None:
     maxmin(ties).backward(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     assert ties.grad is not None
     assert sorted(ties.grad[0].tolist()) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_maxmin_are_exchanged_to_the_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 8, generator=generator).to(dtype)
+    x[0] = 0.0  # ties stay where they are
+    g = (torch.randn(40, 8, generator=generator) * 10.0 ** torch.randint(-4, 5, (40, 8), generator=generator)).to(dtype)
+    x.requires_grad_()
+    maxmin(x).backward(g)
+    a, b = x.detach().chunk(2, 1)
+    p, q = g.chunk(2, 1)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.cat((torch.where(a >= b, p, q), torch.where(a >= b, q, p)), 1))
