@@ -16,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 CHECKER = Path(__file__).parents[2] / "src" / "lipkit_check.py"
-FILES = [str(Path(__file__).parent / f"test_{name}.py") for name in ("constants", "arithmetic", "graphs", "runs")]
+FILES = [str(Path(__file__).parent / f"test_{name}.py") for name in ("constants", "files", "arithmetic", "graphs", "runs")]
 
 # Which tests come first: (what stands there once, what stands there instead).
 MUTATIONS = [(first, old, new) for first, changes in {
@@ -210,7 +210,7 @@ def main() -> None:
         start = time.monotonic()
         log = Path(tempfile.gettempdir(), f"mutation-{i}.log")
         first, old, new = MUTATIONS[i]
-        stages = [FILES[:1], [*FILES, "-k", first]] + [FILES] * (not parser.parse_args().quick)
+        stages = [FILES[:2], [*FILES, "-k", first]] + [FILES] * (not parser.parse_args().quick)
         alive = survives(old, new, log, stages)
         survivors += [i] * alive
         lines = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
