@@ -16,7 +16,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 CHECKER = Path(__file__).parents[2] / "src" / "lipkit_check.py"
-FILES = [str(Path(__file__).parent / f"test_{name}.py") for name in ("constants", "files", "arithmetic", "graphs", "runs")]
+NAMES = ("constants", "files", "arithmetic", "graphs", "runs")
+FILES = [str(Path(__file__).parent / f"test_{name}.py") for name in NAMES]
 
 # Which tests come first: (what stands there once, what stands there instead).
 MUTATIONS = [(first, old, new) for first, changes in {

@@ -243,7 +243,7 @@ def test_radii_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_p
         assert verdict(target) == code
 
 
-def test_constants_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_path: Path) -> None:
+def test_constants_within_the_tolerance_are_confirmed_and_no_others(run: Path, tmp_path: Path, capsys: Any) -> None:
     for key in ("constant", "body_constant"):
         for share, code in ((-1.2e-5, 1), (-0.8e-5, 0), (0.5, 0)):
             target = tmp_path / f"{key}{share}"
@@ -252,6 +252,7 @@ def test_constants_within_the_tolerance_are_confirmed_and_no_others(run: Path, t
             found.header[key] *= 1 + share
             found.write()
             assert verdict(target) == code
+            assert capsys.readouterr().out.splitlines()[-1].startswith("REFUSED" if code else "confirmed")
 
 
 def test_samples_outside_the_range_of_the_network(run: Path, tmp_path: Path, capsys: Any) -> None:
