@@ -99,6 +99,7 @@ def test_a_changed_recipe_never_passes_for_the_one_before(table, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.slow
 def test_a_smoke_run_in_two_processes(table, tmp_path, capsys):
     change = ["certify.search_restarts=2", "certify.search_steps=2", "train.evaluate_every=9"]
     arguments = ["reproduce", "t1", *change, "--scale", "smoke", "--workers", "2", "--out", str(tmp_path)]

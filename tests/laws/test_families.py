@@ -59,6 +59,7 @@ each_dtype = pytest.mark.parametrize(
 )
 # pytest -m fast: a closed form, an iteration, phases, and a block that is more than a linear map.
 CORE = {"cayley", "rko", "eco", "sandwich"}
+COMPILED_BY_DEFAULT = {"cayley", "eco"}
 each_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in CORE else pytest.mark.thorough) for name in FAMILIES]
 )
@@ -118,13 +119,13 @@ def test_convolution(name: str, dtype: torch.dtype, number: int) -> None:
         options={**conv_options(), **family.options},
         refusals=conv_refusals(*shapes[0]),
         # Compiling is the dearest part of the suite: here the core, below the others.
-        backends=("aot_eager",) if dtype == torch.float32 and name in CORE else (),
+        backends=("aot_eager",) if dtype == torch.float32 and name in COMPILED_BY_DEFAULT else (),
         **promises(family),
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CORE | GRAPH_BREAKS])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in COMPILED_BY_DEFAULT | GRAPH_BREAKS])
 def test_compiled_convolution(name: str) -> None:
     family = FAMILIES[name]
     make = partial(family.conv, in_channels=3, out_channels=5, kernel_size=3, **FEWER.get(name, {}))

@@ -314,6 +314,7 @@ VIEWS: list[tuple[nn.Module, tuple[int, ...]]] = [
     (Affine(torch.randn(2), torch.randn(2)), (2, 3)),
     (nn.Upsample(scale_factor=2), (1, 2, 3)),
     (nn.Upsample(size=(4, 12)), (1, 2, 3)),
+    (nn.ChannelShuffle(2), (6, 2, 3)),
 ]
 
 

@@ -249,6 +249,22 @@ def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
     return Enlarge(*factors)
 
 
+@lipschitz_rule(nn.ChannelShuffle)
+def _shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
+    if input_shape is not None and input_shape[0] % module.groups:
+        raise ShapeError(f"nn.ChannelShuffle: expected channels in {module.groups} groups, got {input_shape[0]}")
+    return 1.0
+
+
+@export_rule(nn.ChannelShuffle)
+def _export_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
+    _shuffle(module, input_shape)
+    channels, *rest = input_shape
+    dims = [2, 1, *range(3, 3 + len(rest))]
+    apart = Reshape(module.groups, channels // module.groups, *rest)
+    return nn.Sequential(apart, Permute(*dims), Reshape(channels, *rest))
+
+
 def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     if input_shape is None:
         raise ShapeError("nn.Upsample: expected an input_shape, because its factors depend on the sizes, got none")
