@@ -15,8 +15,15 @@ from torch import Tensor
 
 from lipkit.bounds import spectral_norm, spectral_norms
 from lipkit.errors import ShapeError
+from lipkit.proof import norms
 from lipkit.proof.norms import power_of_two, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, multiply_up, reciprocal_up, round_up, to_double, up
+
+
+@pytest.fixture(autouse=True, params=[norms.MANY, 3], ids=["all eigenvalues", "Lanczos"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matrices by the way of the large ones, too."""
+    monkeypatch.setattr(norms, "MANY", request.param)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
