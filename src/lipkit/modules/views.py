@@ -281,7 +281,7 @@ def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     return factors
 
 
-@rounding_rule(*VIEWS, Enlarge, Expand, nn.Upsample)
+@rounding_rule(*VIEWS, Enlarge, Expand, nn.Upsample, nn.ChannelShuffle)
 def _exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     return lambda x: Local(nothing(x), nothing(x))
 
