@@ -31,7 +31,7 @@ SHAPE, BATCH = Shape(64, 64, 12), 32
 # The page that explains each of them.
 PAGES = {
     **dict.fromkeys(("cayley", "lot", "bro"), "frequency"), "eco": "eco", "soc": "soc",
-    **dict.fromkeys(("bcop", "cayley_bcop"), "bcop"), **dict.fromkeys(("sll", "cpl"), "residual"),
+    **dict.fromkeys(("bcop", "cayley_bcop", "aoc"), "bcop"), **dict.fromkeys(("sll", "cpl"), "residual"),
     "sandwich": "sandwich",
     **dict.fromkeys(("aol", "rko", "crko", "ossn", "svcm", "liresnet", "cholesky"), "rescaling"),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from lipkit.layers.eco import EcoConv2d
 from lipkit.layers.families import FAMILIES, Family
 from lipkit.layers.liresnet import LiResConv2d
 from lipkit.layers.lot import LotConv2d
+from lipkit.layers.native import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d
 from lipkit.layers.ossn import OssnConv2d
 from lipkit.layers.rko import RkoConv2d
 from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
@@ -63,6 +64,10 @@ __all__ = [
     "LotConv2d",
     "MaxMin",
     "NActivation",
+    "NativeConv1d",
+    "NativeConv2d",
+    "NativeConvTranspose1d",
+    "NativeConvTranspose2d",
     "Normalize",
     "NormalizedLinear",
     "OrthogonalLinear",

@@ -12,6 +12,7 @@ from lipkit.layers.cholesky import CHOLESKY
 from lipkit.layers.eco import ECO
 from lipkit.layers.liresnet import LIRESNET
 from lipkit.layers.lot import LOT
+from lipkit.layers.native import AOC
 from lipkit.layers.ossn import OSSN
 from lipkit.layers.rko import CRKO, RKO
 from lipkit.layers.sandwich import SANDWICH
@@ -23,7 +24,7 @@ FAMILIES: dict[str, Family] = {
     row.name: row
     for row in (
         *(CAYLEY, AOL, RKO, CRKO, OSSN, SVCM, LOT, SOC, ECO, BCOP, CAYLEY_BCOP, SLL, CPL, SANDWICH),
-        *(BRO, LIRESNET, CHOLESKY),
+        *(BRO, LIRESNET, CHOLESKY, AOC),
     )
 }
 """Every family by its acronym, which the models take as ``layer``."""

@@ -1,0 +1,500 @@
+"""Layers with the whole geometry of torch's convolutions: strides, groups, dilations, paddings, transposed, 1-D.
+
+Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and padding is circular. Here a kernel is made
+so that its convolution *of this stride* keeps the promise, and the export is one plain convolution of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers.aol import safe_rsqrt
+from lipkit.layers.base import Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
+from lipkit.layers.dense import BjorckLinear
+from lipkit.layers.export import in_float64, placed_like
+from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
+from lipkit.modules import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.convolutions import copies
+from lipkit.proof.roundoff import up
+
+
+def new_matrices(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
+    """Free matrices ``shape[-2:]``, each semi-orthogonal."""
+    values = torch.empty(shape, device=device, dtype=dtype)
+    for matrix in values:
+        nn.init.orthogonal_(matrix)
+    return nn.Parameter(values)
+
+
+class Construction(nn.Module, ABC):
+    """The parameters of the kernels of all groups, and how a kernel is made of them.
+
+    Args:
+        groups, out_channels, in_channels: of each group.
+        kernel_size, stride, dilation: along both axes.
+        orthogonalize: how matrices are made semi-orthogonal, a function of ``linalg.table``.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        out_channels: int,
+        in_channels: int,
+        kernel_size: Size,
+        stride: Size,
+        dilation: Size,
+        orthogonalize: Orthogonalize,
+        device: Any,
+        dtype: Any,
+    ) -> None:
+        super().__init__()
+        self.shape = (groups, out_channels, in_channels, *kernel_size)
+        self.kernel_size, self.stride, self.dilation = kernel_size, stride, dilation
+        self.orthogonalize = orthogonalize
+        self.make_parameters(device, dtype)
+
+    def made(self, free: Tensor) -> Tensor:
+        """Free matrices, made semi-orthogonal."""
+        return orthogonalized(self.orthogonalize, at_least_float32(free))
+
+    @abstractmethod
+    def make_parameters(self, device: Any, dtype: Any) -> None: ...
+
+    @abstractmethod
+    def forward(self) -> Tensor:
+        """The kernels ``(groups, out_channels, in_channels, kh, kw)``, in float32 or better."""
+
+
+class Aoc(Construction):
+    """Kernels by :func:`lipkit.conv.strided.aoc_kernel`: orthogonal."""
+
+    projectors: nn.Parameter | None
+    last: nn.Parameter | None
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        groups, cout, cin, *kernel = self.shape
+        if any(k < s for k, s in zip(kernel, self.stride, strict=True)):
+            raise OptionError(
+                f"kernel_size: expected at least the stride {self.stride} of an orthogonal layer, got "
+                f"{self.kernel_size}: pixels between the windows would be lost; use constraint='rko' or 'aol'"
+            )
+        if math.gcd(self.stride[0], self.dilation[0]) > 1 or math.gcd(self.stride[1], self.dilation[1]) > 1:
+            raise OptionError(
+                f"dilation: expected no common divisor with the stride {self.stride} of an orthogonal layer, got "
+                f"{self.dilation}: pixels between the taps would be lost; use constraint='rko' or 'aol'"
+            )
+        strided = max(self.stride) > 1
+        inner = aoc_channels(cin, cout, self.stride) if strided else cout
+        wide, factors = max(inner, cin), sum(kernel) - sum(self.stride)
+        self.free = new_matrices(groups, inner, cin, device=device, dtype=dtype)
+        projectors = new_matrices(groups * factors, wide, wide // 2, device=device, dtype=dtype)
+        self.register_parameter("projectors", projectors if projectors.numel() else None)
+        last = new_matrices(groups, cout, inner * math.prod(self.stride), device=device, dtype=dtype)
+        self.register_parameter("last", last if strided else None)
+        self.stacks = (groups, factors, wide, wide // 2)
+
+    def forward(self) -> Tensor:
+        h = self.made(self.free)
+        # One channel: the only projectors are 0 and 1, and the factors are shifts.
+        v = h.new_zeros(0) if self.projectors is None else self.made(self.projectors)
+        v = v.reshape(self.stacks)
+        last = None if self.last is None else self.made(self.last)
+        each = [
+            aoc_kernel(h[i], v[i], None if last is None else last[i], self.kernel_size, self.stride)
+            for i in range(len(h))
+        ]
+        return torch.stack(each)
+
+
+class Rko(Construction):
+    """Kernels that are semi-orthogonal as matrices, divided by :func:`lipkit.conv.strided.rko_factor`."""
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        groups, cout, cin, kh, kw = self.shape
+        self.free = new_matrices(groups, cout, cin * kh * kw, device=device, dtype=dtype)
+        self.factor = rko_factor(self.kernel_size, period(self.stride, self.dilation))
+
+    def forward(self) -> Tensor:
+        return (self.made(self.free) / self.factor).reshape(self.shape)
+
+
+class Aol(Construction):
+    """Free kernels whose taps are divided by the roots of :func:`lipkit.conv.strided.aol_scales`."""
+
+    def make_parameters(self, device: Any, dtype: Any) -> None:
+        groups, cout, cin, kh, kw = self.shape
+        free = new_matrices(groups, cout, cin * kh * kw, device=device, dtype=dtype)
+        self.free = nn.Parameter(free.detach().reshape(self.shape))
+        self.classes = period(self.stride, self.dilation)
+
+    def forward(self) -> Tensor:
+        free = at_least_float32(self.free)
+        return free * safe_rsqrt(aol_scales(free, self.classes))[:, None]
+
+
+CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol}
+"""By name: how a kernel of any stride is constrained."""
+
+
+class _Native(nn.Module):
+    """A convolution with the arguments of torch's, which torch's own layer checks, and a constrained weight."""
+
+    plain: type[Any]
+    bias: nn.Parameter | None
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: str | Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        constraint: str = "aoc",
+        orthogonalize: str | Orthogonalize = "bjorck",
+        **output_padding: Pair,
+    ) -> None:
+        super().__init__()
+        check_positive(in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_dtype(dtype)
+        if constraint not in CONSTRAINTS:
+            raise OptionError(f"constraint: expected one of {', '.join(CONSTRAINTS)}, got {constraint!r}")
+        function = resolve(orthogonalize)
+        if not proved(function):
+            raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")
+        options: dict[str, Any] = {"dilation": dilation, "padding_mode": padding_mode, **output_padding}
+        try:
+            like = self.plain(
+                in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
+            )
+            # Some arguments fail at the first input only.
+            sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
+            least = {n: min(v) for n, v in sizes.items()}
+        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+            raise OptionError(
+                f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
+            ) from error
+        check_positive(**least)
+        if not isinstance(like.padding, str) and min(like.padding) < 0:
+            raise OptionError(f"padding: expected numbers of at least 0, got {padding!r}")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation
+        self.padding, self.padding_mode, self.output_padding = like.padding, like.padding_mode, like.output_padding
+        self.constraint = constraint
+        rows, cols = like.weight.shape[0] // groups, like.weight.shape[1]
+        made = CONSTRAINTS[constraint]
+        self.construction = made(groups, rows, cols, **sizes, orthogonalize=function, device=device, dtype=dtype)
+        fan_in = math.prod(like.weight.shape[1:])
+        self.register_parameter("bias", new_bias(out_channels, fan_in, bias, device, dtype))
+        if padding_mode == "circular":
+            self._check_circular()
+
+    def _check_circular(self) -> None:
+        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        padded = [before + after for before, after in self.borders()]
+        if any(p > r for p, r in zip(padded, reach, strict=True)):
+            raise OptionError(
+                f"padding: expected at most {reach} circular rows and columns in total (dilation x (kernel_size - 1)), "
+                f"got {padded}: outputs beyond one period repeat and raise the norm"
+            )
+
+    @staticmethod
+    def _pair(sizes: tuple[int, ...]) -> Size:
+        return (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+    @property
+    def axes(self) -> int:
+        """Number of spatial axes."""
+        return len(self.kernel_size)
+
+    def borders(self) -> list[tuple[int, int]]:
+        """Pixels padded before and after, for each axis."""
+        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        if self.padding == "same":
+            return [(r // 2, r - r // 2) for r in reach]
+        return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
+
+    def least_sides(self) -> tuple[int, ...]:
+        """The smallest image that torch pads so and that holds one window."""
+        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
+        # A reflected or wrapped border is no wider than what is left of the image, or than the image.
+        border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
+        wraps = self.padding_mode in ("reflect", "circular")
+        return tuple(max(1, w, b if wraps else 1) for w, b in zip(window, border, strict=True))
+
+    def weight(self) -> Tensor:
+        """The constrained weight, as of torch's layer, in float32 or better."""
+        kernels = self.construction().flatten(0, 1)
+        return kernels if self.axes == 2 else kernels[:, :, 0]
+
+    def check_input(self, shape: Shape) -> None:
+        """``ShapeError`` unless a sample of this shape is accepted."""
+        if len(shape) != self.axes + 1 or shape[0] != self.in_channels:
+            raise ShapeError(
+                f"{type(self).__name__}: expected input of shape (B, {self.in_channels}{', length' * (self.axes == 1)}"
+                f"{', height, width' * (self.axes == 2)}), got samples of shape {tuple(shape)}"
+            )
+        if self.padding_mode == "circular" and any(n % s for n, s in zip(shape[1:], self.stride, strict=True)):
+            raise ShapeError(
+                f"{type(self).__name__}: expected sides that the stride {self.stride} divides, since padding is "
+                f"circular, got {tuple(shape[1:])}"
+            )
+        least = self.least_sides()
+        if any(n < m for n, m in zip(shape[1:], least, strict=True)):
+            raise ShapeError(
+                f"{type(self).__name__}: expected sides of at least {least} for this kernel and padding, got "
+                f"{tuple(shape[1:])}"
+            )
+
+    @half_through_float32
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(tuple(x.shape[1:]))
+        with autocast_off(x):
+            weight = self.weight()
+        return self.convolve(x, weight, None if self.bias is None else self.bias.to(weight.dtype))
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Torch's convolution with this geometry."""
+        borders = self.borders()
+        if self.padding_mode == "zeros" and all(before == after for before, after in borders):
+            pads = tuple(before for before, _ in borders)
+        else:
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x, pads = F.pad(x, [n for pair in reversed(borders) for n in pair], mode=mode), (0,) * self.axes
+        function = F.conv1d if self.axes == 1 else F.conv2d
+        return function(x, weight, bias, self.stride, pads, self.dilation, self.groups)
+
+    def extra_repr(self) -> str:
+        shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        unusual = {"padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros", "output_padding": 0}
+        for name, usual in unusual.items():
+            value = getattr(self, name)
+            shown += "" if value in (usual, (usual,) * self.axes) else f", {name}={value}"
+        how = function_name(self.construction.orthogonalize)
+        return f"{shown}, bias={self.bias is not None}, constraint={self.constraint}, orthogonalize={how}"
+
+
+class NativeConv2d(_Native):
+    r"""``nn.Conv2d`` with a constrained kernel: its own stride, padding, dilation and groups.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as ``nn.Conv2d``,
+            with its defaults (no padding).
+        device, dtype: of the parameters (float32 or float64).
+        constraint: 'aoc' (orthogonal), 'rko' (a matrix on patches) or 'aol' (rescaled taps).
+        orthogonalize: of 'aoc' and 'rko', a name of ``linalg.ORTHOGONALIZE``.
+
+    Parameters: those of the construction, one for each group in the first axis, and ``bias``.
+
+    Guarantee:
+        1-Lipschitz with zero padding of any width, without padding, and with circular padding. Orthogonal ('aoc'),
+        with :math:`s^2` the product of the strides and channels counted in a group: circular padding of
+        dilation (k - 1) pixels in total or up to stride - 1 fewer: all singular values 1; no padding and
+        :math:`c_{out} \le s^2 c_{in}`: orthonormal rows; zero padding of dilation (k - 1) on each side and
+        :math:`c_{out} \ge s^2 c_{in}`: orthonormal columns; other zero padding: a contraction.
+        Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies, 2
+        for one reflected pixel on each side of an image.
+
+    Cost:
+        The matrices of the construction (those of ``BcopConv2d``, ``RkoConv2d``, ``AolConv2d``) and one convolution.
+
+    Raises:
+        OptionError: what torch refuses; an 'aoc' layer whose kernel is smaller than its stride or whose dilation has a
+            divisor in common with it; circular padding beyond one period. ShapeError: an input that does not fit.
+
+    >>> layer = NativeConv2d(8, 16, 3, stride=2, padding=1, groups=2)
+    >>> layer(torch.ones(1, 8, 6, 6)).shape
+    torch.Size([1, 16, 3, 3])
+    >>> from lipkit import export
+    >>> export(layer, (8, 6, 6))[0]
+    Conv2d(8, 16, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), groups=2)
+
+    References:
+        Boissin et al., ICML 2025 (AOC); Li et al., NeurIPS 2019 (BCOP, RKO); Prach & Lampert, ECCV 2022 (AOL); the
+        factors of strides and dilations are derived in :mod:`lipkit.conv.strided`.
+    """
+
+    plain = nn.Conv2d
+
+
+class NativeConv1d(_Native):
+    """:class:`NativeConv2d` for signals ``(B, in_channels, length)``.
+
+    >>> NativeConv1d(2, 4, 5, padding=2, padding_mode="circular")(torch.ones(1, 2, 9)).shape
+    torch.Size([1, 4, 9])
+    """
+
+    plain = nn.Conv1d
+
+
+class _Transposed(_Native):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        output_padding: Pair = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Pair = 1,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        geometry = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
+        super().__init__(*geometry, device, dtype, output_padding=output_padding, **options)
+
+    def least_sides(self) -> tuple[int, ...]:
+        """The smallest input with an output of at least one pixel."""
+        found = []
+        for i in range(self.axes):
+            one = self.dilation[i] * (self.kernel_size[i] - 1) + 1 + self.output_padding[i] - 2 * self.padding[i]
+            found.append(max(1, 1 + -(-(1 - one) // self.stride[i])))
+        return tuple(found)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        function = F.conv_transpose1d if self.axes == 1 else F.conv_transpose2d
+        return function(x, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation)
+
+
+class NativeConvTranspose2d(_Transposed):
+    r"""``nn.ConvTranspose2d`` with a constrained kernel: the adjoint of a :class:`NativeConv2d` with zero padding.
+
+    Args: as ``nn.ConvTranspose2d``, and ``constraint`` and ``orthogonalize`` of :class:`NativeConv2d`.
+
+    Guarantee:
+        1-Lipschitz, as the adjoint of a contraction. Orthogonal ('aoc') without padding where
+        :math:`c_{in} \le s^2 c_{out}`: all of its input's norm is kept.
+
+    >>> layer = NativeConvTranspose2d(8, 2, 2, stride=2, bias=False)
+    >>> x = torch.randn(1, 8, 3, 3)
+    >>> y = layer(x)
+    >>> y.shape, bool(torch.isclose(y.norm(), x.norm()))
+    (torch.Size([1, 2, 6, 6]), True)
+
+    References:
+        Boissin et al., ICML 2025 (AOC).
+    """
+
+    plain = nn.ConvTranspose2d
+
+
+class NativeConvTranspose1d(_Transposed):
+    """:class:`NativeConvTranspose2d` for signals ``(B, in_channels, length)``.
+
+    >>> NativeConvTranspose1d(4, 2, 3, stride=2, padding=1, output_padding=1)(torch.ones(1, 4, 5)).shape
+    torch.Size([1, 2, 10])
+    """
+
+    plain = nn.ConvTranspose1d
+
+
+@lipschitz_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
+def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
+    if input_shape is not None:
+        layer.check_input(input_shape)
+    if layer.padding_mode not in ("reflect", "replicate"):
+        return 1.0
+    sides = (None,) * layer.axes if input_shape is None else input_shape[1:]
+    each = [copies(layer.padding_mode, *pair, n) for pair, n in zip(layer.borders(), sides, strict=True)]
+    count = math.prod(each)
+    return up(torch.tensor(math.sqrt(count), dtype=torch.float64), 2) if count > 1 else 1.0
+
+
+@export_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)
+def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
+    layer.check_input(input_shape)
+    output_shape(layer, input_shape)
+    weight = placed_like(layer, in_float64(layer).weight())
+    options: dict[str, Any] = {"dilation": layer.dilation, "padding_mode": layer.padding_mode}
+    if isinstance(layer, _Transposed):
+        options["output_padding"] = layer.output_padding
+    geometry = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
+    options |= {"groups": layer.groups, "bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
+    plain = layer.plain(*geometry, **options)
+    plain.weight.copy_(weight)
+    if plain.bias is not None and layer.bias is not None:
+        plain.bias.copy_(layer.bias)
+    return plain
+
+
+def aoc_conv2d(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Pair,
+    stride: Pair = 1,
+    padding: str | Pair = "same",
+    dilation: Pair = 1,
+    groups: int = 1,
+    bias: bool = True,
+    padding_mode: str = "circular",
+    device: Any = None,
+    dtype: Any = None,
+    **options: Any,
+) -> NativeConv2d:
+    """AOC as a row of the families: an orthogonal :class:`NativeConv2d` with circular padding and a stride of its own.
+
+    ``kernel_size`` is that of the strided convolution, not of one behind a downsampling; a kernel smaller than the
+    stride grows to it, so that no pixel is lost: 1 is a matrix on patches, as elsewhere.
+
+    >>> layer = aoc_conv2d(3, 8, 3, stride=2)
+    >>> layer(torch.ones(1, 3, 8, 6)).shape
+    torch.Size([1, 8, 4, 3])
+
+    References:
+        Boissin et al., ICML 2025.
+    """
+    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+    steps = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    if len(kernel) != 2 or len(set(steps)) != 1:
+        raise OptionError(f"kernel_size, stride: expected one or two sizes, one step, got {kernel_size!r}, {stride!r}")
+    check_positive(stride=steps[0], **{f"kernel_size[{i}]": k for i, k in enumerate(kernel)})
+    if padding_mode != "circular" or dilation not in (1, (1, 1)) or groups != 1:
+        raise OptionError(
+            f"expected padding_mode 'circular', dilation 1 and groups 1, got {padding_mode!r}, {dilation!r} and "
+            f"{groups!r}: use lipkit.layers.NativeConv2d"
+        )
+    kernel = (max(kernel[0], steps[0]), max(kernel[1], steps[0]))
+    same = tuple((k - steps[0] + 1) // 2 for k in kernel)
+    if padding not in ("same", same) and (padding, padding) != same:
+        raise OptionError(f"padding: expected 'same' or {same} for kernel {kernel} and stride {steps}, got {padding!r}")
+    pads: Any = "same" if steps[0] == 1 else same
+    named = {"bias": bias, "padding_mode": "circular", "device": device, "dtype": dtype, **options}
+    return NativeConv2d(in_channels, out_channels, kernel, steps[0], pads, constraint="aoc", **named)
+
+
+AOC = Family(
+    name="aoc",
+    title="block convolution of projectors, then a matrix on patches: a stride of its own",
+    paper="Boissin et al., ICML 2025",
+    equation="BCOP, Li et al. 2019, algorithm 1, and RKO of kernel = stride",
+    conv=aoc_conv2d,
+    linear=BjorckLinear,
+    sizes="any kernel at most twice as large as the image",
+    accepts=lambda k, h, w: k // 2 <= min(h, w),
+    options={"orthogonalize": ("bjorck", "cayley")},
+)
