@@ -298,3 +298,18 @@ def test_a_wrong_rule_is_found_by_the_search() -> None:
 
     with pytest.raises(CertificateViolation, match="a rule is wrong"):
         analyze(Wrong(), (3,))
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_parametrised_network_is_left_as_it_is(how: str) -> None:
+    torch.manual_seed(0)
+    layer = getattr(torch.nn.utils.parametrizations, how)(nn.Linear(3, 3))
+    if how == "weight_norm":
+        torch.nn.utils.parametrizations.weight_norm(layer, "bias", dim=None)
+    net = nn.Sequential(layer).eval()
+    x = torch.randn(2, 3)
+    before = net(x)
+    bound = lipkit.analyze(net, (3,)).upper
+    assert torch.equal(net(x), before)
+    norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    assert norm <= float(bound) <= norm * 1.02

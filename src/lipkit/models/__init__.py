@@ -22,6 +22,7 @@ from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
 from lipkit.models.rebuild import rebuild, rebuilt
 from lipkit.models.resnet9 import resnet9
+from lipkit.models.settle import settle
 from lipkit.models.sllnet import sllnet
 from lipkit.models.wide_resnet import wide_resnet
 
@@ -96,6 +97,7 @@ __all__ = [
     "rebuild",
     "resnet9",
     "resnet_plain",
+    "settle",
     "sllnet",
     "small",
     "wide_resnet",

@@ -56,7 +56,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
                 "that it was made from"
             )
     try:
-        twin = copy.deepcopy(model, _computed_tensors(model))
+        twin = copy.deepcopy(model, computed_tensors(model))
     except Exception as error:  # the module is the user's and may raise anything
         raise NoRuleError(f"analyze: expected a module that can be copied, got {_first_line(error)}") from error
     if not _same_numbers(model, twin):
@@ -74,7 +74,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
     return twin.requires_grad_(False).cpu()
 
 
-def _computed_tensors(model: nn.Module) -> dict[int, object]:
+def computed_tensors(model: nn.Module) -> dict[int, object]:
     """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
     memo: dict[int, object] = {}
     for module in model.modules():
@@ -106,11 +106,11 @@ def _materialise(name: str, module: nn.Module) -> None:
                     raise NoRuleError(
                         f"{_at(name)}parametrization {type(kind).__qualname__} of {tensor_name!r}: expected spectral "
                         "or weight normalisation or orthogonal of torch.nn.utils.parametrizations: make the weight "
-                        "constant with torch.nn.utils.parametrize.remove_parametrizations"
+                        "constant with lipkit.models.settle(model, sample)"
                     )
                 if type(kind).__name__ == "_SpectralNorm" and kind.training:
                     raise _still_changing(name)
-            parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=True)
+        carry_out(module)
     for hook in list(module._forward_pre_hooks.values()):
         if type(hook) is SpectralNorm:
             if module.training:
@@ -118,6 +118,15 @@ def _materialise(name: str, module: nn.Module) -> None:
             remove_spectral_hook(module, hook.name)
         elif type(hook) is WeightNorm:
             remove_weight_hook(module, hook.name)
+
+
+def carry_out(module: nn.Module) -> None:
+    """Make the parametrized tensors of ``module`` plain numbers; a module that it was copied from stays as it is."""
+    # A copy shares the class that holds the parametrized tensors as properties, which torch takes out of the class.
+    kind = type(module)
+    module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+    for name in list(module.parametrizations):  # type: ignore[arg-type]
+        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
 
 def _still_changing(name: str) -> NoRuleError:
