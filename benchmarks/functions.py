@@ -17,7 +17,7 @@ from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, phase_product, spectrum
+from lipkit.conv import cayley_conv, few_inputs, phase_product, spectrum
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
     _AddGram,
@@ -104,6 +104,19 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     )
 
 
+def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:
+    """A first Cayley layer of three inputs."""
+    x, kernel, bias = leaf(batch, 3, side, side), leaf(cout, 3, 3, 3, size=0.2), leaf(cout)
+    solution = few_inputs._solution(kernel.detach(), side, side).requires_grad_()
+    yield Pair(
+        "first layer (few_inputs._Outputs)",
+        f"3->{cout}@{side}, batch {batch}",
+        few_inputs._Outputs.apply,
+        few_inputs._plain,
+        (solution, x, kernel, bias),
+    )
+
+
 def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
     """What a dense layer of this width and batch, or a batch of matrices, calls."""
     size = f"{batch} of {n} x {n}"
@@ -158,6 +171,8 @@ def pairs() -> Iterator[Pair]:
     """Every Function at the sizes of the papers."""
     for c, side, batch in CONVOLUTIONS:
         yield from convolution_pairs(c, side, batch)
+    for batch in (32, 128):
+        yield from first_layer_pairs(32, 32, batch)
     for c, side, batch in ((32, 24, 128), (128, 12, 128), (512, 3, 128)):
         yield from phase_pairs(c, side, batch)
     for n, batch in ((64, 64), (128, 5), (512, 1)):

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, spectrum
 from lipkit.conv.cayley_conv import solve_form
+from lipkit.conv.few_inputs import FEW, normal_kernel, spreading_pays
 from lipkit.conv.normal_matrices import normal_matrices, prepare
+from lipkit.conv.symbol import symbol
 from lipkit.errors import OptionError
 from lipkit.linalg import cayley
 from lipkit.linalg.cayley import factorize, solve_rows
 
-# cout, cin, kernel, h, w, batch: dense and separable transforms, one pixel, a line, both kinds of factors.
+# cout, cin, kernel, h, w, batch: dense and separable transforms, one pixel, a line, both kinds of factors; few inputs.
 LAYERS = [
     (3, 3, (3, 3), 4, 5, 2),
     (5, 3, (2, 2), 4, 4, 9),
@@ -24,6 +26,10 @@ LAYERS = [
     (2, 3, (3, 3), 1, 70, 1),
     (2, 3, (3, 3), 2, 2, 1),
     (3, 2, (5, 5), 11, 11, 1),
+    (8, 3, (3, 3), 20, 21, 9),
+    (6, 1, (4, 2), 8, 8, 2),
+    (5, 2, (2, 3), 9, 12, 2),
+    (3, 1, (1, 1), 2, 1, 1),
 ]
 
 
@@ -126,9 +132,51 @@ def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
     assert torch.autograd.gradgradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
 
 
+# Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_few_inputs_take_the_convolution() -> None:
+    # The choice itself, and that it changes nothing: values above, further derivatives and transforms here.
+    assert [spreading_pays(random(cout, cin, *k), h, w) for cout, cin, k, h, w, _ in LAYERS] == [False] * 9 + [True] * 4
+    assert [spreading_pays(random(4 * c, c, 1, 1), 64, 64) for c in (FEW, FEW + 1)] == [True, False]
+    free, x, bias = (
+        t.requires_grad_() for t in (random(4, 1, 1, 2) / 2, random(2, 1, 2, 3, seed=1), random(4, seed=2))
+    )
+    assert torch.autograd.gradcheck(cayley_conv2d, (free, x, bias))
+    assert torch.autograd.gradgradcheck(cayley_conv2d, (free, x, bias), fast_mode=True)
+    y = cayley_conv2d(free, x, bias)
+    each = torch.func.vmap(lambda one: cayley_conv2d(free, one[None], bias)[0])(x)
+    assert close(each, y)
+    along = torch.func.jvp(lambda one: cayley_conv2d(free, one, bias), (x,), (torch.ones_like(x),))[1]
+    assert close(along, cayley_conv2d(free, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("size", [(3, 3), (2, 3), (4, 1)], ids=str)
+def test_normal_kernel_has_the_symbol_of_the_definition(size: tuple[int, int]) -> None:
+    kernel = random(7, 3, *size)
+    both = symbol(kernel, 7, 8)
+    own, rest = both[..., :3, :], both[..., 3:, :]
+    assert close(symbol(normal_kernel(kernel), 7, 8), torch.eye(3) + own - own.mH + rest.mH @ rest)
+
+
+def test_few_inputs_in_any_memory_and_arithmetic_around() -> None:
+    free, x = random(8, 3, 3, 3).float() / 3, random(2, 3, 20, 21, seed=1).float()
+    y = cayley_conv2d(free, x)
+    ratio = y.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+    assert float((ratio - 1).abs().max()) < 1e-6
+    assert torch.allclose(cayley_conv2d(free, x.to(memory_format=torch.channels_last)), y, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(cayley_conv2d(free, x), y)
+    # The output is the caller's: the gradient does not look at it again.
+    free.requires_grad_()
+    (expected,) = torch.autograd.grad(2 * cayley_conv2d(free, x)[:, 5].sum(), free)
+    (found,) = torch.autograd.grad(cayley_conv2d(free, x).mul_(2)[:, 5].sum(), free)
+    assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("channels", [(3, 5), (6, 1)], ids=str)
 @pytest.mark.parametrize("size", [(4, 4), (10, 10)], ids=str)
-def test_only_the_gradients_that_are_asked_for(size: tuple[int, int]) -> None:
-    free, x = random(3, 5, 3, 3) / 3, random(2, 5, *size, seed=1)
+def test_only_the_gradients_that_are_asked_for(channels: tuple[int, int], size: tuple[int, int]) -> None:
+    free, x = random(*channels, 3, 3) / 3, random(2, channels[1], *size, seed=1)
     for asked in (free, x):
         asked.requires_grad_()
         y = cayley_conv2d(free, x)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.frequency_solve import conjugated, product
 from lipkit.conv.spectrum import Symbol, as_pair
-from lipkit.conv.symbol import check_kernel, symbol_parts
+from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.conv.transform import frequencies
 from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import PANEL, cached_parts, eye_like, mirrored_product
@@ -60,19 +59,13 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
         h, w: size of the image.
         wide: whether the parts stand beside each other.
     """
-    own = _centred(own)
+    own = centred(own)
     real, pair = _symbol(_skew_taps(_taps(own)), own.shape[2:], h, w)
     if rest is None:
         return NormalMatrices(real, pair, None, None)
-    rest = _centred(rest)
+    rest = centred(rest)
     rest_real, rest_pair = _symbol(_taps(rest), rest.shape[2:], h, w)
     return NormalMatrices(_add_gram(real, rest_real, wide), _add_gram(pair, rest_pair, wide), rest_real, rest_pair)
-
-
-def _centred(kernel: Tensor) -> Tensor:
-    """Even sizes get a zero tap in front, which makes the centre the middle."""
-    kh, kw = kernel.shape[2:]
-    return kernel if kh % 2 and kw % 2 else F.pad(kernel, (1 - kw % 2, 0, 1 - kh % 2, 0))
 
 
 def _taps(kernel: Tensor) -> Tensor:
@@ -138,16 +131,16 @@ def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, 
     if h * w * len(taps) == 1:
         # A dense layer: its matrix, at the one frequency there is.
         return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
-    each_tap = torch.eye(len(taps), dtype=taps.dtype, device=taps.device).reshape(-1, 1, *size)
-    own, pairs = (symbol_parts(each_tap, grid[:, 0], grid[:, 1], h, w) for grid in frequencies(h, w))
-    flat = taps.flatten(1)
-    if len(pairs[0]) < len(taps):
-        pair = torch.complex(*(part.flatten(1) @ flat for part in pairs))
+    grid = frequencies(h, w)
+    f1, f2 = torch.cat(grid).unbind(1)
+    waves = wave_table(f1, f2, h, w, (size[0], size[1]), taps)
+    flat, n_real = taps.flatten(1), len(grid.real)
+    if len(grid.pair) < len(taps):
+        pair = torch.complex(*(part @ flat for part in waves[:, n_real:]))
     else:
         # A complex product of real taps: its result is complex without another pass over it.
-        waves = torch.complex(*pairs).flatten(1)
-        pair = waves @ flat.to(waves.dtype)
-    return (own[0].flatten(1) @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
+        pair = torch.complex(*waves[:, n_real:]) @ flat.to(torch.promote_types(taps.dtype, torch.complex64))
+    return (waves[0, :n_real] @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
 
 
 def prepare(matrices: NormalMatrices, batch: int) -> tuple[Factors, Factors]:

@@ -63,15 +63,20 @@ def symbol_parts(kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> tupl
     """Real and imaginary part of :func:`symbol_at`, each ``(F, cout, cin)``."""
     check_kernel(kernel)
     cout, cin, kh, kw = kernel.shape
-    cos1, sin1 = _waves(f1, h, kh, kernel)
-    cos2, sin2 = _waves(f2, w, kw, kernel)
-    # e^{i(a + b)} for every pair of taps: (F, kh * kw)
-    cos = (cos1[:, :, None] * cos2[:, None, :] - sin1[:, :, None] * sin2[:, None, :]).flatten(1)
-    sin = (sin1[:, :, None] * cos2[:, None, :] + cos1[:, :, None] * sin2[:, None, :]).flatten(1)
     taps = kernel.permute(2, 3, 0, 1).reshape(kh * kw, cout * cin)
-    table = torch.cat((cos, sin)).to(kernel.dtype)
+    table = wave_table(f1, f2, h, w, (kh, kw), kernel).flatten(0, 1)
     re, im = (table @ taps).reshape(2, -1, cout, cin).unbind(0)
     return re, im
+
+
+def wave_table(f1: Tensor, f2: Tensor, h: int, w: int, size: tuple[int, int], like: Tensor) -> Tensor:
+    """Cosines, then sines, of each tap of a kernel of this size at frequencies ``(F,)``: ``(2, F, kh kw)``."""
+    cos1, sin1 = _waves(f1, h, size[0], like)
+    cos2, sin2 = _waves(f2, w, size[1], like)
+    # e^{i(a + b)} for every pair of taps
+    cos = (cos1[:, :, None] * cos2[:, None, :] - sin1[:, :, None] * sin2[:, None, :]).flatten(1)
+    sin = (sin1[:, :, None] * cos2[:, None, :] + cos1[:, :, None] * sin2[:, None, :]).flatten(1)
+    return torch.stack((cos, sin)).to(like.dtype)
 
 
 def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
@@ -116,12 +121,30 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
     return kernel
 
 
-def circular_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
-    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``.
+def circular_pads(kh: int, kw: int) -> list[int]:
+    """Left, right, top and bottom: what a size-preserving convolution reaches beyond the image.
+
+    >>> circular_pads(3, 2)
+    [0, 1, 1, 1]
+    """
+    return [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
+
+
+def centred(kernel: Tensor) -> Tensor:
+    """Even sizes get a zero tap in front, which makes the centre the middle.
+
+    >>> centred(torch.ones(1, 1, 1, 2)).flatten().tolist()
+    [0.0, 1.0, 1.0]
+    """
+    kh, kw = kernel.shape[2:]
+    return kernel if kh % 2 and kw % 2 else F.pad(kernel, (1 - kw % 2, 0, 1 - kh % 2, 0))
+
+
+def circular_conv2d(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``, plus a bias of each channel.
 
     >>> circular_conv2d(torch.arange(3.0).reshape(1, 1, 1, 3), torch.tensor([[[[1.0, 0.0, 0.0]]]])).flatten().tolist()
     [2.0, 0.0, 1.0]
     """
-    kh, kw = kernel.shape[-2:]
-    pads = [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
-    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)
+    pads = circular_pads(*kernel.shape[-2:])
+    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, bias)

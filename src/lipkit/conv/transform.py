@@ -55,22 +55,16 @@ def frequencies(h: int, w: int) -> Frequencies:
     >>> f.real.tolist(), f.pair.tolist()
     ([[0, 0], [1, 0]], [[0, 1], [1, 1]])
     """
-    rows, cols = self_conjugate(h), self_conjugate(w)
-    up, right = range(1, (h + 1) // 2), range(1, (w + 1) // 2)
+    rows, cols = (torch.tensor(self_conjugate(n)) for n in (h, w))
+    up, right = (torch.arange(1, (n + 1) // 2) for n in (h, w))
     if is_dense(h, w):
-        real = [(i, j) for i in rows for j in cols]
-        pair = [(i, j) for i in rows for j in right]
-        pair += [(i, j) for i in up for j in cols]
-        pair += [(i, j) for i in up for j in right]
-        pair += [(i, -j) for i in up for j in right]
+        real = torch.cartesian_prod(rows, cols)
+        pair = [torch.cartesian_prod(*both) for both in ((rows, right), (up, cols), (up, right), (up, -right))]
     else:
-        real = [(i, j) for j in cols for i in rows]
-        pair = [(i, j) for j in cols for i in up]
-        pair += [(i, j) for j in right for i in (*rows, *up, *(-i for i in up))]
-    return Frequencies(
-        torch.tensor(real, dtype=torch.int64).reshape(-1, 2),
-        torch.tensor(pair, dtype=torch.int64).reshape(-1, 2),
-    )
+        real = torch.cartesian_prod(cols, rows).flip(1)
+        along = torch.cat((rows, up, -up))
+        pair = [torch.cartesian_prod(*both).flip(1) for both in ((cols, up), (right, along))]
+    return Frequencies(real, torch.cat(pair))
 
 
 def _waves(n: int) -> Tensor:

@@ -1,0 +1,163 @@
+r"""The Cayley transform of a tall convolution with few inputs: the first layer of a network.
+
+With the symbol :math:`[W_1; W_2]` of its kernel
+
+.. math:: y = [t - x;\, -W_2 t], \qquad N t = 2x, \qquad N = I + W_1 - W_1^* + W_2^* W_2 .
+
+N is the symbol of a small kernel, the solve takes transforms of the few inputs alone, and one plain convolution makes
+all outputs of t. The forms of :mod:`lipkit.conv.cayley_conv` transform the outputs, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from lipkit.conv.symbol import centred, check_kernel, circular_conv2d, circular_pads, symbol
+from lipkit.conv.transform import is_dense
+from lipkit.linalg.matrices import eye_like
+from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.transforms import transformed
+
+# Matrices of this size are multiplied by passes over all images, in so many times their memory.
+FEW = 4
+
+
+def spreading_pays(kernel: Tensor, h: int, w: int) -> bool:
+    r"""True if a tall layer had better make its outputs by a convolution than by transforms of all of them.
+
+    An output pixel takes ``cin kh kw`` products by the kernel, and about ``w + 2 h`` by an inverse transform (``h w``
+    where it is dense).
+
+    >>> spreading_pays(torch.ones(32, 3, 3, 3), 32, 32), spreading_pays(torch.ones(64, 32, 3, 3), 16, 16)
+    (True, False)
+    """
+    cout, cin, kh, kw = kernel.shape
+    terms = h * w if is_dense(h, w) else w + 2 * h
+    return cin <= FEW and cout >= 2 * cin and kh <= h and kw <= w and 2 * cin * kh * kw <= terms
+
+
+def normal_kernel(kernel: Tensor) -> Tensor:
+    r"""The kernel ``(cin, cin, k1, k2)`` of odd sizes whose symbol is :math:`N = I + W_1 - W_1^* + W_2^* W_2`.
+
+    >>> normal_kernel(torch.tensor([1.0, 2.0]).reshape(2, 1, 1, 1)).item()
+    5.0
+    """
+    check_kernel(kernel)
+    n, (kh, kw) = kernel.shape[1], kernel.shape[2:]
+    own, rest = centred(kernel[:n]), kernel[n:].transpose(0, 1)
+    # One product for each pair of inputs and each lag. (`block.autocorrelation` is made for many channels.)
+    gram = F.conv2d(rest, rest, padding=(kh - 1, kw - 1)).transpose(0, 1)
+    skew = own - own.flip(2, 3).transpose(0, 1)
+    more = [(a - b) // 2 for a, b in zip(gram.shape[2:], own.shape[2:], strict=True)]
+    return gram + F.pad(skew, (more[1], more[1], more[0], more[0])) + _identity(gram)
+
+
+def _identity(kernel: Tensor) -> Tensor:
+    """The kernel of this size that keeps its input."""
+    _, _, kh, kw = kernel.shape
+    left, right, top, bottom = circular_pads(kh, kw)
+    return F.pad(eye_like(kernel[: kernel.shape[1], :, 0, 0])[:, :, None, None], (left, right, top, bottom))
+
+
+def _solution(kernel: Tensor, h: int, w: int) -> Tensor:
+    """The symbol ``(cin, cin, h, w // 2 + 1)`` of t as a function of x, laid out as the images that it multiplies."""
+    return 2 * torch.linalg.inv(symbol(normal_kernel(kernel), h, w)).permute(2, 3, 0, 1).contiguous()
+
+
+def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:
+    """Channels are so few that a pass over all products takes less time than a product of small matrices each."""
+    return (solution * spectrum[:, None]).sum(2)
+
+
+def _plain(solution: Tensor, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """The function of :class:`_Outputs`, by operations that every tracer and every derivative of torch knows."""
+    t = torch.fft.irfft2(_multiplied(solution, torch.fft.rfft2(x)), s=x.shape[-2:])
+    y = circular_conv2d(t, kernel, bias)
+    return y - F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))
+
+
+def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
+    """The transposed circular convolution of ``g``: one product, then a sum over the taps of a kernel that fits."""
+    cout, cin, kh, kw = kernel.shape
+    b, _, h, w = g.shape
+    by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
+    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
+    sums = g.new_zeros(b, cin, h + kh - 1, w + kw - 1)
+    for i in range(kh):
+        for j in range(kw):
+            sums[:, :, i : i + h, j : j + w] += taps[:, i, j]
+    # What went beyond the border enters at the opposite one.
+    left, right, top, bottom = circular_pads(kh, kw)
+    sums[:, :, h : h + top] += sums[:, :, :top]
+    sums[:, :, top : top + bottom] += sums[:, :, top + h :]
+    sums[..., w : w + left] += sums[..., :left]
+    sums[..., left : left + right] += sums[..., left + w :]
+    return sums[:, :, top : top + h, left : left + w]
+
+
+class _Outputs(torch.autograd.Function):
+    """``K t - [x; 0] + bias`` for t of this symbol: torch's own derivative for t would take longer than all else."""
+
+    @staticmethod
+    def forward(ctx: Any, solution: Tensor, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        spectrum = torch.fft.rfft2(x)
+        t = torch.fft.irfft2(_multiplied(solution, spectrum), s=x.shape[-2:])
+        y = circular_conv2d(t, kernel, bias)
+        y[:, : x.shape[1]] -= x
+        ctx.save_for_backward(solution, x, kernel, bias, spectrum, t)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,) = grads
+        solution, x, kernel, bias, spectrum, t = ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            if torch.is_grad_enabled() or transformed():
+                # The gradient itself is to be differentiated, or there is a batch of them.
+                given = (solution, x, kernel) if bias is None else (solution, x, kernel, bias)
+                found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 4 else (None,))), *given)[1](g)
+                return (*found, None)[:4]
+            n, (h, w) = x.shape[1], x.shape[-2:]
+            for_solution, for_kernel = None, None
+            if ctx.needs_input_grad[2]:
+                padded = F.pad(t, circular_pads(*kernel.shape[2:]), mode="circular")
+                for_kernel = conv2d_weight(padded, kernel.shape, g)
+            along = torch.fft.rfft2(_adjoint(g, kernel))
+            for_x = torch.fft.irfft2((solution.conj() * along[:, :, None]).sum(1), s=(h, w)).sub_(g[:, :n])
+            if ctx.needs_input_grad[0]:
+                for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).div_(h * w)
+                # A column stands for its conjugate, too, but those that are their own.
+                for_solution[..., 1 : (w + 1) // 2] *= 2
+        return for_solution, for_x, for_kernel, None if bias is None else g.sum((0, 2, 3))
+
+
+def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
+
+    Args:
+        kernel: ``(cout, cin, kh, kw)`` with cout > cin, real, of the dtype of x.
+        x: ``(B, cin, h, w)`` with h >= kh and w >= kw.
+        bias: ``(cout,)``, added to every pixel.
+
+    Returns:
+        ``(B, cout, h, w)``.
+
+    Cost:
+        Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between
+        the transforms, memory for cin times x.
+
+    >>> cayley_of_few(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.ones(1, 1, 1, 1)).flatten().tolist()
+    [0.0, -1.0]
+    """
+    with autocast_off(x):
+        solution, cin = _solution(kernel, *x.shape[-2:]), kernel.shape[1]
+        outputs = torch.cat((_identity(kernel), -kernel[cin:]))
+        if torch.compiler.is_compiling() or transformed():
+            return _plain(solution, x, outputs, bias)
+        y: Tensor = _Outputs.apply(solution, x, outputs, bias)
+    return y
