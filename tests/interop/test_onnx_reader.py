@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipkit import lipschitz
+from lipkit import export, lipschitz
 from lipkit.analysis import analyze
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError
+from lipkit.interop import write_onnx
 from lipkit.interop.onnx_reader import load_onnx, read_onnx
 
 onnx = pytest.importorskip("onnx")
@@ -309,3 +310,49 @@ def test_damaged_files_raise_errors_of_ours(tmp_path, numbers):
         except LipkitError:
             refused += 1
     assert 40 <= refused < 120
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+@pytest.mark.parametrize("geometry", [{"padding": 1}, {"padding": 1, "stride": 2, "groups": 2}, {"padding": "same"}])
+def test_pixels_copied_around_images_become_the_padding_of_a_convolution(tmp_path, mode, geometry):
+    torch.manual_seed(0)
+    kernel = 2 if geometry["padding"] == "same" else 3
+    net = torch.nn.Sequential(torch.nn.Conv2d(2, 4, kernel, padding_mode=mode, **geometry), torch.nn.ReLU())
+    net.requires_grad_(False)
+    write_onnx(export(net.eval(), (2, 6, 6)), tmp_path / "net.onnx")
+    back = read_onnx(tmp_path / "net.onnx")
+    x = torch.randn(3, 2, 6, 6)
+    torch.testing.assert_close(back(x), net(x))
+    assert float(lipschitz(back, (2, 6, 6))) == pytest.approx(float(lipschitz(net, (2, 6, 6))), rel=1e-9)
+    assert [type(m) for m in export(back, (2, 6, 6))] == [torch.nn.Conv2d, torch.nn.ReLU]
+
+
+@pytest.mark.parametrize(
+    ("pads", "conv", "words"),
+    [
+        ([0, 0, 1, 0, 0, 0, 0, 0], {}, "on both sides"),
+        ([0, 0, 1, 1, 0, 0, 1, 1], {"pads": [1] * 4}, "no zeros"),
+        ([0, 1, 0, 0, 0, 1, 0, 0], {}, "copied around images"),
+    ],
+)
+def test_other_copies_of_pixels_are_refused(tmp_path, pads, conv, words):
+    nodes = [H.make_node("Pad", ["x", "p"], ["a"], mode="edge"), H.make_node("Conv", ["a", "w"], ["y"], **conv)]
+    stored = {"p": np.array(pads), "w": np.ones((1, 1, 2, 2), np.float32)}
+    with pytest.raises(NoRuleError, match=words):
+        read_onnx(write(tmp_path / "net.onnx", nodes, stored, ["batch", 1, 6, 6]))
+
+
+def test_copied_pixels_that_something_else_reads_are_kept(tmp_path):
+    nodes = [
+        H.make_node("Pad", ["x", "p"], ["a"], mode="edge"),
+        H.make_node("Conv", ["a", "w"], ["b"]),
+        H.make_node("Conv", ["a", "w"], ["c"]),
+        H.make_node("Add", ["b", "c"], ["d"]),
+        H.make_node("MaxPool", ["a"], ["e"], kernel_shape=[2, 2], strides=[1, 1]),
+        H.make_node("Add", ["d", "e"], ["y"]),
+    ]
+    stored = {"p": np.array([0, 0, 0, 0, 0, 0, 1, 1]), "w": np.ones((1, 1, 2, 2), np.float32)}
+    net = read_onnx(write(tmp_path / "net.onnx", nodes, stored, ["batch", 1, 4, 4]))
+    x = torch.randn(2, 1, 4, 4)
+    around = F.pad(x, (0, 1, 0, 1), mode="replicate")
+    torch.testing.assert_close(net(x), 2 * F.conv2d(around, torch.ones(1, 1, 2, 2)) + F.max_pool2d(around, 2, 1))

@@ -143,6 +143,7 @@ def _read(file: Any, path: str | Path) -> OnnxNetwork:
                 reader.add(i, one, {**attributes, "place": (place, len(node.output))})
             continue
         reader.add(i, node, attributes)
+    reader.drop_borders()
     if network.result not in made:
         raise DataError(f"{path}: expected an output that a node makes, got {network.result!r}, which none does")
     for name, tensor in stored.items():
@@ -242,11 +243,14 @@ class _Reader:
     def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], rank: int, batch: int) -> None:
         self.network, self.stored, self.batch = network, stored, batch
         self.ranks = {network.source: rank}
+        # What pads by pixels of the image: its input, the mode of torch, and the pads.
+        self.bordered: dict[str, tuple[str, str, list[int]]] = {}
 
     def add(self, position: int, node: Any, attributes: dict[str, Any]) -> None:
         """Append one operator."""
         self.name = f"{position}:{node.name or node.op_type}".replace(".", "_")
         self.op, self.inputs, self.attributes = node.op_type, list(node.input), dict(attributes)
+        self.output = node.output[0] if node.output else ""
         self.used = set(_HARMLESS)
         make = _OPERATORS.get(node.op_type) if node.domain in _DOMAIN else None
         if make is None:
@@ -318,6 +322,11 @@ class _Reader:
             raise self.refuse("the same padding on both sides", f"{pads}")
         return (pads[0], pads[1])
 
+    def drop_borders(self) -> None:
+        """Take out the paddings that convolutions have taken over."""
+        read = {self.network.result, *(name for _, kept, _ in self.network.steps for name in kept)}
+        self.network.steps = [s for s in self.network.steps if s[2] in read or s[2] not in self.bordered]
+
     def layer(self, module: nn.Module) -> tuple[Step, list[str]]:
         """The operator as a module on its first operand."""
         self.network.layers[self.name] = module
@@ -341,19 +350,28 @@ def _conv(r: _Reader) -> tuple[Step, list[str]]:
     groups = int(r.take("group", 1))
     if weight.ndim != 4 or kernel not in ([], list(weight.shape[2:])):
         raise r.refuse(f"a weight of four dimensions, kernel_shape {kernel}", f"{tuple(weight.shape)}")
+    source, mode, border = r.bordered.get(r.inputs[0], (r.inputs[0], "zeros", pads))
+    if mode != "zeros":
+        reach = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+        same = [*(n // 2 for n in reach), *(n - n // 2 for n in reach)]
+        if any(pads) or not (border[:2] == border[2:] or (border == same and max(strides) == 1)):
+            raise r.refuse(f"the padding {mode} on both sides, or as 'same' has it, and no zeros", f"{border}, {pads}")
+        r.inputs[0], pads = source, border
     even = pads[:2] == pads[2:]
+    padding: Any = tuple(pads[:2]) if even else "same" if mode != "zeros" else 0
     conv = nn.Conv2d(
         weight.shape[1] * groups,
         weight.shape[0],
         tuple(weight.shape[2:]),  # type: ignore[arg-type]
         tuple(strides),  # type: ignore[arg-type]
-        tuple(pads[:2]) if even else 0,  # type: ignore[arg-type]
+        padding,
         tuple(dilations),  # type: ignore[arg-type]
         groups,
+        padding_mode=mode,
         device="meta",
     )
     _filled(conv, weight=weight, bias=bias)
-    if even:
+    if even or mode != "zeros":
         return r.layer(conv)
     top, left, bottom, right = pads
     return r.layer(nn.Sequential(nn.ZeroPad2d((left, right, top, bottom)), conv))
@@ -512,13 +530,23 @@ def _transpose(r: _Reader) -> tuple[Step, list[str]]:
     return (lambda network, values: values[0].permute(order)), r.inputs[:1]
 
 
+_BORDERS = {b"constant": "zeros", b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
+
+
 def _pad(r: _Reader) -> tuple[Step, list[str]]:
     sizes, value = r.needed(1).tolist(), r.weight(2)
-    if r.take("mode", b"constant") != b"constant" or (value is not None and float(value)) or len(r.inputs) > 3:
+    mode = _BORDERS.get(r.take("mode", b"constant"))
+    if mode is None or (value is not None and float(value)) or len(r.inputs) > 3:
         raise r.refuse("zeros around all dimensions", f"{r.take('mode', b'constant')!r} {value}")
     begin, end = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
     if len(begin) != r.rank or begin[0] or end[0]:
         raise r.refuse("padding that leaves the batch alone", f"{sizes}")
+    if mode != "zeros":
+        if r.rank != 4 or begin[1] or end[1] or min(sizes) < 0:
+            raise r.refuse("pixels copied around images", f"{sizes}")
+        r.bordered[r.output] = (r.inputs[0], mode, [*begin[2:], *end[2:]])
+        around = [begin[3], end[3], begin[2], end[2]]
+        return (lambda network, values: F.pad(values[0], around, mode=mode)), r.inputs[:1]
     padding = [n for pair in zip(begin[:0:-1], end[:0:-1], strict=True) for n in pair]
     return (lambda network, values: F.pad(values[0], padding)), r.inputs[:1]
 
