@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import lipkit
 from lipkit.errors import OptionError
 from lipkit.training import losses
 
@@ -165,3 +166,44 @@ def test_mse_refuses_shapes_that_would_broadcast():
 def test_build_refuses(name, options, message):
     with pytest.raises(OptionError, match=message):
         losses.build(name, **options)
+
+
+def test_gloro_equals_its_formula() -> None:
+    y = torch.tensor([[2.0, 1.5, -1.0], [0.0, 3.0, 2.9]], dtype=torch.float64, requires_grad=True)
+    t, constant = torch.tensor([0, 2]), torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    found = losses.gloro(y, t, eps=0.3, lipschitz=constant)
+    rows = y.detach().numpy()
+    reach = math.sqrt(2) * 0.3 * 1.7
+    expected = 0.0
+    for row, target in zip(rows, t.tolist(), strict=True):
+        best = max(range(3), key=lambda i: row[i])
+        rival = max(row[i] + reach for i in range(3) if i != best)
+        logits = [*row, rival]
+        expected += (math.log(sum(math.exp(v) for v in logits)) - row[target]) / 2
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+    assert torch.autograd.gradcheck(lambda y, c: losses.gloro(y, t, eps=0.3, lipschitz=c), (y, constant))
+    with pytest.raises(OptionError, match="lipschitz > 0"):
+        losses.gloro(y, t, lipschitz=0.0)
+
+
+def test_gloro_trains_layers_without_a_constraint() -> None:
+    torch.manual_seed(0)
+    # Two classes on either side of a line, a margin of 1 apart: a constant of about 1 separates them.
+    x = torch.randn(128, 2)
+    x[:, 0] += torch.where(x[:, 0] > 0, 0.5, -0.5)
+    t = (x[:, 0] > 0).long()
+    certified = {}
+    for name in ("gloro", "cross_entropy"):
+        torch.manual_seed(0)
+        sizes = [torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16), torch.nn.ReLU()]
+        net = torch.nn.Sequential(*sizes, torch.nn.Linear(16, 2))
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(120):
+            optimizer.zero_grad()
+            options = {"eps": 0.45, "lipschitz": lipkit.lipschitz(net)} if name == "gloro" else {}
+            losses.LOSSES[name](net(x), t, **options).backward()
+            optimizer.step()
+        plain = lipkit.export(net.eval(), (2,))
+        certified[name] = float(lipkit.certify(plain, x, t).accuracy(0.45))
+    assert certified["gloro"] > 0.8
+    assert certified["cross_entropy"] < certified["gloro"] - 0.2

@@ -148,6 +148,34 @@ def emma(
     return temperature * F.cross_entropy((outputs + raised * reach) / temperature, targets)
 
 
+def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz: float | Tensor = 1.0) -> Tensor:
+    r"""Cross-entropy with one class more, "not certified", whose output is the strongest that a radius allows a rival.
+
+    .. math:: \mathrm{CE}\bigl((y_1, \dots, y_K, y_\bot), t\bigr), \qquad
+        y_\bot = \max_{i \ne j} y_i + \sqrt2 L \varepsilon, \quad j = \arg\max_i y_i
+
+    The way to train layers without a constraint: L is then the differentiable bound of the whole network, and the
+    gradient lowers it where it costs least.
+
+    Args:
+        outputs: ``(N, K)``, K >= 2. targets: ``(N,)``.
+        eps: l2 radius to train for, in units of the input; positive.
+        lipschitz: L, positive; for a network without constraints ``lipkit.lipschitz(network, input_shape)``.
+
+    >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+    >>> expected = math.log(2 * math.e + 1) - 1  # at the radius of the certificate the rival ties with the class
+    >>> round(gloro(y, t, eps=0.5**0.5).item(), 4) == round(expected, 4)
+    True
+
+    Source: Leino, Wang, Fredrikson, "Globally-Robust Neural Networks", ICML 2021, section 3 (there with a constant
+    for each pair of classes in place of sqrt(2) L).
+    """
+    _positive(eps=eps, lipschitz=float(torch.as_tensor(lipschitz).detach()))
+    two = outputs.topk(2, dim=1).values
+    rival = two[:, 1:] + (math.sqrt(2) * eps * lipschitz)
+    return F.cross_entropy(torch.cat((outputs, rival.to(outputs.dtype)), 1), targets)
+
+
 def logit_annealing(
     outputs: Tensor, targets: Tensor, *, temperature: float = 0.75, offset: float = 2.0, power: float = 5.0
 ) -> Tensor:
@@ -229,6 +257,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
     "certificate_regularized": certificate_regularized_cross_entropy,
     "emma": emma,
+    "gloro": gloro,
     "hkr": hkr,
     "logit_annealing": logit_annealing,
     "mse": mse,
