@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from lipkit.bounds import circular
-from lipkit.bounds.power import farnia_lower_estimate, power_lower_estimate, start_vector
+from lipkit.bounds.power import (
+    CANDIDATES,
+    ENTRIES,
+    farnia_lower_estimate,
+    krylov_lower_estimate,
+    power_lower_estimate,
+    start_vector,
+)
+from lipkit.conv import symbol_at
 from lipkit.errors import OptionError, ShapeError
 
 KERNELS = [(3, 4, 3, 3), (4, 3, 1, 3), (2, 2, 2, 4), (1, 5, 5, 5), (6, 1, 3, 3)]
@@ -89,12 +97,78 @@ def test_gradients_are_those_of_the_number_returned():
     assert torch.autograd.gradcheck(lambda a: power_lower_estimate(a, 3), matrix)
 
 
+@pytest.mark.parametrize("shape", KERNELS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_krylov_estimate_is_the_dense_norm_of_small_kernels(shape, size, dtype):
+    torch.manual_seed(0)
+    kernel = torch.randn(shape, dtype=dtype)
+    truth, room = dense_norm(kernel, *size), 100 * torch.finfo(dtype).eps
+    for iterations in (0, 1, 2):
+        assert float(krylov_lower_estimate(kernel, *size, iterations)) <= truth * (1 + room)
+    assert abs(float(krylov_lower_estimate(kernel, *size, 8)) - truth) <= room * truth
+
+
+# 80 frequencies of which few go on; wide, square and tall.
+SCREENED = [(48, 40), (40, 40), (40, 48)]
+
+
+def norm_by_its_definition(kernel, h, w):
+    """The largest norm of the matrices at all frequencies, without the symmetry."""
+    f1, f2 = torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)
+    return torch.linalg.matrix_norm(symbol_at(kernel, f1, f2, h, w), 2).amax()
+
+
+@pytest.mark.parametrize("channels", SCREENED)
+def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
+    assert max(CANDIDATES, ENTRIES // (40 * 40)) < 10 * 6
+    torch.manual_seed(0)
+    kernel = torch.randn(*channels, 3, 3, dtype=torch.float64, requires_grad=True)
+    truth = norm_by_its_definition(kernel, 10, 10)
+    (expected,) = torch.autograd.grad(truth, kernel)
+    errors = []
+    for iterations in (2, 8, 24):
+        estimate = krylov_lower_estimate(kernel, 10, 10, iterations)
+        (found,) = torch.autograd.grad(estimate, kernel)
+        # A lower estimate whose error is of second order in that of the vectors.
+        errors.append((float((1 - estimate / truth).detach()), float((found - expected).norm() / expected.norm())))
+    (coarse, coarse_gradient), (middle, middle_gradient), (fine, fine_gradient) = errors
+    assert coarse > middle > -1e-14
+    assert abs(fine) < 1e-12
+    assert coarse_gradient > middle_gradient > 1e-8
+    assert fine_gradient < 1e-6
+
+
+def test_krylov_estimate_takes_steps_better_than_the_power_method():
+    torch.manual_seed(1)
+    kernel = torch.nn.init.orthogonal_(torch.empty(40, 40))[:, :, None, None] + 0.03 * torch.randn(40, 40, 3, 3) / 20
+    truth = float(circular(kernel, 10, 10))
+    krylov, power = (float(f(kernel, 10, 10, 16)) for f in (krylov_lower_estimate, farnia_lower_estimate))
+    assert power < krylov <= truth * (1 + 1e-5)
+
+
+# Torch warns of its own code when it first takes a forward derivative.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(5, 4), (24, 200)])
+def test_krylov_estimate_under_transforms(shape):
+    torch.manual_seed(2)
+    kernels = torch.randn(2, *shape, 3, 3, dtype=torch.float64)
+
+    def norm(kernel):
+        return krylov_lower_estimate(kernel, 7, 6, 12)
+
+    assert torch.allclose(torch.func.vmap(norm)(kernels), torch.stack([norm(k) for k in kernels]), rtol=1e-12)
+    gradients = torch.func.vmap(torch.func.grad(norm))(kernels)
+    along = torch.func.jvp(norm, (kernels[0],), (kernels[1],))[1]
+    assert torch.allclose((gradients[0] * kernels[1]).sum(), along, rtol=1e-9)
+
+
 def test_zero_has_a_zero_estimate_and_a_finite_gradient():
     kernel = torch.zeros(2, 3, 3, 3, requires_grad=True)
     estimate = farnia_lower_estimate(kernel, 4, 4)
     estimate.backward()
     matrix = torch.zeros(3, 2, requires_grad=True)
-    other = power_lower_estimate(matrix)
+    other = power_lower_estimate(matrix) + krylov_lower_estimate(kernel, 4, 4)
     other.backward()
     assert estimate.item() == other.item() == 0
     assert torch.isfinite(kernel.grad).all()
@@ -108,10 +182,11 @@ def test_same_argument_same_number_whatever_the_global_generator():
     torch.manual_seed(1)
     torch.rand(3)
     assert torch.equal(one, farnia_lower_estimate(kernel, 5, 5))
+    assert torch.equal(krylov_lower_estimate(kernel, 5, 5), krylov_lower_estimate(kernel, 5, 5))
 
 
 def test_names_say_lower():
-    for function in (farnia_lower_estimate, power_lower_estimate):
+    for function in (farnia_lower_estimate, krylov_lower_estimate, power_lower_estimate):
         assert "lower" in function.__name__
         assert "LOWER" in function.__doc__.splitlines()[0]
 
@@ -125,5 +200,9 @@ def test_refusals():
         farnia_lower_estimate(torch.ones(3, 3), 4, 4)
     with pytest.raises(ShapeError, match=r"expected a height and width of at least 1, got 0 x 4"):
         farnia_lower_estimate(torch.ones(1, 1, 3, 3), 0, 4)
+    with pytest.raises(ShapeError, match=r"expected a height and width of at least 1, got 4 x 0"):
+        krylov_lower_estimate(torch.ones(1, 1, 3, 3), 4, 0)
+    with pytest.raises(OptionError, match=r"iterations: expected an integer of at least 0, got True"):
+        krylov_lower_estimate(torch.ones(1, 1, 3, 3), 4, 4, True)
     with pytest.raises(ShapeError, match=r"got \(3,\)"):
         power_lower_estimate(torch.ones(3))
