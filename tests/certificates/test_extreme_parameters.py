@@ -219,6 +219,8 @@ TENSORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "group norm": (lambda: statistics(nn.GroupNorm(1, 2)), IMAGE),
     "instance norm": (lambda: statistics(nn.InstanceNorm2d(2, affine=True)), IMAGE),
     "average": (lambda: nn.AvgPool2d(2, divisor_override=7), IMAGE),
+    "layer centring": (lambda: modules.LayerCenter(1, 3), IMAGE),
+    "bilinear": (lambda: modules.EnlargeBilinear(2, 4), IMAGE),
     "prelu": (lambda: statistics(nn.PReLU(2)), IMAGE),
     "softmax": (lambda: nn.Softmax(1), (5,)),
     "maxmin": (modules.MaxMin, IMAGE),

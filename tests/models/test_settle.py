@@ -186,6 +186,8 @@ TORCHLIP = {
     "BatchCentering(4)": (4, 8, 8),
     "BatchLipNorm(4)": (4, 8, 8),
     "LayerCentering()": (4, 8, 8),
+    "LayerCentering(4)": (4, 8, 8),
+    "LayerCentering(bias=False)": (4, 8, 8),
 }
 ORTHOGONIUM = {
     "AdaptiveOrthoConv2d(4, 8, 3, padding='same', padding_mode='circular')": (4, 8, 8),
@@ -220,5 +222,7 @@ def test_layers_of_peers(package: str, expression: str, shape: tuple[int, ...]) 
     plain = lipkit.export(settled, shape)
     torch.testing.assert_close(plain(x), theirs, rtol=1e-4, atol=1e-5)
     assert all(not type(m).__module__.startswith(("deel", "orthogonium")) for m in plain.modules())
+    if "LayerCentering" in expression:
+        assert float(lipkit.lipschitz(plain)) <= 1 + 1e-6
     bound, steps = float(lipkit.lipschitz(plain)), torch.randn_like(x) * 1e-2
     assert float(((plain(x + steps) - plain(x)).norm() / steps.norm()).detach()) <= bound * (1 + 1e-4)

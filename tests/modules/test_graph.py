@@ -23,8 +23,10 @@ from lipkit.modules import (
     Blend,
     Concatenate,
     Elementwise,
+    EnlargeBilinear,
     Expand,
     Graph,
+    LayerCenter,
     Maximum,
     Mean,
     Network,
@@ -314,6 +316,12 @@ VIEWS: list[tuple[nn.Module, tuple[int, ...]]] = [
     (Affine(torch.randn(2), torch.randn(2)), (2, 3)),
     (nn.Upsample(scale_factor=2), (1, 2, 3)),
     (nn.Upsample(size=(4, 12)), (1, 2, 3)),
+    (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 5)),
+    (nn.Upsample(size=(8, 12), mode="bilinear", align_corners=False), (1, 2, 3)),
+    (EnlargeBilinear(1, 8), (1, 1, 4)),
+    (LayerCenter(2, 3), (2, 3, 5)),
+    (LayerCenter(1, 3), (2, 3, 5)),
+    (LayerCenter(1), (4,)),
     (nn.ChannelShuffle(2), (6, 2, 3)),
 ]
 

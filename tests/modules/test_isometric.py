@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from lipkit import certify, export, lipschitz
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import (
+    BatchLipNorm,
     CayleyLinear,
     Center,
     HalfAbs,
     Householder,
     L2NormPool2d,
+    LayerCenter,
     LPReLU,
     MaxMin,
     NActivation,
@@ -129,6 +131,49 @@ def test_centring_follows_the_batches_and_is_a_translation() -> None:
         layer(torch.zeros(2, 4))
 
 
+def test_batch_lip_norm_is_batch_norm_of_the_widest_channel() -> None:
+    torch.manual_seed(0)
+    layer, batches = BatchLipNorm(3, momentum=0.25, eps=1e-3).double(), torch.randn(20, 16, 3, 2, 2).double()
+    batches = batches * torch.tensor([0.5, 4.0, 1.0])[:, None, None] + 5
+    layer.bias.data = torch.tensor([1.0, -2.0, 0.0]).double()
+    mean, variance = np.zeros(3), np.ones(3)
+    for x in batches:
+        rows = x.numpy().swapaxes(1, 0).reshape(3, -1)
+        expected = (rows - rows.mean(1, keepdims=True)) / np.sqrt(rows.var(1).max() + 1e-3)
+        found = layer(x).detach().numpy().swapaxes(1, 0).reshape(3, -1)
+        assert np.allclose(found, expected + np.array([[1.0], [-2.0], [0.0]]))
+        mean, variance = 0.75 * mean + 0.25 * rows.mean(1), 0.75 * variance + 0.25 * rows.var(1, ddof=1)
+    assert np.allclose(layer.running_mean, mean)
+    assert np.allclose(layer.running_var, variance)
+    with pytest.raises(NoRuleError, match=r"BatchLipNorm.*call \.eval"):
+        lipschitz(layer)
+    layer.eval()
+    constant = 1 / math.sqrt(variance.max() + 1e-3)
+    assert constant * (1 - 1e-12) <= float(lipschitz(layer)) <= constant * (1 + 1e-12)
+    plain = export(layer, (3, 2, 2))
+    assert type(plain[0]) is Affine
+    assert torch.allclose(plain(batches[0]), layer(batches[0]))
+    assert float(lipschitz(plain)) == pytest.approx(constant, rel=1e-12)
+    with pytest.raises(OptionError, match="eps"):
+        BatchLipNorm(3, eps=0.0)
+    with pytest.raises(ShapeError, match="two numbers of each channel"):
+        layer.train()(torch.zeros(1, 3).double())
+    with pytest.raises(ShapeError, match="BatchLipNorm: expected 3 channels"):
+        layer(torch.zeros(2, 4).double())
+
+
+def test_layer_centring_against_its_projection() -> None:
+    x = torch.randn(5, 2, 3, 4, dtype=torch.float64)
+    a = x.numpy()
+    assert np.allclose(LayerCenter(1, 3)(x).numpy(), a - a.mean((1, 3), keepdims=True))
+    assert float(lipschitz(LayerCenter(2))) == 1.0
+    for dims in ((), (0, 1), (1, 1)):
+        with pytest.raises(OptionError, match="LayerCenter"):
+            LayerCenter(*dims)
+    with pytest.raises(ShapeError, match="LayerCenter"):
+        lipschitz(LayerCenter(2, 3), (4, 4))
+
+
 def test_a_position_code_is_one_offset_for_each_place() -> None:
     layer = randomised(PositionCode(2, 3, 4))
     x = torch.randn(5, 2, 3, 4, dtype=torch.float64)
@@ -152,8 +197,9 @@ def test_pooling_by_norms_against_numpy() -> None:
 def test_they_are_certified_stored_and_read_again(tmp_path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
-        PositionCode(2, 4, 4), NActivation(2), L2NormPool2d(2), nn.Flatten(), CayleyLinear(8, 8), HalfAbs(),
-        LPReLU(8, -0.5), Householder(8, 2), Center(8), nn.Linear(8, 3),
+        PositionCode(2, 4, 4), LayerCenter(2, 3), nn.Upsample(scale_factor=2, mode="bilinear"), NActivation(2),
+        L2NormPool2d(4), nn.Flatten(), CayleyLinear(8, 8), HalfAbs(),
+        LPReLU(8, -0.5), Householder(8, 2), Center(8), BatchLipNorm(8), nn.Linear(8, 3),
     ).eval()  # fmt: skip
     for parameter in net.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)

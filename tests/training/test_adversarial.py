@@ -16,6 +16,7 @@ from lipkit.layers import CayleyLinear, MaxMin
 from lipkit.modules import Network
 from lipkit.training import PgdAdversary
 from lipkit.training.adversarial import frozen
+from lipkit.training.losses import trades
 
 COMMON = {"batch_size": 16, "lr": 0.03, "loss": "cross_entropy", "accelerator": "cpu"}
 
@@ -128,6 +129,34 @@ def test_constrained_layers_are_attacked_as_their_export_with_weights_built_once
     plain = network().eval()
     assert frozen(plain, (1, 4, 4)) is plain
     training.fit(net, data(32), epochs=1, adversary=PgdAdversary(eps=0.05, steps=2), **COMMON)
+
+
+def test_samples_beside_their_examples() -> None:
+    x, y = data(16)
+
+    class Moved:
+        beside = True
+
+        def __call__(self, model, points, labels, generator):
+            return points + 0.5
+
+    net, seen = Watch(nn.Sequential(nn.Flatten(), nn.Linear(16, 2))), []
+
+    def loss(outputs, targets):
+        seen.append((outputs.detach(), targets))
+        return trades(outputs, targets, beta=2.0)
+
+    weight = net.net[1].weight.detach().clone(), net.net[1].bias.detach().clone()
+    run = training.fit(net, (x, y), epochs=1, adversary=Moved(), **{**COMMON, "loss": loss})
+    (outputs, targets), *_ = seen
+    assert len(seen) == 1
+    assert torch.equal(targets[:16], targets[16:])
+    # Each example lies behind its own sample.
+    moved = outputs[16:] - outputs[:16]
+    torch.testing.assert_close(moved, (0.5 * weight[0].sum(1)).expand(16, 2))
+    # Samples are counted once.
+    right = (outputs[16:].argmax(1) == targets[16:]).double().mean()
+    assert run.history[0]["accuracy"] == pytest.approx(float(right))
 
 
 @pytest.mark.thorough

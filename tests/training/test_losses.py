@@ -134,6 +134,99 @@ def test_hkr_of_two_classes_is_the_distance_of_the_critic():
         losses.hkr(critic, labels, alpha=1.5)
 
 
+def test_largest_hinge_equals_its_formula(batch):
+    y, t = batch
+    n, label = y.numpy(), t.numpy()
+    others = np.where(np.eye(5, dtype=bool)[label], -np.inf, n).max(axis=1)
+    expected = np.maximum(0, math.sqrt(2) * 3.0 * 0.2 - n[np.arange(40), label] + others).mean()
+    assert losses.largest_hinge(y, t, eps0=0.2, lipschitz=3.0).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_logistic_loss_of_one_output():
+    y, t = torch.tensor([[1.5], [-0.3], [0.2]], dtype=torch.float64), torch.tensor([1, 1, 0])
+    signed = np.array([1.5, -0.3, -0.2]) - 0.4
+    expected = 0.5 * np.log1p(np.exp(-signed / 0.5)).mean()
+    assert losses.offset_cross_entropy(y, t, temperature=0.5, offset=0.4).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_soft_and_smooth_hkr_equal_their_formulas(batch, alpha):
+    y, t = batch
+    n, soft, smooth = 3 * y.numpy(), 0.0, 0.0
+    inverse, sharpness = 2.0 * 0.5 / max(0.5, np.abs(n).mean()), 2 * math.log(4) / (0.5 * 0.7)
+    for row, label in zip(n, t.tolist(), strict=True):
+        others = [k for k in range(5) if k != label]
+        weights = np.exp(inverse * row[others]) / np.exp(inverse * row[others]).sum()
+        parts = [(1.0, row[label])] + [(w, -row[k]) for w, k in zip(weights, others, strict=True)]
+        soft += sum(w * (alpha * max(0.0, 0.25 - s) - (1 - alpha) * s) for w, s in parts) / 40
+        rival = np.log(np.exp(sharpness * 1.5 * row[others]).sum()) / sharpness
+        own = 1.5 * row[label]
+        smooth += (alpha * (max(0.0, 0.25 - own) + max(0.0, 0.25 + rival)) - (1 - alpha) * (own - rival)) / 40
+    found = losses.soft_hkr(3 * y, t, alpha=alpha, min_margin=0.5, temperature=2.0)
+    assert found.item() == pytest.approx(soft, rel=1e-12)
+    found = losses.lse_hkr(3 * y, t, alpha=alpha, min_margin=0.5, temperature=1.5, penalty=0.7)
+    assert found.item() == pytest.approx(smooth, rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_cosine_equals_its_formula(batch, share):
+    y, t = batch
+    expected = 0.0
+    for row, label in zip(y.numpy(), t.tolist(), strict=True):
+        missing = np.array(
+            [max(0.0, 0.3 - (row[label] - row[k]) / (math.sqrt(2) * 1.5)) for k in range(5) if k != label]
+        )
+        weights = np.exp(missing) / np.exp(missing).sum()
+        expected += (share * (weights * missing).sum() - (1 - share) * row[label] / np.linalg.norm(row)) / 40
+    assert losses.cosine(y, t, share=share, eps=0.3, lipschitz=1.5).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_trades_equals_its_formula(batch):
+    y, t = batch
+    clean, moved = log_softmax(y.numpy()[:20]), log_softmax(y.numpy()[20:])
+    change = (np.exp(clean) * (clean - moved)).sum(1).mean()
+    expected = -clean[np.arange(20), t.numpy()[:20]].mean() + 2.5 * change
+    assert losses.trades(y, t, beta=2.5).item() == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(OptionError, match=r"as many adversarial examples .* got 39 outputs"):
+        losses.trades(y[1:], t[1:])
+
+
+# The gradient of these holds some of what they compute fixed: emma its shifts, soft_hkr its temperature (a batch of
+# small outputs has a fixed one).
+@pytest.mark.parametrize("name", sorted({*losses.LOSSES} - {"emma", "mse"}))
+def test_gradients_are_those_of_finite_differences(batch, name):
+    y, t = batch
+    loss = losses.build(name)
+    assert torch.autograd.gradcheck(lambda x: loss(x, t[:6]), (0.3 * y[:6]).requires_grad_())
+
+
+PEERS = {
+    "SoftHKRMulticlassLoss(alpha=0.7, min_margin=0.5, alpha_mean=0.0)": ("soft_hkr", {"alpha": 0.7, "min_margin": 0.5}),
+    "LseHKRMulticlassLoss(alpha=0.7, min_margin=0.5, temperature=2.0, penalty=1.5)": (
+        "lse_hkr", {"alpha": 0.7, "min_margin": 0.5, "temperature": 2.0, "penalty": 1.5},
+    ),
+    "CategoricalHingeLoss(min_margin=0.5)": ("largest_hinge", {"eps0": 0.5 / math.sqrt(2)}),
+    "TauCrossEntropyLoss(tau=4.0)": ("offset_cross_entropy", {"temperature": 0.25, "offset": 0.0}),
+    "TauBCEWithLogitsLoss(tau=4.0)": ("offset_cross_entropy", {"temperature": 0.25, "offset": 0.0}),
+    "CosineLoss()": ("cosine", {}),
+    "Cosine_VRA_Loss(gamma=0.3, L=0.5)": ("cosine", {"share": 0.3, "lipschitz": 0.5 * math.sqrt(2)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", PEERS)
+@pytest.mark.filterwarnings("ignore")
+def test_losses_of_peers(batch, expression):
+    package = "orthogonium.losses" if expression.startswith("Cosine") else "deel.torchlip"
+    theirs = eval(expression, vars(pytest.importorskip(package, exc_type=ImportError)))
+    (y, t), (name, options) = batch, PEERS[expression]
+    target = t if package.startswith("orthogonium") else torch.nn.functional.one_hot(t, 5).double()
+    if "BCE" in expression:
+        y, t = y[:, :1], (t > 2).long()
+        target = t[:, None].double()
+    expected = theirs(y, target)
+    assert losses.build(name, **options)(y, t).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_every_loss_has_a_finite_gradient(batch):
     y, t = batch
     for name in losses.LOSSES:

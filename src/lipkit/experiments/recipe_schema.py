@@ -131,6 +131,7 @@ class AdversarySection(Section):
     step_size: Positive | None = Field(default=0.2, description="of each step, as a fraction of eps; null: decreasing")
     random_start: StrictBool = Field(default=True, description="whether ascent starts at a random point of the ball")
     loss: Literal["ce", "margin"] = Field(default="ce", description="that the attack raises: ce or margin")
+    beside: StrictBool = Field(default=False, description="train on the samples as well, as the loss trades needs it")
 
 
 class ScheduleSection(Section):

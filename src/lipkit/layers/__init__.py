@@ -23,11 +23,13 @@ from lipkit.layers.stiefel import StiefelConv2d, StiefelLinear
 from lipkit.layers.structure import ConvexSum, Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
 from lipkit.modules import (
+    BatchLipNorm,
     Center,
     GroupSort,
     HalfAbs,
     Householder,
     L2NormPool2d,
+    LayerCenter,
     LPReLU,
     MaxMin,
     NActivation,
@@ -40,6 +42,7 @@ __all__ = [
     "AfterStep",
     "AolConv2d",
     "AolLinear",
+    "BatchLipNorm",
     "BcopConv2d",
     "BjorckLinear",
     "BroConv2d",
@@ -60,6 +63,7 @@ __all__ = [
     "Householder",
     "L2NormPool2d",
     "LPReLU",
+    "LayerCenter",
     "LiResConv2d",
     "LotConv2d",
     "MaxMin",

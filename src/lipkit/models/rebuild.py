@@ -18,6 +18,7 @@ from lipkit.modules import (
     Affine,
     Concatenate,
     Enlarge,
+    EnlargeBilinear,
     Graph,
     MaxMin,
     Mean,
@@ -191,8 +192,8 @@ class _Builder:
         if kind is Affine:
             self._note(name, module, "nothing", "the layers around it have biases")
             return []
-        if kind is Enlarge:
-            self._note(name, module, "Enlarge", "divided by the root of its factor")
+        if kind in (Enlarge, EnlargeBilinear):
+            self._note(name, module, kind.__name__, "divided by the root of its factor")
             return [module, _gain(1 / math.sqrt(module.rows * module.cols))]  # type: ignore[operator]
         pool = _window(module, shape)
         if pool is not None:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.layers.structure import Scale
-from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LPReLU, MaxMin
+from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin
 from lipkit.modules.running import carry_out, computed_tensors
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -36,6 +36,15 @@ def _ascending(group_size: int | None) -> nn.Module:
     return nn.Sequential(turn(), GroupSort(group_size), turn())
 
 
+def _centred(module: Any) -> nn.Module:
+    """Dimensions counted from the end are those of images; other samples show in the comparison of outputs."""
+    dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]
+    if module.bias is None:
+        return LayerCenter(*dims)
+    bias = module.bias.detach().flatten()
+    return nn.Sequential(LayerCenter(*dims), Affine(torch.ones_like(bias), bias))
+
+
 def _clipped(module: Any) -> nn.Module:
     ours = LPReLU(module.num_parameters).to(module.weight)
     ours.slopes.data.copy_(module.weight)
@@ -49,6 +58,8 @@ OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ("deel", "FullSort"): lambda m: _ascending(None),
     ("deel", "HouseHolder"): lambda m: _folded(m, 1.0),
     ("deel", "LPReLU"): _clipped,
+    ("deel", "LayerCentering"): _centred,
+    ("orthogonium", "LayerCentering2D"): _centred,
     ("deel", "ScaledL2NormPool2d"): lambda m: L2NormPool2d(m.kernel_size),
     ("orthogonium", "MaxMin"): lambda m: MaxMin(),
     ("orthogonium", "HouseHolder"): lambda m: _folded(m, math.sqrt(0.5)),

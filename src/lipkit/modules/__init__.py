@@ -12,7 +12,7 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
 from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_rules
 from lipkit.modules.network import Network
-from lipkit.modules.normalization import Center
+from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter
 from lipkit.modules.phase import PhaseConv2d
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
@@ -23,18 +23,20 @@ from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.storage import load, save, sha256
 from lipkit.modules.structure import structure
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.modules.views import Enlarge, Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
 
 __all__ = [
     "Activation",
     "Add",
     "Affine",
+    "BatchLipNorm",
     "Blend",
     "Center",
     "Concatenate",
     "ConvexResidual",
     "Elementwise",
     "Enlarge",
+    "EnlargeBilinear",
     "Expand",
     "FourierConv2d",
     "Graph",
@@ -43,6 +45,7 @@ __all__ = [
     "Householder",
     "L2NormPool2d",
     "LPReLU",
+    "LayerCenter",
     "Local",
     "MatrixProduct",
     "MaxMin",

@@ -15,7 +15,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real, stored
 from lipkit.modules.dense import Affine, _has_subnormal, scaling
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import _check_dims, export_copy
+from lipkit.modules.rearrange import _check_dims, export_copy, export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import (
     Arithmetic,
@@ -188,9 +188,13 @@ class Center(nn.Module):
         self.channels, self.momentum = channels, momentum
         self.register_buffer("running_mean", torch.zeros(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _check(self, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[1] != self.channels:
-            raise ShapeError(f"Center: expected {self.channels} channels in dimension 1, got shape {tuple(x.shape)}")
+            name, shape = type(self).__name__, tuple(x.shape)
+            raise ShapeError(f"{name}: expected {self.channels} channels in dimension 1, got shape {shape}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
         mean = self.running_mean
         if self.training:
             mean = x.mean([d for d in range(x.ndim) if d != 1])
@@ -206,8 +210,8 @@ class Center(nn.Module):
 def _center(module: Center, input_shape: Shape | None) -> float:
     if module.training:
         raise NoRuleError(
-            "Center: expected evaluation mode, got training=True: a mean of the batch makes it depend on the batch; "
-            "call .eval()"
+            f"{type(module).__name__}: expected evaluation mode, got training=True: a mean of the batch makes it "
+            "depend on the batch; call .eval()"
         )
     return 1.0
 
@@ -219,6 +223,136 @@ def _export_center(module: Center, input_shape: Shape) -> nn.Module:
     return Affine(torch.ones_like(module.running_mean), -module.running_mean)
 
 
+class BatchLipNorm(Center):
+    r"""Batch centring, then one factor for all channels: the spread of the widest one becomes 1.
+
+    .. math:: y_c = \frac{x_c - \mathrm E[x_c]}{\sqrt{\max_k \mathrm{Var}[x_k] + \epsilon}} + b_c
+
+    In evaluation by running statistics: a gain and a translation of constant :math:`1 / \sqrt{\max_k v_k + \epsilon}`,
+    which may be above 1 (`lipkit.lipschitz` of the network holds it). In training the output depends on the batch, and
+    there is none. One factor leaves an orthogonal layer in front a multiple of itself, where `nn.BatchNorm2d` bends it.
+
+    Args:
+        channels: of dimension 1.
+        momentum: weight of a batch in the running statistics, in (0, 1].
+        eps: positive.
+
+    Buffers ``running_mean`` and ``running_var`` (channels,), the latter unbiased; parameter ``bias`` (channels,).
+
+    Raises:
+        OptionError: options out of range. ShapeError: an input with other channels, or one number of each in training.
+
+    >>> layer = BatchLipNorm(2, momentum=1.0, eps=1e-9)
+    >>> y = layer(torch.tensor([[1.0, 1.0], [3.0, 5.0]]))
+    >>> layer.running_var.tolist(), round(y[1, 1].item(), 4), round(y[1, 0].item(), 4)
+    ([2.0, 8.0], 1.0, 0.5)
+
+    References:
+        deel-torchlip 1.0's BatchLipNorm (which averages over an epoch where this one forgets by ``momentum``).
+    """
+
+    running_var: Tensor
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__(channels, momentum)
+        if not (math.isfinite(eps) and eps > 0):
+            raise OptionError(f"eps: expected a positive finite number, got {eps}")
+        self.eps = eps
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        variance = self.running_var
+        if self.training:
+            if x.numel() < 2 * x.shape[1]:
+                raise ShapeError(f"BatchLipNorm: expected two numbers of each channel or more, got {tuple(x.shape)}")
+            variance = torch.var(x, [d for d in range(x.ndim) if d != 1], correction=0)
+            count = x.numel() // x.shape[1]
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1))
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+        centred = super().forward(x)
+        axes = [1] * (x.ndim - 2)
+        return centred * (variance.amax() + self.eps).rsqrt() + self.bias.view(-1, *axes)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, eps={self.eps}"
+
+
+class LayerCenter(nn.Module):
+    r"""Layer centring: the mean over some dimensions of a sample is subtracted; an orthogonal projection, of norm 1.
+
+    .. math:: y = x - \frac 1n \mathbf 1 \mathbf 1^T x
+
+    on each group of n numbers that differ in these dimensions alone.
+
+    Args:
+        dims: dimensions from 1 on (the batch is 0): ``LayerCenter(2, 3)`` for each channel of an image.
+
+    Raises:
+        OptionError: no dimension, one twice, or the batch.
+
+    >>> LayerCenter(2, 3)(torch.tensor([[[[1.0, 3.0]]]])).tolist()
+    [[[[-1.0, 1.0]]]]
+
+    References:
+        deel-torchlip's LayerCentering; layer normalisation without its division, which has no small constant.
+    """
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
+            raise OptionError(f"LayerCenter: expected different dimensions behind the batch, at least 1, got {dims}")
+        self.dims = tuple(dims)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(self.dims, keepdim=True)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.dims))
+
+
+@lipschitz_rule(LayerCenter)
+def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
+    _check_dims(module, input_shape, max(module.dims))
+    return 1.0
+
+
+@rounding_rule(LayerCenter)
+def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    terms = math.prod(input_shape[dim - 1] for dim in module.dims)
+    # The mean of n numbers is wrong by gamma(n + 2) of the mean of their moduli, n times, and the difference by a unit:
+    # together gamma(n + 5) |x| in the l2 norm, since |mean| sqrt(n) <= |x|.
+    error, floor = arithmetic.gamma(terms + 5), math.sqrt(entries(input_shape)) * (terms + 4) * arithmetic.tiny
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(size(x), 1.0)
+        lost = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        return Local(lost, reached.times(float(terms + 2)))
+
+    return measure
+
+
+@lipschitz_rule(BatchLipNorm)
+def _batch_lip_norm(module: BatchLipNorm, input_shape: Shape | None) -> Tensor:
+    _center(module, input_shape)
+    return up(_factor(module), 4)
+
+
+def _factor(module: BatchLipNorm) -> Tensor:
+    return (to_double(module.running_var).amax() + module.eps).rsqrt()
+
+
+@export_rule(BatchLipNorm)
+def _export_batch_lip_norm(module: BatchLipNorm, input_shape: Shape) -> nn.Module:
+    _center(module, input_shape)
+    output_shape(module, input_shape)
+    scale, mean = _factor(module), module.running_mean
+    shift = to_double(module.bias) - to_double(mean) * scale
+    return Affine(scale.expand_as(mean).to(mean.dtype), shift.to(mean.dtype))
+
+
 @export_rule(*_AXES)
 def _export_instance_norm(module: _InstanceNorm, input_shape: Shape) -> nn.Module:
     if not module.track_running_stats:
@@ -228,6 +362,7 @@ def _export_instance_norm(module: _InstanceNorm, input_shape: Shape) -> nn.Modul
 
 
 export_rule(nn.LayerNorm, nn.GroupNorm)(export_copy)
+export_rule(LayerCenter)(export_same)
 
 
 @rounding_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -319,6 +454,7 @@ def _instance_norm_error(module: nn.InstanceNorm2d, input_shape: Shape, arithmet
     return own_statistics(module, math.prod(input_shape[1:]), input_shape, arithmetic)
 
 
+stored(LayerCenter, lambda m: {"dims": m.dims}, lambda dims: LayerCenter(*dims), dims=COUNT)
 stored(nn.LayerNorm, normalized_shape=INTEGER, eps=real, elementwise_affine=flag, bias=flag)
 stored(nn.GroupNorm, num_groups=COUNT, num_channels=COUNT, eps=real, affine=flag)
 for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):

@@ -25,7 +25,7 @@ from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.rearrange import RESHAPES
 from lipkit.modules.registry import lipschitz
-from lipkit.modules.views import VIEWS, Enlarge, Expand
+from lipkit.modules.views import VIEWS, Enlarge, EnlargeBilinear, Expand
 
 # What rounding in float64 can add to a range, relative to it, and the number that this is about.
 _SLACK = 1e-6
@@ -119,7 +119,7 @@ def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
 
 
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-_POSITIVE = (*VIEWS, Enlarge, Expand, Mean, nn.AvgPool2d, nn.AdaptiveAvgPool2d, *RESHAPES)
+_POSITIVE = (*VIEWS, Enlarge, EnlargeBilinear, Expand, Mean, nn.AvgPool2d, nn.AdaptiveAvgPool2d, *RESHAPES)
 _MONOTONE = (MaxMin, GroupSort, nn.MaxPool2d)
 _BOUNDED = {nn.Sigmoid: (0.0, 1.0), nn.Hardsigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0), nn.Softsign: (-1.0, 1.0)}
 

@@ -1,4 +1,4 @@
-"""Modules that show the numbers of a sample in another order or shape, or some of them: 1-Lipschitz, and exact.
+"""Modules that show the numbers of a sample in another order or shape, or some of them: exact, but for bilinear copies.
 
 Dimensions are counted as torch does, the batch being 0, and never reach it.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, stored, whole
-from lipkit.modules.machine import Local, Measure, nothing, rounding_rule
+from lipkit.modules.machine import Local, Measure, entries, nothing, rounding_rule
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import Arithmetic
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, size
 from lipkit.proof.roundoff import root
 
 
@@ -187,6 +188,33 @@ class Enlarge(nn.Module):
         return f"{self.rows}, {self.cols}"
 
 
+class EnlargeBilinear(Enlarge):
+    r"""Bilinear upsampling by powers of two, of constant :math:`\sqrt{rows\,cols}`.
+
+    Along an axis the map is a matrix of weights at least 0 whose rows sum to 1 and whose columns sum to the factor f,
+    at the borders too: :math:`\|A\|^2 \le \|A\|_1 \|A\|_\infty = f`, which equal pixels attain. Weights are multiples
+    of 1 / 2f, exact in every format; pixels lie as with ``align_corners=False``.
+
+    Raises:
+        OptionError: factors that are no powers of two. ShapeError: an input that is no image.
+
+    >>> import torch
+    >>> EnlargeBilinear(1, 2)(torch.tensor([[[[0.0, 4.0]]]])).tolist()
+    [[[[0.0, 1.0, 3.0, 4.0]]]]
+    """
+
+    def __init__(self, rows: int, cols: int) -> None:
+        super().__init__(rows, cols)
+        if rows & (rows - 1) or cols & (cols - 1):
+            raise OptionError(f"EnlargeBilinear: expected powers of two as factors, got {rows} and {cols}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ShapeError(f"EnlargeBilinear: expected images (B, C, H, W), got {tuple(x.shape)}")
+        factors = [float(self.rows), float(self.cols)]
+        return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=False)
+
+
 class Expand(nn.Module):
     """The numbers of each sample repeated to another shape, along its dimensions of size 1.
 
@@ -225,7 +253,7 @@ def _view(module: nn.Module, input_shape: Shape | None) -> float:
     return 1.0
 
 
-@lipschitz_rule(Enlarge)
+@lipschitz_rule(Enlarge, EnlargeBilinear)
 def _enlarge(module: Enlarge, input_shape: Shape | None) -> float:
     return root(module.rows * module.cols)
 
@@ -246,7 +274,7 @@ def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
     factors = _factors(module, input_shape)
     if len(factors) != 2:
         raise NoRuleError(f"nn.Upsample: expected images (C, H, W) to export it, got samples of shape {input_shape}")
-    return Enlarge(*factors)
+    return (Enlarge if module.mode == "nearest" else EnlargeBilinear)(*factors)
 
 
 @lipschitz_rule(nn.ChannelShuffle)
@@ -271,14 +299,31 @@ def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     before, after = input_shape[1:], output_shape(module, input_shape)[1:]
     factors = [n // m if n % m == 0 else 0 for n, m in zip(after, before, strict=True)]
     given = module.scale_factor if isinstance(module.scale_factor, tuple) else (module.scale_factor,)
-    # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many.
+    # Sources are found by a product in float32, which is exact for powers of two; only then are copies equally many,
+    # and the weights between them exact.
     exact = all(n and n & (n - 1) == 0 for n in factors) and all(f is None or f in factors for f in given)
-    if module.mode != "nearest" or not exact:
+    smooth = module.mode in ("linear", "bilinear") and not module.align_corners
+    if not (smooth or module.mode == "nearest") or not exact:
         raise NoRuleError(
-            f"nn.Upsample: expected mode 'nearest' and powers of two as factors, got {module.mode!r} from {before} to "
-            f"{after} by {module.scale_factor}: use pixel shuffle or a convolution, which have rules"
+            "nn.Upsample: expected mode 'nearest', or 'bilinear' without align_corners, and powers of two as factors, "
+            f"got {module.mode!r} from {before} to {after} by {module.scale_factor}, "
+            f"align_corners={module.align_corners}: use pixel shuffle or a convolution, which have rules"
         )
     return factors
+
+
+@rounding_rule(EnlargeBilinear)
+def _between_pixels(module: EnlargeBilinear, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    # Three sums and three products of weights that add up to 1, in whatever order: |error| <= gamma |A| |x|, A >= 0.
+    error, norm = arithmetic.gamma(8), root(module.rows * module.cols)
+    floor = math.sqrt(entries(output_shape(module, input_shape))) * 8 * arithmetic.tiny
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(grow(size(module(x.abs())) * (1 + FLOAT64.gamma(8))), norm)
+        lost = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        return Local(lost, Line(size(x), 1.0).times(4.0))
+
+    return measure
 
 
 @rounding_rule(*VIEWS, Enlarge, Expand, nn.Upsample, nn.ChannelShuffle)
@@ -286,7 +331,7 @@ def _exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Mea
     return lambda x: Local(nothing(x), nothing(x))
 
 
-export_rule(*VIEWS, Enlarge, Expand)(export_same)
+export_rule(*VIEWS, Enlarge, EnlargeBilinear, Expand)(export_same)
 
 stored(Reshape, lambda m: {"shape": m.shape}, lambda shape: Reshape(*shape), shape=COUNT)
 stored(Permute, lambda m: {"dims": m.dims}, lambda dims: Permute(*dims), dims=COUNT)
@@ -294,4 +339,5 @@ stored(Piece, dim=COUNT, start=whole(0), stop=COUNT, step=COUNT)
 stored(Roll, dim=COUNT, shift=INTEGER)
 stored(Pad, lambda m: {"padding": m.padding}, lambda padding: Pad(*padding), padding=INTEGER)
 stored(Enlarge, rows=COUNT, cols=COUNT)
+stored(EnlargeBilinear, rows=COUNT, cols=COUNT)
 stored(Expand, lambda m: {"shape": m.shape}, lambda shape: Expand(*shape), shape=COUNT)

@@ -39,6 +39,8 @@ class PgdAdversary:
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
         loss: that the attack raises: "ce", or "margin".
         box: range of valid input entries; None for inputs that are no images.
+        beside: whether a step sees the samples and, behind them, their examples, as ``losses.trades`` needs it; by
+            default the examples take the place of the samples.
 
     Raises:
         OptionError: an option outside its range.
@@ -60,6 +62,7 @@ class PgdAdversary:
     random_start: bool = True
     loss: Literal["ce", "margin"] = "ce"
     box: Box = (0.0, 1.0)
+    beside: bool = False
 
     def __post_init__(self) -> None:
         if self.norm not in BALLS:
@@ -117,13 +120,15 @@ def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
 
 def attacked_batch(
     fabric: Any, adversary: Adversary, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The batch that a step of the loop trains on; ``model`` is in evaluation mode only for the time of the attack."""
     model.eval()
     with fabric.autocast():
-        x = adversary(model, x, y, generator)
+        attacked = adversary(model, x, y, generator).detach()
     model.train()
-    return x.detach()
+    if getattr(adversary, "beside", False):
+        return torch.cat((x, attacked)), torch.cat((y, y))
+    return attacked, y
 
 
 def _builds_weights(module: nn.Module) -> bool:

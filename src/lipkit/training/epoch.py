@@ -74,14 +74,14 @@ def take_step(
     pieces = min(objective.pieces, max(1, size // fabric.world_size))  # as many in every process
     sums = []
     for number, (part, targets) in enumerate(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True), 1):
-        last = number == pieces
+        last, rows = number == pieces, len(part)
+        own = rows if counted else 0
         if objective.adversary is not None:
-            part = attacked_batch(fabric, objective.adversary, model, part, targets, attack)
+            part, targets = attacked_batch(fabric, objective.adversary, model, part, targets, attack)
         with fabric.no_backward_sync(trainee.wrapped, enabled=not last):
             outputs = trainee.wrapped(part)
             value = objective.loss(outputs, targets)
-            own = len(part) if counted else 0
-            sums.append(_sums(value.detach(), outputs.detach(), targets, own))
+            sums.append(_sums(value.detach(), outputs.detach()[-rows:], targets[-rows:], own))
             weight = own * fabric.world_size / size
             if weight != 1:
                 value = value * weight

@@ -46,6 +46,29 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
     return F.multi_margin_loss(outputs, targets, margin=math.sqrt(2) * lipschitz * eps0)
 
 
+def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: float = 1.0) -> Tensor:
+    r"""Hinge loss of the margin: like `hinge`, of the strongest rival alone: ``mean_n max(0, sqrt(2) L eps0 - M_n)``.
+
+    Args:
+        outputs: (N, K), K >= 2. targets: (N,) int64.
+        eps0: l2 radius to train for, in units of the input; positive.
+        lipschitz: L, positive.
+
+    >>> largest_hinge(torch.tensor([[1.0, 0.0, 0.5]]), torch.tensor([0]), eps0=0.5**0.5).item()
+    0.5
+
+    Source: Crammer, Singer, JMLR 2001; deel-torchlip's CategoricalHingeLoss with ``min_margin = sqrt(2) L eps0``.
+    """
+    _positive(eps0=eps0, lipschitz=lipschitz)
+    return F.relu(math.sqrt(2) * lipschitz * eps0 - _margins(outputs, targets)).mean()
+
+
+def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
+    """M (N,)."""
+    rivals = outputs.scatter(1, targets[:, None], -math.inf).amax(1)
+    return outputs.gather(1, targets[:, None])[:, 0] - rivals
+
+
 def offset_cross_entropy(
     outputs: Tensor, targets: Tensor, *, temperature: float = 0.25, offset: float = 1.5 * math.sqrt(2)
 ) -> Tensor:
@@ -54,10 +77,11 @@ def offset_cross_entropy(
     The gradient stays large until the margin passes u, so the network learns margins and not only classes.
 
     Args:
-        outputs: (N, K).
+        outputs: (N, K), or (N, 1) for two classes: of the class 1 against 0, which is the logistic loss.
         targets: (N,) int64.
         temperature: T, positive.
-        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0.
+        offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0 (``L eps0`` of one
+            output).
 
     >>> y = torch.tensor([[3.0, 1.0]])
     >>> round(offset_cross_entropy(y, torch.tensor([0]), temperature=1.0, offset=2.0).item(), 4)
@@ -69,6 +93,8 @@ def offset_cross_entropy(
     """
     _positive(temperature=temperature)
     _not_negative(offset=offset)
+    if outputs.shape[-1] == 1:
+        outputs = F.pad(outputs, (1, 0))
     shift = offset * F.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
     return temperature * F.cross_entropy((outputs - shift) / temperature, targets)
 
@@ -229,8 +255,7 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
     Regularization", CVPR 2021; weights and halves as in deel-torchlip.
     """
     _positive(min_margin=min_margin)
-    if not 0 <= alpha <= 1:
-        raise OptionError(f"expected alpha in [0, 1], got {alpha}")
+    _share(alpha)
     classes = outputs.shape[-1]
     own = F.one_hot(targets, classes) > 0 if classes > 1 else targets[:, None] > 0
     sides = (own, ~own)
@@ -238,6 +263,140 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
     half = min_margin / 2
     short = torch.where(own, max(classes - 1, 1) * F.relu(half - outputs), F.relu(half + outputs))
     return alpha * short.mean() - (1 - alpha) * (means[0] - means[1]).mean()
+
+
+def soft_hkr(
+    outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: float = 1.0, temperature: float = 1.0
+) -> Tensor:
+    r"""HKR of each sample: its class against a mean of the others that leans to the strongest rivals.
+
+    .. math:: \frac1N \sum_n \sum_k w_{nk}
+        \bigl[\alpha \max(0, \tfrac m2 - s_{nk} y_{nk}) - (1 - \alpha) s_{nk} y_{nk}\bigr]
+
+    with s = 1, w = 1 for the own class, and for the others s = -1 and w their softmax at the inverse temperature
+    :math:`\tau m / \max(m, \text{mean} |y|)`, which is held fixed.
+
+    Args:
+        outputs: (N, K), K >= 2. targets: (N,) int64.
+        alpha: share of the hinge, in [0, 1].
+        min_margin: m, positive.
+        temperature: tau, positive: larger leans more to the strongest rival.
+
+    >>> y, t = torch.tensor([[2.0, 1.0, 1.0]]), torch.tensor([0])
+    >>> soft_hkr(y, t, alpha=0.0).item(), soft_hkr(y, t, alpha=1.0).item()
+    (-1.0, 1.5)
+
+    Source: Serrurier et al., "On the explainable properties of 1-Lipschitz neural networks", NeurIPS 2023; as in
+    deel-torchlip, but for its running mean of |y|: ours is that of the batch, and nothing is kept between calls.
+    """
+    _positive(min_margin=min_margin, temperature=temperature)
+    _share(alpha)
+    own = F.one_hot(targets, outputs.shape[-1]) > 0
+    with torch.no_grad():
+        inverse = temperature * min_margin / outputs.abs().mean().clamp_min(min_margin)
+    weights = torch.where(own, 1, (inverse * outputs).masked_fill(own, -math.inf).softmax(1))
+    signed = torch.where(own, outputs, -outputs)
+    each = alpha * F.relu(min_margin / 2 - signed) - (1 - alpha) * signed
+    return (weights * each).sum(1).mean()
+
+
+def lse_hkr(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    alpha: float = 0.9,
+    min_margin: float = 1.0,
+    temperature: float = 1.0,
+    penalty: float = 1.0,
+) -> Tensor:
+    r"""HKR of the own class and of a smooth maximum of the others.
+
+    .. math:: \frac1N \sum_n \alpha \bigl[(\tfrac m2 - y_t)_+ + (\tfrac m2 + \ell)_+\bigr] - (1 - \alpha)(y_t - \ell),
+        \quad \ell = \frac1c \log \sum_{k \ne t} e^{c y_k}, \; c = \frac{2 \log(K - 1)}{m p}
+
+    so that l is above the largest of the others by at most m p / 2.
+
+    Args:
+        outputs: (N, K), K >= 3. targets: (N,) int64.
+        alpha: share of the hinge, in [0, 1].
+        min_margin: m, positive.
+        temperature: factor of the outputs, positive.
+        penalty: p, positive.
+
+    >>> y, t = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([0])
+    >>> round(lse_hkr(y, t, alpha=0.0).item(), 4)  # the smooth maximum of two zeros is m / 2
+    -1.5
+
+    Source: deel-torchlip 1.0's LseHKRMulticlassLoss.
+    """
+    _positive(min_margin=min_margin, temperature=temperature, penalty=penalty)
+    _share(alpha)
+    outputs = temperature * outputs
+    rivals = outputs.scatter(1, targets[:, None], -math.inf)
+    sharpness = 2 * math.log(max(outputs.shape[1] - 1, 2)) / (min_margin * penalty)
+    rival = torch.logsumexp(sharpness * rivals, 1) / sharpness
+    own, half = outputs.gather(1, targets[:, None])[:, 0], min_margin / 2
+    return (alpha * (F.relu(half - own) + F.relu(half + rival)) - (1 - alpha) * (own - rival)).mean()
+
+
+def cosine(
+    outputs: Tensor, targets: Tensor, *, share: float = 0.0, eps: float = 36 / 255, lipschitz: float = 1.0
+) -> Tensor:
+    r"""Angle between the outputs and the axis of the class, which no scale of the outputs changes, and missing radii.
+
+    .. math:: \frac1N \sum_n -(1 - \gamma) \frac{y_t}{\|y\|} + \gamma \sum_{k \ne t} q_k c_k, \qquad
+        c_k = \Bigl(\varepsilon - \frac{y_t - y_k}{\sqrt2 L}\Bigr)_+, \; q = \mathrm{softmax}(c)
+
+    Args:
+        outputs: (N, K), K >= 2. targets: (N,) int64.
+        share: gamma, in [0, 1]: weight of the radii that are missing to eps.
+        eps: l2 radius to train for, in units of the input; positive.
+        lipschitz: L, positive.
+
+    >>> y, t = torch.tensor([[3.0, 4.0]]), torch.tensor([0])
+    >>> round(cosine(y, t).item(), 4), round(cosine(y, t, share=1.0, eps=1.0, lipschitz=0.5**0.5).item(), 4)
+    (-0.6, 2.0)
+
+    Source: orthogonium 0.0's CosineLoss and Cosine_VRA_Loss (its "classwise" constant L is sqrt(2) L here).
+    """
+    _positive(eps=eps, lipschitz=lipschitz)
+    if not 0 <= share <= 1:
+        raise OptionError(f"expected share in [0, 1], got {share}")
+    own = outputs.gather(1, targets[:, None])
+    missing = F.relu(eps - (own - outputs) / (math.sqrt(2) * lipschitz))
+    others = F.one_hot(targets, outputs.shape[-1]) == 0
+    weights = missing.masked_fill(~others, -math.inf).softmax(1)
+    angle = F.cosine_similarity(outputs, (~others).to(outputs.dtype))
+    return (share * (weights * missing).sum(1) - (1 - share) * angle).mean()
+
+
+def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
+    r"""Cross-entropy of samples plus what their adversarial examples change in the softmax.
+
+    .. math:: \frac1N \sum_n \mathrm{CE}(y_n, t_n) + \beta\, \mathrm{KL}\bigl(\mathrm{softmax}(y_n) \,\|\,
+        \mathrm{softmax}(y'_n)\bigr)
+
+    Args:
+        outputs: (2N, K): y of the samples, then y' of their adversarial examples in the same order, as
+            ``PgdAdversary(beside=True)`` makes them (it raises the cross-entropy; the paper's raises the KL term).
+        targets: (2N,), of both halves.
+        beta: weight of robustness, not negative.
+
+    >>> y = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
+    >>> round(trades(y, torch.tensor([0, 0]), beta=1.0).item(), 4) == round(math.log(2) + 0.5 * math.log(4 / 3), 4)
+    True
+
+    Source: Zhang et al., "Theoretically Principled Trade-off between Robustness and Accuracy", ICML 2019, eq. (5).
+    """
+    _not_negative(beta=beta)
+    if len(outputs) % 2:
+        raise OptionError(
+            f"trades: expected samples and as many adversarial examples behind them, got {len(outputs)} outputs: set "
+            "adversary.beside"
+        )
+    clean, moved = outputs.chunk(2)
+    change = F.kl_div(moved.log_softmax(1), clean.log_softmax(1), reduction="batchmean", log_target=True)
+    return F.cross_entropy(clean, targets[: len(clean)]) + beta * change
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -259,7 +418,12 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "emma": emma,
     "gloro": gloro,
     "hkr": hkr,
+    "soft_hkr": soft_hkr,
+    "lse_hkr": lse_hkr,
+    "largest_hinge": largest_hinge,
     "logit_annealing": logit_annealing,
+    "cosine": cosine,
+    "trades": trades,
     "mse": mse,
 }
 REGRESSION = frozenset({"mse"})
@@ -288,8 +452,8 @@ def build(name: str, **options: float) -> Loss:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise OptionError(f"expected {option} of loss {name!r} as a finite number, got {value!r}")
     bound: Loss = partial(function, **options)
-    sample = torch.zeros(1, 2)
-    bound(sample, sample if name in REGRESSION else torch.zeros(1, dtype=torch.int64))  # runs the range checks
+    sample = torch.zeros(2, 3)
+    bound(sample, sample if name in REGRESSION else torch.zeros(2, dtype=torch.int64))  # runs the range checks
     return bound
 
 
@@ -297,6 +461,11 @@ def _positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise OptionError(f"expected {name} > 0, got {value}")
+
+
+def _share(alpha: float) -> None:
+    if not 0 <= alpha <= 1:
+        raise OptionError(f"expected alpha in [0, 1], got {alpha}")
 
 
 def _not_negative(**values: float) -> None:
