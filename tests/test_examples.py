@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import lipkit
 from lipkit.certificates import lipsdp
 from lipkit.modules.activations import slope_restricted
 
@@ -210,3 +211,16 @@ def test_the_table_of_activations_is_that_of_the_code() -> None:
     named = {name for name, *_ in rows}
     other = {"Threshold", "Softmax", "Softmin", "LogSoftmax", "GLU", "Softmax2d", "MultiheadAttention"}
     assert named | other == set(nn.modules.activation.__all__)
+
+
+def test_the_denoiser_is_proved_and_its_steps_never_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--steps", "2", "--iterations", "6", "--channels", "8", "--blocks", "1", "--depth", "1"]
+    script("examples/denoiser.py").main([*arguments, "--out", str(tmp_path)])
+    ours, deblurred, theirs, _ = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(r"orthogonal: .* L\(N\) <= (0\.999\d+)", ours)
+    assert found is not None
+    assert float(found[1]) <= 1
+    assert deblurred.endswith("longer than the one before 0 times")
+    assert float(theirs.rpartition(" ")[2]) > 1
+    assert (tmp_path / "deblurring.svg").stat().st_size > 1000
+    assert lipkit.load(tmp_path / "orthogonal").input_shape == (3, 192, 192)

@@ -13,7 +13,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 # Page of the site -> file of the repository; other files that the pages link to are copied as they are.
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-COPIES = ("examples/controller.py", "examples/verify_onnx.py")
+COPIES = ("examples/controller.py", "examples/denoiser.py", "examples/verify_onnx.py")
 # Code, which is left alone, or a formula: $$ ... $$ or $ ... $, which may go over a line's end.
 _CODE = r"^ *```.*?^ *```$|^ {4}[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|<!--.*?-->"
 _INLINE = r"(?<![\\$\w])\$(?P<inline>[^\s$](?:(?:(?!\n\n)[^$])*[^\s$])?)\$(?!\w)"

@@ -44,7 +44,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 def test_the_site_holds_pages_and_not_the_tools_that_made_them(site: Path) -> None:
     assert (site / "guide/modules.html").exists()
     assert not (site / "_tools").exists()
-    assert {path.name for path in site.rglob("*.py")} == {"controller.py", "verify_onnx.py"}
+    assert {path.name for path in site.rglob("*.py")} == {"controller.py", "denoiser.py", "verify_onnx.py"}
 
 
 def test_formulas_are_drawn(site: Path) -> None:

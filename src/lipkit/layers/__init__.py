@@ -20,7 +20,7 @@ from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.layers.soc import SocConv2d
 from lipkit.layers.steps import AfterStep, after_step, register_after_step
 from lipkit.layers.stiefel import StiefelConv2d, StiefelLinear
-from lipkit.layers.structure import ConvexSum, Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
+from lipkit.layers.structure import ConvexSum, HalfThrough, Normalize, Rescale, Residual, Scale, ScaledAvgPool2d
 from lipkit.layers.svcm import SvcmConv2d
 from lipkit.modules import (
     BatchLipNorm,
@@ -60,6 +60,7 @@ __all__ = [
     "Family",
     "GroupSort",
     "HalfAbs",
+    "HalfThrough",
     "Householder",
     "L2NormPool2d",
     "LPReLU",

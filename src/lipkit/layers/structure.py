@@ -231,6 +231,37 @@ class ConvexSum(Join):
         return s * values[0] + (1 - s) * values[1]
 
 
+class HalfThrough(nn.Module):
+    r"""Half of the channels pass, the others go through ``body``: the skip connection of a U-Net that stays orthogonal.
+
+    .. math:: (a, b) \mapsto (a, f(b)), \qquad L = \max(1, L_f)
+
+    Concatenating the input itself beside its features, as U-Nets do, has the constant :math:`\sqrt{1 + L_f^2}` instead.
+
+    Args:
+        body: f, which keeps its shape.
+
+    Raises:
+        ShapeError: an odd number of channels.
+
+    >>> HalfThrough(nn.ReLU())(torch.tensor([[-1.0, -2.0]])).tolist()
+    [[-1.0, 0.0]]
+
+    References:
+        Jacobsen et al., "i-RevNet", ICLR 2018 (the split); orthogonium's ConcatResidual.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] % 2:
+            raise ShapeError(f"HalfThrough: expected an even number of channels, got {x.shape[1]}")
+        kept, moved = x.chunk(2, 1)
+        return torch.cat((kept, self.body(moved)), 1)
+
+
 class ScaledAvgPool2d(nn.Module):
     r"""``s * average pooling`` over s x s windows: a 1-Lipschitz map of norm exactly 1.
 

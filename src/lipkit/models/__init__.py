@@ -24,6 +24,7 @@ from lipkit.models.rebuild import rebuild, rebuilt
 from lipkit.models.resnet9 import resnet9
 from lipkit.models.settle import settle
 from lipkit.models.sllnet import sllnet
+from lipkit.models.unet import autoencoder, denoiser, unet
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -82,10 +83,12 @@ __all__ = [
     "Conversion",
     "Converted",
     "Kept",
+    "autoencoder",
     "bronet",
     "build",
     "convert",
     "convnet",
+    "denoiser",
     "from_network",
     "kwlarge",
     "lbdn",
@@ -100,6 +103,7 @@ __all__ = [
     "settle",
     "sllnet",
     "small",
+    "unet",
     "wide_resnet",
     "wrn_plain",
 ]

@@ -1,0 +1,170 @@
+"""A denoiser that cannot diverge: trained on photographs, proved firmly non-expansive, put into a deblurring iteration.
+
+    python examples/denoiser.py [--steps 3000] [--out runs/denoiser]
+
+Two networks of the same sizes learn to remove Gaussian noise of 25/255: one of orthogonal convolutions, D = (I + N) / 2
+with N proved to be 1-Lipschitz, and one of ordinary convolutions. Both then take the place of the prior in a
+plug-and-play iteration, which must converge with the first. docs/tutorials/denoiser.md tells the story.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from sklearn.datasets import load_sample_images
+from torch import Tensor, nn
+
+import lipkit
+from lipkit.models import denoiser
+
+SIDE, PATCH, NOISE = 192, 48, 25 / 255
+
+
+def photographs() -> tuple[list[Tensor], list[Tensor]]:
+    """China and flower of scikit-learn (BSD): strips around the centre to train on, 192 x 192 in the centre to test."""
+    train, test = [], []
+    for image in load_sample_images().images:
+        x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        top, left = ((n - SIDE) // 2 for n in x.shape[1:])
+        test.append(x[:, top : top + SIDE, left : left + SIDE])
+        train += [x[:, :, :left], x[:, :, left + SIDE :], x[:, :top], x[:, top + SIDE :]]
+    return train, test
+
+
+def patches(strips: Sequence[Tensor], count: int, generator: torch.Generator) -> Tensor:
+    """Random patches: turned, mirrored, with exchanged and inverted colours, for two photographs have few."""
+
+    def draw(n: int) -> int:
+        return int(torch.randint(n, (1,), generator=generator))
+
+    areas = torch.tensor([math.prod(n - PATCH + 1 for n in strip.shape[1:]) for strip in strips], dtype=torch.float64)
+    found = []
+    for i in torch.multinomial(areas, count, replacement=True, generator=generator).tolist():
+        top, left = (draw(n - PATCH + 1) for n in strips[i].shape[1:])
+        patch = strips[i][:, top : top + PATCH, left : left + PATCH][torch.randperm(3, generator=generator)]
+        patch = torch.rot90(patch, draw(4), (1, 2))
+        patch = patch.flip(2) if draw(2) else patch
+        found.append(1 - patch if draw(2) else patch)
+    return torch.stack(found)
+
+
+def noisy(x: Tensor, size: float, seed: int) -> Tensor:
+    return x + size * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+
+
+def psnr(x: Tensor, truth: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB for values in [0, 1]."""
+    return -10 * math.log10(float((x - truth).square().mean()))
+
+
+def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, seed: int = 0) -> float:
+    """Process time in seconds of ``steps`` steps of Adam on the mean squared error; the rate falls along a cosine."""
+    generator = torch.Generator().manual_seed(seed)
+    optimiser, start = torch.optim.Adam(net.parameters(), lr=rate), time.process_time()
+    for step in range(steps):
+        optimiser.param_groups[0]["lr"] = (
+            rate * min(1.0, 20 * (step + 1) / steps) * math.cos(math.pi * step / steps / 2) ** 2
+        )
+        clean = patches(strips, 16, generator)
+        loss = (net(clean + NOISE * torch.randn(clean.shape, generator=generator)) - clean).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return time.process_time() - start
+
+
+class Trajectory(NamedTuple):
+    """What an iteration went through: PSNR of each iterate, length of each step."""
+
+    psnr: list[float]
+    residual: list[float]
+
+
+def blur_transform(width: float = 1.6) -> Tensor:
+    """Transfer function (192, 97) of a circular Gaussian blur, real, in (0, 1]: the blur has norm 1."""
+    rows, columns = torch.fft.fftfreq(SIDE, dtype=torch.float64), torch.fft.rfftfreq(SIDE, dtype=torch.float64)
+    squares = rows[:, None].square() + columns.square()
+    return torch.exp(-2 * math.pi**2 * width**2 * squares)
+
+
+def filtered(x: Tensor, transfer: Tensor) -> Tensor:
+    return torch.fft.irfft2(torch.fft.rfft2(x) * transfer, s=x.shape[-2:])
+
+
+@torch.no_grad()
+def deblur(net: nn.Module, blurred: Tensor, truth: Tensor, *, strength: float, iterations: int) -> Trajectory:
+    """x <- (1 - s) z + s D(z), z = x - A^T (A x - b): a firmly non-expansive map behind a non-expansive one."""
+    transfer, x = blur_transform(), blurred
+    found = Trajectory([], [])
+    for _ in range(iterations):
+        z = x - filtered(filtered(x, transfer) - blurred, transfer)
+        following = (1 - strength) * z + strength * net(z[None])[0]
+        found.residual.append(float((following - x).norm()))
+        found.psnr.append(psnr(following, truth))
+        x = following
+    return found
+
+
+def draw(paths: dict[str, Trajectory], file: Path) -> None:
+    """Both curves of each network over the iterations."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
+    for name, path in paths.items():
+        left.plot(range(1, len(path.psnr) + 1), path.psnr, label=name)
+        right.loglog(range(1, len(path.residual) + 1), path.residual, label=name)
+    left.set(xlabel="iteration", ylabel="PSNR (dB)", xscale="log")
+    right.set(xlabel="iteration", ylabel="length of the step")
+    left.legend()
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--iterations", type=int, default=500)
+    parser.add_argument("--strength", type=float, default=0.1)
+    parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--depth", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--rates", type=float, nargs=2, default=(0.002, 0.002), metavar=("OURS", "THEIRS"))
+    parser.add_argument("--out", type=Path, default=Path("runs/denoiser"))
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    strips, tests = photographs()
+    shape = (3, SIDE, SIDE)
+    paths: dict[str, Trajectory] = {}
+    for name, layer, rate in (("orthogonal", "bcop", given.rates[0]), ("unconstrained", "plain_conv", given.rates[1])):
+        torch.manual_seed(0)
+        net = denoiser(given.channels, given.depth, given.blocks, layer=layer)
+        seconds = train(net, strips, given.steps, rate)
+        plain, body = lipkit.export(net, shape), lipkit.export(net.body, shape)
+        constant = float(lipkit.lipschitz(body))
+        with torch.no_grad():
+            removed = [psnr(plain(noisy(x, NOISE, 7)[None])[0], x) for x in tests]
+        print(f"{name}: {seconds:.0f} s, PSNR {removed[0]:.2f} and {removed[1]:.2f} dB, L(N) <= {constant:.6f}")
+        lipkit.save(plain, given.out / name)
+        truth = tests[0].double()
+        blurred = noisy(filtered(truth, blur_transform()), 0.01, 8)
+        path = deblur(plain.double(), blurred, truth, strength=given.strength, iterations=given.iterations)
+        rising = sum(b > a * (1 + 1e-12) for a, b in zip(path.residual, path.residual[1:], strict=False))
+        print(
+            f"  deblurring: {psnr(blurred, truth):.2f} dB -> {path.psnr[-1]:.2f} dB (best {max(path.psnr):.2f}), step "
+            f"{path.residual[0]:.3g} -> {path.residual[-1]:.3g}, longer than the one before {rising} times"
+        )
+        paths[name] = path
+    draw(paths, given.out / "deblurring.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""From images to images: U-Net, autoencoder, and the denoiser that is firmly non-expansive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import Family, HalfThrough
+from lipkit.layers.base import check_positive
+from lipkit.models._parts import activated, bounded, check_image, check_options, find
+from lipkit.modules import ConvexResidual, Shape
+
+# What a product of proved constants may be above 1 in float32; a gain below 1 by as much leaves the denoiser proved.
+SLACK = 1e-4
+
+
+def unet(
+    channels: int = 32,
+    depth: int = 1,
+    blocks: int = 2,
+    *,
+    layer: str = "bcop",
+    kernel_size: int = 3,
+    patch: int = 2,
+    activation: str | nn.Module | None = None,
+    options: Mapping[str, Any] | None = None,
+    input_shape: Shape = (3, 48, 48),
+    lipschitz: float = 1.0,
+) -> nn.Sequential:
+    """A U-Net whose output has the shape of its input and whose constant is that of its layers: 1 for orthogonal ones.
+
+    ======== =====================================================================================================
+    first    patches (`nn.PixelUnshuffle`), a convolution to ``channels``, activation
+    level    ``blocks`` convolutions with activations; `HalfThrough` of the next level; as many convolutions again
+    below    half of the channels on 2 x 2 patches, so twice the channels on a quarter of the pixels; then back
+    last     a convolution to what a patch has, `nn.PixelShuffle`
+    ======== =====================================================================================================
+
+    Nothing is pooled: down and up are bijections, the skip is a split, and no scale is lost on the way.
+
+    Args:
+        channels: of the upper level, a multiple of 2.
+        depth: levels below it; 0 for a chain of convolutions.
+        blocks: convolutions on each side of a level.
+        layer: family of the convolutions; ``plain_conv`` for ordinary ones of the same sizes.
+        kernel_size: of all of them.
+        patch: side of the patches of the first level.
+        activation: name or module; None for MaxMin.
+        options: of the family's convolutions.
+        input_shape: (C, H, W), H and W multiples of patch * 2^depth; the kernels fit any other such size, too.
+        lipschitz: gain in front.
+
+    Raises:
+        OptionError: sizes below 1, odd channels. ShapeError: another input shape.
+
+    >>> from lipkit.modules import lipschitz
+    >>> net = unet(8, depth=1, blocks=1, input_shape=(1, 8, 8))
+    >>> net(torch.rand(2, 1, 8, 8)).shape, round(lipschitz(net, (1, 8, 8)).item(), 5)
+    (torch.Size([2, 1, 8, 8]), 1.0)
+
+    References:
+        Ronneberger et al., MICCAI 2015, for the shape; the split in place of a concatenation is that of reversible
+        networks (Jacobsen et al., "i-RevNet", ICLR 2018).
+    """
+    check_positive(channels=channels, blocks=blocks, patch=patch, kernel_size=kernel_size)
+    if type(depth) is not int or depth < 0:
+        raise OptionError(f"depth: expected an integer of at least 0, got {depth!r}")
+    if channels % 2:
+        raise OptionError(f"channels: expected a multiple of 2, got {channels}")
+    options = dict(options or {})
+    check_options(options)
+    family = find(layer)
+    pixels = check_image(input_shape, patch * 2**depth, "unet")[0] * patch**2
+
+    def convolutions(*widths: int) -> list[nn.Module]:
+        pairs = pairwise(widths)
+        return [m for a, b in pairs for m in activated(family, family.conv(a, b, kernel_size, **options), activation)]
+
+    def level(width: int, below: int) -> list[nn.Module]:
+        side = [width] * (blocks + 1)
+        if below == 0:
+            return convolutions(*side)
+        inner = nn.Sequential(nn.PixelUnshuffle(2), *level(2 * width, below - 1), nn.PixelShuffle(2))
+        return [*convolutions(*side), HalfThrough(inner), *convolutions(*side)]
+
+    first, last = convolutions(pixels, channels), _linear(family, channels, pixels, kernel_size, options)
+    return bounded([nn.PixelUnshuffle(patch), *first, *level(channels, depth), last, nn.PixelShuffle(patch)], lipschitz)
+
+
+def autoencoder(
+    stages: Sequence[int] = (32, 64),
+    code: int = 16,
+    *,
+    layer: str = "bcop",
+    kernel_size: int = 3,
+    activation: str | nn.Module | None = None,
+    options: Mapping[str, Any] | None = None,
+    input_shape: Shape = (3, 32, 32),
+    lipschitz: float = 1.0,
+) -> nn.Sequential:
+    """Encoder and decoder, each as Lipschitz as its layers: a step of the code moves the image by no more than itself.
+
+    Each stage of the encoder takes 2 x 2 patches to its channels; the last layer leaves ``code`` of them. The decoder
+    goes the same way back. Both are submodules, ``net.encoder`` and ``net.decoder``.
+
+    Args:
+        stages: channels of each stage, at least one.
+        code: channels of the code, on H / 2^stages x W / 2^stages pixels.
+        layer, kernel_size, activation, options: as of `unet`.
+        input_shape: (C, H, W), H and W multiples of 2^stages.
+        lipschitz: gain in front of the encoder.
+
+    Raises:
+        OptionError: sizes below 1, no stage. ShapeError: another input shape.
+
+    >>> net = autoencoder([8], code=2, input_shape=(1, 8, 8))
+    >>> net.encoder(torch.rand(1, 1, 8, 8)).shape, net(torch.rand(1, 1, 8, 8)).shape
+    (torch.Size([1, 2, 4, 4]), torch.Size([1, 1, 8, 8]))
+    """
+    if not stages:
+        raise OptionError("stages: expected the channels of at least one stage, got none")
+    check_positive(code=code, kernel_size=kernel_size, **{f"stages[{i}]": n for i, n in enumerate(stages)})
+    options = dict(options or {})
+    check_options(options)
+    family, current = find(layer), check_image(input_shape, 2 ** len(stages), "autoencoder")[0]
+    down: list[nn.Module] = []
+    up: list[nn.Module] = []
+    for i, width in enumerate(stages):
+        below = family.conv(4 * current, width, kernel_size, **options)
+        down += [nn.PixelUnshuffle(2), *activated(family, below, activation)]
+        back = family.conv(width, 4 * current, kernel_size, **options)
+        if i == 0:
+            back = _linear(family, width, 4 * current, kernel_size, options)
+        up = [*([back] if i == 0 else activated(family, back, activation)), nn.PixelShuffle(2), *up]
+        current = width
+    down.append(_linear(family, current, code, kernel_size, options))
+    up = [*activated(family, family.conv(code, current, kernel_size, **options), activation), *up]
+    net = nn.Sequential()
+    net.add_module("encoder", bounded(down, lipschitz))
+    net.add_module("decoder", nn.Sequential(*up))
+    return net
+
+
+def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any) -> ConvexResidual:
+    r"""A firmly non-expansive denoiser :math:`D = (I + N) / 2`, N a `unet` of constant at most 1.
+
+    .. math:: \|D(x) - D(y)\|^2 \le \langle D(x) - D(y),\, x - y \rangle
+
+    D is then the resolvent of a monotone operator, and a plug-and-play iteration
+    :math:`x \leftarrow D(x - \eta A^T(A x - b))` with :math:`0 < \eta < 2 / \|A\|^2` converges to a fixed point if
+    there is one; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N:
+    ``lipkit.lipschitz`` of the exported ``net.body`` is at most 1, since N carries a gain of 1 - 1e-4 in front.
+
+    Args:
+        channels, depth, blocks: as of `unet`.
+        options: the others of `unet`, without ``lipschitz``. With ``layer="plain_conv"`` nothing is proved: the
+            unconstrained network to compare with.
+
+    Raises:
+        OptionError, ShapeError: as `unet`; ``lipschitz`` is not an option.
+
+    >>> import lipkit
+    >>> net = denoiser(8, depth=0, blocks=1, input_shape=(1, 8, 8))
+    >>> bool(lipkit.lipschitz(lipkit.export(net.body, (1, 8, 8))) <= 1)
+    True
+
+    References:
+        Pesquet et al., "Learning maximally monotone operators for image recovery", SIAM J. Imaging Sci. 2021 (there
+        with a penalty in place of the proof); Bauschke & Combettes, "Convex Analysis and Monotone Operator Theory in
+        Hilbert Spaces", 2nd ed., propositions 4.4 and 5.16.
+    """
+    if "lipschitz" in options:
+        raise OptionError(f"denoiser: expected no gain but its own, got lipschitz={options['lipschitz']}")
+    return ConvexResidual(unet(channels, depth, blocks, lipschitz=1 - SLACK, **options), torch.tensor(0.5))
+
+
+def _linear(family: Family, before: int, after: int, kernel_size: int, options: Mapping[str, Any]) -> nn.Module:
+    """The last convolution; a family that contains its activation has no linear one, and is refused."""
+    if family.own_activation:
+        raise OptionError(
+            f"layer: expected a family of linear convolutions, got {family.name!r}, which contains its activation: the "
+            "last layer of an image must reach all values"
+        )
+    return family.conv(before, after, kernel_size, **options)
