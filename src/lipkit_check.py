@@ -890,6 +890,36 @@ def mean(config, get, shape):
     return product(table[None], tau, math.prod(out), out, forward, root(Fraction(1, n)))
 
 
+def layer_center(config, get, shape):
+    """An orthogonal projection: the mean of n numbers is taken off each of them."""
+    dims = config["dims"]
+    need(isinstance(ops, Floats), "LayerCenter, in floating point")
+    need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
+    n = math.prod(shape[d - 1] for d in dims)
+    # The mean is wrong by gamma(n + 2) of that of the moduli, n times; |mean| sqrt(n) <= |x|.
+    return Node(shape, 1, lambda c: c - c.mean(tuple(dims), keepdims=True), ops.rounding(n + 2), ops.unit)
+
+
+def bilinear(config, get, shape):
+    """Along each axis a matrix of weights above 0, rows that sum to 1 and columns to the factor f: of norm sqrt(f)."""
+    factors = config["rows"], config["cols"]
+    need(isinstance(ops, Floats) and len(shape) == 3, f"EnlargeBilinear of images, in floating point, got {shape}")
+    need(all(f >= 1 and f & (f - 1) == 0 for f in factors), f"factors {factors} that are powers of two")
+    c0, h, w = shape
+    grown(c0, h, factors[0], w, factors[1])
+
+    def weights(n, f):
+        # Multiples of 1 / 2f: exact.
+        place = np.clip((np.arange(f * n) + 0.5) / f - 0.5, 0, n - 1)
+        return np.maximum(0, 1 - np.abs(place[:, None] - np.arange(n)))
+
+    left, right = weights(h, factors[0]), weights(w, factors[1])
+    norm = root(Fraction(factors[0] * factors[1]))
+    lost = norm * (ops.rounding(h) + ops.rounding(w)) * 2
+    out = (c0, h * factors[0], w * factors[1])
+    return Node(out, norm, lambda c: left @ c @ right.T, lost, 4 * ops.unit * root(Fraction(math.prod(out))))
+
+
 def l2_pool(config, get, shape):
     need(len(shape) == 3, f"images, got {shape}")
     c0, h, w = shape
@@ -1336,7 +1366,8 @@ KINDS = {
     "Affine": affine, "Elementwise": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
-    "Mean": mean, "Graph": graph, "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual,
+    "Mean": mean, "LayerCenter": layer_center, "EnlargeBilinear": bilinear,
+    "Graph": graph, "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual,
     "SandwichBlock": sandwich, "Sequential": sequential, "Network": sequential,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip

@@ -58,6 +58,8 @@ NORMALIZED = [
     nn.LayerNorm([8], elementwise_affine=False),
     nn.GroupNorm(1, 1),
     nn.InstanceNorm2d(1, affine=True),
+    modules.LayerCenter(2, 3),
+    nn.Upsample(scale_factor=(2, 4), mode="bilinear"),
 ]
 
 
