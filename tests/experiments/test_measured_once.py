@@ -245,7 +245,7 @@ def test_attacks_never_replace_what_another_found(run: Path) -> None:
 
 def test_kept_records_of_another_run_stay(run: Path, tmp_path: Path) -> None:
     row = next(iter(TABLES.values())).rows[0]
-    made = TableRun(row, "hour", 0, run)
+    made = TableRun(row, "budget", 0, run)
     paths = table_records.keep([made], tmp_path / "kept")
     assert table_records.keep([made], tmp_path / "kept") == paths  # the same run again
     content = paths[0].read_bytes()

@@ -149,7 +149,7 @@ def test_records_are_kept_and_printed_without_training(table, monkeypatch, tmp_p
     assert main(["reproduce", "t1", "--records", str(kept)]) == 0
     assert capsys.readouterr().out == printed
     # What is there of another scale is not shown as this one.
-    assert main(["reproduce", "t1", "--records", str(kept), "--scale", "hour"]) == 0
+    assert main(["reproduce", "t1", "--records", str(kept), "--scale", "budget"]) == 0
     assert capsys.readouterr().out.count("not made") == 3
     # A record of another recipe is marked.
     path = kept / "t1" / "other" / "full-seed1.json"
@@ -177,7 +177,7 @@ def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys)
         source="Paper, table 2",
         description="a test",
         columns={"error": "error", "norms": "norm_product"},
-        after={"norms": After(measure="layer_norms", skip=("hour",))},
+        after={"norms": After(measure="layer_norms", skip=("budget",))},
         rows=(
             Row(label="measured", measure="truncation", options={"terms": 3}, published=(0.04, None)),
             Row(label="trained", recipe="square_wave", set=(*QUICK, "train.epochs=1", "certify.search_steps=2")),

@@ -90,12 +90,12 @@ def test_every_row_has_a_valid_recipe_at_every_scale(name: str, scale: str) -> N
 @pytest.mark.thorough
 def test_scales_change_what_they_say_and_the_full_one_nothing() -> None:
     table = TABLES["cayley_1"]
-    full, hour, smoke = (plan(table, Path("runs") / "cayley_1", scale=s)[0].recipe for s in SCALES)
+    full, budget, smoke = (plan(table, Path("runs") / "cayley_1", scale=s)[0].recipe for s in SCALES)
     assert full is not None
-    assert hour is not None
+    assert budget is not None
     assert smoke is not None
     assert full == load_recipe("cifar10_cayley")
-    assert (hour.data.limit, hour.train.epochs, hour.train.batch_size) == (None, 14, 128)
+    assert (budget.data.limit, budget.train.epochs, budget.train.budget) == (None, None, "400s")
     assert smoke.data.limit == 128
     assert (full.train.epochs, full.train.batch_size, full.train.lr) == (100, 128, 0.001)
     assert (full.loss.name, full.loss.options, full.augment.crop, full.augment.flip) == (

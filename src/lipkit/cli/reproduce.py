@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @click.option("--all", "everything", is_flag=True, help="Every table; a run that fails does not stop the others.")
 @click.option(
     "--scale",
-    type=click.Choice(("full", "hour", "smoke")),
-    help="full: the paper's setting (default). hour: about an hour on CPU for each row. smoke: seconds, to see it run.",
+    type=click.Choice(("full", "budget", "smoke")),
+    help="full: the paper's setting (default). budget: 400 s of a CPU core. smoke: seconds, to see it run.",
 )
 @click.option("--row", "labels", multiple=True, metavar="LABEL", help="Only this row of the table; may be repeated.")
 @click.option("--skip-thin", is_flag=True, help="Without rows that differ from a neighbour in a number alone.")

@@ -51,7 +51,7 @@ class TableRun:
 
     Attributes:
         row: the row.
-        scale: full, hour or smoke.
+        scale: full, budget or smoke.
         seed: of the run.
         folder: where its record is, or will be.
         recipe: what is trained; None for a measurement.
@@ -479,7 +479,7 @@ def _notes(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
     everything = [(row, one) for row in table.rows for one in found.get(row.label, ())]
     for scale, meaning in _MEANINGS.items():
         if any(one.scale == scale for _, one in everything):
-            changes = table.hour if scale == "hour" else table.smoke
+            changes = table.budget if scale == "budget" else table.smoke
             more = f" Changed in every row: {' '.join(changes)}." if changes else ""
             lines.append(f"{scale}: {meaning}{more}")
     for data in sorted({one.data for _, one in everything if one.data}):
@@ -493,6 +493,6 @@ def _notes(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
 
 
 _MEANINGS: dict[Scale, str] = {
-    "hour": "NOT the paper's setting but one for about an hour on one or two CPU cores: compare rows, not columns.",
+    "budget": "NOT the paper's setting but 400 seconds of one CPU core for each network: compare rows, not columns.",
     "smoke": "NOT the paper's setting but a few seconds on a few hundred images, to see that it runs: no result.",
 }

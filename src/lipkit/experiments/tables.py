@@ -17,8 +17,8 @@ from lipkit import data as datasets
 from lipkit.data import Data, Split
 from lipkit.errors import DataError, OptionError
 
-Scale = Literal["full", "hour", "smoke"]
-SCALES: tuple[Scale, ...] = ("full", "hour", "smoke")
+Scale = Literal["full", "budget", "smoke"]
+SCALES: tuple[Scale, ...] = ("full", "budget", "smoke")
 # Figures of records that are fractions, written in per cent; their names in ``metrics()`` without what is in brackets.
 FRACTIONS = (
     "clean",
@@ -50,9 +50,9 @@ class Row(_Part):
     options: Mapping[str, Any] = Field(default_factory=dict, description="of the measurement")
     absent: str | None = Field(default=None, description="why there is neither: the row is printed only")
     set: tuple[str, ...] = Field(default=(), description="changes of the recipe, key=value, at every scale")
-    hour: tuple[str, ...] = Field(default=(), description="further changes at the scale hour")
+    budget: tuple[str, ...] = Field(default=(), description="further changes at the scale budget")
     smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
-    hour_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale hour")
+    budget_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale budget")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
     thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
@@ -63,13 +63,13 @@ class After(_Part):
 
     measure: str = Field(description="a measurement of trained networks (lipkit.experiments.measures)")
     options: Mapping[str, Any] = Field(default_factory=dict, description="at the scale full")
-    hour: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale hour")
+    budget: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale budget")
     smoke: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale smoke")
     skip: tuple[Scale, ...] = Field(default=(), description="scales that leave it out")
 
     def at(self, scale: Scale) -> dict[str, Any]:
         """The options at a scale."""
-        return {**self.options, **{"full": {}, "hour": self.hour, "smoke": self.smoke}[scale]}
+        return {**self.options, **{"full": {}, "budget": self.budget, "smoke": self.smoke}[scale]}
 
 
 class Picture(_Part):
@@ -104,7 +104,7 @@ class Table(_Part):
     seeds: int = Field(default=1, ge=1, description="runs of each row at the scale full")
     parallel: bool = Field(default=False, description="whether a run is small enough to train one on each core")
     after: Mapping[str, After] = Field(default_factory=dict, description="measurements of the trained networks")
-    hour: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale hour")
+    budget: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale budget")
     smoke: tuple[str, ...] = Field(default=(), description="changes of every recipe at the scale smoke")
     figure: Picture | None = Field(default=None, description="the picture that is drawn of it")
     rows: tuple[Row, ...] = Field(description="in the paper's order")
@@ -132,12 +132,12 @@ class Table(_Part):
         """Changes of the row's recipe at a scale, in the order in which they apply."""
         if scale == "full":
             return list(row.set)
-        own = row.hour if scale == "hour" else row.smoke
-        return [*row.set, *(self.hour if scale == "hour" else self.smoke), *own]
+        own = row.budget if scale == "budget" else row.smoke
+        return [*row.set, *(self.budget if scale == "budget" else self.smoke), *own]
 
     def options(self, row: Row, scale: Scale) -> dict[str, Any]:
         """Options of the row's measurement at a scale."""
-        return {**row.options, **{"full": {}, "hour": row.hour_options, "smoke": row.smoke_options}[scale]}
+        return {**row.options, **{"full": {}, "budget": row.budget_options, "smoke": row.smoke_options}[scale]}
 
     def after_options(self, scale: Scale) -> dict[str, tuple[str, dict[str, Any]]]:
         """Name -> measurement of the trained networks and its options at a scale."""
