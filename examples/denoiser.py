@@ -80,6 +80,7 @@ def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, see
         loss = (net(clean + NOISE * torch.randn(clean.shape, generator=generator)) - clean).square().mean()
         optimiser.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
     return time.process_time() - start
 
