@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, spectrum
 from lipkit.conv.cayley_conv import solve_form
-from lipkit.conv.few_inputs import FEW, normal_kernel, spreading_pays
+from lipkit.conv.few_inputs import FEW, cayley_of_few, normal_kernel, spreading_pays
 from lipkit.conv.normal_matrices import normal_matrices, prepare
 from lipkit.conv.symbol import symbol
 from lipkit.errors import OptionError
@@ -171,6 +171,21 @@ def test_few_inputs_in_any_memory_and_arithmetic_around() -> None:
     (expected,) = torch.autograd.grad(2 * cayley_conv2d(free, x)[:, 5].sum(), free)
     (found,) = torch.autograd.grad(cayley_conv2d(free, x).mul_(2)[:, 5].sum(), free)
     assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("kernel", [(1, 2), (2, 2), (2, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize("size", [(4, 5), (5, 4), (12, 11), (9, 12)], ids=str)
+@pytest.mark.parametrize("channels", [(3, 1), (7, 2)], ids=str)
+def test_few_inputs_have_their_gradients(
+    kernel: tuple[int, int], size: tuple[int, int], channels: tuple[int, int]
+) -> None:
+    given = random(*channels, *kernel) / 2, random(2, channels[1], *size, seed=1), random(channels[0], seed=2)
+    free, x, bias = (t.requires_grad_() for t in given)
+    g = random(2, channels[0], *size, seed=3)
+    found = torch.autograd.grad(cayley_of_few(free, x, bias), (free, x, bias), g)
+    reference = convolved(matrices(free, *size), x) + bias[:, None, None]
+    for one, two in zip(found, torch.autograd.grad(reference, (free, x, bias), g), strict=True):
+        assert close(one, two)
 
 
 @pytest.mark.parametrize("channels", [(3, 5), (6, 1)], ids=str)

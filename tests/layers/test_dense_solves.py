@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipkit import export
-from lipkit.conv.cayley_conv import cayley_linear
+from lipkit.conv import cayley_linear
 from lipkit.errors import ShapeError
 from lipkit.layers import CayleyLinear, SandwichLinear
 from lipkit.layers import cayley as cayley_layer
@@ -39,6 +39,28 @@ def test_gradients_of_both_orders() -> None:
     assert torch.autograd.gradgradcheck(cayley_linear, (w, x, b), fast_mode=True)
 
 
+@pytest.mark.parametrize("shape", [(20, 30), (30, 20)], ids=str)
+def test_small_layers_solve_except_under_autocast(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    layer, x = CayleyLinear(*shape), torch.randn(4, shape[0])
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight(), layer.bias))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    assert layer(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("asked", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 3), (3, 7), (7, 3)], ids=str)
+def test_only_the_gradients_that_are_asked_for(shape: tuple[int, int], asked: tuple[bool, ...]) -> None:
+    given = random(*shape), random(4, shape[1], seed=1), random(shape[0], seed=2)
+    inputs = [t.requires_grad_(ask) for t, ask in zip(given, asked, strict=True)]
+    wanted = [t for t in inputs if t.requires_grad]
+    w, x, b = inputs
+    (one,) = torch.autograd.grad(cayley_linear(w, x, b).square().sum(), wanted)
+    (two,) = torch.autograd.grad((x @ cayley(w).mT + b).square().sum(), wanted)
+    torch.testing.assert_close(one, two)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["cayley", "relu", "tanh"])
 @pytest.mark.parametrize(("m", "n"), [(384, 400), (400, 384)])
@@ -54,6 +76,7 @@ def test_large_layers_are_their_exports(m: int, n: int, kind: str, monkeypatch: 
     # The same layer by its matrices.
     for module in (cayley_layer, sandwich_layer):
         monkeypatch.setattr(module, "solves_pay", lambda x, side: False)
+    monkeypatch.setattr(cayley_layer, "autocast_on", lambda x: True)
     made = layer(x)
     assert not torch.equal(made, y)  # it was the other way
     for one, two in zip(found, torch.autograd.grad(made, inputs, g), strict=True):

@@ -34,7 +34,7 @@ from lipkit.conv.transform import (
     to_rows,
     transform_matrices,
 )
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError
 from lipkit.linalg.cayley import Factors
 from lipkit.linalg.transforms import transformed
 
@@ -265,34 +265,3 @@ def solves_pay(x: Tensor, side: int) -> bool:
     (True, False)
     """
     return side >= 384 and math.prod(x.shape[:-1]) <= side
-
-
-def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Product of ``x`` with the Cayley transform of ``weight``, which is never made: the layer on images of one pixel.
-
-    Args:
-        weight: ``(m, n)``, real, of the dtype of x.
-        x: ``(..., n)``.
-        bias: ``(m,)``.
-
-    Returns:
-        ``(..., m)``.
-
-    Cost:
-        Of products of the larger by the smaller side squared, with a batch smaller than that: one for a wide or tall
-        matrix forward and one backward, where making the transform takes two and three.
-
-    Raises:
-        ShapeError: ``weight`` is not a matrix, or x does not have its columns.
-
-    >>> from lipkit.linalg import cayley
-    >>> w, x = torch.arange(6.0).reshape(2, 3), torch.ones(4, 3)
-    >>> torch.allclose(cayley_linear(w, x), x @ cayley(w).mT, atol=1e-6)
-    True
-    """
-    if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
-        raise ShapeError(
-            f"expected a matrix (m, n) and inputs (..., n), got {tuple(weight.shape)} and {tuple(x.shape)}"
-        )
-    rows = x.reshape(math.prod(x.shape[:-1]), weight.shape[1], 1, 1)
-    return cayley_conv2d(weight[:, :, None, None], rows, bias).reshape(*x.shape[:-1], len(weight))

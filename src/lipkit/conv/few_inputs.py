@@ -10,7 +10,7 @@ all outputs of t. The forms of :mod:`lipkit.conv.cayley_conv` transform the outp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,10 +74,11 @@ def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:
     return (solution * spectrum[:, None]).sum(2)
 
 
-def _plain(solution: Tensor, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-    """The function of :class:`_Outputs`, by operations that every tracer and every derivative of torch knows."""
+def _plain(kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The function of :class:`_Convolved`, by operations that every tracer and every derivative of torch knows."""
+    solution, cin = _solution(kernel, *x.shape[-2:]), kernel.shape[1]
     t = torch.fft.irfft2(_multiplied(solution, torch.fft.rfft2(x)), s=x.shape[-2:])
-    y = circular_conv2d(t, kernel, bias)
+    y = circular_conv2d(t, torch.cat((_identity(kernel), -kernel[cin:])), bias)
     return y - F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))
 
 
@@ -100,40 +101,85 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     return sums[:, :, top : top + h, left : left + w]
 
 
-class _Outputs(torch.autograd.Function):
-    """``K t - [x; 0] + bias`` for t of this symbol: torch's own derivative for t would take longer than all else."""
+class _Spectra(NamedTuple):
+    """The transforms of both parts of a kernel at the ``h x (w // 2 + 1)`` frequencies of a real one, ``(.., m, n)``.
+
+    Attributes:
+        own: :math:`W_1`.
+        rest: :math:`W_2` but for a phase, which :math:`W_2^* W_2` does not see.
+    """
+
+    own: Tensor
+    rest: Tensor
+
+
+def _centre(kernel: Tensor) -> tuple[int, int]:
+    return (kernel.shape[2] - 1) // 2, (kernel.shape[3] - 1) // 2
+
+
+def _spectra(kernel: Tensor, h: int, w: int) -> _Spectra:
+    n, (kh, kw) = kernel.shape[1], kernel.shape[2:]
+    up, left = _centre(kernel)
+    own = F.pad(kernel[:n], (0, w - kw, 0, h - kh)).roll((-up, -left), (2, 3))
+    both = torch.fft.rfft2(own), torch.fft.rfft2(kernel[n:], s=(h, w))
+    return _Spectra(*(part.conj().permute(2, 3, 0, 1) for part in both))
+
+
+def _kernel_of(spectra: _Spectra, like: Tensor, h: int, w: int) -> Tensor:
+    """The adjoint of :func:`_spectra`, times ``h w``, of what stands for its conjugates at the other frequencies."""
+    kh, kw = like.shape[2:]
+    up, left = _centre(like)
+    own, rest = (torch.fft.irfft2(part.conj().permute(2, 3, 0, 1), s=(h, w)) for part in spectra)
+    return torch.cat((own.roll((up, left), (2, 3))[..., :kh, :kw], rest[..., :kh, :kw]))
+
+
+class _Convolved(torch.autograd.Function):
+    """The whole layer: torch's own derivatives of its small parts would take longer than its products."""
 
     @staticmethod
-    def forward(ctx: Any, solution: Tensor, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        n, (h, w) = x.shape[1], x.shape[-2:]
+        own, rest = spectra = _spectra(kernel, h, w)
+        normal = own - own.mH + rest.mH @ rest
+        normal.diagonal(dim1=-2, dim2=-1).add_(1)
+        inverse = torch.linalg.inv(normal)
+        solution = (2 * inverse).permute(2, 3, 0, 1).contiguous()
         spectrum = torch.fft.rfft2(x)
-        t = torch.fft.irfft2(_multiplied(solution, spectrum), s=x.shape[-2:])
-        y = circular_conv2d(t, kernel, bias)
-        y[:, : x.shape[1]] -= x
-        ctx.save_for_backward(solution, x, kernel, bias, spectrum, t)
+        t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
+        outputs = -kernel
+        outputs[:n] = _identity(kernel)
+        y = circular_conv2d(t, outputs, bias)
+        y[:, :n] -= x
+        ctx.save_for_backward(kernel, x, bias, *spectra, inverse, solution, spectrum, t, outputs)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        solution, x, kernel, bias, spectrum, t = ctx.saved_tensors
+        kernel, x, bias, own, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
                 # The gradient itself is to be differentiated, or there is a batch of them.
-                given = (solution, x, kernel) if bias is None else (solution, x, kernel, bias)
-                found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 4 else (None,))), *given)[1](g)
-                return (*found, None)[:4]
+                given = (kernel, x) if bias is None else (kernel, x, bias)
+                found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1](g)
+                return (*found, None)[:3]
             n, (h, w) = x.shape[1], x.shape[-2:]
-            for_solution, for_kernel = None, None
-            if ctx.needs_input_grad[2]:
-                padded = F.pad(t, circular_pads(*kernel.shape[2:]), mode="circular")
-                for_kernel = conv2d_weight(padded, kernel.shape, g)
-            along = torch.fft.rfft2(_adjoint(g, kernel))
-            for_x = torch.fft.irfft2((solution.conj() * along[:, :, None]).sum(1), s=(h, w)).sub_(g[:, :n])
+            for_kernel, for_x = None, None
+            along = torch.fft.rfft2(_adjoint(g, outputs))
+            if ctx.needs_input_grad[1]:
+                back = (solution.conj() * along[:, :, None]).sum(1)
+                for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
             if ctx.needs_input_grad[0]:
-                for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).div_(h * w)
-                # A column stands for its conjugate, too, but those that are their own.
-                for_solution[..., 1 : (w + 1) // 2] *= 2
-        return for_solution, for_x, for_kernel, None if bias is None else g.sum((0, 2, 3))
+                padded = F.pad(t, circular_pads(*kernel.shape[2:]), mode="circular")
+                # A frequency and its negative count together: the inverse transform adds both.
+                for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).permute(2, 3, 0, 1)
+                adjoint = inverse.mH
+                for_normal = (adjoint @ for_solution @ adjoint).mul_(-2)
+                spectra = _Spectra(for_normal - for_normal.mH, rest @ (for_normal + for_normal.mH))
+                for_kernel = _kernel_of(spectra, kernel, h, w)
+                for_kernel[n:] -= conv2d_weight(padded, kernel.shape, g)[n:]
+            for_bias = g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
+        return for_kernel, for_x, for_bias
 
 
 def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -154,10 +200,9 @@ def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     >>> cayley_of_few(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.ones(1, 1, 1, 1)).flatten().tolist()
     [0.0, -1.0]
     """
+    check_kernel(kernel)
     with autocast_off(x):
-        solution, cin = _solution(kernel, *x.shape[-2:]), kernel.shape[1]
-        outputs = torch.cat((_identity(kernel), -kernel[cin:]))
         if torch.compiler.is_compiling() or transformed():
-            return _plain(solution, x, outputs, bias)
-        y: Tensor = _Outputs.apply(solution, x, outputs, bias)
+            return _plain(kernel, x, bias)
+        y: Tensor = _Convolved.apply(kernel, x, bias)
     return y

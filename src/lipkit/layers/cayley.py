@@ -14,7 +14,8 @@ from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.linalg.transforms import transformed
 
 
 def frobenius(free: Tensor) -> Tensor:
@@ -26,6 +27,40 @@ def frobenius(free: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.linalg.vector_norm(free.flatten(1), dim=1))
 
 
+# Below this norm a free weight counts as zero.
+_SMALLEST = 1e-12
+
+
+class _Rescaled(torch.autograd.Function):
+    """``scale * free / ||free||_F``: two passes over the weights in the derivative, which torch's own takes in six."""
+
+    @staticmethod
+    def forward(ctx: Any, free: Tensor, scale: Tensor) -> Tensor:
+        norm = frobenius(free)
+        ctx.save_for_backward(free, scale, norm)
+        return free * (scale / norm.clamp_min(_SMALLEST))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (g,) = grads
+        free, scale, norm = ctx.saved_tensors
+        if torch.is_grad_enabled() or transformed():
+            # The gradient itself is to be differentiated, or there is a batch of them.
+            found: tuple[Tensor, Tensor] = torch.func.vjp(_rescaled, free, scale)[1](g)
+            return found
+        least = norm.clamp_min(_SMALLEST)
+        along = torch.linalg.vecdot(g.flatten(), free.flatten()) / least
+        ratio = scale / least
+        # A norm that is clamped has no gradient.
+        inward = torch.where(norm < _SMALLEST, torch.zeros_like(norm), ratio * along / least)
+        return torch.mul(g, ratio).addcmul_(free, inward, value=-1), along
+
+
+def _rescaled(free: Tensor, scale: Tensor) -> Tensor:
+    """The function of :class:`_Rescaled`, by operations that every tracer and every derivative of torch knows."""
+    return free * (scale / frobenius(free).clamp_min(_SMALLEST))
+
+
 def rescaled(free: Tensor, scale: Tensor) -> Tensor:
     """``scale * free / ||free||_F``: the weight normalisation inside the transform; finite at zero.
 
@@ -33,7 +68,10 @@ def rescaled(free: Tensor, scale: Tensor) -> Tensor:
     [[6.0, 8.0]]
     """
     free, scale = at_least_float32(free), at_least_float32(scale)
-    return free * (scale / frobenius(free).clamp_min(1e-12))
+    if torch.compiler.is_compiling() or transformed():
+        return _rescaled(free, scale)
+    made: Tensor = _Rescaled.apply(free, scale)
+    return made
 
 
 def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
@@ -56,8 +94,9 @@ class CayleyLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
 
     Cost:
-        One inverse of size min(in_features, out_features) per forward pass; for large layers and a smaller batch LU
-        factors, and a solve for the batch forward and backward, without making the matrix.
+        LU factors of size min(in_features, out_features) per forward pass, and a solve for the batch forward and
+        backward; an inverse for large batches. The matrix is not made (`lipkit.conv.cayley_linear`), except under
+        autocast for a small layer or a large batch.
 
     Raises:
         OptionError: sizes below 1, another dtype.
@@ -79,8 +118,8 @@ class CayleyLinear(ConstrainedLinear):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if not solves_pay(x, min(self.in_features, self.out_features)):
-            return super().forward(x)
+        if autocast_on(x) and not solves_pay(x, min(self.in_features, self.out_features)):
+            return super().forward(x)  # the product with the finished matrix is autocast's
         with autocast_off(x):
             free = rescaled(self.free, self.scale)
             bias = None if self.bias is None else self.bias.to(free.dtype)
@@ -119,6 +158,9 @@ class CayleyConv2d(SymbolConv2d):
     def make_parameters(self, device: Any, dtype: Any) -> None:
         shape = (self.out_channels, self.inner_channels, *self.kernel_size)
         self.free, self.scale = free_and_scale(shape, device, dtype)
+
+    def matrix(self) -> Tensor:
+        return cayley(rescaled(self.free, self.scale).flatten(1))
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(rescaled(self.free, self.scale), height, width)

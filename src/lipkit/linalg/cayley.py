@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
+from lipkit.linalg.transforms import transformed
 
 
 def cayley(w: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def cayley(w: Tensor) -> Tensor:
         A square Q never has the eigenvalue -1.
 
     Cost:
-        One inverse of size min(m, n) and two products forward; four products backward, no inverse.
+        One inverse of size min(m, n) and two products forward; five products backward, no inverse.
 
     Raises:
         ShapeError: ``w`` is not a floating or complex matrix.
@@ -46,17 +47,77 @@ def cayley(w: Tensor) -> Tensor:
     """
     check_matrix(w)
     w = at_least_float32(w)
+    if torch.compiler.is_compiling() or transformed():
+        return _plain(w)
+    made: Tensor = _Cayley.apply(w)
+    return made
+
+
+def _plain(w: Tensor) -> Tensor:
+    """The transform by operations that every tracer and every derivative of torch knows."""
     m, n = w.shape[-2:]
     if m < n:
-        return cayley(w.mH).mH
-    u, v = (w, None) if m == n else (w[..., :n, :], w[..., n:, :])
+        return _plain(w.mH).mH
+    v = None if m == n else w[..., n:, :]
+    x, eye = _inverse(w, v), eye_like(w)
+    top = 2 * x - eye
+    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
+
+
+def _inverse(w: Tensor, v: Tensor | None) -> Tensor:
+    """X of a tall or square matrix."""
+    u = w if v is None else w[..., : w.shape[-1], :]
     z = u - u.mH
     if v is not None:
         z = z + v.mH @ v
-    eye = eye_like(u)
-    x = torch.linalg.inv(z + eye)
-    top = 2 * x - eye
-    return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
+    return torch.linalg.inv(z + eye_like(w))
+
+
+class _Cayley(torch.autograd.Function):
+    r"""The transform with its derivative in few operations; a second derivative goes by :func:`_plain`.
+
+    With the gradients G1 and G2 of both parts and :math:`H = 2 G_1 - 2 V^* G_2`
+
+    .. math:: \nabla_Z = -X^* H X^*, \quad \nabla_U = \nabla_Z - \nabla_Z^*, \quad
+              \nabla_V = V (\nabla_Z + \nabla_Z^*) - 2 G_2 X^* .
+    """
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        m, n = w.shape[-2:]
+        tall = w.mH if m < n else w
+        v = None if m == n else tall[..., tall.shape[-1] :, :]
+        x = _inverse(tall, v)
+        ctx.save_for_backward(w, x)
+        top = 2 * x
+        top.diagonal(dim1=-2, dim2=-1).sub_(1)
+        made = top if v is None else torch.cat((top, (v @ x).mul_(-2)), dim=-2)
+        return made.mH.resolve_conj() if m < n else made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (g,) = grads
+        w, x = ctx.saved_tensors
+        with torch.autocast(g.device.type, enabled=False):
+            if torch.is_grad_enabled() or transformed():
+                # The gradient itself is to be differentiated, or there is a batch of them.
+                found: Tensor = torch.func.vjp(_plain, w)[1](g)[0]
+                return found
+            if w.shape[-2] < w.shape[-1]:
+                return _gradient(w.mH, x, g.mH).mH.resolve_conj()
+            return _gradient(w, x, g)
+
+
+def _gradient(w: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    """The gradient of a tall or square W."""
+    n, adjoint = w.shape[-1], x.mH
+    if w.shape[-2] == n:
+        normal = (adjoint @ g @ adjoint).mul_(-2)
+        return normal - normal.mH
+    v, below = w[..., n:, :], g[..., n:, :]
+    normal = (adjoint @ (g[..., :n, :] - v.mH @ below) @ adjoint).mul_(-2)
+    beside = v @ (normal + normal.mH) - 2 * (below @ adjoint)
+    return torch.cat((normal - normal.mH, beside), dim=-2)
 
 
 class Factors(NamedTuple):
