@@ -1,6 +1,6 @@
 """A denoiser that cannot diverge: trained on photographs, proved firmly non-expansive, put into a deblurring iteration.
 
-    python examples/denoiser.py [--steps 3000] [--out runs/denoiser]
+    python examples/denoiser.py [--steps 4000] [--out runs/denoiser]
 
 Two networks of the same sizes learn to remove Gaussian noise of 25/255: one of orthogonal convolutions, D = (I + N) / 2
 with N proved to be 1-Lipschitz, and one of ordinary convolutions. Both then take the place of the prior in a
@@ -132,9 +132,9 @@ def draw(paths: dict[str, Trajectory], file: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--iterations", type=int, default=500)
-    parser.add_argument("--strength", type=float, default=0.1)
+    parser.add_argument("--strength", type=float, default=0.02)
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=4)
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
             removed = [psnr(plain(noisy(x, NOISE, 7)[None])[0], x) for x in tests]
         print(f"{name}: {seconds:.0f} s, PSNR {removed[0]:.2f} and {removed[1]:.2f} dB, L(N) <= {constant:.6f}")
         lipkit.save(plain, given.out / name)
-        truth = tests[0].double()
+        truth = tests[1].double()
         blurred = noisy(filtered(truth, blur_transform()), 0.01, 8)
         path = deblur(plain.double(), blurred, truth, strength=given.strength, iterations=given.iterations)
         rising = sum(b > a * (1 + 1e-12) for a, b in zip(path.residual, path.residual[1:], strict=False))

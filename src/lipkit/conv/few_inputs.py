@@ -156,7 +156,7 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        kernel, x, bias, own, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
+        kernel, x, bias, _, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
                 # The gradient itself is to be differentiated, or there is a batch of them.
