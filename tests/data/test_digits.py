@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import hashlib
+import importlib.util
 
 import numpy as np
 import pytest
@@ -67,13 +67,15 @@ def test_a_model_can_learn_it():
 
 
 def test_without_scikit_learn(monkeypatch):
-    real = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install \"lipkit\[train\]\""):
         load_digits()
+
+
+def test_scikit_learn_is_asked_where_its_file_is_elsewhere(monkeypatch, tmp_path):
+    expected = load_digits()
+    spec = importlib.util.find_spec("sklearn")
+    monkeypatch.setattr(spec, "submodule_search_locations", [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert torch.equal(load_digits().train.x, expected.train.x)
+    assert torch.equal(load_digits().test.y, expected.test.y)

@@ -139,7 +139,7 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         n, (h, w) = x.shape[1], x.shape[-2:]
-        own, rest = spectra = _spectra(kernel, h, w)
+        own, rest = _spectra(kernel, h, w)
         normal = own - own.mH + rest.mH @ rest
         normal.diagonal(dim1=-2, dim2=-1).add_(1)
         inverse = torch.linalg.inv(normal)
@@ -150,13 +150,13 @@ class _Convolved(torch.autograd.Function):
         outputs[:n] = _identity(kernel)
         y = circular_conv2d(t, outputs, bias)
         y[:, :n] -= x
-        ctx.save_for_backward(kernel, x, bias, *spectra, inverse, solution, spectrum, t, outputs)
+        ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, t, outputs)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        kernel, x, bias, _, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
+        kernel, x, bias, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
                 # The gradient itself is to be differentiated, or there is a batch of them.

@@ -28,7 +28,7 @@ from lipkit.conv.transform import (
     to_rows,
     transform_matrices,
 )
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import directly, transformed
 
 
 class Symbol(NamedTuple):
@@ -230,6 +230,9 @@ class _Apply(torch.autograd.Function):
         return torch.vmap(one, in_dims, randomness="error")(*inputs), 0
 
 
+_ApplyDirectly = directly(_Apply)
+
+
 def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
     """Circular convolution of ``x`` ``(B, cin, h, w)`` with the layer of this ``symbol``: ``(B, cout, h, w)``.
 
@@ -250,4 +253,5 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or x.dtype != symbol.real.dtype:
         return _plain(symbol.real, symbol.pair, bias, x, matrices)
-    return _Apply.apply(symbol.real, symbol.pair, bias, x, *matrices)
+    y: Tensor = (_Apply if transformed() else _ApplyDirectly).apply(symbol.real, symbol.pair, bias, x, *matrices)
+    return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -37,17 +38,33 @@ def load_digits(root: Path | None = None) -> Data:
         Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998
         (its test part).
     """
+    table = _table()
+    labels = table[:, 64].astype(np.int64)
+    # The pixels are counts 0..16; k/16 is exact in float32.
+    x = torch.from_numpy(table[:, :64].astype(np.float32) / 16).reshape(-1, *INPUT_SHAPE)
+    y = torch.from_numpy(labels)
+    train, test = (torch.from_numpy(index) for index in stratified_split(labels, 0.2, SPLIT_SEED))
+    return Data("digits", Split(x[train], y[train]), Split(x[test], y[test]), CLASSES)
+
+
+def _table() -> np.ndarray:
+    """The 64 pixels and the label of each digit, ``(1797, 65)``.
+
+    Read from scikit-learn's file where it is: to import that package takes longer than an epoch of training.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None:
+        raise DataError(f"expected scikit-learn for the data set digits, got none; {SOURCE}")
+    for folder in found.submodule_search_locations or ():
+        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if path.is_file():
+            return np.loadtxt(path, delimiter=",")
     try:
         from sklearn import datasets
     except ImportError as error:
         raise DataError(f"expected scikit-learn for the data set digits, got none; {SOURCE}") from error
-    bunch = datasets.load_digits()
-    # The pixels are counts 0..16; k/16 is exact in float32.
-    x = torch.from_numpy(np.asarray(bunch.images, dtype=np.float32) / 16)[:, None]
-    labels = np.asarray(bunch.target, dtype=np.int64)
-    y = torch.from_numpy(labels)
-    train, test = (torch.from_numpy(index) for index in stratified_split(labels, 0.2, SPLIT_SEED))
-    return Data("digits", Split(x[train], y[train]), Split(x[test], y[test]), CLASSES)
+    images, labels = datasets.load_digits(return_X_y=True)
+    return np.column_stack((images, labels))
 
 
 def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

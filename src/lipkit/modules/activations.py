@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.linalg.transforms import directly, transformed
 from lipkit.modules.configuration import COUNT, INTEGER, Accepts, either, real, stored
 from lipkit.modules.machine import Local, Measure, RoundingRule, entries, rounding_rule
 from lipkit.modules.rearrange import _check_keeps_batch, export_copy, export_same
@@ -51,6 +52,9 @@ class _MaxMin(torch.autograd.Function):
     def jvp(ctx: Any, t: Tensor) -> Tensor:
         (ordered,) = ctx.saved_tensors
         return _exchanged(ordered, t)
+
+
+_MaxMinDirectly = directly(_MaxMin)
 
 
 def _sorted_halves(x: Tensor) -> Tensor:
@@ -87,7 +91,7 @@ def maxmin(x: Tensor) -> Tensor:
         raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
     if torch.compiler.is_compiling() or not x.requires_grad:
         return _sorted_halves(x)
-    y: Tensor = _MaxMin.apply(x)
+    y: Tensor = (_MaxMin if transformed() else _MaxMinDirectly).apply(x)
     return y
 
 
