@@ -14,7 +14,7 @@ from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
-from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.transforms import transformed
 
 
@@ -94,9 +94,9 @@ class CayleyLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
 
     Cost:
-        LU factors of size min(in_features, out_features) per forward pass, and a solve for the batch forward and
-        backward; an inverse for large batches. The matrix is not made (`lipkit.conv.cayley_linear`), except under
-        autocast for a small layer or a large batch.
+        One inverse of size min(in_features, out_features) per forward pass; for large layers and a smaller batch LU
+        factors, and a solve for the batch forward and backward, without making the matrix
+        (`lipkit.linalg.cayley_product`).
 
     Raises:
         OptionError: sizes below 1, another dtype.
@@ -118,8 +118,8 @@ class CayleyLinear(ConstrainedLinear):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if autocast_on(x) and not solves_pay(x, min(self.in_features, self.out_features)):
-            return super().forward(x)  # the product with the finished matrix is autocast's
+        if not solves_pay(x, min(self.in_features, self.out_features)):
+            return super().forward(x)
         with autocast_off(x):
             free = rescaled(self.free, self.scale)
             bias = None if self.bias is None else self.bias.to(free.dtype)
