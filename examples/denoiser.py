@@ -3,7 +3,7 @@
     python examples/denoiser.py [--steps 4000] [--out runs/denoiser]
 
 Two networks of the same sizes learn to remove Gaussian noise of 25/255: one of orthogonal convolutions, D = (I + N) / 2
-with N proved to be 1-Lipschitz, and one of ordinary convolutions. Both then take the place of the prior in a
+with N proved to be 1-Lipschitz, and one of ordinary convolutions, D = I + N. Both then take the place of the prior in a
 plug-and-play iteration, which must converge with the first. docs/tutorials/denoiser.md tells the story.
 """
 
@@ -26,7 +26,8 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
 import lipkit
-from lipkit.models import denoiser
+from lipkit.models import denoiser, unet
+from lipkit.modules import Sum
 
 SIDE, PATCH, NOISE = 192, 48, 25 / 255
 
@@ -66,6 +67,15 @@ def noisy(x: Tensor, size: float, seed: int) -> Tensor:
 def psnr(x: Tensor, truth: Tensor) -> float:
     """Peak signal-to-noise ratio in dB for values in [0, 1]."""
     return -10 * math.log10(float((x - truth).square().mean()))
+
+
+def network(name: str, sizes: tuple[int, int, int]) -> nn.Module:
+    """Each in its best form: the unconstrained one learns the noise, D = I + N."""
+    if name == "orthogonal":
+        return denoiser(*sizes)
+    body = unet(*sizes, layer="plain_conv", mean=0.5)
+    nn.init.zeros_(body[-2].bias)
+    return Sum(nn.Identity(), body)
 
 
 def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, seed: int = 0) -> float:
@@ -138,22 +148,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--depth", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rates", type=float, nargs=2, default=(0.002, 0.002), metavar=("OURS", "THEIRS"))
+    parser.add_argument("--rates", type=float, nargs=2, default=(0.005, 0.001), metavar=("OURS", "THEIRS"))
     parser.add_argument("--out", type=Path, default=Path("runs/denoiser"))
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     strips, tests = photographs()
     shape = (3, SIDE, SIDE)
     paths: dict[str, Trajectory] = {}
-    for name, layer, rate in (("orthogonal", "bcop", given.rates[0]), ("unconstrained", "plain_conv", given.rates[1])):
+    sizes = given.channels, given.depth, given.blocks
+    for name, rate in zip(("orthogonal", "unconstrained"), given.rates, strict=True):
         torch.manual_seed(0)
-        net = denoiser(given.channels, given.depth, given.blocks, layer=layer)
+        net = network(name, sizes)
         seconds = train(net, strips, given.steps, rate)
-        plain, body = lipkit.export(net, shape), lipkit.export(net.body, shape)
-        constant = float(lipkit.lipschitz(body))
+        plain = lipkit.export(net, shape)
+        of, part = ("N", net.body) if name == "orthogonal" else ("D", net)
+        constant = float(lipkit.lipschitz(lipkit.export(part, shape)))
         with torch.no_grad():
             removed = [psnr(plain(noisy(x, NOISE, 7)[None])[0], x) for x in tests]
-        print(f"{name}: {seconds:.0f} s, PSNR {removed[0]:.2f} and {removed[1]:.2f} dB, L(N) <= {constant:.6f}")
+        print(f"{name}: {seconds:.0f} s, PSNR {removed[0]:.2f} and {removed[1]:.2f} dB, L({of}) <= {constant:.6f}")
         lipkit.save(plain, given.out / name)
         truth = tests[1].double()
         blurred = noisy(filtered(truth, blur_transform()), 0.01, 8)

@@ -30,6 +30,7 @@ def unet(
     activation: str | nn.Module | None = None,
     options: Mapping[str, Any] | None = None,
     input_shape: Shape = (3, 48, 48),
+    mean: float | None = None,
     lipschitz: float = 1.0,
 ) -> nn.Sequential:
     """A U-Net whose output has the shape of its input and whose constant is that of its layers: 1 for orthogonal ones.
@@ -53,6 +54,7 @@ def unet(
         activation: name or module; None for MaxMin.
         options: of the family's convolutions.
         input_shape: (C, H, W), H and W multiples of patch * 2^depth; the kernels fit any other such size, too.
+        mean: of the values, taken off in front; the biases of the last layer start there.
         lipschitz: gain in front.
 
     Raises:
@@ -75,7 +77,8 @@ def unet(
     options = dict(options or {})
     check_options(options)
     family = find(layer)
-    pixels = check_image(input_shape, patch * 2**depth, "unet")[0] * patch**2
+    inputs = check_image(input_shape, patch * 2**depth, "unet")[0]
+    pixels = inputs * patch**2
 
     def convolutions(*widths: int) -> list[nn.Module]:
         pairs = pairwise(widths)
@@ -89,7 +92,12 @@ def unet(
         return [*convolutions(*side), HalfThrough(inner), *convolutions(*side)]
 
     first, last = convolutions(pixels, channels), _linear(family, channels, pixels, kernel_size, options)
-    return bounded([nn.PixelUnshuffle(patch), *first, *level(channels, depth), last, nn.PixelShuffle(patch)], lipschitz)
+    layers = [nn.PixelUnshuffle(patch), *first, *level(channels, depth), last, nn.PixelShuffle(patch)]
+    if mean is None:
+        return bounded(layers, lipschitz)
+    if isinstance(last.bias, nn.Parameter):
+        nn.init.constant_(last.bias, mean)
+    return bounded(layers, lipschitz, [mean] * inputs, [1.0] * inputs)
 
 
 def autoencoder(
@@ -158,8 +166,8 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
 
     Args:
         channels, depth, blocks: as of `unet`.
-        options: the others of `unet`, without ``lipschitz``. With ``layer="plain_conv"`` nothing is proved: the
-            unconstrained network to compare with.
+        options: the others of `unet`, without ``lipschitz``; ``mean`` is 0.5. With ``layer="plain_conv"``
+            nothing is proved.
 
     Raises:
         OptionError, ShapeError: as `unet`; ``lipschitz`` is not an option.
@@ -176,7 +184,8 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
     """
     if "lipschitz" in options:
         raise OptionError(f"denoiser: expected no gain but its own, got lipschitz={options['lipschitz']}")
-    return ConvexResidual(unet(channels, depth, blocks, lipschitz=1 - SLACK, **options), torch.tensor(0.5))
+    body = unet(channels, depth, blocks, lipschitz=1 - SLACK, **{"mean": 0.5, **options})
+    return ConvexResidual(body, torch.tensor(0.5))
 
 
 def _linear(family: Family, before: int, after: int, kernel_size: int, options: Mapping[str, Any]) -> nn.Module:
