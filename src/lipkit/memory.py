@@ -1,4 +1,4 @@
-"""Memory of the process: what is freed, kept or given back by the C library; and imports without a search for garbage."""
+"""Memory of a process: what is freed, kept or given back by the C library; imports without a search for garbage."""
 
 from __future__ import annotations
 
