@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.memory import importing
 from lipkit.text import printable
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def command(
         overrides.append(data_root(root))
     placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
     if resume is None:
-        from lipkit.experiments.recipe import DEFAULT, load_recipe
+        with importing():
+            from lipkit.experiments.recipe import DEFAULT, load_recipe
 
         _train(load_recipe(name or DEFAULT, overrides + placed), seeds, out or Path("runs"), large_eps)
     elif name is not None or overrides or seeds is not None or out is not None:
@@ -61,13 +63,15 @@ def command(
 
 
 def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> None:
-    from lipkit.cli.console import display
-    from lipkit.experiments import run as pipeline  # slow to import: after the recipe was found to be right
+    with importing():
+        from lipkit.cli.console import display
+        from lipkit.experiments import run as pipeline  # slow to import: after the recipe was found to be right
 
     first = recipe.train.seed
     outcomes = []
     with display() as show:
-        fabric = pipeline.open_fabric(recipe)
+        with importing():
+            fabric = pipeline.open_fabric(recipe)
         for seed in range(first, first + (seeds or 1)):
             outcome = pipeline.train(
                 pipeline.seeded(recipe, seed), out=out, display=show, fabric=fabric, large_eps=large_eps
