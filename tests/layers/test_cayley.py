@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipkit.layers import CayleyConv2d, CayleyLinear
+from lipkit.layers.cayley import rescaled
 from lipkit.testing import dense_matrix
 
 CHANNELS = ((3, 8), (8, 8), (8, 3))
@@ -79,6 +80,26 @@ def test_it_is_the_paper_formula(channels: tuple[int, int], size: tuple[int, int
     x = torch.randn(2, channels[0], *size, dtype=torch.float64)
     with torch.no_grad():
         assert torch.allclose(layer(x), _by_fft(layer, x), rtol=0, atol=1e-12)
+
+
+def test_a_rescaled_weight_has_all_its_derivatives() -> None:
+    free = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rescaled(free, scale), 1.5 * free / free.norm())
+    assert torch.autograd.gradcheck(rescaled, (free, scale))
+    assert torch.autograd.gradgradcheck(rescaled, (free, scale))
+    many = torch.stack((free, 2 * free)).detach()
+    each = torch.func.vmap(torch.func.grad(lambda f: rescaled(f, scale).square().sum()))(many)
+    torch.testing.assert_close(each, torch.zeros_like(many), atol=1e-12, rtol=0)  # its norm is that of the scale
+
+
+def test_a_zero_weight_has_a_finite_gradient() -> None:
+    free, scale = torch.zeros(2, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    g = torch.ones(2, 3)
+    for_free, for_scale = torch.autograd.grad(rescaled(free, scale), (free, scale), g)
+    # By torch's own operations: the norm counts as 1e-12, and has no gradient.
+    made = free * (scale / free.norm().clamp_min(1e-12))
+    torch.testing.assert_close((for_free, for_scale), torch.autograd.grad(made, (free, scale), g))
 
 
 def test_norms_are_kept_before_and_after_training() -> None:

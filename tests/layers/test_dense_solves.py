@@ -39,11 +39,20 @@ def test_gradients_of_both_orders() -> None:
     assert torch.autograd.gradgradcheck(cayley_linear, (w, x, b), fast_mode=True)
 
 
-@pytest.mark.parametrize("shape", [(20, 30), (30, 20)], ids=str)
-def test_small_layers_solve_except_under_autocast(shape: tuple[int, int]) -> None:
+class Quiet(CayleyLinear):
+    def weight(self) -> Tensor:
+        return super().weight() / 2
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (50, 40)], ids=str)
+def test_layers_solve_but_with_a_matrix_of_their_own_or_under_autocast(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     layer, x = CayleyLinear(*shape), torch.randn(4, shape[0])
-    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight(), layer.bias))
+    made = torch.nn.functional.linear(x, layer.weight(), layer.bias)
+    torch.testing.assert_close(layer(x), made, atol=1e-5, rtol=0)
+    assert not torch.equal(layer(x), made)
+    quiet = Quiet(*shape, bias=False)
+    assert torch.equal(quiet(x), torch.nn.functional.linear(x, quiet.weight()))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
     assert layer(x).dtype is torch.float32

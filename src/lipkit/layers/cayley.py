@@ -14,7 +14,7 @@ from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.linalg.transforms import transformed
 
 
@@ -80,6 +80,10 @@ def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.
     return nn.Parameter(free), nn.Parameter(frobenius(free.detach()))
 
 
+# Smaller matrices cost calls, few of them either way, and products with them round less than solves.
+SOLVED = 32
+
+
 class CayleyLinear(ConstrainedLinear):
     r"""Dense layer with a semi-orthogonal matrix, :math:`y = Qx + b`, :math:`Q = \mathrm{cayley}(g\,V/\|V\|_F)`.
 
@@ -94,9 +98,9 @@ class CayleyLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
 
     Cost:
-        One inverse of size min(in_features, out_features) per forward pass; for large layers and a smaller batch LU
-        factors, and a solve for the batch forward and backward, without making the matrix
-        (`lipkit.linalg.cayley_product`).
+        From 32 on, LU factors of size min(in_features, out_features) per forward pass and a solve for the batch
+        forward and backward; an inverse for large batches. The matrix is then not made (`lipkit.linalg.cayley_product`),
+        except under autocast for a layer below 384 or a large batch. Smaller ones take an inverse and products.
 
     Raises:
         OptionError: sizes below 1, another dtype.
@@ -118,12 +122,19 @@ class CayleyLinear(ConstrainedLinear):
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
-        if not solves_pay(x, min(self.in_features, self.out_features)):
+        if not self._solves(x):
             return super().forward(x)
         with autocast_off(x):
             free = rescaled(self.free, self.scale)
             bias = None if self.bias is None else self.bias.to(free.dtype)
             return cayley_linear(free, x.to(free.dtype), bias)
+
+    def _solves(self, x: Tensor) -> bool:
+        """True unless the matrix is made: a small one, that of a subclass, or one whose product is autocast's."""
+        side = min(self.in_features, self.out_features)
+        if side < SOLVED or getattr(self.weight, "__func__", None) is not CayleyLinear.weight:
+            return False
+        return not autocast_on(x) or solves_pay(x, side)
 
 
 class CayleyConv2d(SymbolConv2d):
