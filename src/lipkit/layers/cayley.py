@@ -99,8 +99,9 @@ class CayleyLinear(ConstrainedLinear):
 
     Cost:
         From 32 on, LU factors of size min(in_features, out_features) per forward pass and a solve for the batch
-        forward and backward; an inverse for large batches. The matrix is then not made (`lipkit.linalg.cayley_product`),
-        except under autocast for a layer below 384 or a large batch. Smaller ones take an inverse and products.
+        forward and backward; an inverse for large batches. The matrix is then not made
+        (`lipkit.linalg.cayley_product`), except under autocast for a layer below 384 or a large batch. Smaller ones
+        take an inverse and products.
 
     Raises:
         OptionError: sizes below 1, another dtype.
