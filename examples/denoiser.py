@@ -170,7 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
         truth = tests[1].double()
         blurred = noisy(filtered(truth, blur_transform()), 0.01, 8)
         path = deblur(plain.double(), blurred, truth, strength=given.strength, iterations=given.iterations)
-        rising = sum(b > a * (1 + 1e-12) for a, b in zip(path.residual, path.residual[1:], strict=False))
+        pairs = zip(path.residual, path.residual[1:], strict=False)
+        rising = sum(b > a * (1 + 1e-9) for a, b in pairs if a > 1e-10)  # below, float64 decides
         print(
             f"  deblurring: {psnr(blurred, truth):.2f} dB -> {path.psnr[-1]:.2f} dB (best {max(path.psnr):.2f}), step "
             f"{path.residual[0]:.3g} -> {path.residual[-1]:.3g}, longer than the one before {rising} times"
