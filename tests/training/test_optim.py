@@ -14,7 +14,8 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, MaxMin, StiefelConv2d, StiefelLinear
 from lipkit.linalg import orthogonality_residual
 from lipkit.modules import lipschitz
-from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, fit, optim
+from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, TrainOptions, fit, optim
+from lipkit.training.trainee import make_optimizer
 
 OPTIMISERS = {"spectral": lambda p: SpectralDescent(p, 0.05), "riemannian": lambda p: RiemannianAdam(p, 0.05)}
 
@@ -143,3 +144,23 @@ def test_refusals() -> None:
             make()
     with pytest.raises(ShapeError, match="expected matrices, got a parameter"):
         SpectralDescent([nn.Parameter(torch.ones(3))])
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_one_call_for_all_parameters_takes_the_same_step(name: str) -> None:
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.arange(6.0).reshape(2, 3)), nn.Parameter(torch.tensor(-2.0))]
+
+    ours, theirs = parameters(), parameters()
+    options = TrainOptions(epochs=1, optimizer=name, lr=0.1, weight_decay=0.01, momentum=0.9)
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    more = {"momentum": 0.9} if name == "sgd" else {}
+    one = make_optimizer(options, ours)
+    two = kinds[name](theirs, lr=0.1, weight_decay=0.01, fused=False, foreach=False, **more)
+    for step in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad, q.grad = (t.detach().sin() * (step + 1) for t in (p, q))
+        one.step()
+        two.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)

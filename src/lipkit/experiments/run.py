@@ -12,6 +12,7 @@ RUN/
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts
 from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
-from lipkit.training.devices import make_fabric
+from lipkit.training.devices import make_fabric, threads_for
 from lipkit.training.options import Numbers
 
 NETWORK = "network"
@@ -85,11 +86,27 @@ def train(
             f"{folder}: {recipe.name}, {len(data.train)} training samples, {count} parameters, {fabric.device}"
         )
 
+    batch = recipe.train.batch_size * math.prod(data.input_shape)
+    with threads_for(fabric, count, batch):
+        return _train(folder, recipe, data, model, count, fabric, display, resume is not None)
+
+
+def _train(
+    folder: Path,
+    recipe: Recipe,
+    data: Data,
+    model: nn.Module,
+    count: int,
+    fabric: Any,
+    display: Display,
+    resume: bool,
+) -> Outcome | None:
+    """The part of `train` that takes time."""
     start = time.perf_counter()
     section = recipe.train
     try:
         options = training_options(recipe, data).changed(progress=display.progress)
-        run = fit(model, data.train, options, run_dir=folder, resume=resume is not None, fabric=fabric)
+        run = fit(model, data.train, options, run_dir=folder, resume=resume, fabric=fabric)
     except KeyboardInterrupt:
         display.note(f"interrupted: lipkit train --resume {folder} continues")
         raise

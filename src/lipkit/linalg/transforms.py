@@ -106,7 +106,7 @@ def transformed() -> bool:
 
 
 def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """``function`` for calls outside of all transforms, where it takes less time so.
+    """A twin of the function for calls outside of all transforms, where it takes less time.
 
     Of a function with ``setup_context`` torch reads the signature at every call, which takes longer than an operation
     on a small tensor.

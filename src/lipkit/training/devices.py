@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +51,37 @@ def make_fabric(options: Numbers) -> Any:
         raise OptionError(f"expected devices that Lightning Fabric can use, got {got}: {error}") from error
     launch(fabric)
     return fabric
+
+
+# Parameters of a network so small that a second thread has nothing to do in its products.
+_FEW = 2**18
+
+
+@contextlib.contextmanager
+def threads_for(fabric: Any, parameters: int, numbers: int) -> Iterator[None]:
+    """Around a run on the CPU: one thread where a step is small.
+
+    Threads of a pool wait for each other at every operation, by turning round. In operations of microseconds they wait
+    more than they work, and far more where another process has a core of theirs. ``OMP_NUM_THREADS`` is the user's
+    word and stands.
+
+    Args:
+        fabric: a launched Fabric.
+        parameters: of the network.
+        numbers: of a batch of inputs: torch's own operations take one thread below its grain size.
+    """
+    import torch
+
+    from lipkit.linalg.precision import SERIAL
+
+    before = torch.get_num_threads()
+    small = fabric.device.type == "cpu" and parameters < _FEW and numbers < SERIAL
+    if small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def launch(fabric: Any) -> None:
