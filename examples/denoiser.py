@@ -127,7 +127,7 @@ def deblur(net: nn.Module, blurred: Tensor, truth: Tensor, *, strength: float, i
     return found
 
 
-def draw(paths: dict[str, Trajectory], file: Path) -> None:
+def draw(paths: dict[str, Trajectory]) -> plt.Figure:
     """Both curves of each network over the iterations."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
     for name, path in paths.items():
@@ -136,11 +136,10 @@ def draw(paths: dict[str, Trajectory], file: Path) -> None:
     left.set(xlabel="iteration", ylabel="PSNR (dB)", xscale="log")
     right.set(xlabel="iteration", ylabel="length of the step")
     left.legend()
-    figure.savefig(file)
-    plt.close(figure)
+    return figure
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> dict[str, Trajectory]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--iterations", type=int, default=500)
@@ -177,7 +176,10 @@ def main(arguments: list[str] | None = None) -> None:
             f"{path.residual[0]:.3g} -> {path.residual[-1]:.3g}, longer than the one before {rising} times"
         )
         paths[name] = path
-    draw(paths, given.out / "deblurring.svg")
+    figure = draw(paths)
+    figure.savefig(given.out / "deblurring.svg")
+    plt.close(figure)
+    return paths
 
 
 if __name__ == "__main__":
