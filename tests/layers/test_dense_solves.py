@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from lipkit.layers import CayleyLinear, SandwichLinear
 from lipkit.layers import cayley as cayley_layer
 from lipkit.layers import sandwich as sandwich_layer
 from lipkit.linalg import cayley
+from lipkit.testing import LAWS, check_layer
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -68,6 +71,14 @@ def test_only_the_gradients_that_are_asked_for(shape: tuple[int, int], asked: tu
     (one,) = torch.autograd.grad(cayley_linear(w, x, b).square().sum(), wanted)
     (two,) = torch.autograd.grad((x @ cayley(w).mT + b).square().sum(), wanted)
     torch.testing.assert_close(one, two)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(34, 40), (40, 34), (33, 33)], ids=str)
+def test_layers_that_solve_obey_the_laws(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    laws = [number for number in LAWS if number != 13]  # refusals do not depend on the size
+    check_layer(partial(CayleyLinear, *shape), input_shape=(shape[0],), dtype=dtype, laws=laws, claim="orthogonal")
 
 
 @pytest.mark.thorough
