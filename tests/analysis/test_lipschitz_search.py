@@ -64,6 +64,29 @@ def test_constant_network_has_slope_zero() -> None:
     assert lipschitz_lower_bound(model, input_shape=(3,), restarts=4, steps=5).lower == 0
 
 
+def test_a_network_that_ignores_its_input_has_slope_zero() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ones(len(x), 2, dtype=x.dtype)
+
+    assert lipschitz_lower_bound(Fixed(), input_shape=(3,), restarts=4, steps=5).lower == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_search_in_either_format_returns_a_secant_of_float64(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    found = lipschitz_lower_bound(net, input_shape=(6,), restarts=16, steps=100, dtype=dtype)
+    with torch.no_grad():
+        gap = net.double()(found.y) - net(found.x)
+        first, last = (layer.weight for layer in (net[0], net[2]))
+        # Where every tanh is at its middle, the derivative is the product of the matrices.
+        middle = float(torch.linalg.matrix_norm(last @ first, 2))
+        bound = float(torch.linalg.matrix_norm(last, 2) * torch.linalg.matrix_norm(first, 2))
+    assert float(gap.norm() / (found.y - found.x).norm()) == pytest.approx(found.lower, rel=1e-9)
+    assert 0.7 * middle < found.lower <= bound
+
+
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match="input_shape"):
         lipschitz_lower_bound(nn.Linear(3, 2))
@@ -71,5 +94,7 @@ def test_refusals() -> None:
         lipschitz_lower_bound(nn.Linear(3, 2), (1.0, 0.0), input_shape=(3,))
     with pytest.raises(OptionError, match="at least 1"):
         lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), restarts=0)
+    with pytest.raises(OptionError, match="dtype: expected"):
+        lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), dtype=torch.float16)
     with pytest.raises(ShapeError, match="start"):
         lipschitz_lower_bound(nn.Linear(3, 2), input_shape=(3,), start=torch.zeros(4, 5))

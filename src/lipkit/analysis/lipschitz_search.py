@@ -32,6 +32,7 @@ def lipschitz_lower_bound(
     restarts: int = 64,
     steps: int = 200,
     seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> SecantSearch:
     r"""Ascend :math:`\|f(x + d) - f(x)\|_2 / \|d\|_2` over both x and d, from many starting points.
 
@@ -48,6 +49,7 @@ def lipschitz_lower_bound(
         restarts: starting points.
         steps: ascent steps.
         seed: of the starting points and directions.
+        dtype: of the search, float64 or float32. The slopes that are compared at its end are float64 in either.
 
     Returns:
         :class:`SecantSearch`; ``lower`` is the tightness numerator (lower / certified upper).
@@ -56,7 +58,8 @@ def lipschitz_lower_bound(
         LOWER, up to the rounding of one float64 evaluation: never a certificate.
 
     Raises:
-        ShapeError: the input shape is unknown or does not fit. OptionError: a bad box, restarts or steps.
+        ShapeError: the input shape is unknown or does not fit. OptionError: a bad box, restarts, steps
+            or dtype.
 
     >>> layer = nn.Linear(2, 2)
     >>> found = lipschitz_lower_bound(layer, input_shape=(2,), restarts=4, steps=20)
@@ -73,25 +76,27 @@ def lipschitz_lower_bound(
         raise OptionError(f"restarts and steps: expected at least 1, got {restarts} and {steps}")
     if box is not None and not box[0] < box[1]:
         raise OptionError(f"box: expected (low, high) with low < high, got {box}")
-    f = _float64(model)
+    if dtype not in (torch.float64, torch.float32):
+        raise OptionError(f"dtype: expected torch.float64 or torch.float32, got {dtype}")
+    exact = _twin(model, torch.float64)
+    f = exact if dtype == torch.float64 else _twin(model, dtype)
     generator = torch.Generator().manual_seed(seed)
     x = _starting_points(shape, box, start, restarts, generator)
     # Step lengths over four decades: short ones see the Jacobian, long ones see across kinks.
     length = 10 ** (-4 * torch.rand(restarts, generator=generator, dtype=torch.float64))
     d = torch.randn(restarts, *shape, generator=generator, dtype=torch.float64)
     d = d * _per_sample(length / _norms(d).clamp_min(1e-300), d)
-    x, y = _ascend(f, x, x + d, box, steps)
-    slopes = _slopes(f, x, y)
-    best = slopes.argsort(descending=True)[: max(1, restarts // 4)]
-    px, py = _polish(f, x[best], y[best] - x[best], box)
+    x, y = (end.double() for end in _ascend(f, x.to(dtype), (x + d).to(dtype), box, steps))
+    best = _slopes(exact, x, y).argsort(descending=True)[: max(1, restarts // 4)]
+    px, py = _polish(f, x[best], y[best] - x[best], box, dtype)
     x, y = torch.cat((x[best], px)), torch.cat((y[best], py))
-    slopes = _slopes(f, x, y)
+    slopes = _slopes(exact, x, y)
     winner = int(slopes.argmax())
     return SecantSearch(float(slopes[winner]), x[winner], y[winner])
 
 
-def _float64(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    twin = copy.deepcopy(model).cpu().double().eval().requires_grad_(False)
+def _twin(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    twin = copy.deepcopy(model).cpu().to(dtype).eval().requires_grad_(False)
 
     def f(x: Tensor) -> Tensor:
         return twin(x).reshape(len(x), -1)
@@ -121,47 +126,70 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Slopes of the secants; zero for points so close that rounding could raise the quotient."""
+    """Slopes of the secants."""
     with torch.no_grad():
-        distance, fx, fy = _norms(y - x), f(x), f(y)
-        floor = 1e-9 * (1 + _norms(x) + _norms(fx))
-        return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-300), torch.zeros_like(distance))
+        return _slopes_of(x, y, f(x), f(y))
+
+
+def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
+    """Slopes of the secants; zero for points so close that rounding could raise the quotient."""
+    distance = _norms(y - x)
+    # At 1e-9 float64 has lost seven of its digits, float32 at 1e-5 two or three: it searches and measures nothing.
+    lost = 1e-9 if x.dtype == torch.float64 else 1e-5
+    floor = lost * (1 + _norms(x) + _norms(fx))
+    return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-30), torch.zeros_like(distance))
 
 
 def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Box | None, steps: int) -> tuple[Tensor, Tensor]:
     """Adam on both ends of the secants; the best pair of each start."""
     x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
-    best_x, best_y, best = x.detach().clone(), y.detach().clone(), _slopes(f, x, y)
+    best_x, best_y, best = x.detach().clone(), y.detach().clone(), x.new_zeros(len(x))
     optimizer = torch.optim.Adam([x, y], lr=0.02)
+
+    def compare(fx: Tensor, fy: Tensor) -> None:
+        nonlocal best
+        now = _slopes_of(x, y, fx, fy)
+        better = now > best
+        best = torch.where(better, now, best)
+        best_x[better], best_y[better] = x[better], y[better]
+
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / steps) + 1e-4
         optimizer.zero_grad()
+        fx, fy = f(x), f(y)
+        with torch.no_grad():
+            compare(fx, fy)
         distance = _norms(y - x).clamp_min(1e-7)
         # The logarithm makes the gradient independent of the scale of the network.
-        objective = (_norms(f(y) - f(x)).clamp_min(1e-30).log() - distance.log()).sum()
+        objective = (_norms(fy - fx).clamp_min(1e-30).log() - distance.log()).sum()
         (-objective).backward()
         optimizer.step()
         with torch.no_grad():
             if box is not None:
                 x.clamp_(*box)
                 y.clamp_(*box)
-            now = _slopes(f, x, y)
-            better = now > best
-            best = torch.where(better, now, best)
-            best_x[better], best_y[better] = x[better], y[better]
+    with torch.no_grad():
+        compare(f(x), f(y))
     return best_x, best_y
 
 
-def _polish(f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Box | None) -> tuple[Tensor, Tensor]:
+def _polish(
+    f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Box | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Power iteration on the Jacobian at x, then a short secant along its strongest direction."""
-    with torch.no_grad():
-        d = torch.where(_per_sample(_norms(d) > 0, d), d, torch.ones_like(d))
+    d = torch.where(_per_sample(_norms(d) > 0, d), d, torch.ones_like(d)).to(dtype)
+    at = x.to(dtype).detach().requires_grad_()
+    y = f(at) + 0 * at.flatten(1).sum(1, keepdim=True)  # a network that ignores its input has a derivative as well
+    # The Jacobian stays the same, so one graph serves all steps: its transpose is the derivative of y, and it itself
+    # that of its transpose, which is linear in its argument.
+    dual = torch.zeros_like(y).requires_grad_()
+    (transposed,) = torch.autograd.grad(y, at, dual, create_graph=True)
     for _ in range(20):
-        d = d / _per_sample(_norms(d).clamp_min(1e-300), d)
-        _, pushed = torch.autograd.functional.jvp(f, x, d)
-        _, pulled = torch.autograd.functional.vjp(f, x, pushed)
-        moved = _norms(pulled) > 0
-        d = torch.where(_per_sample(moved, d), pulled, d)
+        d = d / _per_sample(_norms(d).clamp_min(1e-30), d)
+        (pushed,) = torch.autograd.grad(transposed, dual, d, retain_graph=True)
+        (pulled,) = torch.autograd.grad(y, at, pushed, retain_graph=True)
+        d = torch.where(_per_sample(_norms(pulled) > 0, d), pulled, d)
+    d = d.double()
     d = d / _per_sample(_norms(d).clamp_min(1e-300), d)
     step = 1e-5 * d
     if box is not None:

@@ -82,7 +82,7 @@ def analyze(
 
     Cost:
         A few forward passes with up to three samples, one bound of each layer, and the search, about
-        ``6 restarts x steps`` float64 passes forward and backward.
+        ``2 restarts x steps + 10 restarts`` passes forward and backward, in float32 where that is the network's format.
 
     Raises:
         NoRuleError: anything without a rule, by name; values that depend on the input and are no floating-point
@@ -164,10 +164,18 @@ def _accepted(root: Root, input_shape: Shape) -> Shape:
 
 def _search(model: nn.Module, input_shape: Shape, restarts: int, steps: int, seed: int) -> float:
     try:
-        return lipschitz_lower_bound(model, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed).lower
+        return lipschitz_lower_bound(
+            model, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
+        ).lower
     except RuntimeError:
         # Some in-place calls cannot be differentiated. Secants between random points need no derivatives.
         return _random_secants(model.double(), input_shape, restarts * steps)
+
+
+def _search_dtype(model: nn.Module) -> torch.dtype:
+    """float32, which is several times as fast, where it is the network's own format."""
+    own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
+    return torch.float32 if own <= {torch.float32} else torch.float64
 
 
 def _random_secants(model: nn.Module, input_shape: Shape, count: int) -> float:
