@@ -98,6 +98,19 @@ def test_bound_holds_in_the_first_evaluation_after_a_step(make: Callable[[], nn.
         assert largest_jacobian(layer, torch.randn(8, *shape)) <= 1 + 1e-5
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
+def test_the_multiplier_of_a_cpl_convolution_is_that_of_its_norm_from_below(scale: float) -> None:
+    torch.manual_seed(7)
+    layer = CplConv2d(5, 4, 3)
+    with torch.no_grad():
+        layer.free.mul_(scale)
+    symbols = np.fft.fft2(layer.free.detach().double().numpy(), s=(96, 96)).transpose(2, 3, 0, 1)
+    norm = np.linalg.svd(symbols, compute_uv=False).max()
+    for value in layer.multiplier().tolist():
+        # The largest value of the grid is at most one part in a thousand below the supremum.
+        assert 2 / norm**2 / 1.02**2 * (1 - 2e-3) <= value <= 2 / norm**2 * (1 + 1e-6)
+
+
 def test_a_wrong_multiplier_or_weight_raises_the_bound() -> None:
     torch.manual_seed(5)
     block = export(SllLinear(4, 4, dtype=torch.float64), (4,))[0]
