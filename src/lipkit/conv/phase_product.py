@@ -18,6 +18,7 @@ from torch import Tensor
 from lipkit.conv.phases import Size, check_fits, merge_phases, phase_order, split_phases
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, multiply, synthesise
 from lipkit.conv.transform import transform_matrices
+from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
 
 # Numbers in one buffer of a piece (2 MiB in float32), and the fewest pixels that keep the products efficient.
@@ -43,6 +44,8 @@ def apply_phases(
         matrices: ``transform_matrices(kh, kw)``, made here if not given.
         bias: (cout,), or None.
 
+    Under autocast, products are made in its dtype, and so is the result.
+
     Returns:
         ``(B, cout, H, W)``, in the ``channels_last`` memory format unless the kernel is 1 x 1. An input and an
         upstream gradient in that format are the fastest.
@@ -63,6 +66,11 @@ def apply_phases(
     check_fits(x.shape[-2], x.shape[-1], kernel_size)
     if kernel_size == (1, 1):
         return F.conv2d(x, symbol.real[0, :, :, None, None], bias)
+    dtype = product_dtype(x, symbol.real.dtype)
+    if dtype != symbol.real.dtype:
+        symbol, bias = Symbol(*(part.to(dtype) for part in symbol)), None if bias is None else bias.to(dtype)
+        with autocast_off(x):
+            return apply_phases(symbol, x.to(dtype), kernel_size, bias=bias)
     if matrices is None:
         matrices = transform_matrices(*kernel_size, dtype=x.dtype, device=x.device)
     if _in_pieces(symbol, x, matrices, bias):
@@ -77,10 +85,8 @@ def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor |
     numbers = [*symbol, *matrices] if bias is None else [*symbol, *matrices, bias]
     return (
         x.device.type == "cpu"
-        and not (
-            torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
-        )
-        and x.dtype in (torch.float32, torch.float64)
+        and not (torch.compiler.is_compiling() or transformed() or torch.jit.is_tracing() or autocast_on(x))
+        and x.dtype in (torch.float32, torch.float64, torch.bfloat16)
         and all(one.dtype == x.dtype and one.device == x.device for one in numbers)
         and symbol.pair.shape[1] == 1
         and len(matrices) == 1
@@ -195,30 +201,40 @@ def _backward(
     gx = None
     if of_x:
         gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
-    g_real = torch.zeros_like(real) if of_symbol else None
-    g_pair = pair.new_zeros(len(pair), cout, cin) if of_symbol else None
-    g_bias = g.new_zeros(cout) if of_bias else None
+    # Sums over the pieces keep what bfloat16 would lose.
+    sums = torch.promote_types(real.dtype, torch.float32)
+    g_real = torch.zeros_like(real, dtype=sums) if of_symbol else None
+    g_pair = pair.new_zeros(len(pair), cout, cin, dtype=sums) if of_symbol else None
+    g_bias = g.new_zeros(cout, dtype=sums) if of_bias else None
     n_real, n_pair = len(real), len(pair)
     for first in range(0, b, step):
         part = slice(first, first + step)
         g_rows = _transform(phase_order(g[part], kernel_size), matrix, *rooms[:2])
         if g_bias is not None:
-            g_bias += g_rows[0].sum(0)
+            g_bias += g_rows[0].sum(0, dtype=sums)
         if g_real is not None and g_pair is not None:
             x_rows = _transform(phase_order(x[part], kernel_size), matrix, rooms[0], rooms[2])
-            g_real.baddbmm_(g_rows[:n_real].mT, x_rows[:n_real])
+            _add_product(g_real, g_rows[:n_real].mT, x_rows[:n_real])
             if n_pair:
                 both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]
-                g_pair.baddbmm_(both[0].mT, both[1])
+                _add_product(g_pair, both[0].mT, both[1])
         if gx is not None:
             rows = _products(real.mT, pair.mT, g_rows, rooms[0])
             _back(rows, matrix, rooms, gx[part], kernel_size)
     return (
-        g_real,
-        None if g_pair is None else g_pair[:, None],
-        None if g_bias is None else g_bias * math.sqrt(len(matrix)),
+        None if g_real is None else g_real.to(real.dtype),
+        None if g_pair is None else g_pair[:, None].to(real.dtype),
+        None if g_bias is None else (g_bias * math.sqrt(len(matrix))).to(real.dtype),
         gx,
     )
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out += a @ b``, whose sums have more digits than its factors where those are of half precision."""
+    if a.dtype == out.dtype:
+        out.baddbmm_(a, b)
+    else:
+        out += a @ b
 
 
 class _PhaseProduct(torch.autograd.Function):

@@ -17,7 +17,7 @@ from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import patch_module, resampled_size
 from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.skew_polynomial import check_squarings, taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -178,14 +178,14 @@ class EcoConv2d(ConstrainedConv2d):
         self.check_input(x)
         with autocast_off(x):
             symbol = self.symbol()
-            x = x.to(symbol.real.dtype)
-            if self.pointwise:
-                return self.on_patches(x, symbol.real[0])
-            x = downsample(x, self.stride)
-            if self.evaluation == "phase":
-                return apply_phases(symbol, x, self.kernel_size, bias=self.bias)
-            y = dilated_conv2d(x, kernel_of_symbol(symbol, self.kernel_size))
-        return self.add_bias(y)
+            kernel = None if self.evaluation == "phase" else kernel_of_symbol(symbol, self.kernel_size)
+        x = x.to(product_dtype(x, symbol.real.dtype))
+        if self.pointwise:
+            return self.on_patches(x, symbol.real[0])
+        x = downsample(x, self.stride)
+        if kernel is None:
+            return apply_phases(symbol, x, self.kernel_size, bias=self.bias)
+        return self.add_bias(dilated_conv2d(x, kernel))
 
     def extra_repr(self) -> str:
         made = "taylor" if self.orthogonalize is None else function_name(self.orthogonalize)

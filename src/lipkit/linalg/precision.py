@@ -142,6 +142,18 @@ def autocast_on(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
+def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
+    """The dtype of products of ``x`` by weights that were made in ``made``: float32 gives way to that of autocast.
+
+    >>> product_dtype(torch.ones(1), torch.float32)
+    torch.float32
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     product_dtype(torch.ones(1), torch.float32), product_dtype(torch.ones(1), torch.float64)
+    (torch.bfloat16, torch.float64)
+    """
+    return torch.get_autocast_dtype(x.device.type) if made == torch.float32 and autocast_on(x) else made
+
+
 def autocast_off(x: Tensor) -> Any:
     """A context in which autocast does not lower the precision of products on the device of ``x``."""
     if not torch.amp.is_autocast_available(x.device.type):
