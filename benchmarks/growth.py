@@ -101,9 +101,12 @@ def main() -> None:
     parser.add_argument("--doc", type=Path, help="put the tables in there, between their marks")
     given = parser.parse_args()
     labels = [REFERENCE, *(f"{name}:lipkit" for name in given.families.split(","))]
-    parts = [growth_table(labels, along) for along in ("channels", "side", "batch")]
-    text = "\n\n".join([*parts, ceiling_table(labels)])
-    print(text)
+    parts = []
+    for along in ("channels", "side", "batch", None):
+        # Each is printed as soon as it is there: the next may take ten minutes.
+        parts.append(ceiling_table(labels) if along is None else growth_table(labels, along))
+        print(parts[-1], end="\n\n", flush=True)
+    text = "\n\n".join(parts)
     if given.doc is not None:
         page = given.doc.read_text()
         before, _, rest = page.partition(MARKS[0])

@@ -28,6 +28,7 @@ from lipkit.conv.transform import (
     to_rows,
     transform_matrices,
 )
+from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.transforms import directly, transformed
 
 
@@ -132,7 +133,14 @@ def _gradient_of_pair(g: Tensor, s: Tensor) -> Tensor:
     return torch.stack((first, second), 1) if small else made
 
 
-def _multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
+def outer(g: Spectrum, s: Spectrum) -> tuple[Tensor, Tensor]:
+    """The sums of ``g s^*`` over the rows: real ``(n_r, cout, cin)``, and R and S of pairs ``(n_p, 2, cout, cin)``."""
+    made = torch.bmm(g.real.mT, s.real)
+    pair = _gradient_of_pair(g.pair, s.pair) if len(g.pair) else made.new_empty(0, 2, *made.shape[1:])
+    return made, pair
+
+
+def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
     """Fill ``out`` with the product by the symbol, or by its adjoint; no temporary, no butterfly."""
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
     out.real.baddbmm_(s.real, real, beta=0)
@@ -147,7 +155,7 @@ def _applied(
     b, (h, w) = len(x), x.shape[-2:]
     out = x.new_empty(h * w, b, real.shape[2 if adjoint else 1])
     s = split_rows(to_rows(x, matrices), h, w)
-    _multiplied(real, pair, s, split_rows(out, h, w), adjoint=adjoint)
+    multiplied(real, pair, s, split_rows(out, h, w), adjoint=adjoint)
     if bias is not None:
         # A constant image is the coefficient of frequency 0, the first row.
         out[0].add_(bias, alpha=math.sqrt(h * w))
@@ -200,12 +208,11 @@ class _Apply(torch.autograd.Function):
         g_rows = split_rows(to_rows(g, matrices), h, w)
         if for_real or for_pair:
             s = split_rows(to_rows(x, matrices), h, w)
-            g_real = torch.bmm(g_rows.real.mT, s.real)
-            g_pair = _gradient_of_pair(g_rows.pair, s.pair) if len(pair) else torch.empty_like(pair)
+            g_real, g_pair = outer(g_rows, s)
         gx = None
         if for_x:
             out = torch.empty(h * w, len(x), real.shape[2], dtype=x.dtype, device=x.device)
-            _multiplied(real, pair, g_rows, split_rows(out, h, w), adjoint=True)
+            multiplied(real, pair, g_rows, split_rows(out, h, w), adjoint=True)
             gx = to_images(out, h, w, matrices)
         return g_real, g_pair, g_bias, gx, *none
 
@@ -242,6 +249,8 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
         matrices: ``transform_matrices(h, w)``, made here if not given.
         bias: ``(cout,)``, added to every pixel.
 
+    Under autocast, products are made in its dtype, and so is the result.
+
     >>> from lipkit.conv import kernel_symbol
     >>> x = torch.arange(12.0).reshape(1, 1, 3, 4)
     >>> shift = torch.zeros(1, 1, 3, 3); shift[0, 0, 1, 2] = 1.0
@@ -249,6 +258,11 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
     [5.0, 6.0, 7.0, 4.0]
     """
     h, w = x.shape[-2:]
+    dtype = product_dtype(x, symbol.real.dtype)
+    if dtype != symbol.real.dtype:
+        symbol, bias = Symbol(*(part.to(dtype) for part in symbol)), None if bias is None else bias.to(dtype)
+        with autocast_off(x):
+            return apply_symbol(symbol, x.to(dtype), bias=bias)
     if matrices is None:
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or x.dtype != symbol.real.dtype:

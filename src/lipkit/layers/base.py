@@ -24,7 +24,7 @@ from lipkit.conv import Symbol, apply_symbol, circular_conv2d, downsample, fold
 from lipkit.conv.patches import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
-from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
 __all__ = [
@@ -335,8 +335,9 @@ class SymbolConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             symbol = self.symbol(*x.shape[-2:])
-            dtype = symbol.real.dtype
-            return apply_symbol(symbol, x.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+        made = symbol.real.dtype
+        bias = None if self.bias is None else self.bias.to(made)
+        return apply_symbol(symbol, x.to(product_dtype(x, made)), bias=bias)
 
 
 class KernelConv2d(ConstrainedConv2d):

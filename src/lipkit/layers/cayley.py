@@ -14,7 +14,7 @@ from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, cayley
-from lipkit.linalg.precision import autocast_off, autocast_on
+from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
 
 
@@ -184,10 +184,11 @@ class CayleyConv2d(SymbolConv2d):
         if self.pointwise:
             return super().forward(x)
         x = self.resample(x)
+        dtype = product_dtype(x, torch.promote_types(self.free.dtype, torch.float32))
         with autocast_off(x):
             kernel = rescaled(self.free, self.scale)
             bias = None if self.bias is None else self.bias.to(kernel.dtype)
-            return cayley_conv2d(kernel, x.to(kernel.dtype), bias)
+            return cayley_conv2d(kernel, x.to(dtype), bias)
 
 
 register_one_lipschitz(CayleyLinear, CayleyConv2d)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
-from lipkit.conv.cayley_conv import solve_form, solves_pay
+from lipkit.conv.cayley_conv import batch_of, solve_form, solves_pay
 from lipkit.conv.normal_matrices import normal_matrices_of, prepare
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
@@ -33,7 +33,7 @@ from lipkit.layers.export import (
     stride_modules,
 )
 from lipkit.linalg import at_least_float32, cayley
-from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 
@@ -441,12 +441,13 @@ class SandwichConv2d(SymbolConv2d):
                 inside = self.on_patches(x.to(first.dtype), first)
                 return F.conv2d(self.activation(inside), second[..., None, None])
         x = self.resample(x)
+        dtype = product_dtype(x, torch.promote_types(self.x_scale.dtype, torch.float32))
         with autocast_off(x):
             kernels, psi = self.free_kernels(), self.psi()
-            x = x.to(psi.dtype)
+            x = x.to(dtype)
             normal = normal_matrices_of(*kernels, *x.shape[-2:], wide=True)
             # Both maps solve with the same matrices.
-            factors = prepare(normal, 2 * len(x))
+            factors = prepare(normal, 2 * batch_of(x, psi.dtype))
             bias = None if self.bias is None else self.bias.to(psi.dtype)
             v = solve_form("second", x, normal, factors, bias, SQRT2 / psi)
             return solve_form("first adjoint", self.activation(v), normal, factors, scale=SQRT2 * psi)

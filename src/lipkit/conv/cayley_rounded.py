@@ -1,0 +1,162 @@
+r"""The solve form of the Cayley transform on features of half precision, as autocast makes them.
+
+The matrices :math:`N` and their inverses are made in float32 (:mod:`lipkit.conv.normal_matrices`); they are rounded
+once, and every product with features, forward and backward, has rounded factors. The equations are those of
+:mod:`lipkit.conv.cayley_conv`, with products by :math:`M = N^{-1}` in place of solves:
+
+.. math:: \text{wide:}\quad & h = M (x_1 - W_2 x_2), && k = 2 M^* g, && \nabla_N = -k h^* \\
+          \text{tall:}\quad & h = M x, && k = M^* (2 g_1 - 2 W_2^* g_2), && \nabla_N = -k h^* \\
+          \text{second:}\quad & h = M W_2 x, && k = -2 M^* g, && \nabla_N = -k h^* \\
+          \text{first adjoint:}\quad & h = M^* x, && k = 2 M g, && \nabla_N = -h k^*
+
+Everything is real: a complex matrix is the pair of its parts (:class:`lipkit.conv.Symbol`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipkit.conv.frequency_solve import Form
+from lipkit.conv.spectrum import Symbol, multiplied, outer, split_rows
+from lipkit.conv.transform import to_images, to_rows
+
+
+def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
+    """The transposes of real and of complex matrices in ``dtype``: views of one rounded copy.
+
+    >>> rounded_symbol(torch.eye(2)[None], torch.tensor([[[1j]]]), torch.bfloat16).pair.tolist()
+    [[[[0.0]], [[1.0]]]]
+    """
+    parts = torch.view_as_real(pair.resolve_conj()).movedim(-1, 1)
+    # Products take a transposed view; a transposing copy of large matrices would cost as much as they do.
+    return Symbol(real.to(dtype).mT, parts.to(dtype, memory_format=torch.contiguous_format).mT)
+
+
+def _times(symbol: Symbol, rows: Tensor, h: int, w: int, *, adjoint: bool = False) -> Tensor:
+    """Every row of coefficients times the matrix of its frequency, or times its adjoint."""
+    out = rows.new_empty(*rows.shape[:2], symbol.real.shape[2 if adjoint else 1])
+    multiplied(*symbol, split_rows(rows, h, w), split_rows(out, h, w), adjoint=adjoint)
+    return out
+
+
+def _outer(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, Tensor]:
+    """``scale a b^*`` at the real frequencies, and complex at the pairs, in float32."""
+    real, pair = outer(split_rows(a, h, w), split_rows(b, h, w))
+    pair = pair.float().mul_(scale)
+    return real.float().mul_(scale), torch.complex(pair[:, 0], pair[:, 1])
+
+
+def forward_rounded(
+    form: Form,
+    x: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    inverse: Symbol,
+    rest: Symbol | None,
+    t: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The outputs; of what the derivative needs h, and the rows that W_2 multiplied.
+
+    Args:
+        form: see :func:`lipkit.conv.cayley_conv.solve_form`.
+        x: ``(B, C, h, w)``.
+        bias, scale: of each channel, or None.
+        inverse, rest: M and W_2 in the dtype of x.
+        t: the matrices of the transform, likewise.
+    """
+    h, w = x.shape[-2:]
+    rows = to_rows(x, t)
+    n = inverse.real.shape[1]
+    kept: Tensor | None = None
+    if form == "first adjoint":
+        rows = rows if scale is None else rows.mul_(scale)
+        solved = _times(inverse, rows, h, w, adjoint=True)
+        out = torch.lerp(rows, solved, 2.0)
+    elif form == "second":
+        assert rest is not None
+        kept = rows
+        solved = _times(inverse, _times(rest, rows, h, w), h, w)
+        out = solved * (-2 if scale is None else (-2 * scale).to(x.dtype))
+    elif form == "tall":
+        solved = _times(inverse, rows, h, w)
+        out = torch.lerp(rows, solved, 2.0)
+        if rest is not None:
+            out = torch.cat((out, _times(rest, solved, h, w).mul_(-2)), -1)
+    else:
+        own = rows[..., :n]
+        moved = own
+        if rest is not None:
+            kept = rows[..., n:]
+            moved = own - _times(rest, kept, h, w)
+        solved = _times(inverse, moved, h, w)
+        out = torch.lerp(own, solved, 2.0)
+    if bias is not None:
+        # A constant image is the coefficient of frequency 0, the first row.
+        out[0].add_(bias, alpha=math.sqrt(h * w))
+    return to_images(out, h, w, t), solved, kept
+
+
+def backward_rounded(
+    form: Form,
+    needed: tuple[bool, ...],
+    x: Tensor,
+    scale: Tensor | None,
+    inverse: Symbol,
+    rest: Symbol | None,
+    kept: tuple[Tensor, Tensor | None],
+    g: Tensor,
+    t: list[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), from the upstream ``g``.
+
+    Args:
+        needed: which of x, bias, scale are asked for, and whether N and W_2 are.
+        kept: what :func:`forward_rounded` returned beside the outputs.
+    """
+    h, w = x.shape[-2:]
+    rows, (solved, multiplied_rows) = to_rows(g, t), kept
+    n = inverse.real.shape[1]
+    for_x: Tensor | None = None
+    for_bias = rows[0].sum(0, dtype=torch.float32).mul_(math.sqrt(h * w)) if needed[1] else None
+    for_scale: Tensor | None = None
+    for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
+    if form == "first adjoint":
+        k = _times(inverse, rows, h, w).mul_(2)
+        for_normal = _outer(solved, k, h, w, -1)
+        out = k - rows
+    elif form == "second":
+        assert rest is not None
+        if scale is not None:
+            # The transform keeps inner products, so those of the coefficients do.
+            for_scale = -2 * (rows * solved).sum((0, 1), dtype=torch.float32)
+            rows = rows * scale.to(rows.dtype)
+        k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)
+        for_normal = _outer(k, solved, h, w, -1)
+        if multiplied_rows is not None:
+            for_rest = _outer(k, multiplied_rows, h, w, 1)
+        out = _times(rest, k, h, w, adjoint=True)
+    elif form == "tall":
+        own, other = rows[..., :n], rows[..., n:]
+        top = own if rest is None else own - _times(rest, other, h, w, adjoint=True)
+        k = _times(inverse, top, h, w, adjoint=True).mul_(2)
+        for_normal = _outer(k, solved, h, w, -1)
+        if rest is not None:
+            for_rest = _outer(other, solved, h, w, -2)
+        out = k - own
+    else:
+        k = _times(inverse, rows, h, w, adjoint=True).mul_(2)
+        for_normal = _outer(k, solved, h, w, -1)
+        out = k - rows
+        if rest is not None and multiplied_rows is not None:
+            for_rest = _outer(k, multiplied_rows, h, w, -1)
+            out = torch.cat((out, _times(rest, k, h, w, adjoint=True).neg_()), -1)
+    scaled = scale is not None and form == "first adjoint"
+    if needed[0] or scaled:
+        for_x = to_images(out, h, w, t)
+    if scaled and for_x is not None and scale is not None:
+        for_scale = (for_x * x).sum((0, 2, 3), dtype=torch.float32)
+        for_x = for_x * scale.to(x.dtype)[:, None, None]
+    return for_x, for_bias, for_scale, for_normal[0].mT, for_normal[1].mT, *for_rest

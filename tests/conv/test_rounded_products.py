@@ -1,0 +1,115 @@
+"""Products of half precision: features, gradients and derivatives of the Cayley and the phase forms against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipkit.conv import phase_product
+from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
+from lipkit.conv.frequency_solve import Form
+from lipkit.conv.normal_matrices import normal_matrices
+from lipkit.conv.phase_product import apply_phases
+from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
+from lipkit.layers import families
+
+# Factors of 8 bits: a product of random numbers is off by about 2^-8 of its size, a chain of four by 1 %, and
+# sums that cancel (of a bias) by somewhat more. A wrong term is off by its whole size.
+CLOSE = 0.04
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float((found.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 6, 8, 10])
+@pytest.mark.parametrize(
+    ("form", "cin", "cout"),
+    [("tall", 4, 4), ("tall", 4, 7), ("wide", 7, 4), ("second", 7, 4), ("first adjoint", 7, 4)],
+)
+def test_values_and_gradients_of_the_solve_form(form: Form, cin: int, cout: int, side: int) -> None:
+    torch.manual_seed(side)
+    least = min(cin, cout)
+    kernel = 0.3 * torch.randn(cout, cin, 3, 3)
+    x = torch.randn(16, {"second": cin - cout, "first adjoint": least}.get(form, cin), side, side)
+    bias = None if form == "first adjoint" else torch.randn(cout if form in ("tall", "wide") else least)
+    scale = torch.rand(least) + 0.5 if form in ("second", "first adjoint") else None
+    results: list[list[Tensor]] = []
+    for made, dtype in ((torch.float64, torch.float64), (torch.float32, torch.bfloat16)):
+        given = [None if t is None else t.to(made).requires_grad_() for t in (kernel, bias, scale)]
+        free, shift, factor = given
+        assert free is not None
+        features = x.to(dtype).requires_grad_()
+        y = solve_form(form, features, normal_matrices(free, side, side), bias=shift, scale=factor)
+        assert y.dtype == dtype
+        torch.manual_seed(99)
+        y.backward(torch.randn(y.shape, dtype=torch.float64).to(dtype))
+        assert features.grad is not None
+        results.append([y, features.grad, *(t.grad for t in given if t is not None and t.grad is not None)])
+    assert len(results[0]) == len(results[1]) >= 3
+    for found, exact in zip(results[1], results[0], strict=True):
+        assert off(found, exact) < CLOSE
+
+
+def test_the_gradient_can_be_differentiated() -> None:
+    torch.manual_seed(0)
+    kernel, x = torch.randn(3, 3, 3, 3), torch.randn(8, 3, 5, 5)
+
+    def second(kernel: Tensor, x: Tensor) -> Tensor:
+        kernel, x = kernel.requires_grad_(), x.requires_grad_()
+        (g,) = torch.autograd.grad(cayley_conv2d(kernel, x).double().pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(g.double().square().sum(), kernel)[0]
+
+    exact = second(kernel.double(), x.double())
+    # Third powers of features of 8 bits lose more of them.
+    assert off(second(kernel.clone(), x.bfloat16()), exact) < 3 * CLOSE
+
+
+def test_few_images_are_solved_for_in_float32() -> None:
+    torch.manual_seed(1)
+    kernel, x = torch.randn(16, 16, 3, 3), torch.randn(2, 16, 6, 6)
+    y = cayley_conv2d(kernel, x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert off(y, cayley_conv2d(kernel.double(), x.bfloat16().double())) < 2.0**-8
+
+
+@pytest.mark.parametrize("numbers", [2**19, 64])
+def test_gradients_of_the_phase_form_in_pieces(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase_product, "PIECE_NUMBERS", numbers)
+    monkeypatch.setattr(phase_product, "PIECE_PIXELS", 1)
+    torch.manual_seed(2)
+    real, pair, bias, x = torch.randn(1, 3, 2), torch.randn(4, 1, 3, 2), torch.randn(3), torch.randn(9, 2, 6, 6)
+    results: list[list[Tensor]] = []
+    for dtype, autocast in ((torch.float64, False), (torch.float32, True)):
+        leaves = [t.to(dtype).requires_grad_() for t in (real, pair, bias, x)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = apply_phases(Symbol(*leaves[:2]), leaves[3], (3, 3), bias=leaves[2])
+        assert y.dtype == (torch.bfloat16 if autocast else torch.float64)
+        torch.manual_seed(99)
+        y.backward(torch.randn(y.shape, dtype=torch.float64).to(y.dtype))
+        results.append([y, *(t.grad for t in leaves if t.grad is not None)])
+    assert len(results[1]) == 5
+    for found, exact in zip(results[1], results[0], strict=True):
+        assert off(found, exact) < CLOSE
+
+
+def test_a_symbol_is_applied_in_the_dtype_of_autocast() -> None:
+    torch.manual_seed(3)
+    kernel, x = torch.randn(3, 2, 3, 3), torch.randn(4, 2, 9, 9)
+    exact = apply_symbol(kernel_symbol(kernel.double(), 9, 9), x.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = apply_symbol(kernel_symbol(kernel, 9, 9), x)
+    assert y.dtype == torch.bfloat16
+    assert 1e-4 < off(y, exact) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["cayley", "eco", "lot", "bcop", "aol", "sandwich"])
+def test_layers_return_what_a_convolution_under_autocast_returns(name: str) -> None:
+    torch.manual_seed(4)
+    layer = families.FAMILIES[name].conv(4, 4, 3)
+    x = torch.randn(8, 4, 6, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert 1e-5 < off(y, layer.double()(x.double())) < CLOSE
