@@ -331,7 +331,7 @@ class SymbolConv2d(ConstrainedConv2d):
             self.check_input(x)
             with autocast_off(x):
                 matrix = self.matrix()
-                return self.on_patches(x.to(matrix.dtype), matrix)
+            return self.on_patches(x.to(product_dtype(x, matrix.dtype)), matrix)
         x = self.resample(x)
         with autocast_off(x):
             symbol = self.symbol(*x.shape[-2:])

@@ -438,8 +438,8 @@ class SandwichConv2d(SymbolConv2d):
             self.check_input(x)
             with autocast_off(x):
                 first, second = self.matrices()
-                inside = self.on_patches(x.to(first.dtype), first)
-                return F.conv2d(self.activation(inside), second[..., None, None])
+            inside = self.on_patches(x.to(product_dtype(x, first.dtype)), first)
+            return F.conv2d(self.activation(inside), second[..., None, None])
         x = self.resample(x)
         dtype = product_dtype(x, torch.promote_types(self.x_scale.dtype, torch.float32))
         with autocast_off(x):
