@@ -8,11 +8,13 @@ from torch import Tensor
 
 from lipkit.conv import phase_product
 from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
+from lipkit.conv.few_inputs import cayley_of_few
 from lipkit.conv.frequency_solve import Form
 from lipkit.conv.normal_matrices import normal_matrices
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
 from lipkit.layers import families
+from lipkit.linalg.cayley_product import cayley_linear
 
 # Factors of 8 bits: a product of random numbers is off by about 2^-8 of its size, a chain of four by 1 %, and
 # sums that cancel (of a bias) by somewhat more. A wrong term is off by its whole size.
@@ -50,6 +52,39 @@ def test_values_and_gradients_of_the_solve_form(form: Form, cin: int, cout: int,
     assert len(results[0]) == len(results[1]) >= 3
     for found, exact in zip(results[1], results[0], strict=True):
         assert off(found, exact) < CLOSE
+
+
+def results_of(made: torch.dtype, dtype: torch.dtype, kernel: Tensor, x: Tensor, bias: Tensor) -> list[Tensor]:
+    """Output and gradients of the Cayley layer with few inputs (an image) or of the dense one."""
+    free, shift, features = (t.to(d).requires_grad_() for t, d in ((kernel, made), (bias, made), (x, dtype)))
+    if kernel.ndim == 4:
+        # The input of a network is not rounded further than it is.
+        y = cayley_of_few(free, features.to(made), shift, dtype)
+    else:
+        y = cayley_linear(free, features, shift)
+    assert y.dtype == dtype
+    y.backward(torch.cos(torch.arange(y.numel())).view(y.shape).to(dtype))
+    assert free.grad is not None
+    assert features.grad is not None
+    assert shift.grad is not None
+    assert (free.grad.dtype, features.grad.dtype, shift.grad.dtype) == (made, dtype, made)
+    return [y, free.grad, features.grad, shift.grad]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "x"),
+    [((8, 3, 3, 3), (4, 3, 9, 8)), *(((m, n), (b, n)) for m, n in ((9, 9), (9, 40), (40, 9)) for b in (3, 20))],
+    ids=str,
+)
+def test_values_and_gradients_of_few_inputs_and_of_dense_layers(kernel: tuple[int, ...], x: tuple[int, ...]) -> None:
+    torch.manual_seed(3)
+    given = 0.3 * torch.randn(kernel), torch.randn(x).bfloat16(), torch.randn(kernel[0])
+    exact = results_of(torch.float64, torch.float64, *given)
+    for found, true in zip(results_of(torch.float32, torch.bfloat16, *given), exact, strict=True):
+        assert off(found, true) < CLOSE
+        assert true.norm() > 0
+    # The products were rounded.
+    assert off(results_of(torch.float32, torch.bfloat16, *given)[0], exact[0]) > 1e-4
 
 
 def test_the_gradient_can_be_differentiated() -> None:

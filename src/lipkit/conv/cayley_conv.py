@@ -324,7 +324,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     """
     cout, cin = kernel.shape[:2]
     if spreading_pays(kernel, *x.shape[-2:]):
-        return cayley_of_few(kernel, x.to(kernel.dtype), bias).to(x.dtype)
+        return cayley_of_few(kernel, x.to(kernel.dtype), bias, x.dtype)
     return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, *x.shape[-2:]), bias=bias)
 
 

@@ -88,7 +88,9 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     b, _, h, w = g.shape
     by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
     taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
-    sums = g.new_zeros(b, cin, h + kh - 1, w + kw - 1)
+    # The sum of many terms, which is transformed next, has float32 at least.
+    exact = torch.promote_types(g.dtype, torch.float32)
+    sums = torch.zeros(b, cin, h + kh - 1, w + kw - 1, dtype=exact, device=g.device)
     for i in range(kh):
         for j in range(kw):
             sums[:, :, i : i + h, j : j + w] += taps[:, i, j]
@@ -137,7 +139,7 @@ class _Convolved(torch.autograd.Function):
     """The whole layer: torch's own derivatives of its small parts would take longer than its products."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         n, (h, w) = x.shape[1], x.shape[-2:]
         own, rest = _spectra(kernel, h, w)
         normal = own - own.mH + rest.mH @ rest
@@ -148,7 +150,9 @@ class _Convolved(torch.autograd.Function):
         t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
         outputs = -kernel
         outputs[:n] = _identity(kernel)
-        y = circular_conv2d(t, outputs, bias)
+        # Inputs are few, outputs many: the convolution alone takes the digits that autocast gives.
+        t, outputs = t.to(dtype), outputs.to(dtype)
+        y = circular_conv2d(t, outputs, None if bias is None else bias.to(dtype))
         y[:, :n] -= x
         ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, t, outputs)
         return y
@@ -161,8 +165,9 @@ class _Convolved(torch.autograd.Function):
             if torch.is_grad_enabled() or transformed():
                 # The gradient itself is to be differentiated, or there is a batch of them.
                 given = (kernel, x) if bias is None else (kernel, x, bias)
-                found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1](g)
-                return (*found, None)[:3]
+                back = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1]
+                found = back(g.to(x.dtype))
+                return (*found, None, None)[:4]
             n, (h, w) = x.shape[1], x.shape[-2:]
             for_kernel, for_x = None, None
             along = torch.fft.rfft2(_adjoint(g, outputs))
@@ -178,20 +183,21 @@ class _Convolved(torch.autograd.Function):
                 spectra = _Spectra(for_normal - for_normal.mH, rest @ (for_normal + for_normal.mH))
                 for_kernel = _kernel_of(spectra, kernel, h, w)
                 for_kernel[n:] -= conv2d_weight(padded, kernel.shape, g)[n:]
-            for_bias = g.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
-        return for_kernel, for_x, for_bias
+            for_bias = g.sum((0, 2, 3)).to(x.dtype) if ctx.needs_input_grad[2] else None
+        return for_kernel, for_x, for_bias, None
 
 
-def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
 
     Args:
         kernel: ``(cout, cin, kh, kw)`` with cout > cin, real, of the dtype of x.
         x: ``(B, cin, h, w)`` with h >= kh and w >= kw.
         bias: ``(cout,)``, added to every pixel.
+        dtype: of the plain convolution, by default that of x; N and the solve have that of x.
 
     Returns:
-        ``(B, cout, h, w)``.
+        ``(B, cout, h, w)``, of ``dtype``.
 
     Cost:
         Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between
@@ -203,6 +209,6 @@ def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     check_kernel(kernel)
     with autocast_off(x):
         if torch.compiler.is_compiling() or transformed():
-            return _plain(kernel, x, bias)
-        y: Tensor = _Convolved.apply(kernel, x, bias)
+            return _plain(kernel, x, bias).to(dtype or x.dtype)
+        y: Tensor = _Convolved.apply(kernel, x, bias, dtype or x.dtype)
     return y

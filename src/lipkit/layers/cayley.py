@@ -125,10 +125,11 @@ class CayleyLinear(ConstrainedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if not self._solves(x):
             return super().forward(x)
+        dtype = product_dtype(x, self.free.dtype)
         with autocast_off(x):
             free = rescaled(self.free, self.scale)
             bias = None if self.bias is None else self.bias.to(free.dtype)
-            return cayley_linear(free, x.to(free.dtype), bias)
+            return cayley_linear(free, x.to(dtype), bias)
 
     def _solves(self, x: Tensor) -> bool:
         """True unless the matrix is made: a small one, that of a subclass, or one whose product is autocast's."""

@@ -29,16 +29,18 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     r"""Product of ``x`` with the Cayley transform of ``weight``, which is never made.
 
     Args:
-        weight: ``(m, n)``, real, of the dtype of x.
-        x: ``(..., n)``.
+        weight: ``(m, n)``, real.
+        x: ``(..., n)`` of the dtype of the weight, or of half precision: then N is made, factorised and solved with in
+            the dtype of the weight, and what x and the gradients of y are multiplied by is rounded.
         bias: ``(m,)``.
 
     Returns:
-        ``(..., m)``.
+        ``(..., m)``, of the dtype of x.
 
     Cost:
-        Of products of the larger by the smaller side squared, with a batch smaller than that: one for a wide or tall
-        matrix forward and one backward, where making the transform takes two and three. LU factors in place of an
+        Of products of the larger by the smaller side squared, for a wide or tall matrix: one forward and at most one
+        backward (for a batch of half the smaller side or less, products with the batch alone), where making the
+        transform takes two and three. LU factors in place of an
         inverse for up to 3/2 min(m, n) vectors.
 
     Raises:
@@ -64,7 +66,7 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
 
 def _plain(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The function of :class:`_Product`, by operations that every tracer and every derivative of torch knows."""
-    return F.linear(x, cayley(weight), bias)
+    return F.linear(x, cayley(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,62 +92,81 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        (m, n), (_, rest) = weight.shape, _parts(weight)
+        m, n = weight.shape
         factors = factorize(_transposed(weight), len(x))
+        # What features are multiplied by has their digits; N is factorised, and solved with, in those of the weight.
+        rest, exact = _parts(weight)[1].to(x.dtype), weight.dtype
         if m < n:
-            own = x[:, :m]
-            h = solve_rows(factors, torch.addmm(own, x[:, m:], rest.mT, alpha=-1))
-            y = torch.lerp(own, h, 2.0)
+            own = x[:, :m].to(exact)
+            h = solve_rows(factors, own - x[:, m:] @ rest.mT)
+            y = torch.lerp(own, h, 2.0).to(x.dtype)
         else:
-            h = solve_rows(factors, x)
+            start = x.to(exact)
+            h = solve_rows(factors, start)
             y = x.new_empty(len(x), m)
-            torch.lerp(x, h, 2.0, out=y[:, :n])
+            y[:, :n] = torch.lerp(start, h, 2.0)
             if m > n:
-                y[:, n:].addmm_(h, rest.mT, beta=0, alpha=-2)
-        ctx.save_for_backward(weight, x, bias, h, *factors)
+                y[:, n:].addmm_(h.to(x.dtype), rest.mT, beta=0, alpha=-2)
+        ctx.save_for_backward(weight, x, bias, h, rest, *factors)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        weight, x, bias, h, *factors = ctx.saved_tensors
+        weight, x, bias, h, rest, *factors = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
                 # The gradient itself is to be differentiated, or there is a batch of them.
                 given = (weight, x) if bias is None else (weight, x, bias)
                 found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1](g)
                 return (*found, None)[:3]
-            for_weight, for_x = _gradients(weight, x, h, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
-        return for_weight, for_x, g.sum(0) if ctx.needs_input_grad[2] else None
+            for_weight, for_x = _gradients(weight, x, h, rest, Factors(*factors), g, asked=ctx.needs_input_grad[:2])
+        for_bias = g.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return for_weight, for_x, for_bias
 
 
 def _gradients(
-    weight: Tensor, x: Tensor, h: Tensor, factors: Factors, g: Tensor, *, asked: tuple[bool, ...]
+    weight: Tensor, x: Tensor, h: Tensor, rest: Tensor, factors: Factors, g: Tensor, *, asked: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     r"""The gradients of W and x: with :math:`N^\top k = g_1` (tall: :math:`g_1 - W_2^\top g_2`),
     :math:`\nabla_N = -2 k h^\top`, and x gets :math:`[2k - g_1;\, -2 W_2^\top k]` (tall: :math:`2k - g_1`).
+
+    Both are of the rank of the batch, and so are the parts of the gradient of W_2:
+
+    .. math:: \text{wide:}\quad -2 k (h^\top W_2 + x_2^\top) - 2 h (k^\top W_2), \qquad
+              \text{tall:}\quad -2 (W_2 k + g_2) h^\top - 2 (W_2 h) k^\top .
     """
-    (m, n), (_, rest) = weight.shape, _parts(weight)
-    wide = m < n
-    first = g if wide else g[:, :n]
-    top = first if m <= n else torch.addmm(first, g[:, n:], rest, alpha=-1)
+    (m, n), wide = weight.shape, len(weight) < weight.shape[1]
+    first = (g if wide else g[:, :n]).to(weight.dtype)
+    top = first if m <= n else first - g[:, n:] @ rest
     k = solve_rows(factors, top, transposed=True)
-    for_x = None
+    rounded_h, rounded_k = h.to(x.dtype), k.to(x.dtype)
+    for_x, moved_k = None, None
     if asked[1]:
         for_x = torch.empty_like(x)
-        torch.lerp(first, k, 2.0, out=for_x[:, :m] if wide else for_x)
+        (for_x[:, :m] if wide else for_x).copy_(torch.lerp(first, k, 2.0))
         if wide:
-            for_x[:, m:].addmm_(k, rest, beta=0, alpha=-2)
+            moved_k = rounded_k @ rest
+            torch.mul(moved_k, -2, out=for_x[:, m:])
     if not asked[0]:
         return None, for_x
-    normal = (k.mT @ h).mul_(-2)
+    normal = (rounded_k.mT @ rounded_h).to(weight.dtype).mul_(-2)
     made = torch.empty_like(weight)
     for_own, for_rest = _parts(made)
     torch.sub(normal, normal.mT, out=for_own)
-    if wide:
-        torch.mm(normal + normal.mT, rest, out=for_rest)
-        for_rest.addmm_(k.mT, x[:, m:], alpha=-2)
-    elif m > n:
-        torch.mm(rest, normal + normal.mT, out=for_rest)
-        for_rest.addmm_(g[:, n:].mT, h, alpha=-2)
+    if m == n:
+        return made, for_x
+    beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])
+    if x.dtype == weight.dtype and 2 * len(x) > min(m, n):
+        # The rank is no gain, and products of full size are exact in the digits of the weight.
+        symmetric = normal + normal.mT
+        torch.mm(*((symmetric, rest) if wide else (rest, symmetric)), out=for_rest)
+        for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=-2)
+        return made, for_x
+    across = rest if wide else rest.mT
+    moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
+    solutions = torch.cat((rounded_k, rounded_h))
+    images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.add_(other)))
+    found = solutions.mT @ images if wide else images.mT @ solutions
+    torch.mul(found, -2, out=for_rest)
     return made, for_x
