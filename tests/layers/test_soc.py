@@ -102,8 +102,29 @@ def test_terms_of_the_two_modes_differ_by_the_truncation() -> None:
     assert torch.equal(wide.train()(x), wide.eval()(x))
 
 
+@each_mode
+@pytest.mark.parametrize("shape", [(2, 3, 3), (2, 20, 2), (8, 3, 1)], ids=str)
+def test_few_patches_are_multiplied_by_the_matrix_as_many_are(shape: tuple[int, int, int], mode: str) -> None:
+    cin, cout, stride = shape
+    layer = SocConv2d(cin, cout, 1, stride=stride, padding_mode=mode, dtype=torch.float64)
+    weight = layer.matrix(5)
+    patches = torch.randn(40, cin, stride, 2 * stride, dtype=torch.float64)
+    g = torch.randn(40, cout, 1, 2, dtype=torch.float64)
+    for count in (1, 40):
+        x = patches[:count].requires_grad_()
+        assert layer.bias is not None
+        expected = torch.nn.functional.pixel_unshuffle(x, stride)
+        expected = torch.einsum("oi,bihw->bohw", weight, expected) + layer.bias[:, None, None]
+        y = layer(x)
+        torch.testing.assert_close(y, expected)
+        wanted = (x, layer.free, layer.bias)
+        found = torch.autograd.grad(y, wanted, g[:count])
+        for one, two in zip(found, torch.autograd.grad(expected, wanted, g[:count], retain_graph=True), strict=True):
+            torch.testing.assert_close(one, two)
+
+
 def test_reshaped_norm_is_an_upper_bound() -> None:
-    for shape in ((4, 3, 3, 3), (3, 4, 1, 5), (2, 2, 4, 2)):
+    for shape in ((4, 3, 3, 3), (3, 4, 1, 5), (4, 3, 5, 1), (2, 2, 4, 2)):
         kernel = torch.randn(*shape, dtype=torch.float64)
         # A search over the torus, independent of the reshapings.
         taps = torch.cartesian_prod(torch.arange(shape[2]), torch.arange(shape[3])).double().numpy()

@@ -17,7 +17,7 @@ from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import patch_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.exponential import check_terms, taylor
+from lipkit.linalg.exponential import check_terms, taylor, taylor_products
 from lipkit.linalg.gram_norm import gram_norm
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
@@ -38,6 +38,9 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
     """
     c, n, kh, kw = kernel.shape
     flat = gram_norm(kernel.reshape(c, n * kh * kw))
+    if 1 in (kh, kw):
+        # The second reshaping is the same matrix (one row of taps), or has the same norm if the kernel is skew.
+        return flat * (math.sqrt(kh * kw) * (1 + 1e-12))
     half = gram_norm(kernel.transpose(1, 2).reshape(c * kh, n * kw))
     return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
 
@@ -69,8 +72,8 @@ class SocConv2d(ConstrainedConv2d):
     Cost:
         Circular: T convolutions with c x c channels, or as many or fewer products in Fourier space, whichever way is
         cheapest by count (:func:`lipkit.conv.exponential_conv2d`). With zeros: T convolutions. A 1 x 1 kernel: a
-        polynomial of one matrix, and one product for each s x s patch. Besides, matrix products of size c max(kh, kw)
-        for B.
+        polynomial of one matrix and one product for each s x s patch, or T products for each of few patches. Besides,
+        matrix products of size c max(kh, kw) for B.
 
     Raises:
         OptionError: an argument that is not supported, an even kernel size. ShapeError: an input that does not fit.
@@ -115,19 +118,28 @@ class SocConv2d(ConstrainedConv2d):
 
     def matrix(self, terms: int) -> Tensor:
         """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same with either padding."""
-        return taylor(self.generator()[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
+        return self.polynomial(self.generator(), terms)
+
+    def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
+        """The matrix of :meth:`matrix` for this 1 x 1 ``kernel``."""
+        return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         with autocast_off(x):
-            if self.pointwise:
-                matrix = self.matrix(self.terms)
-            else:
-                kernel = self.generator()
-        if self.pointwise:
+            kernel = self.generator()
+            terms, rows = self.terms, x.numel() // self.inner_channels
+            # Powers of one matrix, or products of it with few patches.
+            made = self.pointwise and terms * rows > taylor_products(terms) * len(kernel)
+            matrix = self.polynomial(kernel, terms) if made else None
+        if matrix is not None:
             return self.on_patches(x, matrix)
         x = downsample(x, self.stride)
+        if self.pointwise:
+            patches = F.pad(x.movedim(1, -1), (0, len(kernel) - self.inner_channels))
+            y = taylor_features(patches, lambda term: F.linear(term, kernel[:, :, 0, 0]), terms)
+            return self.add_bias(y[..., : self.out_channels].movedim(-1, 1))
         if self.padding_mode == "circular":
             return self.add_bias(exponential_conv2d(kernel, x.to(kernel.dtype), self.terms, self.out_channels))
         half = [k // 2 for k in self.kernel_size]
