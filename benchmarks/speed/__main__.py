@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from benchmarks.speed.others import DEFAULT, read_others
 from benchmarks.speed.run import QUICK, Plan, Result, measure
 from benchmarks.speed.shapes import parse
 from benchmarks.speed.table import sections, write_document
@@ -32,8 +33,17 @@ from lipkit.files import read_text, write_atomic
 @click.option(
     "--from", "source", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Measure nothing: show this."
 )
+@click.option(
+    "--others",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=DEFAULT,
+    show_default="others.csv",
+    help="Ratios of other libraries that were measured elsewhere, shown beside these.",
+)
 @click.pass_context
-def command(ctx: click.Context, json_file: Path | None, doc: Path | None, source: Path | None, **given: Any) -> None:
+def command(
+    ctx: click.Context, json_file: Path | None, doc: Path | None, source: Path | None, others: Path, **given: Any
+) -> None:
     """Time the layers: training step, exported forward, memory, whole networks.
 
     Everything is a ratio to nn.Conv2d with circular padding, the same channels and a 3 x 3 kernel, on one thread; next
@@ -41,7 +51,7 @@ def command(ctx: click.Context, json_file: Path | None, doc: Path | None, source
     orthogonium and deel-torchlip. Layers that are not what they promise are refused before anything is timed. The
     tables go to stdout.
     """
-    text = command_line(ctx)
+    text, ratios = command_line(ctx), read_others(others)
 
     def keep(result: Result) -> None:
         if json_file is not None:
@@ -51,10 +61,10 @@ def command(ctx: click.Context, json_file: Path | None, doc: Path | None, source
         result = read(source)
     else:
         result = {"command": text, **measure(plan_of(given), lambda line: click.echo(line, err=True), keep)}
-    for part, table in sections(result).items():
+    for part, table in sections(result, ratios).items():
         click.echo(f"## {part}\n\n{table}\n")
     if doc is not None:
-        click.echo(f"{doc}: wrote {', '.join(write_document(doc, result))}", err=True)
+        click.echo(f"{doc}: wrote {', '.join(write_document(doc, result, ratios))}", err=True)
 
 
 def plan_of(given: dict[str, Any]) -> Plan:
@@ -85,7 +95,11 @@ def command_line(ctx: click.Context) -> str:
     words = ["python", "-m", "benchmarks.speed"]
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE or name in ("json_file", "source"):
+        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE or name in (
+            "json_file",
+            "source",
+            "others",
+        ):
             continue
         value = ctx.params[name]
         if isinstance(parameter, click.Option) and parameter.is_flag:

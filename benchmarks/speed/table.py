@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.speed import floor, targets
 from benchmarks.speed.networks import epoch
+from benchmarks.speed.others import Others
 from benchmarks.speed.ratios import geometric_mean, median, ratio
 from benchmarks.speed.run import rates_of
 from benchmarks.speed.shapes import parse
@@ -53,8 +54,11 @@ def number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
-def family_table(result: Result, family: str, phase: str) -> str:
-    """Every shape of one family in one phase, as ratios to the plain convolution, and the geometric means."""
+def family_table(result: Result, family: str, phase: str, others: Others | None = None) -> str:
+    """Every shape of one family in one phase, as ratios to the plain convolution, and the geometric means.
+
+    Columns with a star are figures of ``others``, measured elsewhere.
+    """
     own = f"{family}:lipkit"
     cells = [c for c in result["cells"] if c["phase"] == phase and own in c["samples"]]
     if not cells:
@@ -64,11 +68,14 @@ def family_table(result: Result, family: str, phase: str) -> str:
     members = [maker for maker in MEMBERS if f"{family}:{maker}" in present]
     labels = [*plain, *(f"{family}:{maker}" for maker in members)]
     with_floor = family in floor.FAMILIES
-    heads = ["shape", "batch", f"{REFERENCE} ms", *plain, *members]
+    cases = [(others or {}).get((family, cell["shape"], cell["batch"], phase), {}) for cell in cells]
+    libraries = sorted({library for case in cases for library in case})
+    heads = ["shape", "batch", f"{REFERENCE} ms", *plain, *members, *(f"{library}*" for library in libraries)]
     rows = [heads + (["floor ms", "operations ms", "bytes ms", "gap"] if with_floor else [])]
-    for cell in cells:
+    for cell, case in zip(cells, cases, strict=True):
         samples, reference = cell["samples"], cell["samples"][REFERENCE]
         ratios = [ratio(samples[label], reference) if label in samples else math.nan for label in labels]
+        ratios += [case.get(library, math.nan) for library in libraries]
         row = [cell["shape"], str(cell["batch"]), number(1e3 * median(reference)), *map(number, ratios)]
         if with_floor:
             row += _floor_cells(result, cell, family, phase)
@@ -78,7 +85,7 @@ def family_table(result: Result, family: str, phase: str) -> str:
         for label in labels:
             same = [c["samples"] for c in cells if c["batch"] == batch and label in c["samples"]]
             means.append(number(geometric_mean(ratio(s[label], s[REFERENCE]) for s in same)))
-        rows.append(["geometric mean", str(batch), "", *means, *([""] * 4 if with_floor else [])])
+        rows.append(["geometric mean", str(batch), "", *means, *[""] * (len(libraries) + (4 if with_floor else 0))])
     return markdown(rows)
 
 
@@ -147,14 +154,14 @@ def provenance(result: Result) -> str:
     )
 
 
-def sections(result: Result) -> dict[str, str]:
-    """The text of each part that was measured: 'layers', 'memory', 'networks'."""
+def sections(result: Result, others: Others | None = None) -> dict[str, str]:
+    """The text of each part that was measured: 'layers', 'memory', 'networks'; ``others`` as in `family_table`."""
     found = {}
     if result["cells"]:
         blocks = [target_table(verdicts(result["cells"]))]
         for family in result["options"]["families"]:
             for phase in result["options"]["phases"]:
-                table = family_table(result, family, phase)
+                table = family_table(result, family, phase, others)
                 blocks += [f"### {family}: {PHASE_NAMES[phase]}", table] if table else []
         if result["absent"]:
             blocks.append("Left out: " + "; ".join(f"{k} ({v})" for k, v in result["absent"].items()) + ".")
@@ -163,7 +170,7 @@ def sections(result: Result) -> dict[str, str]:
     return {part: f"{provenance(result)}\n\n{text}" for part, text in found.items() if text}
 
 
-def write_document(path: Path, result: Result) -> list[str]:
+def write_document(path: Path, result: Result, others: Others | None = None) -> list[str]:
     """Replace the measured parts of a document between their markers, and return their names.
 
     The markers of part P on device D are the lines ``<!-- bench D P -->`` and ``<!-- end of D P -->``.
@@ -173,7 +180,7 @@ def write_document(path: Path, result: Result) -> list[str]:
     """
     text = path.read_text(encoding="utf-8")
     device = str(result["options"]["device"]).partition(":")[0]
-    found = sections(result)
+    found = sections(result, others)
     for part, content in found.items():
         first, last = f"<!-- bench {device} {part} -->", f"<!-- end of {device} {part} -->"
         before, one, rest = text.partition(first)

@@ -6,8 +6,11 @@ import json
 import pytest
 from benchmarks.speed import run, table
 from benchmarks.speed.__main__ import command, plan_of
+from benchmarks.speed.others import COLUMNS, read_others
 from benchmarks.speed.run import QUICK, Plan
 from click.testing import CliRunner
+
+from lipkit.errors import OptionError
 
 TINY = ["--family", "cayley", "--family", "eco", "--shape", "4@6", "--batch", "2", "--repeats", "2", "--seconds", "0"]
 
@@ -74,6 +77,39 @@ def test_a_file_of_something_else_is_refused(tmp_path, content):
     done = bench("--from", str(file))
     assert done.exit_code == 2
     assert "expected a file written by --json" in done.output
+
+
+def test_figures_of_others_stand_beside_the_measured_ones(tmp_path):
+    file = tmp_path / "others.csv"
+    file.write_text("library,family,shape,batch,phase,ratio\nTheirs,cpl,8@4,2,train,2.5\nTheirs,cpl,8@4,2,forward,9\n")
+    samples = {"conv": [1.0, 1.0], "cpl:lipkit": [3.0, 3.0]}
+    cells = [{"shape": shape, "batch": 2, "phase": "train", "samples": samples} for shape in ("8@4", "8@8")]
+    head, _, first, second, mean = table.family_table({"cells": cells}, "cpl", "train", read_others(file)).splitlines()
+    assert [cell.strip() for cell in head.split("|")[-3:-1]] == ["lipkit", "Theirs*"]
+    assert [cell.strip() for cell in first.split("|")[-3:-1]] == ["3", "2.5"]
+    assert [cell.strip() for cell in second.split("|")[-3:-1]] == ["3", "-"]
+    assert [cell.strip() for cell in mean.split("|")[-3:-1]] == ["3", ""]
+    assert "Theirs" not in table.family_table({"cells": cells}, "cpl", "train")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("a,b", "expected the columns library, family, shape, batch, phase, ratio, got a, b"),
+        ("", "got none"),
+        ("HEAD\nx,cpl,8@4,2,train", "line 2: expected library, family"),
+        ("HEAD\nx,cpl,8,2,train,1", "line 2: expected library, family"),
+        ("HEAD\nx,cpl,8@4,2,train,1\nx,cpl,8@4,2,training,1", "line 3: expected the phase train or forward"),
+        ("HEAD\nx,cpl,8@4,2,train,nan", "a positive ratio, got train, nan"),
+        ("HEAD\nx,cpl,8@4,2,train,1\nx,cpl,8->8@4,2,train,2", "expected one ratio of x for cpl, 8@4, 2, train"),
+    ],
+)
+def test_a_file_of_others_that_is_none_is_refused(tmp_path, lines, message):
+    file = tmp_path / "others.csv"
+    file.write_text(lines.replace("HEAD", ",".join(COLUMNS)))
+    with pytest.raises(OptionError) as refused:
+        read_others(file)
+    assert message in str(refused.value)
 
 
 def given(**changes):
