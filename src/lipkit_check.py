@@ -27,7 +27,8 @@ rounds. A known only up to |error| <= h an entry has at most h sqrt(m n) more.
 f.(d t - p)/N), each of the norm of the real matrix [[Re F, -Im F], [Im F, Re F]]. With stride s | N: the blocks [F(f +
 j N/s)]_j / sqrt(s) an axis. Zero padding is a part of the circular convolution on N = n + d (k - 1), rounded up to a
 multiple of s. Windows that do not overlap: the matrix of the kernel. Outputs that repeat m times, inputs that padding
-repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Cosines come from Taylor's series in
+repeats m times: sqrt(m) more. A transposed convolution is the adjoint of one. Of circular convolutions one after
+the other, less the input, the blocks are F S - E. Cosines come from Taylor's series in
 integers of 200 bits, so no mathematical library is trusted.
 
 **Theorem 4 (balls).** If ||h - c|| <= e for the exact h and the computed c, and ||fl f(c) - f(c)|| <= a ||c|| + b,
@@ -491,7 +492,7 @@ def convolution(config, get, shape):
         stack, wave_error = symbol(split, error, circle, [p for p, _ in pads], dilation, strides)
         norm = root(spectral(stack, wave_error) ** 2 / math.prod(strides))
         if mode == "circular" and g == 1 and out == list(sides) and stride == [1, 1]:
-            blocks = (stack, wave_error, 2, (*sides,))
+            blocks = (stack, wave_error, 2, ("rows first", *sides))
     widths = [(0, 0), (0, 0), *pads]
     final = (cout, out[1]) if flat else (cout, *out)
 
@@ -1347,6 +1348,39 @@ def slope_residual(config, get, shape):
     return improved(node, norm)
 
 
+def spread(config, get, shape):
+    """y = F * first(x) - [x; 0] + b: as a graph, with the norm of F S - E at every frequency."""
+    first = build(config["first"], get.at("first"), shape)
+    (n, h, w), m, kernel = shape, config["out_channels"], config["kernel_size"]
+    need(first.shape == shape and first.blocks and first.blocks[3] == (h, w), "a Fourier layer that keeps the shape")
+    need(
+        m >= n and len(kernel) == 2 and all(1 <= k <= side for k, side in zip(kernel, (h, w), strict=True)), "a kernel"
+    )
+    plain = {
+        "type": "Conv2d",
+        "in_channels": n,
+        "out_channels": m,
+        "kernel_size": kernel,
+        "stride": [1, 1],
+        "groups": 1,
+    }
+    plain |= {"padding": "same", "dilation": [1, 1], "padding_mode": "circular", "bias": config["bias"]}
+    second = convolution(plain, get, shape)
+    widths = [(0, 0), (0, m - n), (0, 0), (0, 0)]
+    embedded = Node(second.shape, 1, lambda c: np.pad(c, widths))
+    node = wired(shape, [chain([first, second]), embedded, added([second.shape] * 2, [1, -1])], [[0], [0], [1, 2]])
+    if not second.blocks or second.blocks[3] != ("rows first", h, w):
+        return node
+    (s, error1, *_), (f, error2, *_) = first.blocks, second.blocks
+    # Of a convolution the frequencies are stored row by row, of a Fourier layer column by column.
+    f = np.ascontiguousarray(f.reshape(h, -1, *f.shape[1:]).swapaxes(0, 1)).reshape(-1, *f.shape[1:])
+    eye, _ = ops.of(np.kron(np.eye(2), np.eye(m, n)))
+    product, columns = ops.dot(f, s.swapaxes(1, 2)), ops.rowsum(s.swapaxes(1, 2))
+    error = ops.rounding(2 * n) * ops.rowsum(f) * largest(s) + error2 * columns + error1 * ops.rowsum(f)
+    error += 2 * n * error1 * error2 + ops.rounding(1) * (largest(product) + 1) + 4 * ops.unit
+    return improved(node, min(node.norm, spectral(ops.add(product, -eye), error)))
+
+
 def sequential(config, get, shape):
     nodes = []
     expected = config.get("input_shape", list(shape))
@@ -1368,7 +1402,7 @@ KINDS = {
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
     "Mean": mean, "LayerCenter": layer_center, "EnlargeBilinear": bilinear,
     "Graph": graph, "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual,
-    "SandwichBlock": sandwich, "Sequential": sequential, "Network": sequential,
+    "SandwichBlock": sandwich, "SpreadConv2d": spread, "Sequential": sequential, "Network": sequential,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
 for _name in ("LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"):

@@ -170,3 +170,23 @@ def test_units_of_integers_that_floors_lose(monkeypatch: pytest.MonkeyPatch) -> 
         assert seen * float(unit) <= float(lost)
         off = max(off, Fraction(seen))
     assert off > 1
+
+
+def test_blocks_of_a_fourier_layer_are_not_multiplied_by_those_of_a_convolution() -> None:
+    # Both pass one wave along the width: together 16 where all units are active.
+    # Frequencies in another order would say 8.
+    wave = np.cos(2 * np.pi * np.arange(8) / 8)
+    plane = {"type": "FourierConv2d", "in_channels": 1, "out_channels": 1, "height": 8, "width": 8, "bias": True}
+    turned = conv([1, 8], padding="same", padding_mode="circular")
+    config = {
+        "type": "SandwichBlock",
+        "channels": 1,
+        "first": plane,
+        "activation": {"type": "ReLU"},
+        "second": turned,
+    }
+    pair = np.zeros((30, 2, 1, 1))
+    pair[k.frequencies(8, 8)[1].index((0, 1)), 0] = 4
+    tensors = {"first.real": np.zeros((4, 1, 1)), "first.pair": pair, "multiplier": np.ones(1), "first.bias": [100.0]}
+    found = constant(config, (1, 8, 8), **tensors, **{"second.weight": wave.reshape(1, 1, 1, 8)})
+    assert found >= 16 * (1 - 1e-12)

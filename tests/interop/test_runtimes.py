@@ -26,7 +26,7 @@ def network(family: str, seed: int = 0) -> modules.Network:
 
 
 # A family for every set of modules that networks export to; the others give the same graphs with other numbers.
-KINDS = ("cayley", "aol", "ossn", "eco", "sll", "sandwich")
+KINDS = ("cayley", "lot", "aol", "ossn", "eco", "sll", "sandwich")
 
 
 @pytest.mark.thorough

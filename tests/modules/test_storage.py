@@ -25,6 +25,7 @@ from lipkit.modules import (
     MaxMin,
     Network,
     Shift2d,
+    SpreadConv2d,
     load,
     save,
     sha256,
@@ -76,6 +77,10 @@ EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]]
     MaxMin: (MaxMin, (4,)),
     GroupSort: (lambda: GroupSort(3), (6,)),
     FourierConv2d: (lambda: randomised(FourierConv2d(2, 3, 8, 8, bias=False)), IMAGE),
+    SpreadConv2d: (
+        lambda: randomised(SpreadConv2d(FourierConv2d(2, 2, 3, 4, bias=False), 3, (3, 2))),
+        (2, 3, 4),
+    ),
     Shift2d: (lambda: Shift2d(5, 1), (5, 2, 3)),
     Affine: (lambda: Affine(torch.randn(2), torch.randn(2)), IMAGE),
     ConvexResidual: (lambda: ConvexResidual(nn.Linear(3, 3), torch.tensor(0.3), nn.ReLU()), (3,)),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from lipkit.conv.spectrum import Symbol, as_complex, as_pair, kernel_symbol
 from lipkit.conv.symbol import centred, check_kernel, circular_conv2d, circular_pads, symbol
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import eye_like
@@ -67,6 +68,18 @@ def _identity(kernel: Tensor) -> Tensor:
 def _solution(kernel: Tensor, h: int, w: int) -> Tensor:
     """The symbol ``(cin, cin, h, w // 2 + 1)`` of t as a function of x, laid out as the images that it multiplies."""
     return 2 * torch.linalg.inv(symbol(normal_kernel(kernel), h, w)).permute(2, 3, 0, 1).contiguous()
+
+
+def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
+    """The symbol of t as a function of x, and the kernel ``(cout, cin, kh, kw)`` that makes ``y + [x; 0]`` of t.
+
+    >>> small, outputs = spread_parts(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), 2, 2)
+    >>> small.real.flatten().tolist(), outputs.flatten().tolist()
+    ([1.0, 1.0, 1.0, 1.0], [1.0, -1.0])
+    """
+    normal = kernel_symbol(normal_kernel(kernel), h, w)
+    pair = as_pair(2 * torch.linalg.inv(as_complex(normal.pair)))
+    return Symbol(2 * torch.linalg.inv(normal.real), pair), torch.cat((_identity(kernel), -kernel[kernel.shape[1] :]))
 
 
 def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:

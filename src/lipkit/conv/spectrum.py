@@ -149,10 +149,27 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
         _add_turned(out.pair, s.pair, i, -1 if adjoint else 1)
 
 
+# Up to this many channels, products of whole images take less time than one for each image and frequency.
+FEW = 4
+
+
+def _applied_to_few(real: Tensor, pair: Tensor, x: Tensor, matrices: list[Tensor]) -> Tensor:
+    """The product with few channels, which lie outside the batch: one small matrix by a wide one each frequency."""
+    (h, w), (cout, cin) = x.shape[-2:], real.shape[1:]
+    s = split_rows(to_rows(x.transpose(0, 1), matrices), h, w)
+    r, i = pair.unbind(1)
+    both = torch.cat((torch.cat((r, -i), 2), torch.cat((i, r), 2)), 1)
+    pairs = torch.bmm(both, s.pair.reshape(-1, 2 * cin, len(x))).view(-1, cout, len(x))
+    made = torch.cat((torch.bmm(real, s.real), pairs))
+    return to_images(made, h, w, matrices).transpose(0, 1).contiguous()
+
+
 def _applied(
     real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor], *, adjoint: bool = False
 ) -> Tensor:
     b, (h, w) = len(x), x.shape[-2:]
+    if bias is None and not adjoint and max(real.shape[1:]) <= FEW:
+        return _applied_to_few(real, pair, x, matrices)
     out = x.new_empty(h * w, b, real.shape[2 if adjoint else 1])
     s = split_rows(to_rows(x, matrices), h, w)
     multiplied(real, pair, s, split_rows(out, h, w), adjoint=adjoint)

@@ -10,12 +10,21 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, cayley_conv2d, cayley_linear, kernel_symbol
 from lipkit.conv.cayley_conv import solves_pay
+from lipkit.conv.few_inputs import spread_parts, spreading_pays
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
-from lipkit.layers.export import register_one_lipschitz
+from lipkit.layers.export import (
+    export_symbol_conv,
+    in_float64,
+    placed_like,
+    register_one_lipschitz,
+    resampled_size,
+    stride_modules,
+)
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
+from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lipschitz_rule
 
 
 def frobenius(free: Tensor) -> Tensor:
@@ -192,7 +201,35 @@ class CayleyConv2d(SymbolConv2d):
             return cayley_conv2d(kernel, x.to(dtype), bias)
 
 
-register_one_lipschitz(CayleyLinear, CayleyConv2d)
+register_one_lipschitz(CayleyLinear)
+lipschitz_rule(CayleyConv2d)(lambda module, input_shape: 1.0)
+
+# What the norms of the two parts of a spread layer may multiply to: the rounding of both grows with it.
+WORST = 16.0
+
+
+@export_rule(CayleyConv2d)
+def _export_conv(layer: CayleyConv2d, input_shape: Shape) -> nn.Module:
+    """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless its parts are too large to be rounded."""
+    size, exact = resampled_size(layer, input_shape), in_float64(layer)
+    kernel = rescaled(exact.free, exact.scale)
+    if layer.pointwise or not spreading_pays(kernel, *size):
+        return export_symbol_conv(layer, input_shape)
+    small, outputs = spread_parts(kernel, *size)
+    norms = [
+        max(
+            float(torch.linalg.matrix_norm(part, 2).amax())
+            for part in (symbol.real, as_complex(symbol.pair))
+            if len(part)
+        )
+        for symbol in (small, kernel_symbol(outputs, *size))
+    ]
+    if not norms[0] * norms[1] <= WORST:
+        return export_symbol_conv(layer, input_shape)
+    first = FourierConv2d.from_symbol(Symbol(*(placed_like(layer, part) for part in small)), *size, None)
+    spread = SpreadConv2d.from_parts(first, placed_like(layer, outputs), layer.bias)
+    return nn.Sequential(*stride_modules(layer), spread)
+
 
 CAYLEY = Family(
     name="cayley",

@@ -20,6 +20,7 @@ from lipkit.modules.rearrange import ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
 from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.spread import SpreadConv2d
 from lipkit.modules.storage import load, save, sha256
 from lipkit.modules.structure import structure
 from lipkit.modules.taylor import TaylorConv2d
@@ -66,6 +67,7 @@ __all__ = [
     "Shape",
     "Shift2d",
     "SlopeResidual",
+    "SpreadConv2d",
     "Sum",
     "TaylorConv2d",
     "add_activation",

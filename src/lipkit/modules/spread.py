@@ -1,0 +1,201 @@
+r"""A convolution from few channels to many: a small one in the Fourier basis, then a kernel, less the input.
+
+With the symbols S of the first and F of the kernel the whole has the symbol :math:`F S - E`, E the identity on the
+channels of the input. Its norm is what is proved; the norms of the parts alone say little (for a Cayley layer
+:math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.bounds import circular
+from lipkit.bounds.symbol_sup import symbol_error
+from lipkit.conv.symbol import circular_conv2d, circular_pads, symbol_at
+from lipkit.conv.transform import frequencies, transform_matrices
+from lipkit.errors import OptionError
+from lipkit.modules.configuration import COUNT, flag, stored, submodule
+from lipkit.modules.dense import inner_products
+from lipkit.modules.fourier import FourierConv2d
+from lipkit.modules.guarding import guard
+from lipkit.modules.machine import Measure, Step, entries, prepare, rounding_rule, runner, through
+from lipkit.modules.rearrange import export_same
+from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.residual import joined
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow_number
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import gamma, to_double, up
+
+
+class SpreadConv2d(nn.Module):
+    r"""What a Cayley layer with few inputs is: a small circular convolution, a kernel that spreads, less the input.
+
+    .. math:: y = F * t - [x;\, 0] + b, \qquad t = T^\top \mathrm{diag}(S_f)\, T x
+
+    Args:
+        first: :class:`FourierConv2d` from cin to cin channels, without a bias; it makes t.
+        out_channels: cout >= cin.
+        kernel_size: of F, at most as large as the image.
+        bias: whether a bias (cout,) is added.
+        device, dtype: of the buffers.
+
+    Buffers ``weight`` (cout, cin, kh, kw) and ``bias`` are zero until they are set.
+
+    Guarantee:
+        ``lipschitz`` proves the norm of the whole at every frequency, rounding included.
+
+    Cost:
+        Two transforms of the input, and one product of matrices, F beside -E and b, with the shifted images: no
+        convolution, which a fast algorithm could evaluate, and which some runtimes do not have in float64.
+
+    Raises:
+        OptionError: parts of another type or size. ShapeError: an input of another size.
+
+    >>> layer = SpreadConv2d(FourierConv2d(1, 1, 4, 4, bias=False), 2, (3, 3))
+    >>> layer(torch.ones(1, 1, 4, 4))[0, :, 0, 0].tolist()
+    [-1.0, 0.0]
+
+    References:
+        The form is derived in `lipkit.conv.few_inputs`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        first: nn.Module,
+        out_channels: int,
+        kernel_size: tuple[int, int],
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if type(first) is not FourierConv2d or first.bias is not None or first.in_channels != first.out_channels:
+            raise OptionError("SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got another")
+        n, sides = first.in_channels, (first.height, first.width)
+        fits = len(kernel_size) == 2 and all(1 <= k <= side for k, side in zip(kernel_size, sides, strict=True))
+        if not fits or out_channels < n:
+            raise OptionError(
+                f"SpreadConv2d: expected at least {n} outputs and a kernel of at most {sides}, got {out_channels} and "
+                f"{kernel_size}"
+            )
+        self.first, self.out_channels, self.kernel_size = first, out_channels, tuple(kernel_size)
+        self.register_buffer("weight", torch.zeros(out_channels, n, *kernel_size, device=device, dtype=dtype))
+        self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
+
+    @classmethod
+    def from_parts(cls, first: FourierConv2d, weight: Tensor, bias: Tensor | None) -> Self:
+        """The layer of these numbers, as detached copies."""
+        cout, _, kh, kw = weight.shape
+        layer = cls(first, cout, (kh, kw), bias is not None, weight.device, weight.dtype)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            if layer.bias is not None and bias is not None:
+                layer.bias.copy_(bias)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, (kh, kw) = self.first(x), self.kernel_size
+        (h, w), (cout, cin) = t.shape[-2:], self.weight.shape[:2]
+        padded = F.pad(t, circular_pads(kh, kw), mode="circular")
+        images = [padded[:, :, i : i + h, j : j + w] for i in range(kh) for j in range(kw)]
+        matrices = [self.weight.permute(0, 2, 3, 1).flatten(1), -torch.eye(cout, cin, dtype=t.dtype, device=t.device)]
+        images.append(x)
+        if self.bias is not None:
+            images.append(torch.ones_like(x[:, :1]))
+            matrices.append(self.bias[:, None])
+        return (torch.cat(matrices, 1) @ torch.cat(images, 1).flatten(2)).view(-1, cout, h, w)
+
+    def extra_repr(self) -> str:
+        return f"{self.out_channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
+
+
+def _transform_distance(module: FourierConv2d) -> float:
+    """Bound of the distance of the stored transform from the exact one.
+
+    Entries made in float64 are within 64 u of sqrt(2 / n). The butterfly is part of either product, or multiplies by
+    a rounded root of one half.
+    """
+    exact = transform_matrices(*module.transform_size, dtype=torch.float64, device=torch.device("cpu"))
+    total = 1 + 8 * float(torch.finfo(module.real.dtype).eps)
+    for stored_matrix, made in zip(module.matrices(), exact, strict=True):
+        off = float(spectral_norm(stored_matrix.detach().cpu().double() - made)) * (1 + 1e-12)
+        # Twice, where a product has both kinds of rows.
+        total *= (1 + off + 64 * FLOAT64.unit * math.sqrt(2.0 * len(made))) ** 2
+    return total * (1 + 1e-12) - 1
+
+
+@lipschitz_rule(SpreadConv2d)
+def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
+    """The smaller of the norm of the product of the symbols less E, and one more than the product of the norms."""
+    first, kernel = module.first, to_double(module.weight)
+    guard(first)
+    h, w, n = first.height, first.width, first.in_channels
+    norms = [lipschitz(first, (n, h, w)), circular(kernel, h, w)]
+    apart = up(norms[0] * norms[1] + 1, 4)
+    if not bool(apart.isfinite()):
+        return apart
+    order, real = frequencies(h, w), to_double(first.real)
+    small = torch.complex(real, torch.zeros_like(real)), torch.complex(*to_double(first.pair).unbind(1))
+    eye = torch.eye(module.out_channels, n, dtype=torch.float64, device=kernel.device)
+    found = torch.zeros((), dtype=torch.float64, device=kernel.device)
+    # What the computed F is off by, and what products of n complex terms and the sum with E lose, entry by entry.
+    off = float(symbol_error(kernel))
+    for which, part in zip(order, small, strict=True):
+        if len(which):
+            spread = symbol_at(kernel, which[:, 0].to(kernel.device), which[:, 1].to(kernel.device), h, w)
+            sizes = [float(torch.linalg.matrix_norm(t).amax()) * (1 + 1e-12) for t in (spread, part)]
+            lost = off * sizes[1] + gamma(4 * n + 8) * (sizes[0] * sizes[1] + math.sqrt(n))
+            found = torch.maximum(found, up(spectral_norm(spread @ part - eye) + lost, 4))
+    distance = _transform_distance(first)
+    moved = float(norms[0]) * float(norms[1]) * distance * (2 + distance)
+    return torch.minimum(apart, up(found + moved, 4))
+
+
+@rounding_rule(SpreadConv2d)
+def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    """F t + b after the first part, and x added to that: inner products of all terms, in any order."""
+    weight, bias = module.weight, module.bias
+    # As many terms as the kernel has for one output, x and the bias.
+    terms, outputs = weight[0].numel() + 2, entries(output_shape(module, input_shape))
+    steps, _ = prepare([module.first], input_shape, arithmetic)
+    gain = grow_number(float(circular(to_double(weight), *input_shape[1:])))
+
+    def measured(machine: Arithmetic) -> Measure:
+        return inner_products(
+            lambda t: circular_conv2d(t, weight.abs(), None if bias is None else bias.abs()),
+            lambda w: (float(w.flatten(1).sum(1).amax()), float(w.sum((0, 2, 3)).amax())),
+            weight,
+            terms,
+            outputs,
+            machine,
+            blocked=False,
+        )
+
+    spreading = _Spreading(module)
+    steps.append(Step(spreading, gain, measured(arithmetic), measured(FLOAT64)))
+    identity = runner(nn.Identity(), input_shape, arithmetic)
+    return joined([(lambda x: through(steps, x), 1.0), (identity, 1.0)], terms + 1, outputs, arithmetic)
+
+
+class _Spreading(nn.Module):
+    """``F * t + b``, in float64: a step of the analysis of rounding, never of a network."""
+
+    def __init__(self, whole: SpreadConv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def forward(self, t: Tensor) -> Tensor:
+        return circular_conv2d(t, self.weight, self.bias)
+
+
+export_rule(SpreadConv2d)(export_same)
+
+stored(SpreadConv2d, first=submodule, out_channels=COUNT, kernel_size=COUNT, bias=flag)
