@@ -27,7 +27,7 @@ from lipkit.layers.families import FAMILIES
 CHANNELS, BATCHES = (32, 64, 128, 256, 512, 1024), (1, 8, 32, 128, 512)
 SIDES = {"eco": (6, 12, 24, 48)}
 MARKS = ("<!-- growth -->", "<!-- end of growth -->")
-CEILING = 24 * 2**30
+CEILING, BETWEEN = 24 * 2**30, (16, 64)
 LARGEST = 20.0
 """Seconds of a step, beyond which larger sizes are left out."""
 
@@ -80,17 +80,18 @@ def growth_table(labels: list[str], along: str) -> str:
 
 def ceiling_table(labels: list[str]) -> str:
     """The largest batch whose training step fits into 24 GiB, for a few layers."""
-    shapes = [Shape(c, c, n) for c, n in ((128, 32), (256, 32), (512, 16), (1024, 16))]
+    shapes = [Shape(c, c, n) for c, n in ((128, 32), (256, 32), (512, 16))]
     rows = [["largest batch in 24 GiB", *map(str, shapes)]]
     for label in labels:
         cells = []
         for shape in shapes:
             if label.startswith("eco"):
                 shape = Shape(shape.cin, shape.cout, 3 * shape.side // 4)
-            small, large = (fresh(label, shape, batch, "train")["added"] for batch in (2, 6))
-            each = (large - small) / 4
-            fits = int((CEILING - (small - 2 * each)) / each) if each > 0 else 0
-            cells.append(f"{fits:,}" if shape.side in (16, 32) else f"{fits:,} ({shape})")
+            # The peak of a small batch is that of making the kernel: between these two the images count.
+            small, large = (fresh(label, shape, batch, "train")["added"] for batch in BETWEEN)
+            each = (large - small) / (BETWEEN[1] - BETWEEN[0])
+            fits = f"{int((CEILING - large) / each) + BETWEEN[1]:,}" if each > 0 else "not seen"
+            cells.append(fits if shape.side in (16, 32) else f"{fits} ({shape})")
         rows.append([label.partition(":")[0], *cells])
     return markdown(rows)
 

@@ -33,7 +33,7 @@ from lipkit.proof.roundoff import gamma, to_double, up
 
 
 class SpreadConv2d(nn.Module):
-    r"""What a Cayley layer with few inputs is: a small circular convolution, a kernel that spreads, less the input.
+    r"""A small circular convolution, then a kernel to more channels, less the input: a Cayley layer with few inputs.
 
     .. math:: y = F * t - [x;\, 0] + b, \qquad t = T^\top \mathrm{diag}(S_f)\, T x
 
