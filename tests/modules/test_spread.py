@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -18,8 +19,11 @@ from lipkit.conv import circular_conv2d, kernel_symbol
 from lipkit.errors import OptionError
 from lipkit.layers.cayley import CayleyConv2d
 from lipkit.modules import FourierConv2d, SpreadConv2d, lipschitz, local_error
+from lipkit.modules.chains import prove_chain
 from lipkit.modules.configuration import describe
-from lipkit.proof.arithmetic import FLOAT32
+from lipkit.modules.network import Network
+from lipkit.modules.quantisation import quantise
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
 SHAPES = [(1, 3, 8, 8, (3, 3)), (2, 3, 5, 6, (3, 2)), (3, 5, 9, 10, (2, 3)), (2, 2, 3, 4, (3, 4))]
 
@@ -147,3 +151,63 @@ def test_the_second_part_is_a_circular_convolution(shape: tuple[int, int, int, i
 def test_parts_that_do_not_fit_are_refused(first: nn.Module, outputs: int, kernel: tuple[int, int]) -> None:
     with pytest.raises(OptionError, match="SpreadConv2d: expected a"):
         SpreadConv2d(first, outputs, kernel)
+
+
+def other_weight(layer: SpreadConv2d) -> None:
+    layer.weight = torch.cat([layer.weight, layer.weight[:1]])
+
+
+def other_outputs(layer: SpreadConv2d) -> None:
+    layer.out_channels = 2
+
+
+def bias_inside(layer: SpreadConv2d) -> None:
+    layer.first = FourierConv2d(1, 1, 8, 8, dtype=torch.float64)
+
+
+def late_bias(layer: SpreadConv2d) -> None:
+    layer.first.bias = torch.ones(1, dtype=torch.float64)
+
+
+def other_first(layer: SpreadConv2d) -> None:
+    layer.first = nn.Conv2d(1, 1, 1, bias=False).double()
+
+
+@pytest.mark.parametrize("alter", [other_weight, other_outputs, bias_inside, late_bias, other_first])
+def test_nothing_is_proved_of_parts_that_were_replaced(alter: Callable[[SpreadConv2d], None]) -> None:
+    torch.manual_seed(7)
+    layer = spread(1, 3, 8, 8, (3, 3), torch.float64)
+    network = Network([layer, nn.Flatten(), nn.Linear(192, 2).double()], (1, 8, 8)).eval()
+    network.input_range = (0.0, 1.0)
+    proof = prove_chain(network, FLOAT64)
+    alter(layer)
+    with pytest.raises(OptionError, match="SpreadConv2d: expected a"):
+        lipschitz(layer, (1, 8, 8))
+    with pytest.raises(OptionError, match="SpreadConv2d: expected a"):
+        local_error(layer, (1, 8, 8), FLOAT32)
+    with pytest.raises(OptionError, match="SpreadConv2d: expected a"):
+        quantise(network, proof)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_bias_that_is_no_number_bounds_nothing(number: float) -> None:
+    layer = spread(1, 3, 8, 8, (3, 3), torch.float64)
+    layer.bias[1] = number
+    assert float(lipschitz(layer, (1, 8, 8))) == math.inf
+
+
+def test_weights_with_gradients_have_the_same_proofs() -> None:
+    torch.manual_seed(8)
+    layer, image = spread(2, 3, 5, 6, (3, 2), torch.float64), (2, 5, 6)
+    x = torch.randn(2, *image, dtype=torch.float64)
+    before = float(lipschitz(layer, image)), local_error(layer, image, FLOAT32)(x).error.at
+    layer.weight.requires_grad_()
+    layer.bias.requires_grad_()
+    after = float(lipschitz(layer, image).detach()), local_error(layer, image, FLOAT32)(x).error.at
+    assert before[0] == after[0]
+    assert torch.equal(before[1], after[1])
+
+
+def test_a_kernel_size_of_one_number_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"expected at least 2 outputs and a kernel \(kh, kw\)"):
+        SpreadConv2d(FourierConv2d(2, 2, 4, 4, bias=False), 3, 3)

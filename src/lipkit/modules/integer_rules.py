@@ -32,7 +32,7 @@ from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, lipschitz, output_shape
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
 from lipkit.modules.sandwich import SandwichBlock
-from lipkit.modules.spread import SpreadConv2d
+from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import VIEWS
 from lipkit.proof.arithmetic import FLOAT64, grow_number
@@ -174,6 +174,8 @@ def _convolve(
 
 @integer_rule(FourierConv2d, PhaseConv2d, SpreadConv2d)
 def _symbol(builder: Builder, module: StoredSymbol | SpreadConv2d, value: Value, gain: float) -> Value:
+    if isinstance(module, SpreadConv2d):
+        check_parts(module)
     channels, h, w = value.shape
     products = channels * module.out_channels * (h * w) ** 2
     if products > MAX_PRODUCTS:

@@ -77,16 +77,15 @@ class SpreadConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if type(first) is not FourierConv2d or first.bias is not None or first.in_channels != first.out_channels:
-            raise OptionError("SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got another")
-        n, sides = first.in_channels, (first.height, first.width)
-        fits = len(kernel_size) == 2 and all(1 <= k <= side for k, side in zip(kernel_size, sides, strict=True))
-        if not fits or out_channels < n:
+        small, kernel = _small(first), kernel_size
+        n, sides = small.in_channels, (small.height, small.width)
+        pair = isinstance(kernel, tuple | list) and len(kernel) == 2
+        if not pair or not all(1 <= k <= side for k, side in zip(kernel, sides, strict=True)) or out_channels < n:
             raise OptionError(
-                f"SpreadConv2d: expected at least {n} outputs and a kernel of at most {sides}, got {out_channels} and "
-                f"{kernel_size}"
+                f"SpreadConv2d: expected at least {n} outputs and a kernel (kh, kw) of at most {sides}, got "
+                f"{out_channels} and {kernel}"
             )
-        self.first, self.out_channels, self.kernel_size = first, out_channels, tuple(kernel_size)
+        self.first, self.out_channels, self.kernel_size = small, out_channels, tuple(kernel_size)
         self.register_buffer("weight", torch.zeros(out_channels, n, *kernel_size, device=device, dtype=dtype))
         self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
 
@@ -117,6 +116,27 @@ class SpreadConv2d(nn.Module):
         return f"{self.out_channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
 
 
+def _small(first: nn.Module) -> FourierConv2d:
+    """The first part, which maps n to n channels without a bias."""
+    if type(first) is not FourierConv2d or first.bias is not None or first.in_channels != first.out_channels:
+        raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
+    return first
+
+
+def check_parts(module: SpreadConv2d) -> FourierConv2d:
+    """The first part of a layer whose parts are those of its construction: what is proved speaks of no others.
+
+    Raises:
+        OptionError: another first part or a weight of another shape. NoRuleError: see `lipkit.modules.guarding`.
+    """
+    guard(module.first)
+    first = _small(module.first)
+    expected = (module.out_channels, first.in_channels, *module.kernel_size)
+    if module.weight.shape != expected:
+        raise OptionError(f"SpreadConv2d: expected a weight of shape {expected}, got {tuple(module.weight.shape)}")
+    return first
+
+
 def _transform_distance(module: FourierConv2d) -> float:
     """Bound of the distance of the stored transform from the exact one.
 
@@ -135,34 +155,34 @@ def _transform_distance(module: FourierConv2d) -> float:
 @lipschitz_rule(SpreadConv2d)
 def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
     """The smaller of the norm of the product of the symbols less E, and one more than the product of the norms."""
-    first, kernel = module.first, to_double(module.weight)
-    guard(first)
+    first, kernel = check_parts(module), to_double(module.weight)
     h, w, n = first.height, first.width, first.in_channels
     norms = [lipschitz(first, (n, h, w)), circular(kernel, h, w)]
     apart = up(norms[0] * norms[1] + 1, 4)
-    if not bool(apart.isfinite()):
-        return apart
+    if not bool(apart.isfinite()) or (module.bias is not None and not bool(module.bias.isfinite().all())):
+        return torch.full_like(apart, math.inf)
     order, real = frequencies(h, w), to_double(first.real)
     small = torch.complex(real, torch.zeros_like(real)), torch.complex(*to_double(first.pair).unbind(1))
     eye = torch.eye(module.out_channels, n, dtype=torch.float64, device=kernel.device)
     found = torch.zeros((), dtype=torch.float64, device=kernel.device)
     # What the computed F is off by, and what products of n complex terms and the sum with E lose, entry by entry.
-    off = float(symbol_error(kernel))
+    off = float(symbol_error(kernel.detach()))
     for which, part in zip(order, small, strict=True):
         if len(which):
             spread = symbol_at(kernel, which[:, 0].to(kernel.device), which[:, 1].to(kernel.device), h, w)
-            sizes = [float(torch.linalg.matrix_norm(t).amax()) * (1 + 1e-12) for t in (spread, part)]
+            sizes = [float(torch.linalg.matrix_norm(t.detach()).amax()) * (1 + 1e-12) for t in (spread, part)]
             lost = off * sizes[1] + gamma(4 * n + 8) * (sizes[0] * sizes[1] + math.sqrt(n))
             found = torch.maximum(found, up(spectral_norm(spread @ part - eye) + lost, 4))
     distance = _transform_distance(first)
-    moved = float(norms[0]) * float(norms[1]) * distance * (2 + distance)
+    moved = float(norms[0].detach()) * float(norms[1].detach()) * distance * (2 + distance)
     return torch.minimum(apart, up(found + moved, 4))
 
 
 @rounding_rule(SpreadConv2d)
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     """F t + b after the first part, and x added to that: inner products of all terms, in any order."""
-    weight, bias = module.weight, module.bias
+    check_parts(module)
+    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
     # As many terms as the kernel has for one output, x and the bias.
     terms, outputs = weight[0].numel() + 2, entries(output_shape(module, input_shape))
     steps, _ = prepare([module.first], input_shape, arithmetic)
