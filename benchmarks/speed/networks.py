@@ -35,11 +35,11 @@ NETWORKS: dict[str, tuple[Build, Build]] = {
 }
 
 
-def step(network: nn.Module, batch: int, device: str = "cpu") -> Work:
-    """One step of training: cross-entropy, backward, Adam."""
+def step(network: nn.Module, batch: int, device: str = "cpu", *, shape: tuple[int, ...] = INPUT) -> Work:
+    """One step of training on images of this shape: cross-entropy, backward, Adam."""
     network = network.to(device).train()
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(batch, *INPUT, generator=generator).to(device)
+    x = torch.rand(batch, *shape, generator=generator).to(device)
     labels = torch.randint(CLASSES, (batch,), generator=generator).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +19,16 @@ from lipkit.errors import OptionError
 from lipkit.experiments import measures
 from lipkit.experiments.measures.kernels import gap, methods, modulus, random_kernel, true_norm
 from lipkit.experiments.measures.preservation import norm_preservation
-from lipkit.experiments.measures.speed import layer_step, network_step
-from lipkit.experiments.measures.trained import attack, attack_steps, jacobian_norms, secant_slopes
+from lipkit.experiments.measures.speed import layer_step, network_step, recipe_step
+from lipkit.experiments.measures.trained import (
+    attack,
+    attack_steps,
+    jacobian_norms,
+    layer_gains,
+    learning_curve,
+    secant_slopes,
+)
+from lipkit.models import lbdn
 
 SHAPE = (1, 4, 4)
 
@@ -150,16 +161,48 @@ def test_quotients_through_depth_fall_where_layers_are_rescaled() -> None:
     assert norm_preservation(channels=[4, 4, 4], side=4, steps=3) != norm_preservation(channels=[4, 4, 4], side=4)
 
 
+def test_gains_of_ordinary_layers_are_their_norms_where_units_stay_active() -> None:
+    net = network(nn.ReLU())
+    net[1].bias.fill_(1e3)
+    found = layer_gains(net, data(), restarts=4, steps=100)
+    norms = [np.linalg.norm(matrix, 2) for matrix in matrices(net)]
+    # The rows that are active everywhere near zero give the whole norm.
+    for k, norm in enumerate(norms):
+        assert found[f"layer_norm({k})"] == pytest.approx(norm, rel=1e-6)
+        assert 0.999 * norm < found[f"layer_gain({k})"] <= norm * (1 + 1e-9)
+    assert found["least_layer_gain"] == min(found["layer_gain(0)"], found["layer_gain(1)"])
+
+
+def test_gains_of_sandwich_layers_are_at_most_one_in_the_norms_of_their_multipliers() -> None:
+    torch.manual_seed(0)
+    free = nn.Sequential(nn.Flatten(), lbdn([16, 8, 8, 3], gamma=3.0)).double()
+    found = layer_gains(modules.export(free, SHAPE), data(), restarts=16, steps=200)
+    for k in range(3):
+        assert 0.9 < found[f"layer_gain({k})"] <= 1 + 1e-6
+        # In the l2 norm the layers are not contractions: this is what the multipliers are for.
+    assert max(found[f"layer_norm({k})"] for k in range(3)) > 1.2
+
+
+def test_a_learning_curve_is_what_the_training_wrote(tmp_path: Path) -> None:
+    assert learning_curve(tmp_path) == {}
+    lines = ({"epoch": 1, "loss": 2.0, "clean": 0.25}, {"epoch": 2, "loss": 1.0}, {"epoch": 3, "clean": 0.75})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert learning_curve(tmp_path) == {"error_after(1)": 0.75, "error_after(3)": 0.25}
+
+
 @pytest.mark.thorough
 def test_times_have_a_figure_for_each_point() -> None:
     found = layer_step(family="rko", vary="channels", values=[2, 3], side=4, batch=2, seconds=0)
     assert set(found) == {"ratio(2)", "ratio(3)", "ms(2)", "ms(3)"}
     assert all(value > 0 for value in found.values())
     assert set(network_step(model="kwlarge", layer="aol", batch=2, seconds=0, dense=[8, 8])) == {"ratio", "ms"}
+    small = ["model.options.width=1", "model.options.dense=[16, 8]"]
+    options = {"recipe": "cifar100_lbdn", "over": "cifar100_lbdn", "set": ["model.options.layer=aol"], "both": small}
+    assert set(recipe_step(batch=2, seconds=0, **options)) == {"ratio", "ms"}
     with pytest.raises(OptionError, match="vary: expected channels, cin, cout, side, kernel, got 'width'"):
         layer_step(family="rko", vary="width", values=[1])
 
 
-@pytest.mark.parametrize("table", [measures.MEASURES, measures.AFTER])
+@pytest.mark.parametrize("table", [measures.MEASURES, measures.AFTER, measures.OF_FOLDER])
 def test_every_measure_is_a_function_of_its_name(table: dict[str, str]) -> None:
     assert [measures.find(name, table).__name__ for name in table] == list(table)

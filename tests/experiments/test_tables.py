@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from lipkit.certificates import format_radius
 from lipkit.experiments import measures
 from lipkit.experiments.recipe import load_recipe, names
+from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.experiments.table_runs import plan, slug
 from lipkit.experiments.tables import SCALES, TABLES, Row, Table, is_fraction
 from lipkit.models import MODELS
@@ -25,8 +27,10 @@ MADE_AFTER = {
     "jacobian_norms": ("jacobian_mean",),
     "local_lipschitz": ("lower",),
     "secant_slopes": ("emp_lip",),
+    "layer_gains": ("least_layer_gain", "layer_gain", "layer_norm"),
     "layer_norms": ("norm_product", "largest_norm"),
     "accuracy": ("clean_attacked",),
+    "learning_curve": ("error_after",),
     "responses": ("fit",),
 }
 MEASURED: dict[str, set[str]] = {
@@ -38,8 +42,9 @@ MEASURED: dict[str, set[str]] = {
     "norm_preservation": {"ppm(0)", "ppm(100)"},
     "network_bounds": {"bound_ms", "power_ms", "speed", "ratio"},
     "lipconvnet_step": {"ratio", "ms"},
-    "block_evaluation": {"layers", "exported", "ms"},
+    "block_evaluation": {"convolutions", "layers", "exported", "ms"},
     "exponential": {"ratio", "ms"},
+    "recipe_step": {"ratio", "ms"},
     "truncation": {"error", "worst", "deviation"},
     "wasserstein": {"distance", "low", "high", "rate", "constant"},
 }
@@ -52,7 +57,7 @@ def test_a_table_names_recipes_figures_and_measurements_that_exist(name: str) ->
     assert len({slug(row.label) for row in table.rows}) == len(table.rows)
     after = {f for a in table.after.values() for f in MADE_AFTER[a.measure]}
     for made in table.after.values():
-        assert measures.find(made.measure, measures.AFTER)
+        assert measures.find(made.measure, measures.AFTER | measures.OF_FOLDER)
     for row in table.rows:
         if row.measure:
             assert measures.find(row.measure)
@@ -65,6 +70,10 @@ def test_a_table_names_recipes_figures_and_measurements_that_exist(name: str) ->
         known = {*OWN[recipe.task], *after}
         assert {figure.partition("(")[0] for figure in table.columns.values()} <= known
         assert recipe.model.name in MODELS
+        # A radius in another form than that of the records names a figure that no record has.
+        for figure in table.columns.values():
+            name, _, radius = figure.removesuffix(")").partition("(")
+            assert not radius or name.endswith("_after") or format_radius(parse_numbers([radius])[0]) == radius
         radii = {f"{e:.9f}" for e in (36 / 255, 72 / 255, 108 / 255, 1.0)}
         assert recipe.task == "regression" or {f"{e:.9f}" for e in recipe.certify.eps} == radii
 

@@ -245,8 +245,11 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
     known = _measured_after(run.folder) if run.after else {}
     for name, (measure, options) in run.after.items():
         if name not in known:
-            network = modules.load(run.folder / pipeline.NETWORK)
-            figures = measures.find(measure, measures.AFTER)(network, load_data(run.recipe), seed=run.seed, **options)
+            if measure in measures.OF_FOLDER:
+                figures = measures.find(measure, measures.OF_FOLDER)(run.folder, **options)
+            else:
+                network, data = modules.load(run.folder / pipeline.NETWORK), load_data(run.recipe)
+                figures = measures.find(measure, measures.AFTER)(network, data, seed=run.seed, **options)
             record = read_any_record(run.folder)
             assert not isinstance(record, MeasurementRecord)
             further = {**record.further, **figures}
@@ -273,8 +276,9 @@ def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, f
     if name in record.shares():
         share = record.shares()[name]
         return share.low, share.high
-    for options in record.after.values():
-        if name in record.further and name.partition("(")[0].removesuffix("_linf") == options.get("name"):
+    for key, options in record.after.items():
+        made = "clean_attacked" if key == "accuracy" else options.get("name")
+        if name in record.further and name.partition("(")[0].removesuffix("_linf") == made:
             total = min(options.get("samples", ATTACKED), record.data.test_samples)
             return clopper_pearson(round(record.further[name] * total), total)
     return None

@@ -30,6 +30,9 @@ FRACTIONS = (
     "autoattack",
     "tightness",
     "reached",
+    "error_after",
+    "layer_gain",
+    "least_layer_gain",
     "pgd_after",
     "cw_after",
 )

@@ -25,6 +25,7 @@ MEASURES = {
     "modulus": "kernels",
     "network_bounds": "networks",
     "network_step": "speed",
+    "recipe_step": "speed",
     "norm_preservation": "preservation",
     "truncation": "kernels",
     "wasserstein": "trained",
@@ -34,11 +35,14 @@ AFTER = {
     "attack": "trained",
     "attack_steps": "trained",
     "jacobian_norms": "trained",
+    "layer_gains": "trained",
     "layer_norms": "trained",
     "responses": "trained",
     "local_lipschitz": "trained",
     "secant_slopes": "trained",
 }
+# Of the folder of a run, for what it wrote while it was trained: ``(folder, **options) -> figures by name``.
+OF_FOLDER = {"learning_curve": "trained"}
 
 
 def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[str, float]]:

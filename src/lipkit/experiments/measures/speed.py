@@ -15,6 +15,7 @@ from torch import nn
 import lipkit
 from lipkit import models
 from lipkit.errors import OptionError
+from lipkit.experiments.recipe import load_recipe
 from lipkit.layers.families import get
 
 
@@ -72,6 +73,46 @@ def network_step(
         plain = models.build(model, layer="plain", **circular, **options)
         network = models.build(model, layer=layer, **(circular if layer == "plain_conv" else {}), **options)
         work = {"plain": networks.step(plain, batch), "layer": networks.step(network, batch)}
+        ratio, ms = _ratio(clock.interleaved(work, clock.cpu_clock, seconds=seconds, least=2))
+    return {"ratio": ratio, "ms": ms}
+
+
+def recipe_step(
+    *,
+    seed: int = 0,
+    root: Path | None = None,
+    recipe: str,
+    over: str,
+    set: Sequence[str] = (),
+    both: Sequence[str] = (),
+    side: int = 32,
+    classes: int = 100,
+    batch: int | None = None,
+    seconds: float = 5.0,
+) -> dict[str, float]:
+    """A training step of a recipe's network over that of another recipe's.
+
+    Args:
+        seed: of the weights.
+        root: not used.
+        recipe, set: a packaged recipe and its changes.
+        over: the other recipe.
+        both: changes of both.
+        side, classes: of the random images, 3 x side x side, and of the outputs.
+        batch: images of a step: forward, cross-entropy, backward, Adam. None: those of the recipe.
+        seconds: budget of each of the two, which take turns; at least two steps each.
+
+    Returns:
+        ``ratio``, median over the turns, and ``ms``, process time of one step on one thread.
+    """
+    clock, networks = benchmark("clock"), benchmark("networks")
+    shape = (3, side, side)
+    with torch.random.fork_rng(devices=[]), clock.measuring("cpu"):
+        torch.manual_seed(seed)
+        work = {}
+        for name, read in (("plain", load_recipe(over, list(both))), ("layer", load_recipe(recipe, [*set, *both]))):
+            network = models.build(read.model.name, input_shape=shape, classes=classes, **read.model.options)
+            work[name] = networks.step(network, batch or read.train.batch_size, shape=shape)
         ratio, ms = _ratio(clock.interleaved(work, clock.cpu_clock, seconds=seconds, least=2))
     return {"ratio": ratio, "ms": ms}
 

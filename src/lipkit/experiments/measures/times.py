@@ -66,6 +66,8 @@ def block_evaluation(
 ) -> dict[str, float]:
     """Evaluation of the third block of a LipConvnet of SOC layers over that of ECO layers, exported.
 
+    [ECO] compares what ``convolutions`` does: weights are made before, and SOC has T = 10 convolutions a layer.
+
     Args:
         seed: of the weights.
         root: not used.
@@ -74,28 +76,31 @@ def block_evaluation(
         seconds: budget of each contender, which take turns.
 
     Returns:
-        ``layers`` and ``exported``: time of SOC's layers in evaluation mode, which build their exponential at each
-        call, and of their export, over ECO's export; and ``ms`` of that.
+        ``convolutions``, ``layers`` and ``exported``: time of SOC's Taylor recurrence (its export with zero padding),
+        of its layers in evaluation mode, which bound their kernel at each call, and of their export with circular
+        padding, one Fourier convolution; all over ECO's export, of which ``ms`` is the time.
     """
     with torch.random.fork_rng(devices=[]), benchmark("clock").measuring("cpu"):
         torch.manual_seed(seed)
         blocks = {family: third_block(depth, family, width).eval() for family in ("eco", "soc")}
+        blocks["convolutions"] = third_block(depth, "soc", width, padding_mode="zeros").eval()
         channels = max(2, 2 * round(BLOCKS[1][1] * width / 2))
         x = torch.rand(batch, channels, 6, 6)
         fixed = {family: export(block, (channels, 6, 6)) for family, block in blocks.items()}
         forward = benchmark("work").forward_pass
-        work = {"eco": forward(fixed["eco"], x), "soc": forward(fixed["soc"], x), "layers": forward(blocks["soc"], x)}
+        work = {name: forward(block, x) for name, block in fixed.items()} | {"layers": forward(blocks["soc"], x)}
         ratios, ms = _times(work, seconds)
-    return {"layers": ratios["layers"], "exported": ratios["soc"], "ms": ms["eco"]}
+    exported = {"convolutions": ratios["convolutions"], "exported": ratios["soc"]}
+    return {"layers": ratios["layers"], **exported, "ms": ms["eco"]}
 
 
-def third_block(depth: int, family: str, width: float = 1.0) -> nn.Sequential:
-    """The third block of ``lipconvnet(depth, layer=family)``: its convolutions, MaxMin after each.
+def third_block(depth: int, family: str, width: float = 1.0, **options: Any) -> nn.Sequential:
+    """The third block of ``lipconvnet(depth, layer=family, last_options=options)``: convolutions, MaxMin after each.
 
     >>> [type(layer).__name__ for layer in third_block(10, "eco", 0.1)]
     ['EcoConv2d', 'MaxMin', 'EcoConv2d', 'MaxMin']
     """
-    network = lipconvnet(depth, layer=family, width=width)
+    network = lipconvnet(depth, layer=family, width=width, last_options=options)
     layers = [layer for layer in network if not isinstance(layer, nn.ZeroPad2d)]
     each = 2 * depth // len(BLOCKS)
     return nn.Sequential(*layers[2 * each : 3 * each])

@@ -22,6 +22,7 @@ from lipkit.certificates import format_radius
 from lipkit.data import Data
 from lipkit.experiments.measures import ATTACKED
 from lipkit.experiments.recipe_schema import parse_numbers
+from lipkit.report.run_files import read_series
 
 
 def attack(
@@ -182,6 +183,57 @@ def layer_norms(network: modules.Network, data: Data, *, seed: int = 0) -> dict[
     """``norm_product`` and ``largest_norm``: of the spectral norms of the dense layers."""
     norms = [float(spectral_norm(m.weight)) for m in network.modules() if isinstance(m, nn.Linear)]
     return {"norm_product": math.prod(norms), "largest_norm": max(norms, default=0.0)}
+
+
+def layer_gains(
+    network: modules.Network, data: Data, *, seed: int = 0, restarts: int = 64, steps: int = 200
+) -> dict[str, float]:
+    r"""``layer_gain(K)``: the steepest secant of the dense layer K = 0, 1, ... and its activation, which is at most 1
+    by construction; ``layer_norm(K)``, the spectral norm of its weight; ``least_layer_gain``.
+
+    A sandwich layer is 1-Lipschitz in the norms :math:`z^\top S_k z` before and behind it, where the Schur complements
+
+    .. math:: S_0 = \gamma I, \qquad S_{k+1} = 2\Lambda_k - \Lambda_k W_k S_k^{-1} W_k^\top \Lambda_k, \qquad
+        S_{L+1} = I / \gamma
+
+    come from the network's multipliers and its proved gain; all other layers are in the l2 norm.
+
+    Args:
+        network: exported, of dense layers with an activation between each two.
+        data: not used.
+        seed: of the search, in all of space.
+        restarts, steps: see `lipkit.analysis.lipschitz_lower_bound`.
+
+    References:
+        [LBDN] equations 5 and 10, figure 4.
+    """
+    chain = [*copy.deepcopy(network).double()]
+    places = [i for i, m in enumerate(chain) if isinstance(m, nn.Linear)]
+    multipliers = network.multipliers()
+    gain = float(modules.lipschitz(network)) if multipliers else 1.0
+    figures: dict[str, float] = {}
+    metric = math.sqrt(gain) * torch.eye(chain[places[0]].in_features, dtype=torch.float64)
+    for k, i in enumerate(places):
+        weight, scale = chain[i].weight.detach(), multipliers.get(i + 1)
+        whitened = torch.linalg.solve(metric, weight, left=False)
+        if scale is not None:
+            inner = scale.double()[:, None] * whitened
+            metric = torch.linalg.cholesky(2 * scale.double().diag() - inner @ inner.mT, upper=True)
+        else:
+            metric = torch.eye(len(weight), dtype=torch.float64) / math.sqrt(gain)
+        first, last = (nn.utils.skip_init(nn.Linear, n, len(weight)) for n in (weight.shape[1], len(weight)))
+        first.weight, first.bias, last.weight = map(nn.Parameter, (whitened, chain[i].bias.detach(), metric))
+        last.bias = None
+        between = chain[i + 1 : (places[k + 1] if k + 1 < len(places) else None)]
+        layer = nn.Sequential(first, *between, last)
+        found = lipschitz_lower_bound(layer, input_shape=(weight.shape[1],), restarts=restarts, steps=steps, seed=seed)
+        figures |= {f"layer_gain({k})": found.lower, f"layer_norm({k})": float(spectral_norm(weight))}
+    return {"least_layer_gain": min(v for name, v in figures.items() if "gain" in name), **figures}
+
+
+def learning_curve(folder: Path) -> dict[str, float]:
+    """``error_after(E)``: 1 - accuracy on test samples after each epoch E at which the training evaluated."""
+    return {f"error_after({epoch:g})": 1 - value for epoch, value in read_series(folder).get("clean", [])}
 
 
 def wasserstein(
