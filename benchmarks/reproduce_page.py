@@ -1,21 +1,38 @@
-"""The index of docs/reproduce.md: every numbered item of the papers, its command, its records and what they miss.
+"""The index of docs/reproduce.md and docs/published_figures.md: what the papers print, and what became of it here.
 
-python benchmarks/reproduce_page.py    # from src/lipkit/tables and records/; nothing is trained
+    python benchmarks/reproduce_page.py    # from src/lipkit/tables, records/ and full_costs.json; nothing is trained
+
+The index has every numbered item of the papers, its command and its records; the other page every published figure
+beside ours, or what it would cost (benchmarks/full_costs.py measures that).
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
-from lipkit.experiments.table_runs import Found, compare, kept, plan
-from lipkit.experiments.tables import SCALES, TABLES, Paper, Row, load_papers
+from lipkit.experiments.recipe import Recipe, to_yaml
+from lipkit.experiments.table_runs import Found, figures, interval, kept, plan, shown
+from lipkit.experiments.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
 from lipkit.files import write_atomic
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
-INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- end of index -->)", re.S)
+FIGURES = ROOT / "docs" / "published_figures.md"
+COSTS = ROOT / "benchmarks" / "full_costs.json"
+# Options of a network that leave its cost as it is.
+FREE = {"lipschitz", "gamma", "learnable_gamma", "mean", "std"}
+MADE = re.compile(r"(?<=<!-- made -->\n).*?(?=<!-- end of made -->)", re.S)
+VERDICTS = ("reached", "missed", "budget", "not made")
+# Figures of which more is better, as of fractions, or less; of all others, what is nearest to the paper's.
+MORE = {"layers", "exported", "speed", "lower"}
+LESS = {"ms", "bound_ms", "power_ms", "worst", "deviation", "gap(50)", "gap(224)", "lipconvnet_step.ratio"}
 
 
 def order(item: str) -> tuple[str, int, str]:
@@ -25,43 +42,172 @@ def order(item: str) -> tuple[str, int, str]:
     return str({"table": 0, "figure": 1}.get(kind, 2)), int(number[0]) if number else 0, item
 
 
-def found_of(name: str, rows: Sequence[Row]) -> dict[str, list[Found]]:
-    """The kept records of these rows of a table."""
-    if not (RECORDS / name).is_dir():
-        return {row.label: [] for row in rows}
-    table = TABLES[name].model_copy(update={"rows": tuple(rows)})
-    runs = [run for scale in SCALES for run in plan(table, Path("runs") / name, scale=scale)]
-    return {row.label: kept(RECORDS / name, row, runs) for row in rows}
+def cost_key(recipe: Recipe) -> dict[str, Any]:
+    """What the time of a training depends on: neither rates, nor bounds, nor which ten or hundred classes there are."""
+    plain = recipe.plain()
+    options = {k: v for k, v in plain["model"]["options"].items() if k not in FREE}
+    train = {k: plain["train"][k] for k in ("batch_size", "epochs", "optimizer", "ema")}
+    data = {"cifar100": "cifar10"}.get(recipe.data.spec, recipe.data.spec)
+    penalty = None if recipe.penalty is None else recipe.penalty.method
+    adversary = None if recipe.adversary is None else recipe.adversary.steps
+    return {"data": data, "model": recipe.model.name, **options, **train, "penalty": penalty, "adversary": adversary}
 
 
-def recorded(name: str, found: Mapping[str, Sequence[Found]]) -> str:
+@functools.cache
+def found_of(name: str) -> dict[str, list[Found]]:
+    """The kept records of a table, by the labels of its rows."""
+    table, folder = TABLES[name], RECORDS / name
+    runs = [run for scale in SCALES for run in plan(table, Path("runs") / name, scale=scale)] if folder.is_dir() else []
+    return {row.label: kept(folder, row, runs) if runs else [] for row in table.rows}
+
+
+@functools.cache
+def missing_runs(name: str) -> dict[str, dict[str, float | None]]:
+    """Label -> the runs that a full row still takes, and the core hours of each; None: not measured."""
+    known = {
+        json.dumps(one["recipe"], sort_keys=True): one.get("hours") for one in json.loads(COSTS.read_text()).values()
+    }
+    out: dict[str, dict[str, float | None]] = {row.label: {} for row in TABLES[name].rows}
+    for run in plan(TABLES[name], Path("runs") / name):
+        if not any((one.scale, one.seed) == ("full", run.seed) for one in found_of(name)[run.row.label]):
+            # Two tables may ask for one run, of which the text of the recipe is the same.
+            text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else to_yaml(run.recipe)
+            out[run.row.label][text] = run.recipe and known.get(json.dumps(cost_key(run.recipe), sort_keys=True))
+    return out
+
+
+def price(runs: Mapping[str, float | None]) -> str:
+    """The hours of all runs, in words."""
+    hours = [value for value in runs.values() if value is not None]
+    total = float(f"{sum(hours):.2g}")
+    words = "more than" if len(hours) < len(runs) else "about"
+    return f"{words} {total:,.12g} core hours" if hours else "cost not measured"
+
+
+def reaches(
+    figure: str, measure: str | None, paper: float, ours: float, digit: float, ends: tuple[float, float] | None
+) -> bool:
+    """Whether our figure is as good as the paper's, by the rule of the page.
+
+    Args:
+        figure, measure: of the record; where both are known, ``measure.figure`` says which direction is better.
+        paper, ours: the two values.
+        digit: half a unit of the last digit that the paper prints.
+        ends: of the 95 % interval of ours, if it has one.
+    """
+    names = {figure, f"{measure}.{figure}"}
+    more, less = is_fraction(figure) or bool(names & MORE), bool(names & LESS)
+    margin = 0.01 if is_fraction(figure) else max(0.05 * abs(paper), digit)
+    near = (less or ours >= paper - margin) and (more or ours <= paper + margin)
+    return near or (ends is not None and ends[0] <= paper <= ends[1])
+
+
+def half_digit(table: Table, row: Row, column: str) -> float:
+    """Half a unit of the last digit of a published figure; of a zero, of the finest figure in its column."""
+    own = table.published(row)[column]
+    values = [own] if own else [table.published(other)[column] for other in table.rows]
+    places = [-int(Decimal(str(value)).as_tuple().exponent) for value in values if value is not None]
+    return 0.5 * 10.0 ** -max(places)
+
+
+def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tuple[str, str]]:
+    """Column -> verdict ("reached", "missed", "budget", "not made") and cell, of every published figure of a row."""
+    out = {}
+    for column, paper in table.published(row).items():
+        if paper is None:
+            continue
+        figure = table.columns[column]
+        values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
+        if not values:
+            out[column] = ("not made", f"{shown(figure, paper)}: not made")
+            continue
+        ours = statistics.fmean(values)
+        ends = interval(found[0].record, figure) if len(found) == 1 else None
+        good = reaches(figure, row.measure, paper, ours, half_digit(table, row, column), ends)
+        off, full = shown(figure, abs(ours - paper)), found[0].scale == "full"
+        if good:
+            words = f"{'' if full else f'{found[0].scale}: '}reached, {shown(figure, ours - paper, sign=True)}"
+        else:
+            words = f"missed by {off}" if full else f"{found[0].scale}: {off} {'below' if ours < paper else 'above'}"
+        verdict = ("reached" if good else "missed") if full else "budget"
+        out[column] = (verdict, f"{shown(figure, paper)} → {shown(figure, ours)}: {words}")
+    return out
+
+
+def counts(verdicts: Sequence[str]) -> str:
+    """How many figures have each verdict."""
+    return ", ".join(f"{word} {verdicts.count(word)}" for word in VERDICTS if word in verdicts)
+
+
+def verdicts_of(name: str, rows: Sequence[Row]) -> list[str]:
+    """The verdict of every published figure of these rows."""
+    return [v for row in rows for v, _ in figure_cells(TABLES[name], row, found_of(name)[row.label]).values()]
+
+
+def recorded(name: str, rows: Sequence[Row]) -> str:
     """How many rows have records, and at which scale."""
-    scales = [records[0].scale for records in found.values() if records]
-    counts = ", ".join(f"{scales.count(scale)} {scale}" for scale in SCALES if scale in scales)
-    return f"{counts} of {len(found)} rows: `records/{name}/`" if scales else f"none of {len(found)} rows"
+    scales = [records[0].scale for row in rows if (records := found_of(name)[row.label])]
+    numbers = ", ".join(f"{scales.count(scale)} {scale}" for scale in SCALES if scale in scales)
+    return f"{numbers} of {len(rows)} rows: `records/{name}/`" if scales else f"none of {len(rows)} rows"
 
 
-def differences(name: str, rows: Sequence[Row], found: Mapping[str, Sequence[Found]]) -> str:
-    """Measured minus published, a range for each column and scale."""
-    printed = any(value is not None for row in rows for value in row.published)
-    by_column: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for _, column, scale, _, _, _, _, difference, *_ in compare(TABLES[name], row, found[row.label]):
-            if difference:
-                by_column.setdefault((column, scale), []).append(difference)
-    texts = []
-    for (column, scale), values in by_column.items():
-        low, high = (choose(values, key=lambda text: float(text.split()[0])) for choose in (min, max))
-        texts.append(f"{column} {low if low == high else f'{low} to {high}'} ({scale})")
-    return "; ".join(texts) if printed else "no published figures at hand"
+def summary(name: str, rows: Sequence[Row]) -> str:
+    """What became of the published figures of these rows, and what is to be spent on the rest."""
+    verdicts = verdicts_of(name, rows)
+    text = f"[{counts(verdicts)}]({FIGURES.name}#{name})" if verdicts else "no published figures at hand"
+    missing = merged(missing_runs(name)[row.label] for row in rows)
+    return f"{text}; in full: {price(missing)}" if missing else text
+
+
+def merged(parts: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """All runs, each once."""
+    return {text: hours for part in parts for text, hours in part.items()}
+
+
+def row_line(name: str, row: Row, columns: Sequence[str]) -> str:
+    """The line of a row in the page of published figures."""
+    found, missing = found_of(name)[row.label], missing_runs(name)[row.label]
+    cells = figure_cells(TABLES[name], row, found)
+    if found:
+        wanted = TABLES[name].seeds if found[0].scale == "full" else 1
+        star = "" if all(one.current for one in found) else "*"
+        number = f"{len(found)} of {wanted}" if len(found) < wanted else len(found)
+        how = f"{found[0].scale}{star}, {number} run{'s' * (wanted > 1)}"
+        how += f"; in full: {price(missing)}" if missing else ""
+    else:
+        how = row.absent or f"not made: {price(missing)}"
+    return f"| {' | '.join([row.label, how, *(cells[c][1] if c in cells else '' for c in columns)])} |"
+
+
+def figures_of(name: str, rows: Sequence[Row]) -> str:
+    """The section of a table: a line for each of these rows, full ones first."""
+    table = TABLES[name]
+    columns = [column for column in table.columns if any(table.published(row)[column] is not None for row in rows)]
+    found = found_of(name)
+    scales = {row.label: SCALES.index(found[row.label][0].scale) if found[row.label] else len(SCALES) for row in rows}
+    lines = [row_line(name, row, columns) for row in sorted(rows, key=lambda row: scales[row.label])]
+    head = f"| row | made | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}\n"
+    return f"### {name}\n\n{table.source}: {counts(verdicts_of(name, rows))}.\n\n{head}" + "\n".join(lines) + "\n"
+
+
+def published() -> str:
+    """All published figures, as they stand in their page."""
+    rows = {name: [row for row in TABLES[name].rows if any(v is not None for v in row.published)] for name in TABLES}
+    verdicts = [verdict for name in TABLES for verdict in verdicts_of(name, rows[name])]
+    missing = merged(missing_runs(name)[row.label] for name in TABLES for row in rows[name])
+    every = merged(runs for name in TABLES for runs in missing_runs(name).values())
+    total = (
+        f"{len(verdicts)} published figures: {counts(verdicts)}. Their rows in full, each run once: {price(missing)}; "
+        f"with the rows of which no figures are published: {price(every)}.\n"
+    )
+    return "\n" + "\n".join([total, *(figures_of(name, some) for name, some in rows.items() if some)]) + "\n"
 
 
 def rows_of(paper: Paper) -> Iterator[str]:
     """The lines of one paper."""
     lines = [(item, f"| {item} | not made: {reason} | | |") for item, reason in paper.not_made.items()]
     for item, arguments, name, rows in paper.rows(TABLES):
-        found = found_of(name, rows)
-        cells = (item, f"`lipkit reproduce {arguments}`", recorded(name, found), differences(name, rows, found))
+        cells = (item, f"`lipkit reproduce {arguments}`", recorded(name, rows), summary(name, rows))
         lines.append((item, f"| {' | '.join(cells)} |"))
     yield from (line for _, line in sorted(lines, key=lambda pair: order(pair[0])))
 
@@ -70,10 +216,11 @@ def index() -> str:
     """The whole index, as it stands in the page."""
     parts = []
     for paper in load_papers().values():
-        head = f"### {paper.source}\n\n| item | command | records | measured - published |\n|---|---|---|---|\n"
+        head = f"### {paper.source}\n\n| item | command | records | published figures |\n|---|---|---|---|\n"
         parts.append(head + "\n".join(rows_of(paper)) + "\n")
     return "\n" + "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
-    write_atomic(PAGE, INDEX.sub(lambda _: index(), PAGE.read_text()).encode())
+    for page, text in ((PAGE, index()), (FIGURES, published())):
+        write_atomic(page, MADE.sub(lambda _, text=text: text, page.read_text()).encode())

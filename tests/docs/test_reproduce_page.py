@@ -1,15 +1,20 @@
-"""The index of docs/reproduce.md holds every numbered item of the papers and says what tables and records say."""
+"""docs/reproduce.md and docs/published_figures.md hold every item and figure, and say what tables and records say."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from lipkit.errors import OptionError
+from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.tables import TABLES, Paper, load_papers
 
 ROOT = Path(__file__).parents[2]
@@ -27,16 +32,114 @@ def test_every_numbered_item_is_made_or_has_a_reason(name: str) -> None:
     assert used >= {table for table in TABLES if table.startswith(f"{name}_")}
 
 
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The script, beside which the one that measures costs finds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("reproduce_page")
+        for name in ("reproduce_page", "full_costs"):
+            sys.modules.pop(name, None)
+
+
 @pytest.mark.thorough
-def test_the_index_is_the_one_of_tables_and_records() -> None:
-    spec = importlib.util.spec_from_file_location("reproduce_page", ROOT / "benchmarks/reproduce_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    text = (ROOT / "docs/reproduce.md").read_text()
-    assert script.index() in text, "run: python benchmarks/reproduce_page.py"
+def test_the_pages_are_those_of_tables_and_records(script: ModuleType) -> None:
+    for page, made in (("reproduce", script.index()), ("published_figures", script.published())):
+        text = (ROOT / f"docs/{page}.md").read_text()
+        assert text == script.MADE.sub(lambda _, made=made: made, text), "run: python benchmarks/reproduce_page.py"
     assert [script.order(i)[:2] for i in ("table 10", "figure 2", "section 5.3")] == [("0", 10), ("1", 2), ("2", 5)]
+
+
+def test_the_page_has_every_published_figure_and_full_rows_first(script: ModuleType) -> None:
+    text = (ROOT / "docs/published_figures.md").read_text()
+    for name, table in TABLES.items():
+        section = text.partition(f"### {name}\n")[2].partition("\n### ")[0]
+        lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+        printed = [sum(value is not None for value in row.published) for row in table.rows]
+        assert len(lines) == sum(count > 0 for count in printed), name
+        verdicts = [
+            word for line in lines for word in re.findall(r": (?:reached|missed by|budget:|not made(?= \|))", line)
+        ]
+        assert len(verdicts) == sum(printed), name
+        places = [line.startswith("| full") for line in (f"| {line.split(' | ')[1]}" for line in lines)]
+        assert places == sorted(places, reverse=True), name
+
+
+@pytest.mark.parametrize(
+    ("figure", "measure", "paper", "ours", "digit", "ends", "good"),
+    [
+        ("clean", None, 0.75, 0.7401, 0.0, None, True),  # within a point
+        ("clean", None, 0.75, 0.7399, 0.0, None, False),
+        ("clean", None, 0.75, 0.95, 0.0, None, True),  # better is no miss
+        ("pgd(36/255)", None, 0.75, 0.735, 0.0, (0.70, 0.77), True),  # within the interval
+        ("ms", None, 10.0, 10.5, 0.0, None, True),
+        ("ms", None, 10.0, 10.6, 0.0, None, False),
+        ("ms", None, 10.0, 1.0, 0.0, None, True),
+        ("speed", None, 10.0, 9.4, 0.0, None, False),
+        ("speed", None, 10.0, 30.0, 0.0, None, True),
+        ("emp_lip", None, 0.74, 0.80, 0.0, None, False),  # what has no better side is to be near
+        ("emp_lip", None, 0.74, 0.70, 0.0, None, False),
+        ("ratio", "kernel_bounds", 1.0, 0.5, 0.0, None, False),
+        ("ratio", "lipconvnet_step", 1.0, 0.5, 0.0, None, True),
+        ("worst", None, 0.001, 0.0014, 0.0005, None, True),  # the digits that are printed
+    ],
+)
+def test_when_a_figure_is_reached(
+    script: ModuleType,
+    figure: str,
+    measure: str | None,
+    paper: float,
+    ours: float,
+    digit: float,
+    ends: tuple[float, float] | None,
+    good: bool,
+) -> None:
+    assert script.reaches(figure, measure, paper, ours, digit, ends) is good
+
+
+def test_a_figure_is_compared_in_the_digits_it_is_printed_with(script: ModuleType) -> None:
+    table = TABLES["eco_8"]
+    digits = {row.label: script.half_digit(table, row, "deviation") for row in table.rows}
+    assert digits["T = 1"] == pytest.approx(0.005)
+    assert digits["T = 5"] == pytest.approx(0.00005)  # it prints 0
+
+
+def test_verdicts_of_full_and_other_records(script: ModuleType) -> None:
+    table = TABLES["cayley_1"]
+    row = next(row for row in table.rows if row.label == "Cayley")
+
+    def cells(scale: str, **values: float) -> dict[str, tuple[str, str]]:
+        record = SimpleNamespace(metrics=lambda: values)
+        return script.figure_cells(table, row, [script.Found(scale, 0, record)])
+
+    full = cells("full", clean=0.76, emp_lip=0.7)
+    assert full["clean"] == ("reached", "75.33 % → 76.00 %: reached, +0.67 %")
+    assert full["Emp.Lip"] == ("missed", "0.74 → 0.7: missed by 0.04")
+    assert full["certified 36/255"] == ("not made", "59.16 %: not made")
+    assert "PGD 36/255" not in full  # the paper prints none
+    assert cells("budget", clean=0.5)["clean"] == ("budget", "75.33 % → 50.00 %: budget: 25.33 % below")
+
+
+def test_a_cost_is_that_of_the_recipe(script: ModuleType) -> None:
+    cost_of = script.cost_key
+    known = cost_of(load_recipe("cifar10_cayley"))
+    same = ["model.options.lipschitz=2", "train.lr=0.1", "train.seed=3", "data=cifar100", "loss.options.eps0=2"]
+    assert all(cost_of(load_recipe("cifar10_cayley", [change])) == known for change in same)
+    for change in ("train.epochs=5", "model.options.layer=rko", "train.batch_size=64", "adversary.eps=8/255"):
+        assert cost_of(load_recipe("cifar10_cayley", [change])) != known
+    assert script.price({"a": 10.04, "b": 2410.0}) == "about 2,400 core hours"
+    assert script.price({"a": 0.456, "b": None}) == "more than 0.46 core hours"
+    assert script.price({"a": None}) == "cost not measured"
+
+
+def test_a_cost_is_measured_and_extrapolated(script: ModuleType) -> None:
+    costs = importlib.import_module("full_costs")
+    assert costs.line([(2, 1.0)], 8) == 4
+    assert costs.line([(2, 1.0), (8, 4.0), (32, 4.6)], 128) == pytest.approx(7)
+    assert costs.line([(2, 1.0), (8, 0.9)], 128) == 0.9  # no step gets faster with its batch
+    measured = costs.cost(load_recipe("square_wave", ["model.options.hidden=[4]", "train.epochs=600"]))
+    assert list(measured["steps_measured"]) == ["2", "8", "32", "50"]
+    assert measured["hours"] == pytest.approx(measured["step"] * 6 * 600 / 3600, abs=6e-2 * measured["step"] + 1e-3)
 
 
 @pytest.mark.parametrize("arguments", ["nowhere", "cayley_1 --row nobody", "cayley_1 --row Cayley --row nobody"])

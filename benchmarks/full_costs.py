@@ -1,0 +1,124 @@
+"""What one training of each row costs at the scale full: core hours of one CPU thread, from one step of its recipe.
+
+    python benchmarks/full_costs.py     # resumable: what benchmarks/full_costs.json holds is kept; no data are needed
+    python benchmarks/reproduce_page.py # writes the costs into the pages
+
+The network of the full recipe is built for random samples of the shape of its data. A step is what `lipkit.fit` does
+for one: augmentation, attack, both passes, penalty, optimiser. Process time of one thread, without the first step, at
+the batches 2, 8 (4 if that is very slow), 32 and the recipe's, the last two as long as a step is not expected to take
+more than SLOW seconds; from the two largest, a straight line leads to the recipe's batch. Times steps and epochs.
+Evaluations, certificates and attacks are not in it. Networks that need more than MEMORY bytes are noted and left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lipkit
+from lipkit.data import Data, Split
+from lipkit.experiments.build import build_model
+from lipkit.experiments.recipe import Recipe
+from lipkit.experiments.run import training_options
+from lipkit.experiments.table_runs import plan
+from lipkit.experiments.tables import TABLES
+from lipkit.files import write_atomic
+from reproduce_page import COSTS, cost_key
+
+SLOW, MEMORY = 5.0, 8 << 30
+# Data -> training samples, shape of one, classes (none: regression).
+SHAPES = {
+    "mnist": (60_000, (1, 28, 28), 10),
+    "cifar10": (50_000, (3, 32, 32), 10),
+    "cifar100": (50_000, (3, 32, 32), 100),
+    "tiny_imagenet": (100_000, (3, 64, 64), 200),
+    "imagenet": (1_281_167, (3, 224, 224), 1000),
+    "square_wave": (300, (1,), 0),
+}
+
+
+def noise(spec: str, samples: int) -> Data:
+    """So many random samples in place of a data set."""
+    _, shape, classes = SHAPES[spec]
+    y = torch.arange(samples) % classes if classes else torch.rand(samples, 1)
+    split = Split(torch.rand(samples, *shape), y)
+    return Data(spec, split, split, tuple(map(str, range(classes))))
+
+
+def step_seconds(recipe: Recipe, model: nn.Module, batch: int, steps: int) -> float:
+    """Process time of a training step: the shortest after the first."""
+    data, clock = noise(recipe.data.spec, steps * batch), list[float]()
+
+    def post_step(*_: Any) -> None:
+        clock.append(time.process_time())
+
+    options = training_options(recipe, data).changed(
+        batch_size=batch, epochs=1, evaluate=None, accelerator="cpu", devices=1, post_step=post_step
+    )
+    lipkit.fit(model, data.train, options)
+    return min(after - before for before, after in itertools.pairwise(clock[:steps]))
+
+
+def line(times: list[tuple[int, float]], batch: int) -> float:
+    """The time at a batch, on the line through the last two times; from one alone, in proportion."""
+    b, t = times[-1]
+    if len(times) == 1:
+        return t * batch / b
+    slope = max(0.0, (t - times[-2][1]) / (b - times[-2][0]))
+    return t + slope * (batch - b)
+
+
+def reason(error: Exception) -> str:
+    """Why a network was not measured: too little memory, or what it does on random samples."""
+    memory = isinstance(error, MemoryError) or "allocate" in str(error)
+    return "needs more than 8 GB" if memory else str(error).splitlines()[0]
+
+
+def cost(recipe: Recipe) -> dict[str, Any]:
+    """The measured steps and the hours of one training, or why there are none."""
+    full, times = recipe.train.batch_size, list[tuple[int, float]]()
+    try:
+        model = build_model(recipe, noise(recipe.data.spec, SHAPES[recipe.data.spec][2] or 1))
+    except (MemoryError, RuntimeError) as error:
+        return {"left_out": reason(error)}
+    for batch in [*(b for b in (2, 8, 32) if b < full), full]:
+        expected = line(times, batch) if times else 0.0
+        # Two at least: in many a network the weights cost more than the batch does.
+        if len(times) >= 2 and expected > SLOW:
+            break
+        batch = 4 if len(times) == 1 and expected > 8 * SLOW else batch
+        try:
+            times.append((batch, step_seconds(recipe, model, batch, 3 if expected < SLOW / 2 else 2)))
+        except (MemoryError, RuntimeError) as error:
+            if not times:
+                return {"left_out": reason(error)}
+            break
+    steps = math.ceil(SHAPES[recipe.data.spec][0] / full) * (recipe.train.epochs or 0)
+    seconds = line(times, full)
+    measured = {str(batch): round(t, 4) for batch, t in times}
+    return {"steps_measured": measured, "step": round(seconds, 4), "hours": round(seconds * steps / 3600, 3)}
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+    costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+    # Tables with published figures first.
+    for name, table in sorted(TABLES.items(), key=lambda pair: not any(row.published for row in pair[1].rows)):
+        for run in plan(table, Path("runs") / name, seeds=1):
+            # A recipe with a budget costs that.
+            if run.recipe is None or run.recipe.train.budget is not None:
+                continue
+            key = cost_key(run.recipe)
+            if all(known["recipe"] != key for known in costs.values()):
+                costs[f"{name}: {run.row.label}"] = {"recipe": key, **cost(run.recipe)}
+                write_atomic(COSTS, (json.dumps(costs, indent=1) + "\n").encode())
+                print(name, run.row.label, costs[f"{name}: {run.row.label}"], flush=True)
