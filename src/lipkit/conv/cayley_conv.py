@@ -289,13 +289,13 @@ def solve_form(
 def batch_of(x: Tensor, exact: torch.dtype) -> int:
     """The number of images that :func:`lipkit.conv.normal_matrices.prepare` shall count on.
 
-    Products of half precision by an inverse are so much faster than solves that it pays from half as many images as
-    channels on, not from 3 / 2 of them.
+    Products of half precision by an inverse are so much faster than solves that it pays from a third as many images as
+    channels on, not from half as many.
 
     >>> batch_of(torch.ones(8, 1, 1, 1, dtype=torch.bfloat16), torch.float32)
-    24
+    12
     """
-    return len(x) if x.dtype == exact else 3 * len(x)
+    return len(x) if x.dtype == exact else 3 * len(x) // 2
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -311,7 +311,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
 
     Cost:
         For c = min(cout, cin): at each of about h w / 2 frequencies, LU factors of size c and a solve for B images
-        forward, a solve and one product of B c^2 backward; an inverse instead of the solves for B above 3 c / 2. Few
+        forward, a solve and one product of B c^2 backward; an inverse instead of the solves for B from c / 2 on. Few
         inputs of many outputs (`spreading_pays`) are transformed alone, and one plain convolution makes the outputs.
 
     >>> x = torch.arange(24.0).reshape(1, 2, 3, 4)

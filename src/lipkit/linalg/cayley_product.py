@@ -41,7 +41,7 @@ def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         Of products of the larger by the smaller side squared, for a wide or tall matrix: one forward and at most one
         backward (for a batch of half the smaller side or less, products with the batch alone), where making the
         transform takes two and three. LU factors in place of an
-        inverse for up to 3/2 min(m, n) vectors.
+        inverse for up to min(m, n) / 2 vectors.
 
     Raises:
         ShapeError: ``weight`` is not a matrix, or x does not have its columns.
