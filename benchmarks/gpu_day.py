@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import lipkit
 from lipkit import models
 from lipkit.files import read_text, write_atomic
 from lipkit.layers import families
+from lipkit.linalg.accretive import inverse_by_blocks
 
 LIMIT = 540.0  # seconds of one step
 ROOT = Path(__file__).parents[1]
@@ -232,6 +234,23 @@ def times(layer: nn.Module, exported: nn.Module, x: Tensor, device: str) -> tupl
     return clock(step, device), clock(forward, device)
 
 
+def inverses(device: str, toy: bool, end: float) -> dict[str, Any]:
+    """Milliseconds of the inverses of Cayley layers: by LU factors, and by blocks, which the CPU alone uses so far."""
+    found: dict[str, Any] = {}
+    for count, side in [(4, 32)] if toy else [(510, 32), (126, 64), (126, 128), (30, 256), (6, 512)]:
+        for dtype in (torch.complex64, torch.float32):
+            if time.monotonic() > end:
+                return found | {"cut": f"before {count} of {side}"}
+            g = torch.randn(count, side, side, dtype=dtype, device=device) / side**0.5
+            n = torch.eye(side, dtype=dtype, device=device) + g - g.mH
+            found[f"{count} of {side}, {str(dtype).removeprefix('torch.')}"] = {
+                "torch.linalg.inv, ms": round(1e3 * clock(partial(torch.linalg.inv, n), device), 3),
+                "by blocks, ms": round(1e3 * clock(partial(inverse_by_blocks, n), device), 3),
+                "distance": float((inverse_by_blocks(n) - torch.linalg.inv(n)).abs().max()),
+            }
+    return found
+
+
 def memory(device: str, toy: bool, end: float) -> dict[str, Any]:
     """MiB that a training step of KWLarge takes at most, beside that of the plain network."""
     found: dict[str, Any] = {}
@@ -278,6 +297,7 @@ def steps(out: Path, data: str | None) -> dict[str, Callable[[str, bool, float],
     return {
         "checks": checks,
         "speed": speed,
+        "inverses": inverses,
         "kwlarge": training("kwlarge", out, data),
         "memory": memory,
         **{f"suite-{folder}": suite(folder) for folder in SUITE},

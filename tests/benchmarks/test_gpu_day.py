@@ -16,7 +16,7 @@ def found(out: Path, step: str) -> dict:
     return json.loads((out / f"{step}.json").read_text())["found"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_day_at_toy_size(tmp_path: Path) -> None:
     start = ["--out", str(tmp_path), "--toy"]
     gpu_day.main(start)  # the first step
@@ -25,6 +25,11 @@ def test_a_day_at_toy_size(tmp_path: Path) -> None:
     assert all(isinstance(value, float) for row in checks.values() for value in row.values()), checks
     gpu_day.main(start)  # the next one
     assert all(len(row["cayley"]) == 2 for row in found(tmp_path, "speed").values())
+    gpu_day.main([*start, "--step", "inverses"])
+    row = found(tmp_path, "inverses")["4 of 32, complex64"]
+    assert row["torch.linalg.inv, ms"] > 0
+    assert row["by blocks, ms"] > 0
+    assert row["distance"] < 1e-5
     gpu_day.main([*start, "--step", "kwlarge"])
     assert found(tmp_path, "kwlarge")["status"] == 0, found(tmp_path, "kwlarge")["said"]
     gpu_day.main([*start, "--step", "kwlarge"])  # resumes a run that is complete
