@@ -13,7 +13,7 @@ from lipkit.bounds.cover import divided, first_cells, share
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.kernels import scaled
 from lipkit.bounds.peak import find_peak
-from lipkit.conv.block import autocorrelation, half_lags
+from lipkit.conv.block import FEW_COLUMNS, autocorrelation, half_lags
 from lipkit.proof.definite import cholesky_succeeds, stored_entries
 
 from .reference import symbol_norm
@@ -123,12 +123,14 @@ def test_the_search_finds_the_peak() -> None:
         assert symbol_norm(kernels[peak.group], w)[0] >= 0.98 * largest
 
 
-def test_autocorrelation_is_the_definition() -> None:
-    kernel = torch.randn(3, 2, 2, 3, dtype=torch.float64)
+# Few columns make one product of all pairs of taps, many a call for each tap.
+@pytest.mark.parametrize("cin", [2, FEW_COLUMNS // 6, FEW_COLUMNS // 6 + 1])
+def test_autocorrelation_is_the_definition(cin: int) -> None:
+    kernel = torch.randn(3, cin, 2, 3, dtype=torch.float64)
     full = autocorrelation(kernel)
-    assert full.shape == (2, 2, 3, 5)
+    assert full.shape == (cin, cin, 3, 5)
     for d1, d2 in half_lags(2, 3).tolist():
-        wanted = torch.zeros(2, 2, dtype=torch.float64)
+        wanted = torch.zeros(cin, cin, dtype=torch.float64)
         for s in range(2):
             for t in range(3):
                 if 0 <= s + d1 < 2 and 0 <= t + d2 < 3:

@@ -175,6 +175,10 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     return sums
 
 
+# Up to this many columns one product of all pairs of taps takes less time than a call for each tap.
+FEW_COLUMNS = 300
+
+
 def autocorrelation(kernel: Tensor) -> Tensor:
     """Kernel of the operator followed by its adjoint: ``(cin, cin, 2 kh - 1, 2 kw - 1)``.
 
@@ -187,7 +191,15 @@ def autocorrelation(kernel: Tensor) -> Tensor:
     [2.0, 5.0, 2.0]
     """
     check_kernel(kernel)
-    kh, kw = kernel.shape[-2:]
+    cout, cin, kh, kw = kernel.shape
+    size, count = (2 * kh - 1, 2 * kw - 1), kh * kw
+    if cin * count <= FEW_COLUMNS:
+        flat = kernel.permute(2, 3, 1, 0).reshape(count * cin, cout)
+        pairs = (flat @ flat.mT).view(count, cin, count, cin).transpose(1, 2).reshape(count**2, cin, cin)
+        tap = (torch.arange(kh)[:, None] * size[1] + torch.arange(kw)).flatten()
+        lag = (tap[:, None] - tap + tap[-1]).flatten().to(kernel.device)
+        sums = kernel.new_zeros(size[0] * size[1], cin, cin).index_add(0, lag, pairs)
+        return sums.permute(1, 2, 0).unflatten(2, size)
     half = half_autocorrelation(kernel[None])[0]
     both = torch.cat((half[1:].flip(0).mT, half))
-    return both.permute(1, 2, 0).unflatten(2, (2 * kh - 1, 2 * kw - 1))
+    return both.permute(1, 2, 0).unflatten(2, size)
