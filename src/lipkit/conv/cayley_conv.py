@@ -133,7 +133,7 @@ class _Rounded(torch.autograd.Function):
     ) -> Tensor:
         inverse = rounded_symbol(inverse_real, inverse_pair, x.dtype)
         rest = None
-        if rest_real is not None and rest_pair is not None:
+        if rest_real is not None and rest_pair is not None and form != "first adjoint":
             rest = rounded_symbol(rest_real.mT, rest_pair.mT, x.dtype)
         matrices = transform_matrices(*x.shape[-2:], dtype=x.dtype, device=x.device)
         y, *kept = forward_rounded(form, x, bias, scale, inverse, rest, matrices)
