@@ -151,15 +151,20 @@ def test_records_are_kept_and_printed_without_training(table, monkeypatch, tmp_p
     # What is there of another scale is not shown as this one.
     assert main(["reproduce", "t1", "--records", str(kept), "--scale", "budget"]) == 0
     assert capsys.readouterr().out.count("not made") == 3
-    # A record of another recipe is marked.
+    # A record of another recipe is marked, whether it differs in a value or in a section that the row has not.
     path = kept / "t1" / "other" / "full-seed1.json"
     record = read_record(path)
-    other = {**record.recipe, "train": {**record.recipe["train"], "lr": 0.25}}
-    write_record(record.model_copy(update={"recipe": other}), path)
+    for section in ({"train": {**record.recipe["train"], "lr": 0.25}}, {"adversary": {"name": "pgd", "eps": 0.1}}):
+        write_record(record.model_copy(update={"recipe": {**record.recipe, **section}}), path)
+        assert main(["reproduce", "t1", "--records", str(kept)]) == 0
+        marked = capsys.readouterr().out
+        assert "full, full*" in marked
+        assert "*: made with other settings" in marked
+    # What the record's recipe did not have yet is not compared.
+    fewer = {key: value for key, value in record.recipe.items() if key != "adversary"}
+    write_record(record.model_copy(update={"recipe": fewer}), path)
     assert main(["reproduce", "t1", "--records", str(kept)]) == 0
-    marked = capsys.readouterr().out
-    assert "full, full*" in marked
-    assert "*: made with other settings" in marked
+    assert "*: made with other settings" not in capsys.readouterr().out
 
 
 def test_a_run_of_another_table_is_taken_from_there(table, tmp_path):

@@ -402,18 +402,19 @@ def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
         return record.measure == run.row.measure and record.options == dict(run.options)
     if run.recipe is None:
         return False
-    then, now = _flat(record.recipe), _flat(run.recipe.plain())
-    return all(then[key] == now[key] for key in then.keys() & now.keys() if key not in _INCIDENTAL)
+    return _agree(record.recipe, run.recipe.plain())
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, Mapping) and not key.endswith("options"):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def _agree(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> bool:
+    """Whether two recipes have the same values under all keys that both have; a section that is null is a value."""
+    for key in then.keys() & now.keys():
+        one, other = then[key], now[key]
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and not key.endswith("options"):
+            if not _agree(one, other, f"{prefix}{key}."):
+                return False
+        elif one != other and f"{prefix}{key}" not in _INCIDENTAL:
+            return False
+    return True
 
 
 NOT_MADE = "not made"
