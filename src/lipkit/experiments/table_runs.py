@@ -406,7 +406,7 @@ def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
 
 
 def _agree(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> bool:
-    """Whether two recipes have the same values under all keys that both have; a section that is null is a value."""
+    """True for recipes with the same values under all keys that both have; a section that is null is a value."""
     for key in then.keys() & now.keys():
         one, other = then[key], now[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping) and not key.endswith("options"):
