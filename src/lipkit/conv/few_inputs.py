@@ -51,7 +51,7 @@ def normal_kernel(kernel: Tensor) -> Tensor:
     check_kernel(kernel)
     n, (kh, kw) = kernel.shape[1], kernel.shape[2:]
     own, rest = centred(kernel[:n]), kernel[n:].transpose(0, 1)
-    # One product for each pair of inputs and each lag. (`block.autocorrelation` is made for many channels.)
+    # The autocorrelation of W_2 in one call: inputs are few.
     gram = F.conv2d(rest, rest, padding=(kh - 1, kw - 1)).transpose(0, 1)
     skew = own - own.flip(2, 3).transpose(0, 1)
     more = [(a - b) // 2 for a, b in zip(gram.shape[2:], own.shape[2:], strict=True)]
