@@ -27,6 +27,7 @@ from lipkit.files import read_text, write_atomic
 @click.option("--seconds", type=click.FloatRange(0), help="Budget of each contender at each shape [0.6].")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda.")
 @click.option("--compiled", is_flag=True, help="Time torch.compile of each layer, too.")
+@click.option("--autocast", is_flag=True, help="All under autocast to bfloat16; beside it, exported bfloat16 weights.")
 @click.option("--quick", is_flag=True, help="A few shapes only.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write all samples there.")
 @click.option("--doc", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Put the tables in there.")
@@ -76,7 +77,8 @@ def plan_of(given: dict[str, Any]) -> Plan:
         asked |= {"shapes": tuple(map(parse, given["shapes"])), "own_only": False}
     if (given["shapes"] or given["families"]) and not given["parts"]:
         asked["parts"] = ("layers",)
-    return dataclasses.replace(base, device=given["device"], compiled=given["compiled"], keep_memory=True, **asked)
+    asked |= {name: given[name] for name in ("device", "compiled", "autocast")}
+    return dataclasses.replace(base, keep_memory=True, **asked)
 
 
 def read(path: Path) -> dict[str, Any]:

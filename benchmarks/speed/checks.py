@@ -15,6 +15,8 @@ from lipkit.layers.families import Family
 from lipkit.modules import export
 
 TOLERANCE = 1e-5
+MIXED = 2**-6
+"""Relative, for layers in bfloat16: features that pass several products lose more than one rounding, 2^-9."""
 CHANNELS, SIDE = 4, 9
 
 
@@ -105,6 +107,25 @@ def check_timed(family: Family, shape: Shape, layer: nn.Module, plain: nn.Module
     if family.claim == "orthogonal" and shape.cout >= shape.inner:
         found.append(("norms of outputs", abs(float((exported - origin).norm() / x.norm()) - 1)))
     return _worst(f"{family.name} {shape}", found)
+
+
+def check_mixed(family: Family, shape: Shape, layer: nn.Module, plain: nn.Module, x: Tensor) -> float:
+    """Under autocast to bfloat16 the layer and its export compute what they compute in float32, up to `MIXED`.
+
+    Raises:
+        RunError: they do not.
+    """
+    x, found = x[:2].detach(), []
+    for name, module in (("the layer", layer), ("the export", plain)):
+        with torch.no_grad():
+            y = module(x)
+            with torch.autocast(x.device.type, torch.bfloat16):
+                mixed = module(x)
+        found.append((f"outputs of {name} under autocast", float((mixed.float() - y).norm() / y.norm())))
+    for what, error in found:
+        if not error <= MIXED:
+            raise RunError(f"{family.name} {shape}: expected {what} within {MIXED:.2g}, got an error of {error:.2e}")
+    return max(error for _, error in found)
 
 
 def _worst(what: str, found: list[tuple[str, float]]) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmarks.speed.clock import Work, clock_of, interleaved
+from benchmarks.speed.work import half_precision
 from torch import nn
 
 from lipkit.models import kwlarge, lipconvnet
@@ -35,7 +36,9 @@ NETWORKS: dict[str, tuple[Build, Build]] = {
 }
 
 
-def step(network: nn.Module, batch: int, device: str = "cpu", *, shape: tuple[int, ...] = INPUT) -> Work:
+def step(
+    network: nn.Module, batch: int, device: str = "cpu", *, shape: tuple[int, ...] = INPUT, autocast: bool = False
+) -> Work:
     """One step of training on images of this shape: cross-entropy, backward, Adam."""
     network = network.to(device).train()
     generator = torch.Generator().manual_seed(0)
@@ -45,19 +48,23 @@ def step(network: nn.Module, batch: int, device: str = "cpu", *, shape: tuple[in
 
     def run() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(network(x), labels).backward()
+        with half_precision(device, autocast):
+            loss = F.cross_entropy(network(x), labels)
+        loss.backward()
         optimizer.step()
 
     return run
 
 
 def measure(
-    title: str, batch: int, device: str = "cpu", *, seconds: float = 3.0, repeats: int = 10
+    title: str, batch: int, device: str = "cpu", *, seconds: float = 3.0, repeats: int = 10, autocast: bool = False
 ) -> dict[str, list[float | None]]:
     """Samples of ``plain`` and ``lipkit`` for one network, in turns."""
     torch.manual_seed(0)
     build, plain = NETWORKS[title]
-    work = {"plain": step(plain(), batch, device), "lipkit": step(build(), batch, device)}
+    work = {
+        name: step(make(), batch, device, autocast=autocast) for name, make in (("plain", plain), ("lipkit", build))
+    }
     return interleaved(work, clock_of(device), seconds=seconds, repeats=repeats, least=min(2, repeats))
 
 

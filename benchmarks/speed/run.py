@@ -37,6 +37,7 @@ class Plan:
         batches, phases, device: of the layers.
         seconds, repeats, least: budget of each contender at each shape; see `interleaved`.
         compiled: whether ``torch.compile`` of each layer is timed too.
+        autocast: whether all run under autocast to bfloat16.
         parts: 'layers', 'memory', 'networks'.
         keep_memory: whether this process keeps freed memory from then on, as ``lipkit train`` does; what fresh
             memory costs depends on all that was allocated before, and is the largest part of the noise.
@@ -52,6 +53,7 @@ class Plan:
     repeats: int = 20
     least: int = 3
     compiled: bool = False
+    autocast: bool = False
     parts: tuple[str, ...] = PARTS
     keep_memory: bool = False
 
@@ -150,7 +152,10 @@ def _cell(result: Result, plan: Plan, shape: Shape, names: Sequence[str], batch:
     def job() -> None:
         absent: dict[str, str] = {}
         makers = (*MAKERS, COMPILED) if plan.compiled else MAKERS
-        work = contenders([get(n) for n in names], shape, batch, phase, plan.device, makers=makers, absent=absent)
+        families = [get(name) for name in names]
+        work = contenders(
+            families, shape, batch, phase, plan.device, makers=makers, autocast=plan.autocast, absent=absent
+        )
         samples = interleaved(work, clock_of(plan.device), seconds=plan.seconds, repeats=plan.repeats, least=plan.least)
         result["cells"].append({"shape": str(shape), "batch": batch, "phase": phase, "samples": samples})
         result["absent"] |= {label: f"{reason}, at {shape}, {phase}" for label, reason in absent.items()}
@@ -179,7 +184,9 @@ def _memory(result: Result, plan: Plan, label: str, shape: Shape, batch: int, ph
 def _network(result: Result, plan: Plan, title: str) -> Callable[[], None]:
     def job() -> None:
         batch = max(plan.batches)
-        samples = networks.measure(title, batch, plan.device, seconds=5 * plan.seconds, repeats=plan.repeats)
+        samples = networks.measure(
+            title, batch, plan.device, seconds=5 * plan.seconds, repeats=plan.repeats, autocast=plan.autocast
+        )
         result["networks"].append({"title": title, "batch": batch, "samples": samples})
 
     return job

@@ -13,8 +13,8 @@ from benchmarks.speed.others import Others
 from benchmarks.speed.ratios import geometric_mean, median, ratio
 from benchmarks.speed.run import rates_of
 from benchmarks.speed.shapes import parse
-from benchmarks.speed.targets import Verdict, verdicts
-from benchmarks.speed.work import COMPILED, LAST, MAKERS, REFERENCE
+from benchmarks.speed.targets import AUTOCAST, TARGETS, Verdict, verdicts
+from benchmarks.speed.work import COMPILED, HALF, LAST, MAKERS, REFERENCE
 
 from lipkit.errors import OptionError
 from lipkit.files import write_atomic
@@ -23,7 +23,7 @@ Result = Mapping[str, Any]
 PHASE_NAMES = {"train": "training step", "forward": "exported forward"}
 # The plain convolution with TF32 and in bfloat16 is timed on CUDA only.
 PLAIN = ("zero", f"{REFERENCE} {LAST}", "conv tf32", "conv bf16")
-MEMBERS = ("lipkit", LAST, COMPILED, *(maker for maker in MAKERS if maker != "lipkit"))
+MEMBERS = ("lipkit", LAST, HALF, COMPILED, *(maker for maker in MAKERS if maker != "lipkit"))
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -67,7 +67,7 @@ def family_table(result: Result, family: str, phase: str, others: Others | None 
     plain = [label for label in PLAIN if label in present]
     members = [maker for maker in MEMBERS if f"{family}:{maker}" in present]
     labels = [*plain, *(f"{family}:{maker}" for maker in members)]
-    with_floor = family in floor.FAMILIES
+    with_floor = family in floor.FAMILIES and not result["options"].get("autocast")
     cases = [(others or {}).get((family, cell["shape"], cell["batch"], phase), {}) for cell in cells]
     libraries = sorted({library for case in cases for library in case})
     heads = ["shape", "batch", f"{REFERENCE} ms", *plain, *members, *(f"{library}*" for library in libraries)]
@@ -147,6 +147,7 @@ def provenance(result: Result) -> str:
     parts = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     load = "" if result["load"] is None else f"; load average at the start {result['load']:.2f}"
     load += ", freed memory kept" if result.get("keeps_memory") else ""
+    load += ", all under autocast to bfloat16" if result["options"].get("autocast") else ""
     return (
         f"`{result['command']}`, {result['created']}, {result['seconds'] / 60:.1f} minutes: {machine['cpu']}, "
         f"{machine['device']}, one thread of {machine['cores']} cores{load}. {parts}. Measured rates: products of "
@@ -158,7 +159,8 @@ def sections(result: Result, others: Others | None = None) -> dict[str, str]:
     """The text of each part that was measured: 'layers', 'memory', 'networks'; ``others`` as in `family_table`."""
     found = {}
     if result["cells"]:
-        blocks = [target_table(verdicts(result["cells"]))]
+        limits = AUTOCAST if result["options"].get("autocast") else TARGETS
+        blocks = [target_table(verdicts(result["cells"], limits))]
         for family in result["options"]["families"]:
             for phase in result["options"]["phases"]:
                 table = family_table(result, family, phase, others)
@@ -173,13 +175,15 @@ def sections(result: Result, others: Others | None = None) -> dict[str, str]:
 def write_document(path: Path, result: Result, others: Others | None = None) -> list[str]:
     """Replace the measured parts of a document between their markers, and return their names.
 
-    The markers of part P on device D are the lines ``<!-- bench D P -->`` and ``<!-- end of D P -->``.
+    The markers of part P on device D are the lines ``<!-- bench D P -->`` and ``<!-- end of D P -->``; of a result
+    under autocast they name ``autocast P``.
 
     Raises:
         OptionError: a marker is missing; the document is then as it was.
     """
     text = path.read_text(encoding="utf-8")
     device = str(result["options"]["device"]).partition(":")[0]
+    device += " autocast" if result["options"].get("autocast") else ""
     found = sections(result, others)
     for part, content in found.items():
         first, last = f"<!-- bench {device} {part} -->", f"<!-- end of {device} {part} -->"

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.speed.ratios import geometric_mean, ratio
 from benchmarks.speed.shapes import Shape, parse, shapes_of
-from benchmarks.speed.work import LAST, REFERENCE
+from benchmarks.speed.work import HALF, LAST, REFERENCE
 
 Cell = Mapping[str, Any]
 """``shape`` (text), ``batch``, ``phase`` and ``samples`` by contender."""
@@ -75,6 +75,15 @@ TARGETS: tuple[Target, ...] = (
     *_pair("SOC", "soc", None, 3.0, batch=32),
     *_pair("SOC", "soc", None, 3.0),
 )
+AUTOCAST: tuple[Target, ...] = (
+    Target("ECO, channels last", "eco", "train", 0.35, own=LAST),
+    Target("ECO, bfloat16 weights", "eco", "forward", 0.30, own=HALF),
+    Target("Cayley, c >= 64", "cayley", "train", 1.0, least_channels=64),
+    Target("Cayley, c >= 64, bfloat16 weights", "cayley", "forward", 0.6, least_channels=64, own=HALF),
+    *(Target(name, name, "forward", 1.1) for name in ("bcop", "rko", "aol", "soc")),
+    Target("sandwich against our Cayley", "sandwich", "train", 2.2, against="cayley:lipkit"),
+)
+"""The limits under autocast to bfloat16, the plain convolution under it, too."""
 MEMORY = (("cayley", "128@16", 128, {"train": 4.0, "forward": 2.0}),)
 """Family, shape, batch, and the largest ratio of memory to the plain convolution's by phase."""
 

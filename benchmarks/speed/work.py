@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import torch
 from benchmarks.speed import rivals, textbook
-from benchmarks.speed.checks import check_timed
+from benchmarks.speed.checks import check_mixed, check_timed
 from benchmarks.speed.clock import Work
 from benchmarks.speed.shapes import Shape
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ MAKERS = ("lipkit", "textbook", *rivals.LIBRARIES)
 LAST = "channels last"
 """A further maker: lipkit's layer on tensors in the ``channels_last`` memory format, where it returns that format."""
 LAST_FAMILIES = ("eco",)
+HALF = "bfloat16 weights"
+"""A further maker under autocast: lipkit's exported layer in bfloat16, on images in bfloat16."""
 COMPILED = "compiled"
 """A further maker: ``torch.compile`` of lipkit's layer, which takes up to a minute for each shape."""
 
@@ -37,27 +39,39 @@ def conv(shape: Shape, padding_mode: Literal["circular", "zeros"] = "circular") 
     return nn.Conv2d(shape.cin, shape.cout, 3, shape.stride, padding=1, padding_mode=padding_mode)
 
 
-def train_step(layer: nn.Module, x: Tensor, gradient: Tensor) -> Work:
-    """Forward (the constrained weight is built in it) and backward, to the parameters and to the input."""
+def half_precision(device: str, enabled: bool = True) -> torch.autocast:
+    """The autocast of the measurements: products of features in bfloat16."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled)
+
+
+def train_step(layer: nn.Module, x: Tensor, gradient: Tensor, autocast: bool = False) -> Work:
+    """Forward (the constrained weight is built in it) and backward, to the parameters and to the input.
+
+    Under autocast the gradient arrives in the dtype of the outputs, as it does from another layer.
+    """
     x = x.detach().clone().requires_grad_()
     parameters = list(layer.parameters())
+    gradients = {dtype: gradient.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     def step() -> None:
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
-        layer(x).backward(gradient)
+        with half_precision(x.device.type, autocast):
+            y = layer(x)
+        y.backward(gradients[y.dtype])
 
     return step
 
 
-def forward_pass(layer: nn.Module, x: Tensor) -> Work:
+def forward_pass(layer: nn.Module, x: Tensor, autocast: bool = False) -> Work:
     """One pass in inference mode."""
     x = x.detach()
 
     @torch.inference_mode()
     def run() -> Tensor:
-        y: Tensor = layer(x)
+        with half_precision(x.device.type, autocast):
+            y: Tensor = layer(x)
         return y
 
     return run
@@ -96,6 +110,7 @@ def contenders(
     device: str = "cpu",
     *,
     makers: Collection[str] = MAKERS,
+    autocast: bool = False,
     absent: dict[str, str] | None = None,
 ) -> dict[str, Work]:
     """Everything to be timed at one shape, batch and phase: the plain convolution first, then ``family:maker``.
@@ -106,6 +121,7 @@ def contenders(
         families: of lipkit; those that do not accept the shape are left out.
         shape, batch, phase, device: what is timed; phase is 'train' or 'forward'.
         makers: whose layers; of the libraries those that are installed.
+        autocast: whether all of them run under autocast to bfloat16.
         absent: filled with the reasons of what was left out.
 
     Raises:
@@ -116,9 +132,10 @@ def contenders(
     x, gradient = tensors(shape, batch, device)
 
     def work(layer: nn.Module, fixed: Callable[[], nn.Module], images: Tensor = x, arriving: Tensor = gradient) -> Work:
+        mixed = autocast and images.dtype == torch.float32
         if phase == "train":
-            return train_step(layer.to(images).train(), images, arriving)
-        return forward_pass(fixed().to(images).eval(), images)
+            return train_step(layer.to(images).train(), images, arriving, mixed)
+        return forward_pass(fixed().to(images).eval(), images, mixed)
 
     def plain(padding_mode: Literal["circular", "zeros"] = "circular") -> nn.Conv2d:
         return conv(shape, padding_mode).to(device)
@@ -140,11 +157,16 @@ def contenders(
         layer = make(family, shape).to(device)
         exported = export(layer, shape.input_shape)
         check_timed(family, shape, layer, exported, x)
+        if autocast:
+            check_mixed(family, shape, layer, exported, x)
         name = family.name
         if "lipkit" in makers:
             found[f"{name}:lipkit"] = work(layer, partial(_same, exported))
             if name in LAST_FAMILIES:
                 found[f"{name}:{LAST}"] = work(layer, partial(_same, exported), *last)
+            if autocast and phase == "forward":
+                images = (last[0] if name in LAST_FAMILIES else x).bfloat16()
+                found[f"{name}:{HALF}"] = work(layer, partial(copy.deepcopy, exported), images)
         if COMPILED in makers:
             twin = cast(nn.Module, torch.compile(copy.deepcopy(layer) if phase == "train" else exported))
             _try(found, f"{name}:{COMPILED}", partial(work, twin, partial(_same, twin)), absent)

@@ -70,6 +70,19 @@ def test_one_tiny_shape(measured, tmp_path):
     assert document.read_text() == "no markers\n"
 
 
+@pytest.mark.thorough
+def test_all_under_autocast(tmp_path):
+    file, document = tmp_path / "m.json", tmp_path / "page.md"
+    document.write_text("<!-- bench cpu autocast layers -->\n<!-- end of cpu autocast layers -->\n")
+    done = bench(*TINY, "--autocast", "--json", str(file), "--doc", str(document))
+    assert done.exit_code == 0, done.output
+    assert "all under autocast to bfloat16" in done.stdout
+    assert "floor ms" not in done.stdout  # its rates are those of float32
+    train, forward = (set(cell["samples"]) for cell in json.loads(file.read_text())["cells"])
+    assert "cayley:bfloat16 weights" in forward - train
+    assert "| 4@6" in document.read_text()
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"schema": 2, "cells": []}'])
 def test_a_file_of_something_else_is_refused(tmp_path, content):
     file = tmp_path / "x.json"
@@ -114,7 +127,7 @@ def test_a_file_of_others_that_is_none_is_refused(tmp_path, lines, message):
 
 def given(**changes):
     nothing = {"families": (), "shapes": (), "batches": (), "parts": (), "repeats": None, "seconds": None}
-    return plan_of({**nothing, "device": "cpu", "compiled": False, "quick": False, **changes})
+    return plan_of({**nothing, "device": "cpu", "compiled": False, "autocast": False, "quick": False, **changes})
 
 
 def test_options_make_the_plan():

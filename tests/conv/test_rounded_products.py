@@ -25,7 +25,7 @@ def off(found: Tensor, exact: Tensor) -> float:
     return float((found.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
 
 
-@pytest.mark.parametrize("side", [1, 2, 5, 6, 8, 10])
+@pytest.mark.parametrize("side", [1, 2, 5, 6, 8, 10, 13])
 @pytest.mark.parametrize(
     ("form", "cin", "cout"),
     [("tall", 4, 4), ("tall", 4, 7), ("wide", 7, 4), ("second", 7, 4), ("first adjoint", 7, 4)],
@@ -109,9 +109,9 @@ def test_few_images_are_solved_for_in_float32() -> None:
     assert off(y, cayley_conv2d(kernel.double(), x.bfloat16().double())) < 2.0**-8
 
 
-@pytest.mark.parametrize("numbers", [2**19, 64])
-def test_gradients_of_the_phase_form_in_pieces(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_product, "PIECE_NUMBERS", numbers)
+@pytest.mark.parametrize("size", [2**21, 256])
+def test_gradients_of_the_phase_form_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase_product, "PIECE_BYTES", size)
     monkeypatch.setattr(phase_product, "PIECE_PIXELS", 1)
     torch.manual_seed(2)
     real, pair, bias, x = torch.randn(1, 3, 2), torch.randn(4, 1, 3, 2), torch.randn(3), torch.randn(9, 2, 6, 6)

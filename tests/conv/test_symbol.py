@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lipkit.conv import apply_symbol, downsample, fold, kernel_symbol, symbol, symbol_at
-from lipkit.conv.spectrum import analyse, multiply, synthesise
+from lipkit.conv.spectrum import Spectrum, analyse, as_complex, multiply, outer, synthesise
 from lipkit.conv.symbol import symbol_parts
-from lipkit.conv.transform import frequencies, transform_matrices
+from lipkit.conv.transform import frequencies, pure_rows, transform_matrices
 from lipkit.errors import ShapeError
 
 SIZES = [(1, 1), (1, 2), (2, 2), (1, 5), (3, 3), (4, 4), (5, 7), (6, 5), (8, 8), (7, 10), (9, 9), (12, 8)]
@@ -132,6 +132,34 @@ def test_dense_and_separable_coefficients_agree(size: tuple[int, int], monkeypat
     assert dense.keys() == separable.keys() == {(a, b) for a in range(h) for b in range(w)}
     for frequency, one in dense.items():
         assert torch.allclose(one, separable[frequency], atol=1e-13)
+
+
+@pytest.mark.parametrize(("size", "tiles", "count"), [
+    ((9, 10), False, 1), ((13, 12), False, 2), ((13, 12), True, 1), ((16, 16), True, 1), ((16, 17), True, 2)
+])  # fmt: skip
+def test_one_matrix_in_half_precision_has_the_rows_of_separable_products(
+    size: tuple[int, int], tiles: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lipkit.conv.transform.HAS_TILES", tiles)
+    x = random(2, 3, *size)
+    half = transform_matrices(*size, dtype=torch.bfloat16)
+    assert len(half) == count
+    exact = pure_rows(x, transform_matrices(*size, dtype=torch.float64))
+    assert float((pure_rows(x, [t.double() for t in half]) - exact).norm() / exact.norm()) < 2.0**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_outer_products_are_those_of_complex_numbers(dtype: torch.dtype, conjugate: bool) -> None:
+    g, s = (Spectrum(random(2, 9, c, seed=c), random(5, 2, 9, c, seed=c + 1)) for c in (3, 4))
+    rounded = [Spectrum(one.real.to(dtype), one.pair.to(dtype)) for one in (g, s)]
+    real, pair = outer(*rounded, -2.0, conjugate=conjugate)
+    a, b = (as_complex(one.pair).numpy() for one in (g, s))
+    expected = -2 * np.einsum("nrc,nrd->ncd", a, b.conj())
+    found = as_complex(pair.double()).numpy()
+    tolerance = 1e-14 if dtype == torch.float64 else 0.02
+    assert np.abs(found - (expected.conj() if conjugate else expected)).max() < tolerance * np.abs(expected).max()
+    assert (real.double() + 2 * g.real.mT @ s.real).abs().max() < tolerance * 50
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -115,7 +115,7 @@ class _Solved(torch.autograd.Function):
 
 
 class _Rounded(torch.autograd.Function):
-    """:class:`_Solved` on features of half precision, with the inverses of N in float32."""
+    """:class:`_Solved` on features of half precision, with the rounded inverses of N."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class _Rounded(torch.autograd.Function):
         inverse_real: Tensor,
         inverse_pair: Tensor,
     ) -> Tensor:
-        inverse = rounded_symbol(inverse_real, inverse_pair, x.dtype)
+        inverse = Symbol(inverse_real, inverse_pair)
         rest = None
         if rest_real is not None and rest_pair is not None and form != "first adjoint":
             rest = rounded_symbol(rest_real.mT, rest_pair.mT, x.dtype)
@@ -235,7 +235,7 @@ def solve_form(
     form: Form,
     x: Tensor,
     normal: NormalMatrices,
-    factors: tuple[Factors, Factors] | None = None,
+    factors: tuple[Factors, Factors] | Symbol | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
@@ -246,7 +246,7 @@ def solve_form(
             [A B] also 'second', which gives B x, and 'first adjoint', which gives A* x.
         x: ``(B, C, h, w)``.
         normal: :func:`normal_matrices` on h x w.
-        factors: :func:`prepare` of them, made here if not given.
+        factors: :func:`factors_for` x, made here if not given.
         bias: added to every pixel.
         scale: of each channel, nonzero: s B x + bias of 'second', A* (s x) of 'first adjoint'.
 
@@ -263,18 +263,16 @@ def solve_form(
     h, w = x.shape[-2:]
     exact = normal.real.dtype
     if x.dtype != exact:
-        plain = torch.compiler.is_compiling() or transformed()
-        if not plain:
-            factors = prepare(normal, batch_of(x, exact)) if factors is None else factors
-        if plain or factors is None or factors[0].pivots is not None:
+        factors = factors_for(normal, x) if factors is None else factors
+        if not isinstance(factors, Symbol):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
-        inverses = [factor.matrix for factor in factors]
-        rounded: Tensor = _Rounded.apply(form, x, bias, scale, *normal, *inverses)
+        rounded: Tensor = _Rounded.apply(form, x, bias, scale, *normal, *factors)
         return rounded
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed():
         return _plain(form, x, bias, scale, normal, matrices)
-    factors = prepare(normal, len(x)) if factors is None else factors
+    # Between two maps a function of the user's may have left half precision.
+    factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Symbol) else factors
     if form == "second" and x.shape[1] < len(x):
         half = second_half(normal, factors)
         if scale is not None:
@@ -286,16 +284,31 @@ def solve_form(
     return y
 
 
-def batch_of(x: Tensor, exact: torch.dtype) -> int:
-    """The number of images that :func:`lipkit.conv.normal_matrices.prepare` shall count on.
+def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Symbol | None:
+    """What :func:`solve_form` multiplies ``x`` by, as constants: factors, or inverses in the half precision of x.
 
     Products of half precision by an inverse are so much faster than solves that it pays from a third as many images as
     channels on, not from half as many.
 
-    >>> batch_of(torch.ones(8, 1, 1, 1, dtype=torch.bfloat16), torch.float32)
-    12
+    Args:
+        normal: :func:`normal_matrices` on the images of x.
+        x: ``(B, C, h, w)``.
+        uses: how many calls of `solve_form` on so many images share the factors.
+
+    >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
+    >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).real.dtype
+    torch.bfloat16
     """
-    return len(x) if x.dtype == exact else 3 * len(x) // 2
+    if torch.compiler.is_compiling() or transformed():
+        return None
+    batch = uses * len(x)
+    if x.dtype == normal.real.dtype:
+        return prepare(normal, batch)
+    factors = prepare(normal, 3 * batch // 2)
+    if factors[0].pivots is not None:
+        return factors
+    with torch.no_grad():
+        return rounded_symbol(factors[0].matrix, factors[1].matrix, x.dtype)
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:

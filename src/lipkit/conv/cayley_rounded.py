@@ -31,7 +31,7 @@ def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
     [[[[0.0]], [[1.0]]]]
     """
     # Rounded as they lie, then taken apart: a pass over half the bytes.
-    parts = torch.view_as_real(pair.resolve_conj()).to(dtype).movedim(-1, 1).contiguous()
+    parts = torch.view_as_real(pair.resolve_conj()).to(dtype).movedim(-1, 0).contiguous().movedim(0, 1)
     # Products take a transposed view; a transposing copy of large matrices would cost as much as they do.
     return Symbol(real.to(dtype).mT, parts.mT)
 
@@ -45,9 +45,19 @@ def _times(symbol: Symbol, rows: Tensor, h: int, w: int, *, adjoint: bool = Fals
 
 def _outer(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, Tensor]:
     """``scale a b^*`` at the real frequencies, and complex at the pairs, in float32."""
-    real, pair = outer(split_rows(a, h, w), split_rows(b, h, w))
-    pair = pair.float().mul_(scale)
-    return real.float().mul_(scale), torch.complex(pair[:, 0], pair[:, 1])
+    real, pair = outer(split_rows(a, h, w), split_rows(b, h, w), scale)
+    return real.float(), torch.complex(pair[:, 0].float(), pair[:, 1].float())
+
+
+def _outer_transposed(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The transposes of :func:`_outer`, as they lie in memory: the conjugates of ``scale b a^*``."""
+    real, pair = outer(split_rows(b, h, w), split_rows(a, h, w), scale, conjugate=True)
+    return real.float(), torch.complex(pair[:, 0].float(), pair[:, 1].float())
+
+
+def _sum_of_rows(t: Tensor) -> Tensor:
+    """The sum of ``(n, rows, C)`` over rows, by a product with ones: a fifth of the time of a reduction."""
+    return torch.bmm(t.new_ones(len(t), 1, t.shape[1]), t).sum((0, 1), dtype=torch.float32)
 
 
 def forward_rounded(
@@ -73,7 +83,7 @@ def forward_rounded(
     n = inverse.real.shape[1]
     kept: Tensor | None = None
     if form == "first adjoint":
-        rows = rows if scale is None else rows.mul_(scale)
+        rows = rows if scale is None else rows.mul_(scale.to(x.dtype))
         solved = _times(inverse, rows, h, w, adjoint=True)
         out = torch.lerp(rows, solved, 2.0)
     elif form == "second":
@@ -126,16 +136,16 @@ def backward_rounded(
     for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
     if form == "first adjoint":
         k = _times(inverse, rows, h, w).mul_(2)
-        for_normal = _outer(solved, k, h, w, -1)
+        for_normal = _outer_transposed(solved, k, h, w, -1)
         out = k - rows
     elif form == "second":
         assert rest is not None
         if scale is not None:
             # The transform keeps inner products, so those of the coefficients do.
-            for_scale = -2 * (rows * solved).sum((0, 1), dtype=torch.float32)
+            for_scale = -2 * _sum_of_rows(rows * solved)
             rows = rows * scale.to(rows.dtype)
         k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)
-        for_normal = _outer(k, solved, h, w, -1)
+        for_normal = _outer_transposed(k, solved, h, w, -1)
         if multiplied_rows is not None:
             for_rest = _outer(k, multiplied_rows, h, w, 1)
         out = _times(rest, k, h, w, adjoint=True)
@@ -143,13 +153,13 @@ def backward_rounded(
         own, other = rows[..., :n], rows[..., n:]
         top = own if rest is None else own - _times(rest, other, h, w, adjoint=True)
         k = _times(inverse, top, h, w, adjoint=True).mul_(2)
-        for_normal = _outer(k, solved, h, w, -1)
+        for_normal = _outer_transposed(k, solved, h, w, -1)
         if rest is not None:
             for_rest = _outer(other, solved, h, w, -2)
         out = k - own
     else:
         k = _times(inverse, rows, h, w, adjoint=True).mul_(2)
-        for_normal = _outer(k, solved, h, w, -1)
+        for_normal = _outer_transposed(k, solved, h, w, -1)
         out = k - rows
         if rest is not None and multiplied_rows is not None:
             for_rest = _outer(k, multiplied_rows, h, w, -1)
@@ -158,6 +168,6 @@ def backward_rounded(
     if needed[0] or scaled:
         for_x = to_images(out, h, w, t)
     if scaled and for_x is not None and scale is not None:
-        for_scale = (for_x * x).sum((0, 2, 3), dtype=torch.float32)
+        for_scale = _sum_of_rows((for_x * x).flatten(2).mT)
         for_x = for_x * scale.to(x.dtype)[:, None, None]
-    return for_x, for_bias, for_scale, for_normal[0].mT, for_normal[1].mT, *for_rest
+    return for_x, for_bias, for_scale, *for_normal, *for_rest

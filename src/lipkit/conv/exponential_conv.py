@@ -30,7 +30,7 @@ from lipkit.conv.symbol import check_kernel, circular_conv2d, fold
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range
-from lipkit.linalg.precision import autocast_on
+from lipkit.linalg.precision import autocast_off, autocast_on
 
 
 def adjoint(kernel: Tensor) -> Tensor:
@@ -125,6 +125,8 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
 Way = Literal["features", "frequencies", "symbol"]
 # Most numbers of a symbol: 256 MiB in float32, of which a training step holds several.
 MOST_NUMBERS = 2**26
+# How much faster a convolution of features is under autocast to bfloat16.
+HALF_GAIN = 2.5
 
 
 def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
@@ -153,8 +155,8 @@ def exponential_conv2d(
         x: ``(B, n, h, w)`` with n <= c; missing channels are zeros.
         terms: T, the highest power.
         outputs: how many channels of the result are kept, by default c.
-        way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast it is 'features', the one
-            that runs in low precision.
+        way: 'features', 'frequencies' or 'symbol' instead of the cheapest. Under autocast, products of features
+            run in its dtype, the polynomial of the symbol in that of the kernel, and 'frequencies' is not chosen.
 
     Returns:
         ``(B, outputs, h, w)``.
@@ -180,16 +182,22 @@ def exponential_conv2d(
     outputs = c if outputs is None else outputs
     if way is None:
         counts = operations(c, (kernel.shape[2], kernel.shape[3]), h * w, batch, terms)
-        way = "features" if autocast_on(x) else sorted(counts, key=counts.__getitem__)[0]
+        if autocast_on(x):
+            counts = {name: counts[name] for name in counts if name != "frequencies"}
+            counts["features"] /= HALF_GAIN
+        way = sorted(counts, key=counts.__getitem__)[0]
     if way == "features":
         folded = fold(kernel, h, w)
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
         return taylor_features(padded, lambda term: circular_conv2d(term, folded), terms)[:, :outputs]
-    raw = kernel_symbol(kernel, h, w)
-    pair = as_complex(raw.pair)
+    with autocast_off(x):
+        raw = kernel_symbol(kernel, h, w)
+        pair = as_complex(raw.pair)
+        if way == "symbol":
+            real, pair = (taylor(part, terms)[:, :outputs, :given] for part in (raw.real, pair))
+            symbol = Symbol(real, as_pair(pair))
     if way == "symbol":
-        real, pair = (taylor(part, terms)[:, :outputs, :given] for part in (raw.real, pair))
-        return apply_symbol(Symbol(real, as_pair(pair)), x)
+        return apply_symbol(symbol, x)
 
     def powers(a: Tensor, rows: Tensor) -> Tensor:
         rows = F.pad(rows, (0, c - given))

@@ -21,8 +21,8 @@ from lipkit.conv.transform import transform_matrices
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
 
-# Numbers in one buffer of a piece (2 MiB in float32), and the fewest pixels that keep the products efficient.
-PIECE_NUMBERS, PIECE_PIXELS = 2**19, 256
+# Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient.
+PIECE_BYTES, PIECE_PIXELS = 2**21, 256
 
 
 def apply_phases(
@@ -119,7 +119,7 @@ def _multiply_real(symbol: Symbol, s: Spectrum) -> Spectrum:
 
 def _images_per_piece(x: Tensor, channels: int, kernel_size: Size) -> int:
     b, _, h, w = x.shape
-    pixels = max(PIECE_NUMBERS // channels, PIECE_PIXELS * math.prod(kernel_size))
+    pixels = max(PIECE_BYTES // (x.element_size() * channels), PIECE_PIXELS * math.prod(kernel_size))
     return min(b, max(1, pixels // (h * w)))
 
 
@@ -132,7 +132,8 @@ def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Ten
     copy = room[:size]
     copy.view(phases.shape).copy_(phases)
     rows = out[:size].view(n, size // n)
-    torch.mm(matrix, copy.view(n, size // n), out=rows)
+    # In bfloat16 a small matrix takes twice the time unless its columns lie together, as `_back` has them.
+    torch.mm(matrix.mT.contiguous().mT, copy.view(n, size // n), out=rows)
     return rows.view(n, -1, phases.shape[-1])
 
 

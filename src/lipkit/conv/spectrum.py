@@ -104,44 +104,80 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
 BATCHED = 2**19
 
 
+def _copies_parts(t: Tensor) -> bool:
+    """Whether batched products copy every operand whose matrices do not follow each other in memory.
+
+    Those of half precision on a CPU do, element by element where it is transposed: up to three times the product.
+    """
+    return t.dtype in (torch.bfloat16, torch.float16) and t.device.type == "cpu"
+
+
+def parts_apart(pair: Tensor) -> Tensor:
+    """The same pairs ``(n, 2, ...)``, all first parts before all second ones in memory; no copy where they are.
+
+    >>> parts_apart(torch.zeros(3, 2, 4, 5)).stride()
+    (20, 60, 5, 1)
+    """
+    if pair.stride(-1) != 1 and pair.stride(-2) == 1:
+        return parts_apart(pair.mT).mT
+    return pair.movedim(1, 0).contiguous().movedim(0, 1)
+
+
+def _turned(s: Tensor, sign: int) -> Tensor:
+    """``sign (-b, a)`` of pairs (a, b)."""
+    turned, negative = torch.empty_like(s), 0 if sign > 0 else 1
+    torch.neg(s[:, 1 - negative], out=turned[:, negative])
+    turned[:, 1 - negative].copy_(s[:, negative])
+    return turned
+
+
 def _add_turned(out: Tensor, s: Tensor, i: Tensor, sign: int) -> None:
     """Add ``sign (-b i, a i)`` to pairs ``out`` (n, 2, B, cout), for the rows (a, b) of ``s`` (n, 2, B, cin)."""
     rows, (cin, cout) = s.shape[2], i.shape[1:]
-    if rows * cin * cout >= BATCHED:
+    if rows * cin * cout >= BATCHED and not _copies_parts(s):
         out[:, 0].baddbmm_(s[:, 1], i, alpha=-sign)
         out[:, 1].baddbmm_(s[:, 0], i, alpha=sign)
     elif cin <= cout:
-        turned = torch.empty_like(s)
-        torch.mul(s[:, 1], -sign, out=turned[:, 0])
-        torch.mul(s[:, 0], sign, out=turned[:, 1])
-        out.flatten(1, 2).baddbmm_(turned.flatten(1, 2), i)
+        out.flatten(1, 2).baddbmm_(_turned(s, sign).flatten(1, 2), i)
     else:
         made = torch.bmm(s.flatten(1, 2), i).view_as(out)
         out[:, 0].sub_(made[:, 1], alpha=sign)
         out[:, 1].add_(made[:, 0], alpha=sign)
 
 
-def _gradient_of_pair(g: Tensor, s: Tensor) -> Tensor:
-    """The gradient (n, 2, cout, cin) of R and S from the rows (n, 2, B, cout) and (n, 2, B, cin)."""
+def _outer_of_pair(g: Tensor, s: Tensor, scale: float, sign: float) -> Tensor:
+    """``scale`` R and ``sign scale`` S (n, 2, cout, cin) from the rows (n, 2, B, cout) and (n, 2, B, cin)."""
     n, _, rows, cout = g.shape
+    if _copies_parts(g):
+        parts = g.new_empty(2, n, cout, s.shape[3])
+        parts[0].baddbmm_(g.flatten(1, 2).mT, s.flatten(1, 2), beta=0, alpha=scale)
+        parts[1].baddbmm_(_turned(g, -1).flatten(1, 2).mT, s.flatten(1, 2), beta=0, alpha=sign * scale)
+        return parts.movedim(0, 1)
     made = g.new_empty(n, 2, cout, s.shape[3])
     small = rows * cout * s.shape[3] < BATCHED
     first, second = (torch.empty_like(made[:, 0]) for _ in range(2)) if small else made.unbind(1)
-    first.baddbmm_(g.flatten(1, 2).mT, s.flatten(1, 2), beta=0)
-    second.baddbmm_(g[:, 1].mT, s[:, 0], beta=0)
-    second.baddbmm_(g[:, 0].mT, s[:, 1], alpha=-1)
+    first.baddbmm_(g.flatten(1, 2).mT, s.flatten(1, 2), beta=0, alpha=scale)
+    second.baddbmm_(g[:, 1].mT, s[:, 0], beta=0, alpha=sign * scale)
+    second.baddbmm_(g[:, 0].mT, s[:, 1], alpha=-sign * scale)
     return torch.stack((first, second), 1) if small else made
 
 
-def outer(g: Spectrum, s: Spectrum) -> tuple[Tensor, Tensor]:
-    """The sums of ``g s^*`` over the rows: real ``(n_r, cout, cin)``, and R and S of pairs ``(n_p, 2, cout, cin)``."""
+def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = False) -> tuple[Tensor, Tensor]:
+    """``scale`` times the sums of ``g s^*`` over the rows, or their conjugates.
+
+    Returns:
+        Real ``(n_r, cout, cin)``, and R and S of the pairs ``(n_p, 2, cout, cin)``.
+    """
     made = torch.bmm(g.real.mT, s.real)
-    pair = _gradient_of_pair(g.pair, s.pair) if len(g.pair) else made.new_empty(0, 2, *made.shape[1:])
-    return made, pair
+    made = made if scale == 1 else made.mul_(scale)
+    if not len(g.pair):
+        return made, made.new_empty(0, 2, *made.shape[1:])
+    return made, _outer_of_pair(g.pair, s.pair, scale, -1.0 if conjugate else 1.0)
 
 
 def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
-    """Fill ``out`` with the product by the symbol, or by its adjoint; no temporary, no butterfly."""
+    """Fill ``out`` with the product by the symbol, or by its adjoint; no butterfly."""
+    pair = parts_apart(pair) if _copies_parts(pair) else pair
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
     out.real.baddbmm_(s.real, real, beta=0)
     if len(pair):

@@ -25,6 +25,12 @@ from torch import Tensor
 # above it, two separable products.
 DENSE_PIXELS = 64
 
+# In half precision one product is faster up to more pixels, for products gain more than passes over memory do; most
+# on accelerators, and on processors with tiles (AMX).
+HALF_PIXELS, TILED_PIXELS = 144, 256
+# Versions of torch before 2.13 cannot say whether there are any.
+HAS_TILES = hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
 
 class Frequencies(NamedTuple):
     """Integer frequencies: ``real`` is ``(n_r, 2)``, ``pair`` is ``(n_p, 2)``; columns are (f1, f2)."""
@@ -92,13 +98,23 @@ def _dense(h: int, w: int) -> Tensor:
     return torch.cat((angles(f.real).cos(), waves)) / math.sqrt(h * w)
 
 
+def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
+    """Whether separable products of this many pixels take more time than a dense one, with the rows of the former."""
+    if dtype not in (torch.bfloat16, torch.float16) or pixels > TILED_PIXELS:
+        return False
+    return pixels <= HALF_PIXELS or HAS_TILES or (device is not None and device.type != "cpu")
+
+
 def transform_matrices(h: int, w: int, *, dtype: torch.dtype, device: torch.device | None = None) -> list[Tensor]:
     """The constants of the transform: one ``(h w, h w)`` matrix for small images, else ``[(h, h), (w, w)]``.
 
     The dense matrix has its rows in the order of :func:`frequencies` (pairs interleaved); its transpose is the
-    inverse. Made in float64, then rounded once to ``dtype``.
+    inverse. Made in float64, then rounded once to ``dtype``. In half precision larger images have one matrix, too.
     """
     made = [_dense(h, w)] if is_dense(h, w) else [_waves(h), _waves(w)]
+    if len(made) > 1 and _one_product_pays(h * w, dtype, device):
+        units = torch.eye(h * w, dtype=torch.float64)
+        made = [to_rows(units.view(h * w, 1, h, w), made).view(h * w, h * w)]
     return [t.to(dtype=dtype, device=device) for t in made]
 
 

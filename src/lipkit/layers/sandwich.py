@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
-from lipkit.conv.cayley_conv import batch_of, solve_form, solves_pay
+from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
 from lipkit.conv.normal_matrices import normal_matrices_of, prepare
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
@@ -447,7 +447,7 @@ class SandwichConv2d(SymbolConv2d):
             x = x.to(dtype)
             normal = normal_matrices_of(*kernels, *x.shape[-2:], wide=True)
             # Both maps solve with the same matrices.
-            factors = prepare(normal, 2 * batch_of(x, psi.dtype))
+            factors = factors_for(normal, x, uses=2)
             bias = None if self.bias is None else self.bias.to(psi.dtype)
             v = solve_form("second", x, normal, factors, bias, SQRT2 / psi)
             return solve_form("first adjoint", self.activation(v), normal, factors, scale=SQRT2 * psi)
