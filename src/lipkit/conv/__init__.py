@@ -2,10 +2,11 @@
 
 from lipkit.conv.block import bcop_kernel, block_convolve
 from lipkit.conv.cayley_conv import cayley_conv2d
+from lipkit.conv.circular import circular_conv2d
 from lipkit.conv.exponential_conv import adjoint, exponential_conv2d, skew
 from lipkit.conv.patches import downsample
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
-from lipkit.conv.symbol import circular_conv2d, fold, symbol, symbol_at
+from lipkit.conv.symbol import fold, symbol, symbol_at
 from lipkit.linalg.cayley_product import cayley_linear
 
 __all__ = [

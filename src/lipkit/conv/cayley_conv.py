@@ -285,7 +285,7 @@ def solve_form(
 
 
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Symbol | None:
-    """What :func:`solve_form` multiplies ``x`` by, as constants: factors, or inverses in the half precision of x.
+    """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
     Products of half precision by an inverse are so much faster than solves that it pays from a third as many images as
     channels on, not from half as many.

@@ -25,8 +25,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipkit.conv.circular import circular_conv2d
 from lipkit.conv.spectrum import Spectrum, Symbol, analyse, apply_symbol, as_complex, as_pair, kernel_symbol, synthesise
-from lipkit.conv.symbol import check_kernel, circular_conv2d, fold
+from lipkit.conv.symbol import check_kernel, fold
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from lipkit.conv.circular import circular_conv2d, circular_pads
 from lipkit.conv.spectrum import Symbol, as_complex, as_pair, kernel_symbol
-from lipkit.conv.symbol import centred, check_kernel, circular_conv2d, circular_pads, symbol
+from lipkit.conv.symbol import centred, check_kernel, symbol
 from lipkit.conv.transform import is_dense
 from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipkit.conv.circular import circular_pad
 from lipkit.conv.spectrum import Symbol
 from lipkit.conv.symbol import check_kernel
 from lipkit.conv.transform import frequencies
@@ -142,7 +143,7 @@ def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
     check_fits(x.shape[-2], x.shape[-1], (kh, kw))
     dh, dw = x.shape[-2] // kh, x.shape[-1] // kw
     pads = [dw * ((kw - 1) // 2), dw * (kw // 2), dh * ((kh - 1) // 2), dh * (kh // 2)]
-    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, dilation=(dh, dw))
+    return F.conv2d(circular_pad(x, pads), kernel, dilation=(dh, dw))
 
 
 def split_phases(x: Tensor, kernel_size: Size) -> Tensor:

@@ -105,7 +105,7 @@ BATCHED = 2**19
 
 
 def _copies_parts(t: Tensor) -> bool:
-    """Whether batched products copy every operand whose matrices do not follow each other in memory.
+    """True if batched products copy every operand whose matrices do not follow each other in memory.
 
     Those of half precision on a CPU do, element by element where it is transposed: up to three times the product.
     """
@@ -113,7 +113,7 @@ def _copies_parts(t: Tensor) -> bool:
 
 
 def parts_apart(pair: Tensor) -> Tensor:
-    """The same pairs ``(n, 2, ...)``, all first parts before all second ones in memory; no copy where they are.
+    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; no copy where they are.
 
     >>> parts_apart(torch.zeros(3, 2, 4, 5)).stride()
     (20, 60, 5, 1)

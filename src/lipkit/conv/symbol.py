@@ -121,15 +121,6 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
     return kernel
 
 
-def circular_pads(kh: int, kw: int) -> list[int]:
-    """Left, right, top and bottom: what a size-preserving convolution reaches beyond the image.
-
-    >>> circular_pads(3, 2)
-    [0, 1, 1, 1]
-    """
-    return [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
-
-
 def centred(kernel: Tensor) -> Tensor:
     """Even sizes get a zero tap in front, which makes the centre the middle.
 
@@ -138,13 +129,3 @@ def centred(kernel: Tensor) -> Tensor:
     """
     kh, kw = kernel.shape[2:]
     return kernel if kh % 2 and kw % 2 else F.pad(kernel, (1 - kw % 2, 0, 1 - kh % 2, 0))
-
-
-def circular_conv2d(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``, plus a bias of each channel.
-
-    >>> circular_conv2d(torch.arange(3.0).reshape(1, 1, 1, 3), torch.tensor([[[[1.0, 0.0, 0.0]]]])).flatten().tolist()
-    [2.0, 0.0, 1.0]
-    """
-    pads = circular_pads(*kernel.shape[-2:])
-    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, bias)

@@ -99,7 +99,7 @@ def _dense(h: int, w: int) -> Tensor:
 
 
 def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
-    """Whether separable products of this many pixels take more time than a dense one, with the rows of the former."""
+    """True if separable products of this many pixels take more time than a dense one, with the rows of the former."""
     if dtype not in (torch.bfloat16, torch.float16) or pixels > TILED_PIXELS:
         return False
     return pixels <= HALF_PIXELS or HAS_TILES or (device is not None and device.type != "cpu")

@@ -149,7 +149,17 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
     return nn.Parameter(nn.init.uniform_(values, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)))
 
 
-class ConstrainedLinear(nn.Module, ABC):
+class Biased(nn.Module):
+    """A layer with a bias, or without."""
+
+    bias: nn.Parameter | None
+
+    def bias_as(self, weight: Tensor) -> Tensor | None:
+        """The bias in the dtype of a weight: an addition within a product costs less than one behind it."""
+        return None if self.bias is None else self.bias.to(weight.dtype)
+
+
+class ConstrainedLinear(Biased, ABC):
     """A dense layer ``y = Q x + b`` whose matrix Q obeys a constraint by construction.
 
     A subclass makes its parameters in :meth:`make_parameters` and returns Q from :meth:`weight`.
@@ -162,8 +172,6 @@ class ConstrainedLinear(nn.Module, ABC):
     Raises:
         OptionError: sizes below 1, another dtype.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -193,13 +201,13 @@ class ConstrainedLinear(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             q = self.weight()
-        return F.linear(x, q, None if self.bias is None else self.bias.to(q.dtype))
+        return F.linear(x, q, self.bias_as(q))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
-class ConstrainedConv2d(nn.Module, ABC):
+class ConstrainedConv2d(Biased, ABC):
     """A circular, size-preserving convolution with emulated stride whose norm is constrained by construction.
 
     A subclass makes its parameters in :meth:`make_parameters` and computes its output in ``forward``.
@@ -221,8 +229,6 @@ class ConstrainedConv2d(nn.Module, ABC):
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -306,8 +312,7 @@ class ConstrainedConv2d(nn.Module, ABC):
 
     def on_patches(self, x: Tensor, matrix: Tensor) -> Tensor:
         """``matrix`` (out_channels, s^2 in_channels) on each patch, plus bias: a layer with a 1 x 1 kernel."""
-        bias = None if self.bias is None else self.bias.to(matrix.dtype)
-        return F.conv2d(x, patch_kernel(matrix, self.stride), bias, stride=self.stride)
+        return F.conv2d(x, patch_kernel(matrix, self.stride), self.bias_as(matrix), stride=self.stride)
 
     def add_bias(self, y: Tensor) -> Tensor:
         """``y`` plus the bias of each channel, if there is one."""
@@ -335,9 +340,7 @@ class SymbolConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             symbol = self.symbol(*x.shape[-2:])
-        made = symbol.real.dtype
-        bias = None if self.bias is None else self.bias.to(made)
-        return apply_symbol(symbol, x.to(product_dtype(x, made)), bias=bias)
+        return apply_symbol(symbol, x.to(product_dtype(x, symbol.real.dtype)), bias=self.bias_as(symbol.real))
 
 
 class KernelConv2d(ConstrainedConv2d):
@@ -357,4 +360,4 @@ class KernelConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             kernel = fold(self.kernel(), *x.shape[-2:])
-        return self.add_bias(circular_conv2d(x, kernel))
+        return circular_conv2d(x, kernel, self.bias_as(kernel))

@@ -137,8 +137,7 @@ class CayleyLinear(ConstrainedLinear):
         dtype = product_dtype(x, self.free.dtype)
         with autocast_off(x):
             free = rescaled(self.free, self.scale)
-            bias = None if self.bias is None else self.bias.to(free.dtype)
-            return cayley_linear(free, x.to(dtype), bias)
+            return cayley_linear(free, x.to(dtype), self.bias_as(free))
 
     def _solves(self, x: Tensor) -> bool:
         """True unless the matrix is made: a small one, that of a subclass, or one whose product is autocast's."""
@@ -197,8 +196,7 @@ class CayleyConv2d(SymbolConv2d):
         dtype = product_dtype(x, torch.promote_types(self.free.dtype, torch.float32))
         with autocast_off(x):
             kernel = rescaled(self.free, self.scale)
-            bias = None if self.bias is None else self.bias.to(kernel.dtype)
-            return cayley_conv2d(kernel, x.to(dtype), bias)
+            return cayley_conv2d(kernel, x.to(dtype), self.bias_as(kernel))
 
 
 register_one_lipschitz(CayleyLinear)

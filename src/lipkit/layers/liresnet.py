@@ -80,7 +80,8 @@ class LiResConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             kernel = self.kernel(*x.shape[-2:])
-        return self.add_bias(F.conv2d(x, kernel, padding="same") if self.zeros else circular_conv2d(x, kernel))
+        bias = self.bias_as(kernel)
+        return F.conv2d(x, kernel, bias, padding="same") if self.zeros else circular_conv2d(x, kernel, bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, padding_mode={'zeros' if self.zeros else 'circular'}"

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.conv.circular import circular_pad
 from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.aol import safe_rsqrt
-from lipkit.layers.base import Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
+from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.dense import BjorckLinear
 from lipkit.layers.export import in_float64, placed_like
 from lipkit.linalg import at_least_float32
@@ -146,11 +147,10 @@ CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol
 """By name: how a kernel of any stride is constrained."""
 
 
-class _Native(nn.Module):
+class _Native(Biased):
     """A convolution with the arguments of torch's, which torch's own layer checks, and a constrained weight."""
 
     plain: type[Any]
-    bias: nn.Parameter | None
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
@@ -272,7 +272,7 @@ class _Native(nn.Module):
         self.check_input(tuple(x.shape[1:]))
         with autocast_off(x):
             weight = self.weight()
-        return self.convolve(x, weight, None if self.bias is None else self.bias.to(weight.dtype))
+        return self.convolve(x, weight, self.bias_as(weight))
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Torch's convolution with this geometry."""
@@ -281,7 +281,8 @@ class _Native(nn.Module):
             pads = tuple(before for before, _ in borders)
         else:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x, pads = F.pad(x, [n for pair in reversed(borders) for n in pair], mode=mode), (0,) * self.axes
+            sides, pads = [n for pair in reversed(borders) for n in pair], (0,) * self.axes
+            x = circular_pad(x, sides) if mode == "circular" and x.ndim == 4 else F.pad(x, sides, mode=mode)
         function = F.conv1d if self.axes == 1 else F.conv2d
         return function(x, weight, bias, self.stride, pads, self.dilation, self.groups)
 

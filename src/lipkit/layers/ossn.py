@@ -86,7 +86,7 @@ class OssnConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             kernel = self.kernel(*x.shape[-2:])
-        return self.add_bias(circular_conv2d(x, kernel))
+        return circular_conv2d(x, kernel, self.bias_as(kernel))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, iterations={self.iterations}"

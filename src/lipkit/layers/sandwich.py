@@ -217,8 +217,7 @@ class SandwichLinear(CayleyPairLinear):
             if solves_pay(x, self.out_features):
                 return self._solved(x, self.activation)
             first, second = self.halves()
-        bias = None if self.bias is None else self.bias.to(first.dtype)
-        return F.linear(self.activation(F.linear(x, first, bias)), second)
+        return F.linear(self.activation(F.linear(x, first, self.bias_as(first))), second)
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
         """The layer on images of one pixel (:class:`SandwichConv2d`): neither of its matrices is made."""
@@ -231,8 +230,7 @@ class SandwichLinear(CayleyPairLinear):
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(psi.dtype)
         normal = normal_matrices_of(own, rest, 1, 1, wide=True)
         factors = prepare(normal, 2 * len(rows))
-        bias = None if self.bias is None else self.bias.to(psi.dtype)
-        v = solve_form("second", rows, normal, factors, bias, SQRT2 / psi)
+        v = solve_form("second", rows, normal, factors, self.bias_as(psi), SQRT2 / psi)
         # The activation sees the features where it always does, last.
         inside = activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1)
         return solve_form("first adjoint", inside, normal, factors, scale=SQRT2 * psi).reshape(*batch, q)
@@ -448,8 +446,7 @@ class SandwichConv2d(SymbolConv2d):
             normal = normal_matrices_of(*kernels, *x.shape[-2:], wide=True)
             # Both maps solve with the same matrices.
             factors = factors_for(normal, x, uses=2)
-            bias = None if self.bias is None else self.bias.to(psi.dtype)
-            v = solve_form("second", x, normal, factors, bias, SQRT2 / psi)
+            v = solve_form("second", x, normal, factors, self.bias_as(psi), SQRT2 / psi)
             return solve_form("first adjoint", self.activation(v), normal, factors, scale=SQRT2 * psi)
 
     def extra_repr(self) -> str:

@@ -20,6 +20,7 @@ from lipkit.conv import adjoint, circular_conv2d, fold
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import (
+    Biased,
     ConstrainedConv2d,
     Family,
     check_dtype,
@@ -40,10 +41,8 @@ NORM_TOLERANCE = 0.02
 """How far the norm by which CPL divides may lie above the true one: 1 % takes half as long again (128 channels)."""
 
 
-class SlopeResidualLinear(nn.Module, ABC):
+class SlopeResidualLinear(Biased, ABC):
     """Dense ``x - F^T Lambda act(F x + b)``; zeros are appended to the input, or outputs dropped, to fit the sizes."""
-
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -85,8 +84,7 @@ class SlopeResidualLinear(nn.Module, ABC):
         with autocast_off(x):
             free, multiplier = at_least_float32(self.free), self.multiplier()
             x = F.pad(x.to(free.dtype), [0, self.inner - self.in_features])
-            bias = None if self.bias is None else self.bias.to(free.dtype)
-            inside = self.activation(F.linear(x, free, bias))
+            inside = self.activation(F.linear(x, free, self.bias_as(free)))
             y = x - F.linear(inside, (multiplier[:, None] * free).mT)
         return y[..., : self.out_features]
 
@@ -125,10 +123,10 @@ class SlopeResidualConv2d(ConstrainedConv2d):
         x = self.resample(x)
         with autocast_off(x):
             kernel, multiplier = at_least_float32(self.free), self.multiplier()
-            x = F.pad(x.to(kernel.dtype), [0, 0, 0, 0, 0, self.inner - self.inner_channels])
-            inside = circular_conv2d(x, fold(kernel, *x.shape[-2:]))
-            if self.bias is not None:
-                inside = inside + self.bias[:, None, None]
+            x = x.to(kernel.dtype)
+            if self.inner != self.inner_channels:
+                x = F.pad(x, [0, 0, 0, 0, 0, self.inner - self.inner_channels])
+            inside = circular_conv2d(x, fold(kernel, *x.shape[-2:]), self.bias_as(kernel))
             back = adjoint(multiplier[:, None, None, None] * kernel)
             y = x - circular_conv2d(self.activation(inside), fold(back, *x.shape[-2:]))
         return y[:, : self.out_channels]

@@ -1,0 +1,95 @@
+"""Circular convolutions on pixels: padding with the other side of the image, and torch's own convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipkit.linalg.transforms import directly, transformed
+
+
+def circular_pads(kh: int, kw: int) -> list[int]:
+    """Left, right, top and bottom: what a size-preserving convolution reaches beyond the image.
+
+    >>> circular_pads(3, 2)
+    [0, 1, 1, 1]
+    """
+    return [(kw - 1) // 2, kw // 2, (kh - 1) // 2, kh // 2]
+
+
+def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
+    """The adjoint of :func:`circular_pad`: every pixel of the border is added to the one that it is a copy of.
+
+    >>> fold_border(torch.ones(1, 1, 3, 4), [1, 0, 1, 1])
+    tensor([[[[3., 3., 6.]]]])
+    """
+    left, right, top, bottom = pads
+    rows, cols = _strips(g.shape[-2], top, bottom), _strips(g.shape[-1], left, right)
+    folded = g[..., rows[0][0], cols[0][0]].clone()
+    for i, (from_row, to_row) in enumerate(rows):
+        for j, (from_col, to_col) in enumerate(cols):
+            part = g[..., from_row, from_col]
+            if (i or j) and part.numel():
+                folded[..., to_row, to_col].add_(part)
+    return folded
+
+
+def _strips(padded: int, before: int, after: int) -> list[tuple[slice, slice]]:
+    """The image along one axis, then what lies before and behind it; where each goes."""
+    n = padded - before - after
+    return [
+        (slice(before, before + n), slice(0, n)),
+        (slice(0, before), slice(n - before, n)),
+        (slice(before + n, None), slice(0, after)),
+    ]
+
+
+class _Pad(torch.autograd.Function):
+    """``F.pad(mode="circular")``: its derivative by torch takes passes over the image for each strip of the border."""
+
+    @staticmethod
+    def forward(x: Tensor, pads: tuple[int, ...]) -> Tensor:
+        return F.pad(x, pads, mode="circular")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.pads = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Operations that can be differentiated again, and batched.
+        return fold_border(grads[0], ctx.pads), None
+
+
+_PadDirectly = directly(_Pad)
+
+
+def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
+    """``F.pad(x, pads, mode="circular")`` of images ``(B, C, h, w)``, with a gradient in one pass.
+
+    Args:
+        x: the images.
+        pads: pixels on the left, on the right, on top and at the bottom, at most the size of the image.
+
+    >>> circular_pad(torch.arange(3.0).reshape(1, 1, 1, 3), [1, 0, 0, 0]).flatten().tolist()
+    [2.0, 0.0, 1.0, 2.0]
+    """
+    if not any(pads):
+        return x
+    if not (x.requires_grad and torch.is_grad_enabled()) or transformed() or torch.compiler.is_compiling():
+        return F.pad(x, tuple(pads), mode="circular")
+    padded: Tensor = _PadDirectly.apply(x, tuple(pads))
+    return padded
+
+
+def circular_conv2d(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Size-preserving circular cross-correlation, centred at tap ``(k - 1) // 2``, plus a bias of each channel.
+
+    >>> circular_conv2d(torch.arange(3.0).reshape(1, 1, 1, 3), torch.tensor([[[[1.0, 0.0, 0.0]]]])).flatten().tolist()
+    [2.0, 0.0, 1.0]
+    """
+    return F.conv2d(circular_pad(x, circular_pads(*kernel.shape[-2:])), kernel, bias)
