@@ -32,9 +32,10 @@ def test_is_a_contraction_that_nearly_reaches_1(sizes: tuple[int, ...], mode: st
     layer = LiResConv2d(cin, cout, k, stride=s, padding_mode=mode, dtype=dtype)
     values = np.linalg.svd(dense_matrix(layer, (cin, h, w), dtype), compute_uv=False)
     exact = 1e-5 if dtype == torch.float32 else 1e-13
-    assert (0.8 if mode == "circular" else 0.5) <= values.max() <= 1 + exact
+    # On a few pixels no frequency need be near that of the supremum.
+    assert (0.75 if mode == "circular" else 0.5) <= values.max() <= 1 + exact
     plain = export(layer, (cin, h, w))
-    assert plain[-1].padding_mode == mode
+    assert plain[-1].padding_mode == mode or (k == 1 and mode == "circular")
     x = torch.randn(3, cin, h, w, dtype=dtype)
     torch.testing.assert_close(plain(x), layer(x).detach(), rtol=0, atol=exact)
     assert values.max() <= float(lipschitz(plain)) * (1 + 64 * torch.finfo(dtype).eps) <= 1 + 1e-5
@@ -50,10 +51,9 @@ def test_computes_identity_plus_noise_over_a_bound_of_its_norm() -> None:
     beta = float((by_hand / y).mean())
     torch.testing.assert_close(y * beta, by_hand)
     norm = float(circular(kernel, 6, 5))
-    assert norm * (1 - 1e-12) <= beta <= norm * 4 ** (1 / 2**7)  # t = 5, 4 channels
-    loose = LiResConv2d(4, 4, 3, depth=4, iterations=1, dtype=torch.float64)
-    loose.load_state_dict(layer.state_dict())
-    assert (loose(x) - loose.bias[:, None, None]).norm() < y.norm()
+    # On a large image the norm is within a percent of the supremum over all frequencies.
+    large = float(circular(kernel, 60, 60))
+    assert norm * (1 - 1e-12) <= large * (1 - 1e-12) <= beta <= large * 1.03
 
 
 def test_the_gradient_sees_the_bound() -> None:
@@ -68,8 +68,8 @@ def test_the_gradient_sees_the_bound() -> None:
     h = 1e-6
     with torch.no_grad():
         expected = (grown(one + h) - grown(one - h)) / (2 * h)
-    # the derivative of the iterated norm, not of its rounding allowances
-    assert float(slope) == pytest.approx(float(expected), rel=1e-4)
+    # the derivative of the norm; the share above it that is proved moves a little with the kernel
+    assert float(slope) == pytest.approx(float(expected), rel=1e-2)
 
 
 @pytest.mark.parametrize("sizes", [(5, 5), (4, 7), (7, 4)], ids=str)
@@ -91,5 +91,5 @@ def test_refusals() -> None:
         CholeskyLinear(2, 2, share=-1)
     with pytest.raises(OptionError, match=r"padding_mode: expected 'circular', got 'zeros'"):
         LiResConv2d(2, 2, 2, padding_mode="zeros")  # even kernels have no centre
-    with pytest.raises(OptionError, match=r"iterations: .* got 0"):
-        LiResConv2d(2, 2, 3, iterations=0)
+    with pytest.raises(OptionError, match=r"depth: .* got 0"):
+        LiResConv2d(2, 2, 3, depth=0)

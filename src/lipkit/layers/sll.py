@@ -20,6 +20,7 @@ from lipkit.conv import adjoint, circular_conv2d, fold
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import (
+    NORM_TOLERANCE,
     Biased,
     ConstrainedConv2d,
     Family,
@@ -36,9 +37,6 @@ from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.modules.rearrange import ResizeChannels
 from lipkit.modules.residual import SlopeResidual
-
-NORM_TOLERANCE = 0.02
-"""How far the norm by which CPL divides may lie above the true one: 1 % takes half as long again (128 channels)."""
 
 
 class SlopeResidualLinear(Biased, ABC):
