@@ -20,8 +20,8 @@ from lipkit.layers.families import get
 from lipkit.memory import keep_freed_memory
 from lipkit.report.record import hardware, versions
 
-FAMILIES = ("eco", "cayley", "sandwich", "bcop", "cayley_bcop", "rko", "soc")
-"""Those with a target."""
+FAMILIES = ("eco", "cayley", "sandwich", "bcop", "cayley_bcop", "rko", "soc", "aol", "ossn", "sll", "cpl")
+"""Those with a target, or a rival in `others.csv`."""
 PARTS = ("layers", "memory", "networks")
 Result = dict[str, Any]
 
