@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from benchmarks.speed.clock import cpu_clock, interleaved, measuring
 from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, few_inputs, phase_product, spectrum
+from lipkit.conv import cayley_conv, circular, few_inputs, phase_product, spectrum
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
     _AddGram,
@@ -60,6 +61,14 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     n_real, n_pair = 4, (side**2 - 4) // 2
     x = leaf(batch, c, side, side)
     yield Pair("MaxMin", size, activations._MaxMin.apply, activations._sorted_halves, (x,))
+    pads = (1, 1, 1, 1)
+    yield Pair(
+        "circular padding (circular._Pad)",
+        size,
+        lambda x: circular._Pad.apply(x, pads),
+        lambda x: F.pad(x, pads, mode="circular"),
+        (x,),
+    )
     matrices = transform_matrices(side, side, dtype=torch.float32)
     real, pair = leaf(n_real, c, c, size=c**-0.5), leaf(n_pair, 2, c, c, size=c**-0.5)
     bias = leaf(c)
