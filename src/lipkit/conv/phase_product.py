@@ -22,7 +22,7 @@ from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
 
 # Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient.
-PIECE_BYTES, PIECE_PIXELS = 2**21, 256
+PIECE_BYTES, PIECE_PIXELS = 2**22, 256
 
 
 def apply_phases(
