@@ -25,8 +25,8 @@ from torch import Tensor
 # above it, two separable products.
 DENSE_PIXELS = 64
 
-# In half precision one product is faster up to more pixels, for products gain more than passes over memory do; most
-# on accelerators, and on processors with tiles (AMX).
+# In half precision one product is faster up to more pixels, for products gain more than passes over memory do; most on
+# processors with tiles (AMX). An accelerator counts as one of them until it is measured.
 HALF_PIXELS, TILED_PIXELS = 144, 256
 # Versions of torch before 2.13 cannot say whether there are any.
 HAS_TILES = hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get("amx_bf16"))
