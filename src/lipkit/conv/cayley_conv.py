@@ -17,7 +17,7 @@ layers. The first is made explicitly where x has fewer channels than the batch h
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ from lipkit.conv.transform import (
 from lipkit.errors import OptionError
 from lipkit.linalg.cayley import Factors
 from lipkit.linalg.transforms import transformed
+
+
+class Rounded(NamedTuple):
+    """Inverses of N in the half precision of features, beside the factors they were made of."""
+
+    inverse: Symbol
+    factors: tuple[Factors, Factors]
 
 
 class _Solved(torch.autograd.Function):
@@ -235,7 +242,7 @@ def solve_form(
     form: Form,
     x: Tensor,
     normal: NormalMatrices,
-    factors: tuple[Factors, Factors] | Symbol | None = None,
+    factors: tuple[Factors, Factors] | Rounded | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
@@ -264,27 +271,36 @@ def solve_form(
     exact = normal.real.dtype
     if x.dtype != exact:
         factors = factors_for(normal, x) if factors is None else factors
-        if not isinstance(factors, Symbol):
+        if not isinstance(factors, Rounded):
             return solve_form(form, x.to(exact), normal, factors, bias, scale).to(x.dtype)
-        rounded: Tensor = _Rounded.apply(form, x, bias, scale, *normal, *factors)
+        if form == "second" and FEW_ROWS * x.shape[1] <= len(x):
+            half = Symbol(*(part.to(x.dtype) for part in _scaled_half(normal, factors.factors, scale)))
+            return apply_symbol(half, x, bias=None if bias is None else bias.to(x.dtype))
+        rounded: Tensor = _Rounded.apply(form, x, bias, scale, *normal, *factors.inverse)
         return rounded
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed():
         return _plain(form, x, bias, scale, normal, matrices)
     # Between two maps a function of the user's may have left half precision.
-    factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Symbol) else factors
+    factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Rounded) else factors
     if form == "second" and x.shape[1] < len(x):
-        half = second_half(normal, factors)
-        if scale is not None:
-            half = Symbol(*(part * scale[:, None] for part in half))
-        return apply_symbol(half, x, matrices, bias)
+        return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
     real, pair = factors
     constants = (*real, *pair, *matrices, *(None,) * (2 - len(matrices)))
     y: Tensor = _Solved.apply(form, x, bias, scale, *normal, *constants)
     return y
 
 
-def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Symbol | None:
+def _scaled_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale: Tensor | None) -> Symbol:
+    half = second_half(normal, factors)
+    return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
+
+
+# Half of a transform is made in float32 for at least so many images to each input: products of features are cheaper.
+FEW_ROWS = 8
+
+
+def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
     Products of half precision by an inverse are so much faster than solves that it pays from a third as many images as
@@ -296,7 +312,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
         uses: how many calls of `solve_form` on so many images share the factors.
 
     >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
-    >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).real.dtype
+    >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype
     torch.bfloat16
     """
     if torch.compiler.is_compiling() or transformed():
@@ -308,7 +324,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
     if factors[0].pivots is not None:
         return factors
     with torch.no_grad():
-        return rounded_symbol(factors[0].matrix, factors[1].matrix, x.dtype)
+        return Rounded(rounded_symbol(factors[0].matrix, factors[1].matrix, x.dtype), factors)
 
 
 def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
