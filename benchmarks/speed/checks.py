@@ -122,14 +122,11 @@ def check_mixed(family: Family, shape: Shape, layer: nn.Module, plain: nn.Module
             with torch.autocast(x.device.type, torch.bfloat16):
                 mixed = module(x)
         found.append((f"outputs of {name} under autocast", float((mixed.float() - y).norm() / y.norm())))
-    for what, error in found:
-        if not error <= MIXED:
-            raise RunError(f"{family.name} {shape}: expected {what} within {MIXED:.2g}, got an error of {error:.2e}")
-    return max(error for _, error in found)
+    return _worst(f"{family.name} {shape}", found, MIXED, "of float32")
 
 
-def _worst(what: str, found: list[tuple[str, float]]) -> float:
+def _worst(what: str, found: list[tuple[str, float]], tolerance: float = TOLERANCE, where: str = "in float32") -> float:
     for name, error in found:
-        if not error <= TOLERANCE:
-            raise RunError(f"{what}: expected {name} within {TOLERANCE} in float32, got an error of {error:.2e}")
+        if not error <= tolerance:
+            raise RunError(f"{what}: expected {name} within {tolerance} {where}, got an error of {error:.2e}")
     return max(error for _, error in found)

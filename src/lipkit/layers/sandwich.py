@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
-from lipkit.conv.normal_matrices import normal_matrices_of, prepare
+from lipkit.conv.normal_matrices import normal_matrices_of
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32, slope_activation
@@ -229,7 +229,7 @@ class SandwichLinear(CayleyPairLinear):
         psi = self.psi()
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(psi.dtype)
         normal = normal_matrices_of(own, rest, 1, 1, wide=True)
-        factors = prepare(normal, 2 * len(rows))
+        factors = factors_for(normal, rows, uses=2)
         v = solve_form("second", rows, normal, factors, self.bias_as(psi), SQRT2 / psi)
         # The activation sees the features where it always does, last.
         inside = activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1)
