@@ -48,8 +48,8 @@ def kwlarge(
             down (3 -> 1); unconstrained ones have a stride, and the whole kernel.
         dense: units of the two hidden linear layers instead of (512w, 512).
         activation: name such as 'relu', or a module, instead of MaxMin; where the layers contain theirs, it is theirs.
-        pool: no strides, but one average pooling of 4 x 4 (of norm 1/4) in front of the linear layers, for families
-            of which the papers know no strided layer.
+        pool: no strides, but the sums of 4 x 4 pixels over 4 (of norm 1, as in the code that [LBDN] published) in
+            front of the linear layers, for families of which the papers know no strided layer.
         input_shape: (C, H, W) with H and W multiples of 4.
         classes: number of outputs.
         lipschitz: target constant of the network behind the normalisation.
@@ -89,7 +89,7 @@ def kwlarge(
         *conv(32 * width, 32 * width, 2),
         *conv(32 * width, 64 * width, 1),
         *conv(64 * width, 64 * width, 2),
-        *([nn.AvgPool2d(4)] if pool else []),
+        *([nn.AvgPool2d(4, divisor_override=4)] if pool else []),
         nn.Flatten(),
         *activated(family, family.linear(features, units[0], **shared), activation),
         *activated(family, family.linear(units[0], units[1], **shared), activation),
