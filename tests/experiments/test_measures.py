@@ -115,10 +115,12 @@ def test_secants_see_the_network_around_each_sample_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(3 * x.flatten(1))
 
-    found = secant_slopes(Sine(), data(), eps=1e-4, steps=40)["emp_lip"]  # type: ignore[arg-type]
+    found = secant_slopes(Sine(), data(), eps=1e-4, steps=40, batch_size=4)  # type: ignore[arg-type]
     x, _ = data().test.batch(torch.arange(12))
-    expected = 3 * np.abs(np.cos(3 * x.double().flatten(1).numpy())).max(1).mean()
-    assert 0.97 * expected < found < 1.001 * expected
+    steepest = 3 * np.abs(np.cos(3 * x.double().flatten(1).numpy())).max(1)
+    for name, expected in (("emp_lip", steepest.mean()), ("emp_lip_batch", steepest.reshape(3, 4).max(1).mean())):
+        assert 0.97 * expected < found[name] < 1.001 * expected
+    assert found["emp_lip_batch"] > 1.01 * found["emp_lip"]
 
 
 def test_norms_of_jacobians_are_those_of_the_active_units() -> None:

@@ -26,7 +26,7 @@ MADE_AFTER = {
     "attack_steps": ("pgd_after", "cw_after"),
     "jacobian_norms": ("jacobian_mean",),
     "local_lipschitz": ("lower",),
-    "secant_slopes": ("emp_lip",),
+    "secant_slopes": ("emp_lip", "emp_lip_batch"),
     "layer_gains": ("least_layer_gain", "layer_gain", "layer_norm"),
     "layer_norms": ("norm_product", "largest_norm"),
     "accuracy": ("clean_attacked",),
