@@ -50,6 +50,19 @@ def test_the_help_of_a_verb_and_the_lists_are_as_light():
     assert "lipkit list recipes" in done.stdout
 
 
+def test_without_the_packages_of_the_command_line_the_extra_is_named():
+    done = python("import sys; sys.modules['click'] = None; from lipkit.cli import run; print('CODE', run())")
+    assert "CODE 2" in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'lipkit[train]'" in done.stderr
+
+
+def test_the_command_runs_what_the_entry_point_names():
+    done = python("import sys; sys.argv = ['lipkit', 'list', 'tables']; from lipkit.cli import run; sys.exit(run())")
+    assert done.returncode == 0
+    assert "cayley_1" in done.stdout
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb, capsys):
     assert main([verb, "--help"]) == 0

@@ -1,1 +1,22 @@
 """The command line: one verb, one file. Nothing here imports torch before a verb runs."""
+
+from __future__ import annotations
+
+import sys
+
+
+def run() -> int:
+    """Entry point of the command ``lipkit``: `lipkit.cli.main.main`, whose packages come with an extra.
+
+    Returns:
+        The exit code; 2, with one line on stderr, if click is not installed.
+    """
+    try:
+        from lipkit.cli.main import main
+    except ModuleNotFoundError as error:
+        if error.name != "click":
+            raise
+        print("lipkit: the command line needs the package click, of the extra train: pip install 'lipkit[train]'",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    return main()
