@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks import autoattack, run_attack
+from lipkit.attacks import autoattack, autoattack_apgd, run_attack
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.balls import ball
 from lipkit.errors import OptionError
@@ -67,10 +67,38 @@ def test_all_four_parts_run(norm: str, count: int) -> None:
 
 
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
-def test_its_name_says_the_version_that_ran() -> None:
+@pytest.mark.parametrize(
+    ("name", "ran"), [("autoattack", "AutoAttack standard"), ("autoattack_apgd", "AutoAttack's APGD-CE and APGD-DLR")]
+)
+def test_its_name_says_the_version_that_ran(name: str, ran: str) -> None:
     net, x = network(), images(2)
-    found = run_attack("autoattack", net, x, net(x).argmax(dim=1), eps=3.0)
-    assert found.ran.startswith("AutoAttack standard (pyautoattack ")
+    found = run_attack(name, net, x, net(x).argmax(dim=1), eps=3.0)
+    assert found.ran.startswith(f"{ran} (pyautoattack ")
+
+
+@pytest.mark.skipif(not installed, reason="needs the extra attack")
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_the_untargeted_parts_run_alone_and_find_the_examples_of_a_linear_network(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyautoattack.autoattack as package
+
+    for part in ("APGDAttack_targeted", "FABAttack_PT", "SquareAttack"):
+        kind = type(part, (), {"__init__": lambda self, *_, **__: None, "n_target_classes": 9})
+        monkeypatch.setattr(package, part, kind)  # without a method that could attack
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).eval()
+    x = images(6) * 0.5 + 0.25
+    y = net(x).argmax(dim=1)
+    weight, logits = net[1].weight.detach(), net(x).detach()
+    # Where the box is not reached, the distance of a linear network's boundary is the gap over the dual norm.
+    step = weight[y][:, None] - weight
+    gaps = (logits.gather(1, y[:, None]) - logits) / step.norm(p=2 if norm == "l2" else 1, dim=2)
+    radius = gaps.masked_fill(gaps.isnan(), torch.inf).amin(1)
+    eps = float(radius.sort().values[2:4].mean())
+    found = autoattack_apgd(net, x, y, eps=eps, norm=norm)
+    assert torch.equal(misclassified(net(found), y), radius < eps)
+    assert (ball(norm).distance(found, x) <= eps).all()
 
 
 @pytest.mark.parametrize(

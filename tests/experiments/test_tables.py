@@ -22,7 +22,7 @@ OWN = {
     "regression": ("tightness", "reached", "test_mse", "lower", "lipschitz"),
 }
 MADE_AFTER = {
-    "attack": ("autoattack", "pgd_linf", "cw"),
+    "attack": ("autoattack", "autoattack_apgd", "pgd_linf", "cw"),
     "attack_steps": ("pgd_after", "cw_after"),
     "jacobian_norms": ("jacobian_mean",),
     "local_lipschitz": ("lower",),

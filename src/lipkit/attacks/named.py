@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipkit.attacks.apgd import apgd_then_targeted
 from lipkit.attacks.ascent import Box, Model, check_choice
-from lipkit.attacks.autoattack import autoattack
+from lipkit.attacks.autoattack import autoattack, autoattack_apgd
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
@@ -53,6 +53,7 @@ ATTACKS = {
     "fab": Named(fab, "FAB"),
     "cw": Named(carlini_wagner, "Carlini-Wagner"),
     "autoattack": Named(autoattack, "AutoAttack standard", package="pyautoattack"),
+    "autoattack_apgd": Named(autoattack_apgd, "AutoAttack's APGD-CE and APGD-DLR", package="pyautoattack"),
 }
 """The attacks that `run_attack` knows by name."""
 
@@ -88,7 +89,7 @@ def run_attack(
 
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),
-            ``"fab"``, ``"cw"`` (l2 only), or ``"autoattack"``.
+            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"``, or of it ``"autoattack_apgd"`` alone.
         model, x, y, eps, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
         steps: see the attack; None for its default. AutoAttack has its own.
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).

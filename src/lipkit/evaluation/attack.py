@@ -217,7 +217,8 @@ def attack_samples(
             fresh = nearest is None
             if nearest is None:
                 # AutoAttack knows one radius for all samples.
-                name = "apgd" if attack.name == "autoattack" and isinstance(eps, Tensor) else attack.name
+                whole = attack.name.startswith("autoattack")
+                name = "apgd" if whole and isinstance(eps, Tensor) else attack.name
                 found = run_attack(
                     name, fast, clean[active].to(device), labels[active].to(device), eps=eps, norm=attack.norm,
                     steps=attack.steps, restarts=attack.restarts, box=box, generator=generator,

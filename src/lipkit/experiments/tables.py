@@ -28,6 +28,7 @@ FRACTIONS = (
     "pgd_linf",
     "cw",
     "autoattack",
+    "autoattack_apgd",
     "tightness",
     "reached",
     "error_after",
