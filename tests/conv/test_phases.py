@@ -92,7 +92,8 @@ def test_phase_form_of_other_memory_formats_and_gradients() -> None:
 
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two images to a piece, and a last piece of one."""
-    monkeypatch.setattr(phase_product, "PIECE_BYTES", 1)
+    monkeypatch.setattr(phase_product, "FORWARD_BYTES", 1)
+    monkeypatch.setattr(phase_product, "BACKWARD_BYTES", 1)
     monkeypatch.setattr(phase_product, "PIECE_PIXELS", 12)
 
 

@@ -111,7 +111,8 @@ def test_few_images_are_solved_for_in_float32() -> None:
 
 @pytest.mark.parametrize("size", [2**21, 256])
 def test_gradients_of_the_phase_form_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_product, "PIECE_BYTES", size)
+    monkeypatch.setattr(phase_product, "FORWARD_BYTES", size)
+    monkeypatch.setattr(phase_product, "BACKWARD_BYTES", size)
     monkeypatch.setattr(phase_product, "PIECE_PIXELS", 1)
     torch.manual_seed(2)
     real, pair, bias, x = torch.randn(1, 3, 2), torch.randn(4, 1, 3, 2), torch.randn(3), torch.randn(9, 2, 6, 6)

@@ -21,8 +21,8 @@ from lipkit.conv.transform import transform_matrices
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
 from lipkit.linalg.transforms import transformed
 
-# Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient.
-PIECE_BYTES, PIECE_PIXELS = 2**22, 256
+# Bytes of one buffer of a piece, and the fewest pixels that keep the products efficient. Backward has more buffers.
+FORWARD_BYTES, BACKWARD_BYTES, PIECE_PIXELS = 2**23, 2**22, 256
 
 
 def apply_phases(
@@ -117,9 +117,9 @@ def _multiply_real(symbol: Symbol, s: Spectrum) -> Spectrum:
     return Spectrum(s.real @ symbol.real.mT, both.reshape(n, 2, b, cout))
 
 
-def _images_per_piece(x: Tensor, channels: int, kernel_size: Size) -> int:
+def _images_per_piece(x: Tensor, channels: int, kernel_size: Size, buffer: int) -> int:
     b, _, h, w = x.shape
-    pixels = max(PIECE_BYTES // (x.element_size() * channels), PIECE_PIXELS * math.prod(kernel_size))
+    pixels = max(buffer // (x.element_size() * channels), PIECE_PIXELS * math.prod(kernel_size))
     return min(b, max(1, pixels // (h * w)))
 
 
@@ -175,7 +175,7 @@ def _in_planes(x: Tensor) -> bool:
 def _forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix: Tensor, kernel_size: Size) -> Tensor:
     b, _, h, w = x.shape
     cout, cin = real.shape[1:]
-    step = _images_per_piece(x, max(cin, cout), kernel_size)
+    step = _images_per_piece(x, max(cin, cout), kernel_size, FORWARD_BYTES)
     rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
     y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
     constant = None if bias is None else bias * math.sqrt(len(matrix))
@@ -196,7 +196,7 @@ def _backward(
     b, cin, h, w = x.shape
     cout = real.shape[1]
     of_symbol, of_bias, of_x = needed[0] or needed[1], needed[2], needed[3]
-    step = _images_per_piece(x, max(cin, cout), kernel_size)
+    step = _images_per_piece(x, max(cin, cout), kernel_size, BACKWARD_BYTES)
     rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
     # As the input lies in memory: nobody has to copy it.
     gx = None
