@@ -173,36 +173,52 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
 
 def _gram_image(a: Tensor, image: Tensor) -> Tensor:
     """``A^* y`` for rows ``(F, m)``."""
-    return (image.conj()[:, None] @ a)[:, 0].conj()
+    return (image.conj()[:, None] @ a)[:, 0].conj().resolve_conj()
 
 
-def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimates ``(F,)`` of the norms of matrices ``(F, m, n)``, and unit vectors ``(F, n)`` that reach them.
+def _length(v: Tensor) -> Tensor:
+    """Norms ``(F, 1)`` of complex rows ``(F, n)``; torch takes ten times as long over complex numbers."""
+    return torch.linalg.vector_norm(torch.view_as_real(v).flatten(1), dim=1, keepdim=True)
+
+
+def _normed(v: Tensor) -> Tensor:
+    norm = _length(v)
+    return v / torch.where(norm > 0, norm, 1)
+
+
+def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Estimates ``(f,)`` of the norms of matrices ``(F, m, n)``, unit vectors ``(f, n)`` that reach them, and which
+    matrices these are: all, or after some steps the `FINALISTS`.
 
     The best vectors of the spaces of ``v, A^*A v, ..., (A^*A)^steps v``; the power method would take the last ones.
     """
-    v = _unit(v, (1,))
+    v, which = _normed(v), torch.arange(len(a), device=a.device)
     basis, images = v[:, None], v[:, None] @ a.mT
-    for _ in range(min(steps, v.shape[1] - 1)):
+    for step in range(min(steps, v.shape[1] - 1)):
+        if step == HEATS and len(a) > FINALISTS:
+            keep = torch.linalg.eigvalsh(images.conj() @ images.mT)[:, -1].topk(FINALISTS).indices
+            a, basis, images, which = (one[keep] for one in (a, basis, images, which))
         v = _gram_image(a, images[:, -1])
-        size = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        size = _length(v)
         # Twice, because the first projection leaves rounding of the size of what it takes away.
         for _ in range(2):
             v = v - (v[:, None] @ basis.mH @ basis)[:, 0]
-        rest = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        rest = _length(v)
         # What is left of an invariant space is rounding.
         v = torch.where(rest > 100 * torch.finfo(a.dtype).eps * size, v / torch.where(rest > 0, rest, 1), 0)
         # A row by matrices: several times faster than matrices by a column.
         basis, images = (torch.cat(both, 1) for both in ((basis, v[:, None]), (images, v[:, None] @ a.mT)))
     values, vectors = torch.linalg.eigh(images.conj() @ images.mT)
-    best = (vectors[:, None, :, -1] @ basis)[:, 0]
-    return values[:, -1].clamp_min(0).sqrt(), _unit(best, (1,))
+    best = (vectors[:, None, :, -1] @ basis)[:, 0].resolve_conj()
+    return values[:, -1].clamp_min(0).sqrt(), _normed(best), which
 
 
 # All frequencies take this many steps together; then those go on whose matrices have so many entries, but at least 16.
 SCREENING = 3
 ENTRIES = 2**16
 CANDIDATES = 16
+# After so many steps of Krylov spaces, so many of them go on.
+HEATS, FINALISTS = 5, 4
 
 
 def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) -> Tensor:
@@ -212,8 +228,9 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
               v \in \mathrm{span}\{x,\, F^*F x,\, \dots,\, (F^*F)^k x\}, \quad \|v\| = 1
 
     where F(f) is the symbol. A fixed image takes three steps of the power method, which are as many at each frequency.
-    The frequencies of the largest quotients, at least 16 of them, take the rest of the steps by Krylov spaces; the
-    best counts. Their error falls with the root of the gap between singular values, that of powers with the gap.
+    The frequencies of the largest quotients, at least 16 of them, take five steps by Krylov spaces, and the best four
+    the rest; the best counts. Their error falls with the root of the gap between singular values, that of powers with
+    the gap.
 
     Args:
         kernel: ``(cout, cin, kh, kw)``, real; taps beyond the image wrap around. Half precision is widened.
@@ -229,7 +246,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
         its largest singular value is simple and the spaces have found it. Second derivatives lack that of v.
 
     Cost:
-        Seven convolutions of one image, and ``2 iterations`` products by vectors at the chosen frequencies.
+        Seven convolutions of one image, ten products by vectors at the chosen frequencies, ``2 iterations`` at four.
 
     Raises:
         ShapeError: not a kernel, or an empty image. OptionError: a negative number of iterations.
@@ -261,7 +278,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
             chosen = torch.arange(candidates, device=kernel.device)
         f1, f2 = torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
         start = torch.fft.rfft2(image)[0].flatten(1)[:, chosen].mT
-        norms, vectors = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screened)
+        norms, vectors, which = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screened)
         best = norms.argmax().reshape(1)
-    matrix = symbol_at(kernel, f1[best], f2[best], h, w)[0]
-    return torch.linalg.vector_norm(matrix @ vectors[best][0])
+        f1, f2 = f1[which[best]], f2[which[best]]
+    return torch.linalg.vector_norm(symbol_at(kernel, f1, f2, h, w)[0] @ vectors[best][0])
