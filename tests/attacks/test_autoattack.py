@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks import autoattack, autoattack_apgd, run_attack
+from lipkit.attacks import autoattack, run_attack
 from lipkit.attacks.ascent import misclassified
 from lipkit.attacks.balls import ball
 from lipkit.errors import OptionError
@@ -96,7 +96,7 @@ def test_the_untargeted_parts_run_alone_and_find_the_examples_of_a_linear_networ
     gaps = (logits.gather(1, y[:, None]) - logits) / step.norm(p=2 if norm == "l2" else 1, dim=2)
     radius = gaps.masked_fill(gaps.isnan(), torch.inf).amin(1)
     eps = float(radius.sort().values[2:4].mean())
-    found = autoattack_apgd(net, x, y, eps=eps, norm=norm)
+    found = run_attack("autoattack_apgd", net, x, y, eps=eps, norm=norm).points
     assert torch.equal(misclassified(net(found), y), radius < eps)
     assert (ball(norm).distance(found, x) <= eps).all()
 

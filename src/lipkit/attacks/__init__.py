@@ -4,7 +4,7 @@ certificate."""
 from __future__ import annotations
 
 from lipkit.attacks.apgd import apgd
-from lipkit.attacks.autoattack import autoattack, autoattack_apgd
+from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab, shrink
 from lipkit.attacks.named import ATTACKS, Found, Named, run_attack
@@ -16,7 +16,6 @@ __all__ = [
     "Named",
     "apgd",
     "autoattack",
-    "autoattack_apgd",
     "carlini_wagner",
     "fab",
     "pgd",

@@ -1,10 +1,11 @@
-"""AutoAttack through pyautoattack, whole or its two untargeted parts, and what it needs in order to run."""
+"""AutoAttack through pyautoattack, whole or in part, and what it needs in order to run."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def autoattack(
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
     batch_size: int = 250,
+    parts: Sequence[str] | None = None,
 ) -> Tensor:
     r"""AutoAttack, standard version: APGD on cross-entropy, targeted APGD on DLR, targeted FAB, Square.
 
@@ -42,6 +44,7 @@ def autoattack(
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
         batch_size: samples attacked at once.
+        parts: pyautoattack's names of the attacks that run instead of the four, one start each.
 
     Returns:
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
@@ -53,42 +56,6 @@ def autoattack(
     References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", ICML 2020.
     """
-    return _attacked(None, model, x, y, eps, norm, box, generator, batch_size)
-
-
-def autoattack_apgd(
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    *,
-    eps: float | Tensor,
-    norm: str = "l2",
-    box: Box = (0.0, 1.0),
-    generator: torch.Generator | None = None,
-    batch_size: int = 250,
-) -> Tensor:
-    """APGD on cross-entropy, then on DLR, of AutoAttack: one start and 100 steps each, no targets, no queries.
-
-    A tenth of the standard version's cost, and weaker or as strong. Arguments, needs, guarantee and errors are those of
-    `autoattack`.
-
-    References: Croce & Hein, ICML 2020; Trockman & Kolter, ICLR 2021, section 5.2, whose "AutoAttack" these two are.
-    """
-    return _attacked(["apgd-ce", "apgd-dlr"], model, x, y, eps, norm, box, generator, batch_size)
-
-
-def _attacked(
-    parts: list[str] | None,
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    eps: float | Tensor,
-    norm: str,
-    box: Box,
-    generator: torch.Generator | None,
-    batch_size: int,
-) -> Tensor:
-    """See `autoattack`; ``parts`` are pyautoattack's names of the attacks, None for those of the standard version."""
     space = ball(norm)
     radius = check_inputs(x, y, eps, 1, 1, box)
     generator = seeded(generator)
@@ -152,7 +119,7 @@ class _Isolated(torch.autograd.Function):
 
 
 def _run(
-    parts: list[str] | None,
+    parts: Sequence[str] | None,
     model: Model,
     x: Tensor,
     y: Tensor,
@@ -174,7 +141,7 @@ def _run(
     # It calls the model, and asks nothing of it that only a module has.
     attack: Any = AutoAttack(isolated, norm={"l2": "L2", "linf": "Linf"}[norm], eps=eps, seed=seed, device=x.device)  # type: ignore[arg-type]
     # The standard version has set one start of each attack.
-    attack.attacks_to_run = parts or attack.attacks_to_run
+    attack.attacks_to_run = list(parts or attack.attacks_to_run)
     attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(9, classes - 1)
     silent = logging.Logger("lipkit.autoattack")
     silent.addHandler(logging.NullHandler())

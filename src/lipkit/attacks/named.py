@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lipkit.attacks.apgd import apgd_then_targeted
 from lipkit.attacks.ascent import Box, Model, check_choice
-from lipkit.attacks.autoattack import autoattack, autoattack_apgd
+from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
@@ -53,7 +54,10 @@ ATTACKS = {
     "fab": Named(fab, "FAB"),
     "cw": Named(carlini_wagner, "Carlini-Wagner"),
     "autoattack": Named(autoattack, "AutoAttack standard", package="pyautoattack"),
-    "autoattack_apgd": Named(autoattack_apgd, "AutoAttack's APGD-CE and APGD-DLR", package="pyautoattack"),
+    # Trockman & Kolter, ICLR 2021, section 5.2, say that these two are their "AutoAttack".
+    "autoattack_apgd": Named(
+        partial(autoattack, parts=("apgd-ce", "apgd-dlr")), "AutoAttack's APGD-CE and APGD-DLR", package="pyautoattack"
+    ),
 }
 """The attacks that `run_attack` knows by name."""
 

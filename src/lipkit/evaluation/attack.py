@@ -217,8 +217,8 @@ def attack_samples(
             fresh = nearest is None
             if nearest is None:
                 # AutoAttack knows one radius for all samples.
-                whole = attack.name.startswith("autoattack")
-                name = "apgd" if whole and isinstance(eps, Tensor) else attack.name
+                one_radius = ATTACKS[attack.name].package == "pyautoattack"
+                name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
                 found = run_attack(
                     name, fast, clean[active].to(device), labels[active].to(device), eps=eps, norm=attack.norm,
                     steps=attack.steps, restarts=attack.restarts, box=box, generator=generator,

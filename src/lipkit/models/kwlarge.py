@@ -49,7 +49,7 @@ def kwlarge(
         dense: units of the two hidden linear layers instead of (512w, 512).
         activation: name such as 'relu', or a module, instead of MaxMin; where the layers contain theirs, it is theirs.
         pool: no strides, but the sums of 4 x 4 pixels over 4 (of norm 1, as in the code that [LBDN] published) in
-            front of the linear layers, for families of which the papers know no strided layer.
+            front of the linear layers, for families that have no strided layer in the papers.
         input_shape: (C, H, W) with H and W multiples of 4.
         classes: number of outputs.
         lipschitz: target constant of the network behind the normalisation.
