@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipkit.bounds import circular
+from lipkit.bounds import circular, power
 from lipkit.bounds.power import (
     CANDIDATES,
     ENTRIES,
@@ -97,6 +97,18 @@ def test_gradients_are_those_of_the_number_returned():
     assert torch.autograd.gradcheck(lambda a: power_lower_estimate(a, 3), matrix)
 
 
+@pytest.fixture
+def by_steps(monkeypatch):
+    """Takes steps also where eigenvalues would be cheap."""
+    monkeypatch.setattr(power, "EXACT", 0)
+
+
+@pytest.fixture(params=["steps", "eigenvalues"])
+def either_way(request, monkeypatch):
+    monkeypatch.setattr(power, "EXACT", 0 if request.param == "steps" else 10**9)
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("shape", KERNELS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -119,6 +131,18 @@ def norm_by_its_definition(kernel, h, w):
     return torch.linalg.matrix_norm(symbol_at(kernel, f1, f2, h, w), 2).amax()
 
 
+@pytest.mark.parametrize("channels", [(3, 8), (8, 3), (6, 6)])
+def test_few_channels_need_no_steps(channels):
+    assert 10 * 6 * min(channels) ** 3 <= power.EXACT
+    torch.manual_seed(0)
+    kernel = torch.randn(*channels, 3, 3, dtype=torch.float64, requires_grad=True)
+    truth, estimate = norm_by_its_definition(kernel, 10, 10), krylov_lower_estimate(kernel, 10, 10, 0)
+    assert torch.allclose(estimate, truth, rtol=1e-13)
+    gradients = [torch.autograd.grad(one, kernel)[0] for one in (truth, estimate)]
+    assert torch.allclose(*gradients, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("by_steps")
 @pytest.mark.parametrize("channels", SCREENED)
 def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
     assert max(CANDIDATES, ENTRIES // (40 * 40)) < 10 * 6
@@ -139,6 +163,7 @@ def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
     assert fine_gradient < 1e-6
 
 
+@pytest.mark.usefixtures("by_steps")
 def test_krylov_estimate_takes_steps_better_than_the_power_method():
     torch.manual_seed(1)
     kernel = torch.nn.init.orthogonal_(torch.empty(40, 40))[:, :, None, None] + 0.03 * torch.randn(40, 40, 3, 3) / 20
@@ -149,6 +174,7 @@ def test_krylov_estimate_takes_steps_better_than_the_power_method():
 
 # Torch warns of its own code when it first takes a forward derivative.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("shape", [(5, 4), (24, 200)])
 def test_krylov_estimate_under_transforms(shape):
     torch.manual_seed(2)
@@ -163,6 +189,7 @@ def test_krylov_estimate_under_transforms(shape):
     assert torch.allclose((gradients[0] * kernels[1]).sum(), along, rtol=1e-9)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_zero_has_a_zero_estimate_and_a_finite_gradient():
     kernel = torch.zeros(2, 3, 3, 3, requires_grad=True)
     estimate = farnia_lower_estimate(kernel, 4, 4)
@@ -175,6 +202,7 @@ def test_zero_has_a_zero_estimate_and_a_finite_gradient():
     assert torch.isfinite(matrix.grad).all()
 
 
+@pytest.mark.usefixtures("either_way")
 def test_same_argument_same_number_whatever_the_global_generator():
     kernel = torch.arange(36.0).reshape(2, 2, 3, 3)
     torch.manual_seed(0)

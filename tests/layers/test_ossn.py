@@ -59,9 +59,9 @@ def test_bound_is_never_below_the_true_norm(cin, cout, k, stride, iterations, dt
 def test_norm_is_close_to_one_after_ten_steps():
     for seed in range(5):
         torch.manual_seed(seed)
-        layer = OssnConv2d(16, 16, 3)
+        layer = OssnConv2d(56, 56, 3)
         torch.nn.init.normal_(layer.free)
-        assert 1 - 1e-5 < lipschitz(layer, (16, 8, 8)).item() < 1.02
+        assert 1 - 1e-5 < lipschitz(layer, (56, 8, 8)).item() < 1.02
 
 
 def test_norm_is_close_to_one_for_a_kernel_like_a_trained_one():
@@ -74,14 +74,21 @@ def test_norm_is_close_to_one_for_a_kernel_like_a_trained_one():
     assert 1 - 1e-9 < lipschitz(layer, (32, 4, 4)).item() < 1.02
 
 
+def test_norm_is_one_with_few_channels():
+    torch.manual_seed(0)
+    layer = OssnConv2d(3, 16, 3, iterations=1)
+    torch.nn.init.normal_(layer.free)
+    assert abs(lipschitz(layer, (3, 8, 8)).item() - 1) < 1e-5
+
+
 def test_fewer_steps_leave_a_larger_norm():
     torch.manual_seed(0)
     bounds = []
     for iterations in (1, 4, 40):
-        layer = OssnConv2d(8, 8, 3, iterations=iterations)
+        layer = OssnConv2d(56, 56, 3, iterations=iterations)
         with torch.no_grad():
-            layer.free.copy_(torch.randn(8, 8, 3, 3, generator=torch.Generator().manual_seed(3)))
-        bounds.append(lipschitz(layer, (8, 9, 9)).item())
+            layer.free.copy_(torch.randn(56, 56, 3, 3, generator=torch.Generator().manual_seed(3)))
+        bounds.append(lipschitz(layer, (56, 9, 9)).item())
     assert bounds[0] > bounds[1] > bounds[2] > 1 - 1e-5
     assert bounds[2] < 1.001
 

@@ -219,6 +219,45 @@ ENTRIES = 2**16
 CANDIDATES = 16
 # After so many steps of Krylov spaces, so many of them go on.
 HEATS, FINALISTS = 5, 4
+# Up to this product of the frequencies and the cube of the smaller side, eigenvalues at all frequencies take less time.
+EXACT = 5_000_000
+
+
+def _points(chosen: Tensor, w: int) -> tuple[Tensor, Tensor]:
+    """The two frequencies of each place in a real transform."""
+    half = w // 2 + 1
+    return torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
+
+
+def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The frequency of the largest norm, ``(1,)`` each, and the vector ``(n,)`` that reaches it."""
+    f1, f2 = _points(torch.arange(h * (w // 2 + 1), device=taps.device), w)
+    symbols = symbol_at(taps, f1, f2, h, w)
+    wide = symbols.shape[1] < symbols.shape[2]
+    values = torch.linalg.eigvalsh(symbols @ symbols.mH if wide else symbols.mH @ symbols)
+    best = values[:, -1].argmax().reshape(1)
+    vectors = torch.linalg.svd(symbols[best], full_matrices=False)[2][0]
+    return f1[best], f2[best], vectors[0].conj().resolve_conj()
+
+
+def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_by_eigenvalues`, estimated."""
+    count = h * (w // 2 + 1)
+    candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
+    # Not where all frequencies go on.
+    screened = min(iterations, SCREENING) if candidates < count else 0
+    image = start_vector(taps.shape[1] * h * w, taps).reshape(1, -1, h, w)
+    if screened:
+        image, reached = _iterate(image, *_maps(taps), screened, (0, 1, 2, 3))
+        quotients = _quotients(*(torch.fft.rfft2(t)[0].flatten(1) for t in (image, reached)))
+        chosen = quotients.topk(candidates).indices
+    else:
+        chosen = torch.arange(candidates, device=taps.device)
+    f1, f2 = _points(chosen, w)
+    start = torch.fft.rfft2(image)[0].flatten(1)[:, chosen].mT
+    norms, vectors, which = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screened)
+    best = norms.argmax().reshape(1)
+    return f1[which[best]], f2[which[best]], vectors[best][0]
 
 
 def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) -> Tensor:
@@ -230,7 +269,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     where F(f) is the symbol. A fixed image takes three steps of the power method, which are as many at each frequency.
     The frequencies of the largest quotients, at least 16 of them, take five steps by Krylov spaces, and the best four
     the rest; the best counts. Their error falls with the root of the gap between singular values, that of powers with
-    the gap.
+    the gap. Few channels need no steps: eigenvalues at all frequencies tell the best one.
 
     Args:
         kernel: ``(cout, cin, kh, kw)``, real; taps beyond the image wrap around. Half precision is widened.
@@ -247,6 +286,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
 
     Cost:
         Seven convolutions of one image, ten products by vectors at the chosen frequencies, ``2 iterations`` at four.
+        With few channels, eigenvalues of matrices of the smaller channel number at half of all frequencies.
 
     Raises:
         ShapeError: not a kernel, or an empty image. OptionError: a negative number of iterations.
@@ -263,22 +303,8 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     _check_image(h, w)
     _check_iterations(iterations)
     kernel = at_least_float32(kernel)
-    half = w // 2 + 1
-    candidates = min(max(CANDIDATES, ENTRIES // kernel[..., 0, 0].numel()), h * half)
-    # Not where all frequencies go on.
-    screened = min(iterations, SCREENING) if candidates < h * half else 0
     with torch.no_grad():
         taps = fold(kernel.detach(), h, w)
-        image = start_vector(taps.shape[1] * h * w, taps).reshape(1, -1, h, w)
-        if screened:
-            image, reached = _iterate(image, *_maps(taps), screened, (0, 1, 2, 3))
-            quotients = _quotients(*(torch.fft.rfft2(t)[0].flatten(1) for t in (image, reached)))
-            chosen = quotients.topk(candidates).indices
-        else:
-            chosen = torch.arange(candidates, device=kernel.device)
-        f1, f2 = torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
-        start = torch.fft.rfft2(image)[0].flatten(1)[:, chosen].mT
-        norms, vectors, which = _krylov(symbol_at(taps, f1, f2, h, w), start, iterations - screened)
-        best = norms.argmax().reshape(1)
-        f1, f2 = f1[which[best]], f2[which[best]]
-    return torch.linalg.vector_norm(symbol_at(kernel, f1, f2, h, w)[0] @ vectors[best][0])
+        few = h * (w // 2 + 1) * min(kernel.shape[:2]) ** 3 <= EXACT
+        f1, f2, vector = _by_eigenvalues(taps, h, w) if few else _by_steps(taps, h, w, iterations)
+    return torch.linalg.vector_norm(symbol_at(kernel, f1, f2, h, w)[0] @ vector)

@@ -40,7 +40,8 @@ class OssnConv2d(ConstrainedConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        iterations: steps of the estimate, at least 1. Gradients take the vectors that it finds as constants.
+        iterations: steps of the estimate, at least 1; few channels need none. Gradients take the vectors that it finds
+            as constants.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts with all singular values 1.
 
@@ -53,7 +54,8 @@ class OssnConv2d(ConstrainedConv2d):
 
     Cost:
         Seven convolutions of one image, ten products by vectors at 16 frequencies (more where there are few channels)
-        and ``2 iterations`` at four of them per forward pass; next to nothing backward.
+        and ``2 iterations`` at four of them per forward pass; next to nothing backward. Few channels (up to 32 on
+        16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit, or ``lipschitz``
