@@ -6,8 +6,9 @@
 The network of the full recipe is built for random samples of the shape of its data. A step is what `lipkit.fit` does
 for one: augmentation, attack, both passes, penalty, optimiser. Process time of one thread, without the first step, at
 the batches 2, 8 (4 if that is very slow), 32 and the recipe's, the last two as long as a step is not expected to take
-more than SLOW seconds; from the two largest, a straight line leads to the recipe's batch. Times steps and epochs.
-Evaluations, certificates and attacks are not in it. Networks that need more than MEMORY bytes are noted and left out.
+more than SLOW seconds or twice the last one; from the two largest, a straight line leads to the recipe's batch. Times
+steps and epochs. Evaluations, certificates and attacks are not in it. Networks that need more than MEMORY bytes are
+noted and left out. Parameters are counted.
 """
 
 from __future__ import annotations
@@ -89,22 +90,24 @@ def cost(recipe: Recipe) -> dict[str, Any]:
         model = build_model(recipe, noise(recipe.data.spec, SHAPES[recipe.data.spec][2] or 1))
     except (MemoryError, RuntimeError) as error:
         return {"left_out": reason(error)}
+    parameters = sum(p.numel() for p in model.parameters())
     for batch in [*(b for b in (2, 8, 32) if b < full), full]:
         expected = line(times, batch) if times else 0.0
-        # Two at least: in many a network the weights cost more than the batch does.
-        if len(times) >= 2 and expected > SLOW:
+        # Two at least: in many a network the weights cost more than the batch does, and a short line says little.
+        if len(times) >= 2 and expected > max(SLOW, 2 * times[-1][1]):
             break
         batch = 4 if len(times) == 1 and expected > 8 * SLOW else batch
         try:
             times.append((batch, step_seconds(recipe, model, batch, 3 if expected < SLOW / 2 else 2)))
         except (MemoryError, RuntimeError) as error:
             if not times:
-                return {"left_out": reason(error)}
+                return {"parameters": parameters, "left_out": reason(error)}
             break
     steps = math.ceil(SHAPES[recipe.data.spec][0] / full) * (recipe.train.epochs or 0)
     seconds = line(times, full)
     measured = {str(batch): round(t, 4) for batch, t in times}
-    return {"steps_measured": measured, "step": round(seconds, 4), "hours": round(seconds * steps / 3600, 3)}
+    hours = round(seconds * steps / 3600, 3)
+    return {"parameters": parameters, "steps_measured": measured, "step": round(seconds, 4), "hours": hours}
 
 
 if __name__ == "__main__":

@@ -9,15 +9,17 @@ beside ours, or what it would cost (benchmarks/full_costs.py measures that).
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lipkit.experiments.recipe import Recipe, to_yaml
+from lipkit.experiments.measures import find
+from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.table_runs import Found, figures, interval, kept, plan, shown
 from lipkit.experiments.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
 from lipkit.files import write_atomic
@@ -26,13 +28,22 @@ ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
 FIGURES = ROOT / "docs" / "published_figures.md"
 COSTS = ROOT / "benchmarks" / "full_costs.json"
+# Data that the maintainers lack.
+ABSENT = {"cifar100": "CIFAR-100", "tiny_imagenet": "Tiny-ImageNet", "imagenet": "ImageNet", "stl10": "STL-10"}
 # Options of a network that leave its cost as it is.
 FREE = {"lipschitz", "gamma", "learnable_gamma", "mean", "std"}
 MADE = re.compile(r"(?<=<!-- made -->\n).*?(?=<!-- end of made -->)", re.S)
 VERDICTS = ("reached", "missed", "budget", "not made")
 # Figures of which more is better, as of fractions, or less; of all others, what is nearest to the paper's.
-MORE = {"layers", "exported", "speed", "lower"}
-LESS = {"ms", "bound_ms", "power_ms", "worst", "deviation", "gap(50)", "gap(224)", "lipconvnet_step.ratio"}
+MORE = {"convolutions", "layers", "exported", "speed", "lower", "ppm(0)"}
+LESS = {"ppm(100)", "ms", "bound_ms", "power_ms", "worst", "deviation", "gap(50)", "gap(224)", "lipconvnet_step.ratio"}
+
+
+class Missing(NamedTuple):
+    """A run that is not made: its core hours, None if they are not measured, and the data that are not at hand."""
+
+    hours: float | None
+    data: str | None = None
 
 
 def order(item: str) -> tuple[str, int, str]:
@@ -62,26 +73,48 @@ def found_of(name: str) -> dict[str, list[Found]]:
 
 
 @functools.cache
-def missing_runs(name: str) -> dict[str, dict[str, float | None]]:
-    """Label -> the runs that a full row still takes, and the core hours of each; None: not measured."""
-    known = {
-        json.dumps(one["recipe"], sort_keys=True): one.get("hours") for one in json.loads(COSTS.read_text()).values()
-    }
-    out: dict[str, dict[str, float | None]] = {row.label: {} for row in TABLES[name].rows}
+def known_costs() -> dict[str, dict[str, Any]]:
+    """Text of a cost key -> what was measured."""
+    return {json.dumps(one["recipe"], sort_keys=True): one for one in json.loads(COSTS.read_text()).values()}
+
+
+def cost_of(recipe: Recipe) -> dict[str, Any]:
+    """What is known of the cost of a recipe; empty: nothing."""
+    return known_costs().get(json.dumps(cost_key(recipe), sort_keys=True), {})
+
+
+def measurement_hours(row: Row, found: Sequence[Found]) -> float | None:
+    """Of a measurement with fewer images: its time there, in proportion to the batch."""
+    if not found or row.measure is None:
+        return None
+    record, default = found[0].record, inspect.signature(find(row.measure)).parameters.get("batch")
+    full = row.options.get("batch", default.default if default else 1)
+    return float(record.times["measure"]) / 3600 * full / record.options.get("batch", full)
+
+
+@functools.cache
+def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
+    """Label -> the runs that a full row still takes."""
+    out: dict[str, dict[str, Missing]] = {row.label: {} for row in TABLES[name].rows}
     for run in plan(TABLES[name], Path("runs") / name):
-        if not any((one.scale, one.seed) == ("full", run.seed) for one in found_of(name)[run.row.label]):
+        found = found_of(name)[run.row.label]
+        if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
             # Two tables may ask for one run, of which the text of the recipe is the same.
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else to_yaml(run.recipe)
-            out[run.row.label][text] = run.recipe and known.get(json.dumps(cost_key(run.recipe), sort_keys=True))
+            hours = cost_of(run.recipe).get("hours") if run.recipe else measurement_hours(run.row, found)
+            spec = run.recipe.data.spec if run.recipe else str(run.row.options.get("data"))
+            out[run.row.label][text] = Missing(hours, ABSENT.get(spec))
     return out
 
 
-def price(runs: Mapping[str, float | None]) -> str:
-    """The hours of all runs, in words."""
-    hours = [value for value in runs.values() if value is not None]
+def price(runs: Mapping[str, Missing]) -> str:
+    """The hours of all runs, in words, and the data that they lack."""
+    hours = [run.hours for run in runs.values() if run.hours is not None]
     total = float(f"{sum(hours):.2g}")
     words = "more than" if len(hours) < len(runs) else "about"
-    return f"{words} {total:,.12g} core hours" if hours else "cost not measured"
+    text = f"{words} {total:,.12g} core hours" if hours else "cost not measured"
+    data = sorted({run.data for run in runs.values() if run.data})
+    return f"{text}; {' and '.join(data)} not at hand" if data else text
 
 
 def reaches(
@@ -110,6 +143,12 @@ def half_digit(table: Table, row: Row, column: str) -> float:
     return 0.5 * 10.0 ** -max(places)
 
 
+def count_of(table: Table, row: Row) -> int | None:
+    """The parameters of a row's network, counted without training it."""
+    name = table.recipe_of(row)
+    return cost_of(load_recipe(name, table.overrides(row, "full"))).get("parameters") if name else None
+
+
 def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tuple[str, str]]:
     """Column -> verdict ("reached", "missed", "budget", "not made") and cell, of every published figure of a row."""
     out = {}
@@ -118,13 +157,16 @@ def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tu
             continue
         figure = table.columns[column]
         values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
+        counted = figure == "million_parameters" and count_of(table, row)
+        if counted:
+            values = [counted / 1e6]
         if not values:
             out[column] = ("not made", f"{shown(figure, paper)}: not made")
             continue
         ours = statistics.fmean(values)
         ends = interval(found[0].record, figure) if len(found) == 1 else None
         good = reaches(figure, row.measure, paper, ours, half_digit(table, row, column), ends)
-        off, full = shown(figure, abs(ours - paper)), found[0].scale == "full"
+        off, full = shown(figure, abs(ours - paper)), bool(counted) or found[0].scale == "full"
         if good:
             words = f"{'' if full else f'{found[0].scale}: '}reached, {shown(figure, ours - paper, sign=True)}"
         else:
@@ -151,17 +193,17 @@ def recorded(name: str, rows: Sequence[Row]) -> str:
     return f"{numbers} of {len(rows)} rows: `records/{name}/`" if scales else f"none of {len(rows)} rows"
 
 
-def summary(name: str, rows: Sequence[Row]) -> str:
-    """What became of the published figures of these rows, and what is to be spent on the rest."""
+def summary(name: str, rows: Sequence[Row], said: str | None) -> str:
+    """What became of the published figures of these rows, what the paper says beside, and the cost of the rest."""
     verdicts = verdicts_of(name, rows)
-    text = f"[{counts(verdicts)}]({FIGURES.name}#{name})" if verdicts else "no published figures at hand"
+    text = "; ".join(filter(None, [f"[{counts(verdicts)}]({FIGURES.name}#{name})" if verdicts else "", said]))
     missing = merged(missing_runs(name)[row.label] for row in rows)
     return f"{text}; in full: {price(missing)}" if missing else text
 
 
-def merged(parts: Iterable[Mapping[str, float | None]]) -> dict[str, float | None]:
+def merged(parts: Iterable[Mapping[str, Missing]]) -> dict[str, Missing]:
     """All runs, each once."""
-    return {text: hours for part in parts for text, hours in part.items()}
+    return {text: run for part in parts for text, run in part.items()}
 
 
 def row_line(name: str, row: Row, columns: Sequence[str]) -> str:
@@ -187,7 +229,9 @@ def figures_of(name: str, rows: Sequence[Row]) -> str:
     scales = {row.label: SCALES.index(found[row.label][0].scale) if found[row.label] else len(SCALES) for row in rows}
     lines = [row_line(name, row, columns) for row in sorted(rows, key=lambda row: scales[row.label])]
     head = f"| row | made | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}\n"
-    return f"### {name}\n\n{table.source}: {counts(verdicts_of(name, rows))}.\n\n{head}" + "\n".join(lines) + "\n"
+    notes = "".join(f"\n- {note}" for note in table.notes)
+    body = head + "\n".join(lines) + "\n" + (f"{notes}\n" if notes else "")
+    return f"### {name}\n\n{table.source}: {counts(verdicts_of(name, rows))}.\n\n{body}"
 
 
 def published() -> str:
@@ -207,7 +251,12 @@ def rows_of(paper: Paper) -> Iterator[str]:
     """The lines of one paper."""
     lines = [(item, f"| {item} | not made: {reason} | | |") for item, reason in paper.not_made.items()]
     for item, arguments, name, rows in paper.rows(TABLES):
-        cells = (item, f"`lipkit reproduce {arguments}`", recorded(name, rows), summary(name, rows))
+        cells = (
+            item,
+            f"`lipkit reproduce {arguments}`",
+            recorded(name, rows),
+            summary(name, rows, paper.said.get(item)),
+        )
         lines.append((item, f"| {' | '.join(cells)} |"))
     yield from (line for _, line in sorted(lines, key=lambda pair: order(pair[0])))
 

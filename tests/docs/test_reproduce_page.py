@@ -29,6 +29,9 @@ def test_every_numbered_item_is_made_or_has_a_reason(name: str) -> None:
     assert sorted([*paper.made, *paper.not_made]) == sorted(NUMBERED[name])
     assert all(len(reason) > 20 for reason in paper.not_made.values())
     used = {table for _, _, table, _ in paper.rows(TABLES)}
+    # What has no published figures has a sentence that says so.
+    silent = {i for i, _, _, rows in paper.rows(TABLES) if all(v is None for row in rows for v in row.published)}
+    assert silent <= paper.said.keys()
     assert used >= {table for table in TABLES if table.startswith(f"{name}_")}
 
 
@@ -120,6 +123,19 @@ def test_verdicts_of_full_and_other_records(script: ModuleType) -> None:
     assert cells("budget", clean=0.5)["clean"] == ("budget", "75.33 % → 50.00 %: budget: 25.33 % below")
 
 
+# Figures that a full record was made without.
+WITHOUT = {("cayley_1", "Cayley"): {"AutoAttack 36/255"}}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_full_records_have_the_figures_of_their_columns(script: ModuleType, name: str) -> None:
+    for row in TABLES[name].rows:
+        cells = script.figure_cells(TABLES[name], row, found := script.found_of(name)[row.label])
+        missing = {column for column, (verdict, _) in cells.items() if verdict == "not made"}
+        if found and found[0].scale == "full":
+            assert missing == WITHOUT.get((name, row.label), set()), row.label
+
+
 def test_a_cost_is_that_of_the_recipe(script: ModuleType) -> None:
     cost_of = script.cost_key
     known = cost_of(load_recipe("cifar10_cayley"))
@@ -127,9 +143,17 @@ def test_a_cost_is_that_of_the_recipe(script: ModuleType) -> None:
     assert all(cost_of(load_recipe("cifar10_cayley", [change])) == known for change in same)
     for change in ("train.epochs=5", "model.options.layer=rko", "train.batch_size=64", "adversary.eps=8/255"):
         assert cost_of(load_recipe("cifar10_cayley", [change])) != known
-    assert script.price({"a": 10.04, "b": 2410.0}) == "about 2,400 core hours"
-    assert script.price({"a": 0.456, "b": None}) == "more than 0.46 core hours"
-    assert script.price({"a": None}) == "cost not measured"
+    missing = script.Missing
+    assert script.price({"a": missing(10.04), "b": missing(2410.0)}) == "about 2,400 core hours"
+    assert script.price({"a": missing(0.456), "b": missing(None)}) == "more than 0.46 core hours"
+    assert script.price({"a": missing(None, "STL-10")}) == "cost not measured; STL-10 not at hand"
+
+
+def test_a_measurement_costs_in_proportion_to_its_batch(script: ModuleType) -> None:
+    row = next(row for row in TABLES["cayley_5"].rows if row.label == "ResNet9, Cayley")
+    record = SimpleNamespace(times={"measure": 36.0}, options={"batch": 16})
+    assert script.measurement_hours(row, [script.Found("budget", 0, record)]) == pytest.approx(0.08)
+    assert script.measurement_hours(row, []) is None
 
 
 def test_a_cost_is_measured_and_extrapolated(script: ModuleType) -> None:
@@ -139,6 +163,7 @@ def test_a_cost_is_measured_and_extrapolated(script: ModuleType) -> None:
     assert costs.line([(2, 1.0), (8, 0.9)], 128) == 0.9  # no step gets faster with its batch
     measured = costs.cost(load_recipe("square_wave", ["model.options.hidden=[4]", "train.epochs=600"]))
     assert list(measured["steps_measured"]) == ["2", "8", "32", "50"]
+    assert measured["parameters"] > 0
     assert measured["hours"] == pytest.approx(measured["step"] * 6 * 600 / 3600, abs=6e-2 * measured["step"] + 1e-3)
 
 
@@ -151,3 +176,5 @@ def test_commands_name_tables_and_rows_that_exist(arguments: str) -> None:
 def test_an_item_is_made_or_not() -> None:
     with pytest.raises(ValidationError, match="under both: table 1"):
         Paper(source="P", made={"table 1": ("cayley_1",)}, not_made={"table 1": "no GPU"})
+    with pytest.raises(ValidationError, match="said: expected items that are under made, got table 2"):
+        Paper(source="P", made={"table 1": ("cayley_1",)}, said={"table 2": "a sentence"})

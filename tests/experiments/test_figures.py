@@ -79,7 +79,7 @@ def test_a_picture_is_a_file_with_every_point_once(monkeypatch, tmp_path, capsys
     marks = [e.get("style", "") for e in uses if re.search("#2563eb|#c2410c", e.get("style", ""))]
     assert sum("fill-opacity: 0" in m or "fill: none" in m for m in marks) == 2 + 1  # in the axes, and v in the legend
     assert len(marks) == 2 + 2 + 1 + 1
-    assert "no published numbers" in draw("t", table(picture, u_1=()), {"u 1": found({"clean": 0.5})})
+    assert "prints no points" in draw("t", table(picture, u_1=()), {"u 1": found({"clean": 0.5})})
 
     monkeypatch.setitem(tables.TABLES, "t", made)
     assert main(["reproduce", "t", "--records", str(tmp_path), "--figures", str(tmp_path / "f")]) == 0

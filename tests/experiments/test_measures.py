@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lipkit import modules
+from lipkit import certify, modules
 from lipkit.bounds import circular
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError
+from lipkit.evaluation.attack import Attack, attack_samples
 from lipkit.experiments import measures
 from lipkit.experiments.measures.kernels import gap, methods, modulus, random_kernel, true_norm
 from lipkit.experiments.measures.preservation import norm_preservation
 from lipkit.experiments.measures.speed import layer_step, network_step, recipe_step
 from lipkit.experiments.measures.trained import (
+    accuracy,
     attack,
     attack_steps,
     jacobian_norms,
@@ -132,6 +134,20 @@ def test_norms_of_jacobians_are_those_of_the_active_units() -> None:
     assert found["jacobian_mean"] == pytest.approx(np.mean(norms), rel=1e-5)
     for q in (0, 25, 50, 100):
         assert found[f"jacobian({q})"] == pytest.approx(np.quantile(norms, q / 100), rel=1e-5)
+
+
+def test_measurements_take_the_images_that_the_evaluation_attacks() -> None:
+    net, images = network(nn.ReLU()), data(60)
+    x, y = images.test.batch(torch.arange(60))
+    certificate, found = certify(net, x, y), []
+    for seed in range(6):
+        tried = attack_samples(net, certificate, x, y, Attack(name="pgd", eps=(0.3,), samples=20, steps=10, seed=seed))
+        found.append(tried.clean.value)
+        assert accuracy(net, images, seed=seed, samples=20)["clean_attacked"] == tried.clean.value
+        (survived,) = attack(net, images, seed=seed, samples=20, name="pgd", eps=0.3, steps=10).values()
+        # Two runs of an attack, from different starts.
+        assert survived == pytest.approx(tried.rows[0].share.value, abs=0.05)
+    assert len(set(found)) > 2
 
 
 def test_an_attack_after_more_steps_is_that_attack_with_these_steps() -> None:

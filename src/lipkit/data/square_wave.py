@@ -42,7 +42,7 @@ def load_square_wave(root: Path | None = None) -> Data:
         (300, 200, (1,), 'regression')
 
     References:
-        [LBDN] Wang & Manchester, ICML 2023, section 6.1.
+        [LBDN] Wang & Manchester, ICML 2023, section 5.1.
     """
     x = uniform_points(TRAIN + TEST, SEED)[:, None]
     y = square_wave(x)

@@ -25,7 +25,7 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[Found]]) -> str:
     assert table.figure is not None
     made = list(panels(table, found))
     printed = any(curve.published for panel in made for curve in panel.curves)
-    note = "hollow: the paper's" if printed else "no published numbers at hand"
+    note = "hollow: the paper's" if printed else "the paper prints no points of it"
     return panels_svg(
         made, name, f"{table.source}: {table.description} ({note})", logs=(table.figure.log_x, table.figure.log_y)
     )

@@ -168,11 +168,16 @@ class Paper(_Part):
         description="the paper's name, such as 'table 1' -> arguments of lipkit reproduce: tables, or rows of them",
     )
     not_made: Mapping[str, str] = Field(default_factory=dict, description="likewise -> the reason")
+    said: Mapping[str, str] = Field(
+        default_factory=dict, description="an item that is made -> what the paper has beside or in place of figures"
+    )
 
     @model_validator(mode="after")
     def _either(self) -> Self:
         if both := sorted(self.made.keys() & self.not_made.keys()):
             raise ValueError(f"expected each item under made or under not_made, got under both: {', '.join(both)}")
+        if unknown := sorted(self.said.keys() - self.made.keys()):
+            raise ValueError(f"said: expected items that are under made, got {', '.join(unknown)}")
         return self
 
     def rows(self, tables: Mapping[str, Table]) -> Iterator[tuple[str, str, str, tuple[Row, ...]]]:

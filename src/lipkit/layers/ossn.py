@@ -67,7 +67,7 @@ class OssnConv2d(ConstrainedConv2d):
     True
 
     References:
-        [Cayley] section 6 (the baseline OSSN); Gouk et al., Machine Learning 110 (2021); Miyato et al., ICLR 2018.
+        [Cayley] section 5 (the baseline OSSN); Gouk et al., Machine Learning 110 (2021); Miyato et al., ICLR 2018.
     """
 
     def make_parameters(self, device: Any, dtype: Any, *, iterations: int = 16) -> None:

@@ -59,7 +59,7 @@ class RkoConv2d(KernelConv2d):
     True
 
     References:
-        Li et al., NeurIPS 2019, section 4.1; [Cayley] section 6 (CRKO).
+        Li et al., NeurIPS 2019, section 4.1; [Cayley] section 5 (CRKO).
     """
 
     def make_parameters(self, device: Any, dtype: Any, *, orthogonalize: str | Orthogonalize = "bjorck") -> None:

@@ -89,7 +89,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
     1.0
 
     References:
-        [Cayley] section 6 (orthogonal, about 50 rounds); Sedghi, Gupta & Long, ICLR 2019, section 3 and algorithm 1.
+        [Cayley] section 5 (orthogonal, about 50 rounds); Sedghi, Gupta & Long, ICLR 2019, section 3 and algorithm 1.
     """
     check_positive(rounds=rounds)
     if h < 1 or w < 1:
@@ -145,7 +145,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
     True
 
     References:
-        Sedghi, Gupta & Long, ICLR 2019; [Cayley] section 6 (the baseline SVCM).
+        Sedghi, Gupta & Long, ICLR 2019; [Cayley] section 5 (the baseline SVCM).
     """
 
     interval = 100  # fifty eigenvalue problems at each frequency cost far more than a step

@@ -61,7 +61,7 @@ def kwlarge(
     1.0
 
     References:
-        [Cayley] section 6.1; Wong & Kolter's "large" network as used by Li et al., NeurIPS 2019; [LBDN] table 5 (dense,
+        [Cayley] section 5; Wong & Kolter's "large" network as used by Li et al., NeurIPS 2019; [LBDN] table 5 (dense,
         activation, pool).
     """
     family = find(layer)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import Scale, families
+from lipkit.layers import Scale
 from lipkit.layers.base import check_positive
-from lipkit.models._parts import bounded, check_options, flat_size, make_activation
+from lipkit.models._parts import bounded, check_options, find, flat_size, make_activation
 from lipkit.modules import Shape
 
 
@@ -38,7 +38,7 @@ def mlp(
 
     Args:
         hidden: units of the hidden layers.
-        layer: acronym of the family (``lipkit list layers``).
+        layer: acronym of the family (``lipkit list layers``), or ``plain``: unconstrained.
         gamma: the gain (behind the normalisation), positive and finite.
         input_shape: shape of one input, flattened by the network.
         classes: number of outputs.
@@ -60,7 +60,7 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    family = families.get(layer)
+    family = find(layer)
     check_options(options)
     sizes = [flat_size(input_shape), *hidden, classes]
     check_positive(**{f"hidden[{i}]": n for i, n in enumerate(hidden)}, classes=classes)

@@ -43,7 +43,7 @@ def resnet9(
     1.0
 
     References:
-        [Cayley] section 6.1 and Appendix B (1-Lipschitz ResNet9).
+        [Cayley] section 5 and Appendix B (1-Lipschitz ResNet9).
     """
     family = find(layer)
     channels, rows, columns = check_image(input_shape, 16, "resnet9")

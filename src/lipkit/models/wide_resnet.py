@@ -62,7 +62,7 @@ def wide_resnet(
     1.0
 
     References:
-        [Cayley] section 6.1 (WideResNet10-10); Zagoruyko & Komodakis, BMVC 2016.
+        [Cayley] section 5 (WideResNet10-10); Zagoruyko & Komodakis, BMVC 2016.
     """
     family = find(layer)
     channels, rows, columns = check_image(input_shape, 16, "wide_resnet")

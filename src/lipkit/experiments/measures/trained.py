@@ -15,14 +15,22 @@ from lipkit import data as datasets
 from lipkit import modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
-from lipkit.attacks import run_attack
+from lipkit.attacks import ATTACKS, Found, run_attack
 from lipkit.attacks.ascent import clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.data import Data
+from lipkit.evaluation.attack import choose_samples
 from lipkit.experiments.measures import ATTACKED
 from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.report.run_files import read_series
+
+
+def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """At most so many test samples: those that `lipkit.evaluate` attacks with this seed, so that the figures of a
+    record compare."""
+    x, y = data.test.batch(choose_samples(len(data.test), samples, seed))
+    return x, y
 
 
 def attack(
@@ -42,8 +50,8 @@ def attack(
 
     Args:
         network: exported.
-        data: whose first test samples are attacked.
-        seed: of the attack.
+        data: whose test samples are attacked.
+        seed: of the samples that are drawn, and of the attack.
         name, norm, steps, restarts: see `lipkit.attacks.run_attack`.
         eps: radii, in units of the norm; ``36/255`` is understood.
         samples: at most this many.
@@ -51,31 +59,33 @@ def attack(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     twin = network.to(device)
-    x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
+    x, y = drawn(data, samples, seed)
     box = (0.0, 1.0) if len(data.input_shape) == 3 else None
-    figures = {}
-    for radius in parse_numbers(eps):
-        survived = 0
-        for part in torch.arange(len(x)).split(batch_size):
-            found = run_attack(
-                name, twin, x[part].to(device), y[part].to(device), eps=radius, norm=norm, steps=steps,
-                restarts=restarts, box=box, generator=torch.Generator().manual_seed(seed),
-            )  # fmt: skip
-            distance = (found.points.cpu().double() - x[part].double()).flatten(1)
+    radii = parse_numbers(eps)
+    survived = dict.fromkeys(radii, 0)
+    for part in torch.arange(len(x)).split(batch_size):
+        clean, labels = x[part].to(device), y[part].to(device)
+        found: Found | None = None
+        for radius in radii:
+            # An attack of minimum norm runs once: it succeeds at every radius that its example is within.
+            if found is None or not ATTACKS[name].minimum_norm:
+                found = run_attack(
+                    name, twin, clean, labels, eps=radius, norm=norm, steps=steps, restarts=restarts, box=box,
+                    generator=torch.Generator().manual_seed(seed),
+                )  # fmt: skip
+            distance = (found.points.double() - clean.double()).flatten(1)
             size = distance.abs().amax(1) if norm == "linf" else distance.norm(dim=1)
             with torch.no_grad():
-                wrong = misclassified(twin(found.points).cpu(), y[part])
-                # An example outside the ball, as attacks of minimum norm return them, is none.
-                wrong = (wrong & (size <= radius)) | misclassified(twin(x[part].to(device)).cpu(), y[part])
-            survived += int((~wrong).sum())
-        suffix = "_linf" if norm == "linf" else ""
-        figures[f"{name}{suffix}({format_radius(radius)})"] = survived / len(x)
-    return figures
+                wrong = misclassified(twin(found.points), labels)
+                wrong = (wrong & (size <= radius)) | misclassified(twin(clean), labels)
+            survived[radius] += int((~wrong).sum())
+    suffix = "_linf" if norm == "linf" else ""
+    return {f"{name}{suffix}({format_radius(radius)})": count / len(x) for radius, count in survived.items()}
 
 
 def accuracy(network: modules.Network, data: Data, *, seed: int = 0, samples: int = ATTACKED) -> dict[str, float]:
-    """``clean_attacked``: accuracy on those first test samples that `attack` attacks."""
-    x, y = data.test.batch(torch.arange(min(samples, len(data.test))))
+    """``clean_attacked``: accuracy on the test samples that `attack` attacks."""
+    x, y = drawn(data, samples, seed)
     with torch.no_grad():
         wrong = torch.cat([misclassified(network(a), b) for a, b in zip(x.split(250), y.split(250), strict=True)])
     return {"clean_attacked": float((~wrong).double().mean())}
@@ -140,7 +150,7 @@ def secant_slopes(
     (radius,) = parse_numbers(eps)
     generator = torch.Generator().manual_seed(seed)
     box = (0.0, 1.0) if len(data.input_shape) == 3 else None
-    x = data.test.batch(torch.arange(min(samples, len(data.test))))[0].double()
+    x = drawn(data, samples, seed)[0].double()
     f = copy.deepcopy(network).cpu().double()
     slopes = []
     for part in x.split(batch_size):
@@ -170,7 +180,7 @@ def jacobian_norms(
 ) -> dict[str, float]:
     """``jacobian_mean``, and ``jacobian(Q)`` at every fifth per cent Q of the test samples: spectral norms of the
     Jacobian of the network there, in the l2 norms of input and logits."""
-    x, _ = data.test.batch(torch.arange(min(samples, len(data.test))))
+    x, _ = drawn(data, samples, seed)
     norms = []
     for part in x.split(batch_size):
         part = part.requires_grad_()
