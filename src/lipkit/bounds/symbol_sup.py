@@ -26,7 +26,7 @@ from lipkit.bounds.peak import find_peak
 from lipkit.conv.symbol import symbol_at
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated, outside
-from lipkit.proof.norms import scale_to, spectral_norm
+from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
 from lipkit.proof.roundoff import to_double, up
 
 # As many tests as a tighter bound may cost.
@@ -104,7 +104,8 @@ def symbol_sup(kernel: Tensor, *, groups: int = 1, tolerance: float = 0.01, poin
         proved = _proved(values, tolerance)
     bound = up(torch.tensor(math.sqrt(proved.level), dtype=torch.float64, device=kernel.device), 2)
     if differentiated(kernels):
-        bound = scale_to(bound, spectral_norm(_symbol(kernels, proved.group, proved.point, proved.periods)))
+        peak = _symbol(kernels, proved.group, proved.point, proved.periods)[0]
+        bound = scale_to(bound, largest_singular_value(peak))
     return unscaled(bound, exponent)
 
 

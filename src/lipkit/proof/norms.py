@@ -165,10 +165,15 @@ def spectral_norm(a: Tensor) -> Tensor:
     bound = norms.max()
     if not differentiated(a) or not torch.isfinite(bound) or bound == 0:
         return bound
-    return scale_to(bound, _largest_singular_value(to_double(a.reshape(-1, *a.shape[-2:])[int(norms.argmax())])))
+    return scale_to(bound, largest_singular_value(to_double(a.reshape(-1, *a.shape[-2:])[int(norms.argmax())])))
 
 
-def _largest_singular_value(a: Tensor) -> Tensor:
+def largest_singular_value(a: Tensor) -> Tensor:
+    """The largest singular value of a matrix in float64, no bound: for its gradient, by vectors held constant.
+
+    >>> round(float(largest_singular_value(torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64)))), 9)
+    3.0
+    """
     with torch.no_grad():
         # Entries near 1, so that the Gram matrix of huge or tiny ones stays in range.
         fixed = a.detach()
