@@ -14,7 +14,9 @@ from lipkit import export, lipschitz
 from lipkit.bounds import symbol_sup
 from lipkit.conv import adjoint
 from lipkit.errors import OptionError
+from lipkit.layers import soc
 from lipkit.layers.soc import SocConv2d, reshaped_norm
+from lipkit.linalg.gram_norm import gram_norm
 from lipkit.modules import FourierConv2d, TaylorConv2d, load, save
 from lipkit.modules.taylor import _taylor
 from lipkit.testing import check_layer, dense_matrix
@@ -146,6 +148,74 @@ def test_zero_parameters(mode: str) -> None:
     torch.testing.assert_close(y[:, :2], x)
     y.square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matrices by the way of the large ones."""
+    monkeypatch.setattr(soc, "LARGE", 1)
+
+
+@pytest.mark.usefixtures("large")
+@each_mode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [LAYERS[0], LAYERS[2], LAYERS[4]], ids=str)
+def test_layers_of_the_quick_norm(sizes: tuple[int, ...], dtype: torch.dtype, mode: str) -> None:
+    test_singular_values_bound_and_export(sizes, dtype, mode)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("shape", [(12, 12, 1, 1), (5, 5, 3, 3), (6, 6, 3, 1)])
+def test_quick_norm_and_its_derivatives_are_those_of_products(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a matrix that is far from other ones of its norm: a large rank-one part.
+    u, v = torch.randn(shape[0], 1), torch.randn(1, shape[1])
+    kernel = 0.1 * torch.randn(shape, dtype=torch.float64) + (u @ v)[:, :, None, None] * torch.ones(shape[2:])
+    kernel.requires_grad_()
+    along = torch.randn_like(kernel)
+    quick, first, second = _derivatives(kernel, along)
+    monkeypatch.setattr(soc, "LARGE", 10**9)
+    smooth, expected, curvature = _derivatives(kernel, along)
+    assert quick == pytest.approx(smooth, rel=0.03)
+    assert torch.allclose(first, expected, rtol=0.03, atol=0.03 * float(expected.abs().max()))
+    assert torch.allclose(second, curvature, rtol=1e-9, atol=1e-12)
+
+
+def _derivatives(kernel: torch.Tensor, along: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
+    bound = reshaped_norm(kernel)
+    (first,) = torch.autograd.grad(bound, kernel, retain_graph=True)
+    (again,) = torch.autograd.grad(bound, kernel, create_graph=True)
+    (second,) = torch.autograd.grad((again * along).sum(), kernel)
+    return float(bound.detach()), first, second
+
+
+@pytest.mark.usefixtures("large")
+@each_mode
+@pytest.mark.parametrize("name", ["zeros_", "dirac_"])
+def test_without_a_skew_part_large_layers_are_the_identity(name: str, mode: str) -> None:
+    layer = SocConv2d(12, 12, 3, padding_mode=mode, bias=False)
+    getattr(torch.nn.init, name)(layer.free)
+    x = torch.randn(2, 12, 4, 4)
+    y = layer(x)
+    torch.testing.assert_close(y, x)
+    y.square().sum().backward()
+    assert torch.isfinite(layer.free.grad).all()
+
+
+@pytest.mark.usefixtures("large")
+def test_the_quick_norm_steps_back_where_it_cannot_prove() -> None:
+    kernel = torch.randn(12, 12, 3, 3)
+    expected = gram_norm(kernel.reshape(12, -1))
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(soc._norm(kernel.reshape(12, -1)), expected)
+    finally:
+        torch.set_flush_denormal(False)
+    batched = torch.func.vmap(reshaped_norm)(torch.stack((kernel, kernel)))
+    assert batched == pytest.approx(float(reshaped_norm(kernel)), rel=0.03)
+    with torch.device("meta"):
+        assert float(soc._norm(kernel.reshape(12, -1))) == pytest.approx(float(expected), rel=0.03)
 
 
 def test_taylor_module_bound_of_a_kernel_that_is_not_skew() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lipkit.bounds import spectral_norm, spectral_norms
 from lipkit.errors import ShapeError
 from lipkit.proof import norms
-from lipkit.proof.norms import power_of_two, scale_to
+from lipkit.proof.norms import power_of_two, quick_spectral_norm, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, multiply_up, reciprocal_up, round_up, to_double, up
 
 
@@ -199,6 +199,66 @@ def test_gradient_at_any_scale(scale: float, shape: tuple[int, int]) -> None:
     (grad,) = torch.autograd.grad(spectral_norm(a), a)
     u, _, vh = np.linalg.svd(a.detach().numpy() / scale)
     assert np.abs(grad.numpy() - np.outer(u[:, 0], vh[0])).max() < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 20), (20, 3), (12, 12), (64, 90), (90, 64)])
+def test_quick_norm_is_never_below_and_tight(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for seed, scale in enumerate((1.0, 1e-20, 1e15)):
+        a = random(shape, dtype, seed) * scale
+        truth = np.linalg.norm(to_double(a).numpy() / scale, 2) * scale
+        assert truth * (1 - 1e-13) <= float(quick_spectral_norm(a).bound) <= truth * 1.003
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    side=st.integers(9, 14),
+    values=st.lists(st.sampled_from([0.0, 1e-9, 0.3, 0.999, 1.0, 7.0]), min_size=9),
+    skew=st.booleans(),
+)
+def test_quick_norm_with_singular_values_that_coincide(side: int, values: list[float], skew: bool) -> None:
+    u, v = (torch.linalg.qr(random((side, side), seed=seed))[0] for seed in (1, 2))
+    a = (u * torch.tensor((values * 2)[:side], dtype=torch.float64)) @ v.mT
+    a = a - a.mT if skew else a
+    truth = np.linalg.norm(a.numpy(), 2)
+    assert truth * (1 - 1e-13) <= float(quick_spectral_norm(a).bound) <= truth * 1.051 + 1e-300
+
+
+def test_quick_norm_where_the_steps_miss_the_largest_eigenvalue(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = random((40, 60))
+    truth = np.linalg.norm(a.numpy(), 2)
+    low = torch.tensor(1.0), torch.ones(40) / math.sqrt(40)
+    monkeypatch.setattr(norms, "_lanczos", lambda gram, tolerance=0.0: low)
+    bound, u, v, _ = quick_spectral_norm(a)
+    assert truth * (1 - 1e-13) <= float(bound) <= truth * (1 + 1e-9)
+    assert float(u @ a @ v) == pytest.approx(truth)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_quick_norm_of_zero_and_of_what_is_not_finite(bad: float) -> None:
+    wrong = random((20, 30), torch.float32)
+    wrong[3, 4] = bad
+    for matrix, bound in ((torch.zeros(20, 30), 0.0), (wrong, math.inf)):
+        found = quick_spectral_norm(matrix)
+        assert (float(found.bound), float(found.ratio)) == (bound, 0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-30, 1.0, 1e30, 1e38])
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30)])
+def test_vectors_of_the_quick_norm(shape: tuple[int, int], scale: float) -> None:
+    left, _, right = np.linalg.svd(random(shape).numpy(), full_matrices=False)
+    exact = (left * np.geomspace(1.0, 0.1, 30)) @ right
+    a = torch.tensor(exact * (scale if scale > 1e-40 else 1e-300))
+    bound, u, v, ratio = quick_spectral_norm(a)
+    # Float32 Lanczos steps end at 1e-3.
+    assert np.abs(np.outer(u, v) - np.outer(left[:, 0], right[0])).max() < 0.02
+    assert float(ratio * (u @ a @ v)) == pytest.approx(float(bound), rel=1e-9)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(0, 3), torch.ones(2, 2) * 1j, torch.ones(2, 2).long()])
+def test_quick_norm_refuses_what_is_no_real_matrix(bad: Tensor) -> None:
+    with pytest.raises(ShapeError, match="expected a real matrix"):
+        quick_spectral_norm(bad)
 
 
 def test_complex_gradient_against_finite_differences() -> None:

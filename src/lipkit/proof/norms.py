@@ -8,17 +8,23 @@ norm of the matrix *as stored*, whatever the eigenvalue routine did: that one on
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.matrices import mirrored_product
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.roundoff import UNIT, check_readable, gamma, to_double, up
 
 _CHUNK_BYTES = 1 << 27
+# ARPACK starts anew from random vectors where it has found an invariant space; older versions seed them themselves.
+_SEEDED = {"rng": 0} if "rng" in inspect.signature(eigsh).parameters else {}
 MANY = 1500
 """Rows and columns from which on the largest eigenvalue alone is cheaper than all of them."""
 
@@ -27,8 +33,11 @@ def _gram(a: Tensor) -> Tensor:
     return a.mH @ a if a.shape[-2] >= a.shape[-1] else a @ a.mH
 
 
-def _level(a: Tensor, gram: Tensor) -> Tensor:
-    """Squared norms (F,) proved for a (F, m, n) with float64 Gram matrices (F, p, p): an upper bound of each."""
+def _level(a: Tensor, gram: Tensor, guess: Tensor, slacks: Sequence[float]) -> Tensor:
+    """Squared norms (F,) proved for a (F, m, n) with float64 Gram matrices (F, p, p): an upper bound of each.
+
+    The levels tried are the guess (F,) and each slack above it, relative.
+    """
     p, inner = gram.shape[-1], max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + a.shape[-1] * a.shape[-2])
     # sqrt(2) gamma_{2 m} ||A||_F^2 covers the rounding of a complex Gram matrix, and of a real one a fortiori.
@@ -38,9 +47,8 @@ def _level(a: Tensor, gram: Tensor) -> Tensor:
     eye = torch.eye(p, dtype=gram.dtype, device=gram.device)
     proved = frobenius.clone()
     open_ = torch.arange(len(a), device=a.device)
-    guess = _largest_eigenvalue(gram).clamp_min(0)
-    for slack in (2 * cholesky_error + 8 * UNIT, 1e-8, 1e-3):
-        t = guess[open_] * (1 + slack)
+    for slack in slacks:
+        t = guess[open_].clamp_min(0) * (1 + max(slack, 2 * cholesky_error + 8 * UNIT))
         _, info = torch.linalg.cholesky_ex(t[:, None, None] * eye - gram[open_])
         good = info == 0
         value = up(t * (1 + 2 * cholesky_error + 4 * UNIT) + gram_error[open_], 4)
@@ -59,12 +67,12 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(gram)[..., -1] if gram.shape[-1] > 1 else gram[..., 0, 0].real
 
 
-def _lanczos(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of one symmetric matrix and its vector, to about 1e-10; a guess, too."""
+def _lanczos(gram: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalue of one symmetric matrix and its vector; a guess, too."""
     # A start that depends on nothing: the same numbers give the same bound.
-    start = torch.linspace(0.5, 1.5, len(gram), dtype=gram.dtype).cos()
+    start = torch.linspace(0.5, 1.5, len(gram), dtype=gram.dtype, device="cpu").cos()
     try:
-        values, vectors = eigsh(gram.cpu().numpy(), k=1, which="LA", v0=start.numpy(), tol=1e-10)
+        values, vectors = eigsh(gram.cpu().numpy(), k=1, which="LA", v0=start.numpy(), tol=tolerance, **_SEEDED)
     except ArpackError:  # no convergence, or a zero matrix
         values, vectors = (t.cpu().numpy() for t in torch.linalg.eigh(gram))
     found = (torch.from_numpy(values[-1:])[0], torch.from_numpy(vectors[:, -1].copy()))
@@ -123,6 +131,18 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _chunk(a: Tensor) -> Tensor:
+    scaled, exponent, kind = _scaled(a)
+    gram = _gram(scaled)
+    return _unscaled(_level(scaled, gram, _largest_eigenvalue(gram), _SLACKS), scaled, exponent, kind)
+
+
+# Above what is as good as the eigenvalue: rounding alone, and what a guess may be off by.
+_SLACKS = (0.0, 1e-8, 1e-3)
+
+
+def _scaled(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices ``(F, m, n)`` with entries near 1, the exponents of two that they were divided by, and what they were:
+    0 for zero, 1, or infinity."""
     finite = torch.isfinite(a).flatten(1).all(1)
     # Real and imaginary parts apart: the modulus of a finite complex number can overflow.
     parts = torch.view_as_real(a.resolve_conj()).flatten(-2) if a.is_complex() else a
@@ -133,14 +153,86 @@ def _chunk(a: Tensor) -> Tensor:
     first = exponent // 2
     scaled = a * power_of_two(-first)[:, None, None] * power_of_two(first - exponent)[:, None, None]
     scaled = torch.where(finite[:, None, None], scaled, torch.ones_like(scaled))
+    return scaled, exponent, torch.where(finite, (biggest > 0).double(), torch.inf)
+
+
+def _unscaled(level: Tensor, scaled: Tensor, exponent: Tensor, kind: Tensor) -> Tensor:
+    """The norms from squares of those of the scaled matrices."""
     # Entries that the scaling (or the products) made subnormal lose at most 2^-1000 each.
-    lost = a.shape[-1] * a.shape[-2] * 2.0**-500
-    norm = up(_level(scaled, _gram(scaled)).sqrt(), 2) + lost
-    norm = norm * power_of_two(first) * power_of_two(exponent - first)
+    lost = scaled.shape[-1] * scaled.shape[-2] * 2.0**-500
+    first = exponent // 2
+    norm = (up(level.sqrt(), 2) + lost) * power_of_two(first) * power_of_two(exponent - first)
     # A product that ended in the subnormal range was rounded by at most 2^-1074.
     norm = torch.where(norm < 2.0**-1000, norm + 2.0**-1074, norm)
-    norm = torch.where(biggest == 0, torch.zeros_like(norm), norm)
-    return torch.where(finite, norm, torch.full_like(norm, torch.inf))
+    norm = torch.where(kind == 0, torch.zeros_like(norm), norm)
+    return torch.where(kind.isinf(), torch.full_like(norm, torch.inf), norm)
+
+
+class Quick(NamedTuple):
+    """A proved bound of the norm of one matrix, and what its gradient takes.
+
+    Attributes:
+        bound: 0-d float64.
+        u, v: unit vectors of its rows and columns, in float64, whose ``u^T A v`` is within 5 % of the norm, and with
+            the largest singular value simple and the steps converged its singular vectors.
+        ratio: bound over ``u^T A v``; 0 where there is no such thing (zero and infinite matrices).
+    """
+
+    bound: Tensor
+    u: Tensor
+    v: Tensor
+    ratio: Tensor
+
+
+def quick_spectral_norm(a: Tensor) -> Quick:
+    r"""Proved upper bound of the spectral norm of one real matrix with many rows and columns.
+
+    Lanczos steps in float32 propose a level, one Cholesky factorisation in float64 proves it.
+
+    Args:
+        a: real ``(m, n)``.
+
+    Returns:
+        See :class:`Quick`; nothing in it has a gradient.
+
+    Guarantee:
+        Upper bound as :func:`spectral_norms`; in the normal range about 0.1 % above the norm and at most 5 %.
+
+    Cost:
+        Half of a float64 Gram matrix on the smaller side, some dozens of products by vectors, a factorisation.
+
+    Raises:
+        ShapeError: not a real matrix.
+
+    >>> 3.0 <= float(quick_spectral_norm(torch.diag(torch.tensor([3.0, 1.0]))).bound) < 3.01
+    True
+    """
+    if a.ndim != 2 or 0 in a.shape or not a.is_floating_point():
+        raise ShapeError(f"expected a real matrix (m, n) with m, n >= 1, got {a.dtype} of shape {tuple(a.shape)}")
+    scaled, exponent, kind = _scaled(to_double(a.detach())[None])
+    wide = scaled[0] if a.shape[0] <= a.shape[1] else scaled[0].mT
+    rows, columns = wide.new_zeros(wide.shape[0]), wide.new_zeros(wide.shape[1])
+    level, ratio = wide.new_zeros(1), wide.new_zeros(())
+    if float(kind) == 1:
+        gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
+        # Eigenvalues of small matrices cost less than calls.
+        value, rows = _lanczos(gram.float(), 1e-3) if len(gram) > 8 else _last(gram)
+        level = _level(scaled, gram[None], value.double()[None], (2e-3, 1e-2, 5e-2))
+        if not bool(level < 1.1 * value):
+            # The steps have missed the largest eigenvalue: nothing but the Frobenius norm is proved.
+            value, rows = _last(gram)
+            level = _level(scaled, gram[None], value[None], _SLACKS)
+        rows = rows.to(wide.dtype)
+        columns = wide.mT @ rows
+        reached = torch.linalg.vector_norm(columns)
+        columns, ratio = columns / reached, level[0].sqrt() / reached
+    u, v = (rows, columns) if a.shape[0] <= a.shape[1] else (columns, rows)
+    return Quick(_unscaled(level, scaled, exponent, kind)[0], u, v, ratio)
+
+
+def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(gram)
+    return values[-1], vectors[:, -1]
 
 
 def spectral_norm(a: Tensor) -> Tensor:
