@@ -26,6 +26,7 @@ from torch import nn
 
 import lipkit
 from lipkit.data import Data, Split
+from lipkit.errors import ShapeError
 from lipkit.experiments.build import build_model
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.run import training_options
@@ -88,7 +89,7 @@ def cost(recipe: Recipe) -> dict[str, Any]:
     full, times = recipe.train.batch_size, list[tuple[int, float]]()
     try:
         model = build_model(recipe, noise(recipe.data.spec, SHAPES[recipe.data.spec][2] or 1))
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ShapeError) as error:  # a layer that does not find its memory tells its shape
         return {"left_out": reason(error)}
     parameters = sum(p.numel() for p in model.parameters())
     for batch in [*(b for b in (2, 8, 32) if b < full), full]:
