@@ -79,12 +79,12 @@ def known_costs() -> dict[str, dict[str, Any]]:
 
 
 def cost_of(recipe: Recipe) -> dict[str, Any]:
-    """What is known of the cost of a recipe; empty: nothing."""
+    """The measured cost of a recipe; empty if it was not measured."""
     return known_costs().get(json.dumps(cost_key(recipe), sort_keys=True), {})
 
 
 def measurement_hours(row: Row, found: Sequence[Found]) -> float | None:
-    """Of a measurement with fewer images: its time there, in proportion to the batch."""
+    """Core hours of a measurement: those of its kept record, in proportion to the batch."""
     if not found or row.measure is None:
         return None
     record, default = found[0].record, inspect.signature(find(row.measure)).parameters.get("batch")
@@ -157,8 +157,8 @@ def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tu
             continue
         figure = table.columns[column]
         values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
-        counted = figure == "million_parameters" and count_of(table, row)
-        if counted:
+        counted = count_of(table, row) if figure == "million_parameters" else None
+        if counted is not None:
             values = [counted / 1e6]
         if not values:
             out[column] = ("not made", f"{shown(figure, paper)}: not made")
@@ -166,7 +166,7 @@ def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tu
         ours = statistics.fmean(values)
         ends = interval(found[0].record, figure) if len(found) == 1 else None
         good = reaches(figure, row.measure, paper, ours, half_digit(table, row, column), ends)
-        off, full = shown(figure, abs(ours - paper)), bool(counted) or found[0].scale == "full"
+        off, full = shown(figure, abs(ours - paper)), counted is not None or found[0].scale == "full"
         if good:
             words = f"{'' if full else f'{found[0].scale}: '}reached, {shown(figure, ours - paper, sign=True)}"
         else:
@@ -194,7 +194,7 @@ def recorded(name: str, rows: Sequence[Row]) -> str:
 
 
 def summary(name: str, rows: Sequence[Row], said: str | None) -> str:
-    """What became of the published figures of these rows, what the paper says beside, and the cost of the rest."""
+    """The verdicts on the published figures of these rows, the paper's words beside them, and the cost of the rest."""
     verdicts = verdicts_of(name, rows)
     text = "; ".join(filter(None, [f"[{counts(verdicts)}]({FIGURES.name}#{name})" if verdicts else "", said]))
     missing = merged(missing_runs(name)[row.label] for row in rows)

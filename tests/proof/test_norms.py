@@ -243,12 +243,12 @@ def test_quick_norm_of_zero_and_of_what_is_not_finite(bad: float) -> None:
         assert (float(found.bound), float(found.ratio)) == (bound, 0.0)
 
 
-@pytest.mark.parametrize("scale", [1e-45, 1e-30, 1.0, 1e30, 1e38])
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30, 1e38])
 @pytest.mark.parametrize("shape", [(30, 50), (50, 30)])
 def test_vectors_of_the_quick_norm(shape: tuple[int, int], scale: float) -> None:
     left, _, right = np.linalg.svd(random(shape).numpy(), full_matrices=False)
     exact = (left * np.geomspace(1.0, 0.1, 30)) @ right
-    a = torch.tensor(exact * (scale if scale > 1e-40 else 1e-300))
+    a = torch.tensor(exact * scale)
     bound, u, v, ratio = quick_spectral_norm(a)
     # Float32 Lanczos steps end at 1e-3.
     assert np.abs(np.outer(u, v) - np.outer(left[:, 0], right[0])).max() < 0.02

@@ -231,6 +231,7 @@ def quick_spectral_norm(a: Tensor) -> Quick:
 
 
 def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalue and its vector, as :func:`_lanczos` estimates them."""
     values, vectors = torch.linalg.eigh(gram)
     return values[-1], vectors[:, -1]
 
