@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lipkit import export, lipschitz
+from lipkit.bounds import symbol_sup
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import MaxMin
+from lipkit.layers import MaxMin, sll
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
 from lipkit.modules import Network, load, save
 from lipkit.modules.residual import SlopeResidual
@@ -109,6 +110,40 @@ def test_the_multiplier_of_a_cpl_convolution_is_that_of_its_norm_from_below(scal
     for value in layer.multiplier().tolist():
         # The largest value of the grid is at most one part in a thousand below the supremum.
         assert 2 / norm**2 / 1.02**2 * (1 - 2e-3) <= value <= 2 / norm**2 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((5, 4, 3), torch.float32), ((2, 2, 5), torch.float64), ((4, 4, 1), torch.float32)]
+)
+def test_training_takes_the_number_that_evaluation_proves(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    layer = CplConv2d(*shape, dtype=dtype)
+    x, g = torch.randn(2, shape[0], 6, 6, dtype=dtype), torch.randn(2, shape[1], 6, 6, dtype=dtype)
+    outputs, gradients = [], []
+    for mode in (True, False):
+        y = layer.train(mode)(x)
+        outputs.append(y.detach())
+        gradients.append(torch.autograd.grad((g * y).sum(), layer.free)[0])
+    assert torch.equal(*outputs)
+    assert torch.equal(*gradients)
+    assert lipschitz(layer.train()) == lipschitz(layer.eval()) == 1
+
+
+@pytest.mark.parametrize("missed", [0.5, 0.9])
+def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(9)
+    layer = CplConv2d(3, 3, 3, dtype=torch.float64)
+    proved, x = layer.multiplier(), torch.randn(60, 3, 3, 3, dtype=torch.float64)
+    monkeypatch.setattr(sll, "symbol_sup_estimate", lambda k, tolerance: missed * symbol_sup(k, tolerance=tolerance))
+    with torch.no_grad():
+        layer.bias.fill_(9.0)  # every slope is 1
+    bound = float(lipschitz(layer.train()))
+    assert bound == pytest.approx(2 / missed**2 - 1, rel=0.05)
+    assert 1.2 < largest_jacobian(layer, x) <= bound
+    assert lipschitz(layer.eval()) == 1
+    plain = export(layer.train(), (3, 3, 3))
+    assert torch.equal(plain[0].multiplier, proved)
+    assert float(lipschitz(plain)) <= 1 + 1e-11
 
 
 def test_a_wrong_multiplier_or_weight_raises_the_bound() -> None:

@@ -9,7 +9,7 @@ from lipkit.bounds.circular import circular, polyphase
 from lipkit.bounds.gram import gram
 from lipkit.bounds.lipbound import lipbound, lipbound_estimate
 from lipkit.bounds.reshaped import fantastic_four, reshaped
-from lipkit.bounds.symbol_sup import grid_correction, symbol_sup
+from lipkit.bounds.symbol_sup import grid_correction, symbol_sup, symbol_sup_estimate
 from lipkit.proof.norms import spectral_norm, spectral_norms
 
 METHODS: dict[str, Callable[..., Tensor]] = {
@@ -36,6 +36,7 @@ __all__ = [
     "spectral_norm",
     "spectral_norms",
     "symbol_sup",
+    "symbol_sup_estimate",
 ]
 
 
