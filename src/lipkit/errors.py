@@ -6,6 +6,7 @@ Every class also inherits the built-in exception a caller would expect, so that 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -41,6 +42,20 @@ class CertificateViolation(LipkitError, RuntimeError):
     """An adversarial example lies inside a certified radius: the certificate, and so the bound, is wrong."""
 
 
+_NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|allocate memory|not enough memory|bad_alloc", re.IGNORECASE)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True for an error that says that memory ran out, which torch's allocators report as a RuntimeError.
+
+    >>> lacks_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    True
+    >>> lacks_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x4 and 3x2)"))
+    False
+    """
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
+
+
 def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The names that were probably meant: all that go on with ``word``, else the closest one, else none.
 
@@ -74,6 +89,7 @@ __all__ = [
     "RunError",
     "ShapeError",
     "alike",
+    "lacks_memory",
     "suggestion",
 ]
 

@@ -153,6 +153,7 @@ def test_debug_shows_the_traceback(train, capsys, arguments):
     [
         (FileNotFoundError(2, "No such file or directory", "/x"), 2, "No such file or directory: '/x'"),
         (MemoryError(), 2, "MemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "not enough memory: DefaultCPUAllocator"),
         (
             ZeroDivisionError("division by zero"),
             1,

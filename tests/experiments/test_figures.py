@@ -11,7 +11,7 @@ from lipkit.cli.main import main
 from lipkit.experiments import tables
 from lipkit.experiments.figures import draw, panels
 from lipkit.experiments.table_runs import Found
-from lipkit.experiments.tables import TABLES, Picture, Row, Table
+from lipkit.experiments.tables import TABLES, Beside, Picture, Row, Table
 from lipkit.report.record import measurement_record
 
 
@@ -57,6 +57,35 @@ def test_x_may_be_a_figure_and_a_row_may_be_a_curve() -> None:
     assert curve.ours == [(5, 2.0), (10, 1.0)]
 
 
+def test_what_a_paper_prints_beside_a_curve_is_drawn() -> None:
+    beside = (Beside(figure="clean", x=9), Beside(figure="norm", through=(1, 2)), Beside(figure="norm"))
+    made = table(Picture(y=("gap(*)",), beside={"gap(*)": beside}), a=(50.0, 3.0), b=(None, None))
+    runs = {"a": found({"gap(5)": 2.0, "clean": 0.25, "norm": 1.0})}
+    a, b = panels(made, runs)[0].curves
+    assert (a.ours, a.published, list(a.lines)) == (
+        [(5, 2.0), (9, 0.25)], [(9, 0.5)], [((1, 2), 3.0), ((0, 3.0), 0.0)],
+    )  # fmt: skip
+    assert (list(b.ours), list(b.published), list(b.lines)) == ([], [], [])
+    text = draw("t", made, runs)
+    assert text.count("stroke-dasharray") == 2
+    assert "(hollow and dashed: the paper's)" in " ".join(re.findall(r">([^<>]+)</text>", text))
+
+
+@pytest.mark.parametrize(
+    ("name", "points", "slopes", "levels"),
+    [
+        ("lbdn_figure3", [], [4.8, 6.5, 6.8, 9.4], []),
+        ("lbdn_figure4", [0.772, 0.741, 0.999], [], [0.991] * 3),
+    ],
+)
+def test_figures_3_and_4_of_lbdn_have_the_printed_slopes_and_levels(name, points, slopes, levels) -> None:
+    curves = panels(TABLES[name], {})[0].curves
+    lines = [line for c in curves for line in c.lines]
+    assert [y for c in curves for _, y in c.published] == pytest.approx(points)
+    assert [slope for _, slope in lines if slope] == slopes
+    assert [point[1] for point, slope in lines if not slope] == pytest.approx(levels)
+
+
 def test_contours_go_around_the_largest_value() -> None:
     figures = {f"z({i},{j})": float(9 - (i - 1) ** 2 - (j - 2) ** 2) for i in range(4) for j in range(4)}
     made = table(Picture(rows="(?P<panel>.*)", y=("z(*,*)",)), a=())
@@ -98,6 +127,9 @@ def test_every_packaged_picture_has_rows_and_figures_of_its_table(name: str) -> 
     labels = [row.label for row in made.rows if re.fullmatch(made.figure.rows, row.label)]
     assert labels
     measured = {y for y in made.figure.y if not y.endswith("*)")}
+    beside = {one.figure for ones in made.figure.beside.values() for one in ones}
+    assert beside <= {*made.columns.values()}
+    assert {*made.figure.beside} <= {*made.figure.y}
     assert {*measured, *filter(None, [made.figure.x])} <= {*made.columns.values(), *made.also}
     drawn = sum(len(c.published) for p in panels(made, {}) for c in p.curves)
     assert drawn <= sum(v is not None for row in made.rows for v in row.published)

@@ -191,6 +191,23 @@ def test_gains_of_ordinary_layers_are_their_norms_where_units_stay_active() -> N
     assert found["least_layer_gain"] == min(found["layer_gain(0)"], found["layer_gain(1)"])
 
 
+def test_the_gain_of_a_layer_of_relu_is_found_where_all_units_are_open() -> None:
+    generator = np.random.default_rng(0)
+    left, right = (np.linalg.qr(generator.normal(size=(64, 64)))[0] for _ in range(2))
+    # One direction of norm 1 and others far below it: with half of the units closed little of it is left.
+    weight, bias = (left * np.r_[1, np.full(63, 0.5)]) @ right, generator.normal(size=64)
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)]
+    net = modules.Network(layers, (64,)).eval().requires_grad_(False)
+    net[0].weight.copy_(torch.from_numpy(weight))
+    net[0].bias.copy_(torch.from_numpy(bias))
+    # Independently: units are open in a ball around the solution of W x + b = 1, where the Jacobian is W.
+    x, step = np.linalg.solve(weight, 1 - bias), 0.5 * right[0]
+    opened = np.maximum(weight @ (x + step) + bias, 0) - np.maximum(weight @ x + bias, 0)
+    assert np.linalg.norm(opened) / np.linalg.norm(step) == pytest.approx(1, rel=1e-9)
+    found = layer_gains(net, data(), restarts=16, steps=50)
+    assert 0.999 < found["layer_gain(0)"] <= 1 + 1e-6
+
+
 def test_gains_of_sandwich_layers_are_at_most_one_in_the_norms_of_their_multipliers() -> None:
     torch.manual_seed(0)
     free = nn.Sequential(nn.Flatten(), lbdn([16, 8, 8, 3], gamma=3.0)).double()

@@ -184,7 +184,7 @@ def test_errors_of_either_operand_and_of_the_join_itself_count(end: str, rough: 
         assert float(bound.max()) <= 60 * float(lost.max())
 
 
-def broken(seed: int, name: str, points: int = 1000) -> tuple[int, int, int]:
+def broken(seed: int, name: str, points: int = 600) -> tuple[int, int, int]:
     """Attacks on a classifier of a random graph: how many were made, succeeded inside sound radii, inside ignored ones.
 
     Samples lie within roundings of their boundary, and farther away; points go along the gradient of the margin, and
@@ -196,7 +196,7 @@ def broken(seed: int, name: str, points: int = 1000) -> tuple[int, int, int]:
     last.weight.data = torch.randn(last.weight.shape, generator=generator)
     plain = export(nn.Sequential(random_graph(seed), last), (6,)).to(dtype)
     made, inside_sound, inside_ignored = 0, 0, 0
-    for power in (-1, 0, 1, 3, 6):
+    for power in (-1, -1, 0, 0, 0.5, 1, 3, 6):
         x = torch.randn(1, 6, generator=generator).to(dtype)
         network = copy.deepcopy(plain)
         with torch.no_grad():
@@ -228,10 +228,11 @@ def broken(seed: int, name: str, points: int = 1000) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
 def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
-    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(8)), strict=True))
-    assert made > 2000
+    made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(16)), strict=True))
+    assert made > 4000
     assert sound == 0
-    # The attacks are strong enough to break what rounding may not be left out of.
+    # The attacks are strong enough to break what rounding may not be left out of: about half of the graphs. Which ones
+    # depends on where in memory numbers lie.
     assert ignored > 0
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.attacks.ascent import Model, check_choice, check_labels, check_logits, margin_loss, misclassified
-from lipkit.errors import LipkitError, OptionError, ShapeError
+from lipkit.errors import LipkitError, OptionError, ShapeError, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
 # so that equal logits give 0 rather than NaN
@@ -80,6 +80,8 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
         except LipkitError:
             raise
         except (RuntimeError, ValueError, TypeError) as error:
+            if lacks_memory(error):
+                raise
             what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise ShapeError(f"expected inputs that the model accepts, got {what}: {first}") from error

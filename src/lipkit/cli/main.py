@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 import lipkit
-from lipkit.errors import LipkitError, alike, suggestion
+from lipkit.errors import LipkitError, alike, lacks_memory, suggestion
 from lipkit.memory import keep_freed_memory
 from lipkit.text import printable
 
@@ -147,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(error, debug, str(error) or type(error).__name__)
         return 2
     except Exception as error:
+        if lacks_memory(error):
+            _show(error, debug, f"not enough memory: {error}")
+            return 2
         _show(error, debug, f"unexpected {type(error).__name__}: {error} (--debug shows where)")
         return 1
     return code if isinstance(code, int) else 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lipkit import data as datasets
 from lipkit import models
 from lipkit.certificates.intervals import check_radii
-from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError
+from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, lacks_memory
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
 from lipkit.modules import export, lipschitz
@@ -166,7 +166,7 @@ def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outp
         with torch.no_grad():
             shape = tuple(export(model, input_shape)(torch.zeros(1, *input_shape)).shape)
     except (RuntimeError, IndexError) as error:
-        if isinstance(error, LipkitError):
+        if isinstance(error, LipkitError) or lacks_memory(error):
             raise
         reason = str(error).splitlines()[0]
         raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error

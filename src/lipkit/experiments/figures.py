@@ -24,8 +24,10 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[Found]]) -> str:
     """
     assert table.figure is not None
     made = list(panels(table, found))
-    printed = any(curve.published for panel in made for curve in panel.curves)
-    note = "hollow: the paper's" if printed else "the paper prints no points of it"
+    curves = [curve for panel in made for curve in panel.curves]
+    looks = {"hollow": any(c.published for c in curves), "dashed": any(c.lines for c in curves)}
+    printed = " and ".join(look for look, used in looks.items() if used)
+    note = f"{printed}: the paper's" if printed else "the paper prints no points of it"
     return panels_svg(
         made, name, f"{table.source}: {table.description} ({note})", logs=(table.figure.log_x, table.figure.log_y)
     )
@@ -37,6 +39,7 @@ class _Parts:
 
     ours: list[tuple[float, ...]] = field(default_factory=list)
     published: list[tuple[float, ...]] = field(default_factory=list)
+    lines: list[tuple[tuple[float, float], float]] = field(default_factory=list)
 
 
 def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
@@ -49,12 +52,19 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
         if match is None:
             continue
         groups = {"panel": "", "series": row.label, **match.groupdict()}
-        known = [figures(one.record) for one in found.get(row.label, ())]
+        known = _mean([figures(one.record) for one in found.get(row.label, ())])
         printed = {table.columns[c]: v for c, v in table.published(row).items() if v is not None}
         for y in picture.y:
             parts = made.setdefault((groups["panel"], y), {}).setdefault(groups["series"], _Parts())
-            parts.ours += _points(picture, y, _mean(known), groups)
+            parts.ours += _points(picture, y, known, groups)
             parts.published += _points(picture, y, printed, groups)
+            for one in picture.beside.get(y, ()):
+                if one.x is not None:
+                    parts.ours += [(one.x, known[one.figure])] if one.figure in known else []
+                    parts.published += [(one.x, printed[one.figure])] if one.figure in printed else []
+                elif one.figure in printed:
+                    value = printed[one.figure]
+                    parts.lines.append((one.through, value) if one.through else ((0.0, value), 0.0))
     drawn = [
         Panel(
             title=panel,
@@ -62,13 +72,13 @@ def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
             y_label=picture.y_labels.get(y, y.partition("(*")[0]),
             per_cent=(picture.x is not None and is_fraction(picture.x), is_fraction(y)),
             curves=[
-                Curve(series, _ordered(picture, c.ours), _ordered(picture, c.published), not picture.points)
+                Curve(series, _ordered(picture, c.ours), _ordered(picture, c.published), not picture.points, c.lines)
                 for series, c in curves.items()
             ],
         )
         for (panel, y), curves in made.items()
     ]
-    return [panel for panel in drawn if any(c.ours or c.published for c in panel.curves)] or drawn
+    return [panel for panel in drawn if any(c.ours or c.published or c.lines for c in panel.curves)] or drawn
 
 
 def _ordered(picture: Picture, points: list[tuple[float, ...]]) -> list[tuple[float, ...]]:

@@ -76,6 +76,14 @@ class After(_Part):
         return {**self.options, **{"full": {}, "budget": self.budget, "smoke": self.smoke}[scale]}
 
 
+class Beside(_Part):
+    """A figure printed beside the curve of a row: a point at ``x``, a slope ``through`` a point, or a level."""
+
+    figure: str = Field(description="figure of the records, in a column of the table")
+    x: float | None = Field(default=None, description="place of the point: ours is drawn as well")
+    through: tuple[float, float] | None = Field(default=None, description="point of the line that has the slope")
+
+
 class Picture(_Part):
     """How the figures of a table are drawn: a point for each row, rows of a series joined to a curve.
 
@@ -90,6 +98,10 @@ class Picture(_Part):
     y: tuple[str, ...] = Field(min_length=1, description="figures of the records, a panel for each")
     x_label: str = Field(default="", description="in place of the figure's name")
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="likewise, by figure")
+    beside: Mapping[str, tuple[Beside, ...]] = Field(
+        default_factory=dict,
+        description="figure of the curves -> published figures drawn beside them; slopes only on linear axes",
+    )
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
     log_y: bool = Field(default=False, description="likewise y")
     points: bool = Field(default=False, description="whether the points of a series stay apart")

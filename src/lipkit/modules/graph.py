@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, lacks_memory
 from lipkit.modules.configuration import INTEGER, stored, submodules
 from lipkit.modules.forms import Form, added, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
@@ -284,6 +284,8 @@ def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
             try:
                 values.append(node(*(values[value] for value in read)))
             except (RuntimeError, ValueError, IndexError) as error:
+                if lacks_memory(error):
+                    raise
                 given = [tuple(values[value].shape[1:]) for value in read]
                 reason = (str(error).splitlines() or [""])[0]
                 raise ShapeError(

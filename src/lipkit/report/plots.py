@@ -234,13 +234,15 @@ def _is_accuracy(name: str, points: Sequence[tuple[float, float]]) -> bool:
 class Curve:
     """Points (x, y) in the order in which they are joined, and those that a paper prints for the same.
 
-    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked.
+    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked. ``lines`` are what a paper prints
+    beside a curve: a point and the slope of a dashed line through it.
     """
 
     name: str
     ours: Sequence[tuple[float, ...]]
     published: Sequence[tuple[float, ...]] = ()
     joined: bool = True
+    lines: Sequence[tuple[tuple[float, float], float]] = ()
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,12 @@ def panels_svg(panels: Sequence[Panel], name: str, title: str, logs: tuple[bool,
             if curve.published:
                 hollow = {**style, "markersize": 8, "fillstyle": "none", "linestyle": "none"}
                 made = axis.plot(*zip(*curve.published, strict=True), **hollow)[0]  # type: ignore[arg-type]
+                handles.setdefault(curve.name, made)
+            for point, slope in curve.lines:
+                if slope:
+                    made = axis.axline(point, slope=slope, color=style["color"], linestyle="--", linewidth=1)
+                else:
+                    made = axis.axhline(point[1], color=style["color"], linestyle="--", linewidth=1)
                 handles.setdefault(curve.name, made)
         axis.set_title(panel.title.replace("$", r"\$"), color=INK, fontsize=10)
         axis.set(xlabel=panel.x_label, ylabel=panel.y_label)

@@ -216,7 +216,8 @@ def layer_gains(
     Args:
         network: exported, of dense layers with an activation between each two.
         data: not used.
-        seed: of the search, in all of space.
+        seed: of the search in all of space, as the paper's; half of it starts where ReLU lets all units through, which
+            random inputs leave closed in halves.
         restarts, steps: see `lipkit.analysis.lipschitz_lower_bound`.
 
     References:
@@ -241,9 +242,21 @@ def layer_gains(
         last.bias = None
         between = chain[i + 1 : (places[k + 1] if k + 1 < len(places) else None)]
         layer = nn.Sequential(first, *between, last)
-        found = lipschitz_lower_bound(layer, input_shape=(weight.shape[1],), restarts=restarts, steps=steps, seed=seed)
+        start = _gain_starts(first, restarts, seed)
+        found = lipschitz_lower_bound(layer, start=start, restarts=restarts, steps=steps, seed=seed)
         figures |= {f"layer_gain({k})": found.lower, f"layer_norm({k})": float(spectral_norm(weight))}
     return {"least_layer_gain": min(v for name, v in figures.items() if "gain" in name), **figures}
+
+
+def _gain_starts(first: nn.Linear, count: int, seed: int) -> Tensor:
+    """Points ``(2 count, n)``: normal ones, and least-squares preimages of positive values of ``first``."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = first.weight.shape
+    anywhere = 3 * torch.randn(count, columns, generator=generator, dtype=torch.float64)
+    positive = 3 * torch.randn(count, rows, generator=generator, dtype=torch.float64).abs()
+    # Nearly singular directions would put the points so far away that secants drown in rounding.
+    inverse = torch.linalg.pinv(first.weight.detach(), rtol=0.01)
+    return torch.cat((anywhere, (positive - first.bias.detach()) @ inverse.mT))
 
 
 def learning_curve(folder: Path) -> dict[str, float]:
