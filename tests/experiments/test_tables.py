@@ -201,9 +201,10 @@ def test_lbdn_tables_have_the_papers_networks() -> None:
         assert recipe.model.options["activation"] == "relu"
         assert bool(recipe.model.options.get("pool")) == label.startswith("AOL")
     lln = [run.recipe for run in plan(TABLES["lbdn_3"], Path("x/y"), seeds=1) if run.recipe]
-    assert [r.train.epochs for r in lln] == [400] * 6
+    assert [r.train.epochs for r in lln] == [400] * 8
     assert all("mean" not in r.model.options for r in lln)
-    assert [r.model.options.get("size") for r in lln] == ["small", "xlarge", None] * 2
+    assert [r.model.options.get("size") for r in lln] == [*["small", "xlarge", None] * 2, "small", None]
+    assert [r.data.spec for r in lln] == ["cifar100"] * 3 + ["tiny_imagenet"] * 3 + ["cifar10"] * 2
     gammas = [run.recipe.model.options["lipschitz"] for run in plan(TABLES["lbdn_gamma"], Path("x/y")) if run.recipe]
     assert gammas == [0.5, 1, 2, 4, 8, 16] * 2
     # The runs of the figures are those of the tables.
