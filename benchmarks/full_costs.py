@@ -26,7 +26,7 @@ from torch import nn
 
 import lipkit
 from lipkit.data import Data, Split
-from lipkit.errors import ShapeError
+from lipkit.errors import ShapeError, lacks_memory
 from lipkit.experiments.build import build_model
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.run import training_options
@@ -80,8 +80,7 @@ def line(times: list[tuple[int, float]], batch: int) -> float:
 
 def reason(error: Exception) -> str:
     """Why a network was not measured: too little memory, or what it does on random samples."""
-    memory = isinstance(error, MemoryError) or "allocate" in str(error)
-    return "needs more than 8 GB" if memory else str(error).splitlines()[0]
+    return "needs more than 8 GB" if lacks_memory(error) else str(error).splitlines()[0]
 
 
 def cost(recipe: Recipe) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def cost(recipe: Recipe) -> dict[str, Any]:
     full, times = recipe.train.batch_size, list[tuple[int, float]]()
     try:
         model = build_model(recipe, noise(recipe.data.spec, SHAPES[recipe.data.spec][2] or 1))
-    except (MemoryError, RuntimeError, ShapeError) as error:  # a layer that does not find its memory tells its shape
+    except (MemoryError, RuntimeError, ShapeError) as error:
         return {"left_out": reason(error)}
     parameters = sum(p.numel() for p in model.parameters())
     for batch in [*(b for b in (2, 8, 32) if b < full), full]:

@@ -14,19 +14,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from scipy.linalg import eigh
 from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import mirrored_product
-from lipkit.linalg.transforms import differentiated
+from lipkit.linalg.transforms import differentiated, transformed
 from lipkit.proof.roundoff import UNIT, check_readable, gamma, to_double, up
 
 _CHUNK_BYTES = 1 << 27
 # ARPACK starts anew from random vectors where it has found an invariant space; older versions seed them themselves.
 _SEEDED = {"rng": 0} if "rng" in inspect.signature(eigsh).parameters else {}
+ALONE = 96
+"""Rows and columns from which on LAPACK finds the largest eigenvalue alone, with its vector, faster than all values."""
 MANY = 1500
-"""Rows and columns from which on the largest eigenvalue alone is cheaper than all of them."""
+"""Likewise Lanczos steps, than LAPACK: a real matrix."""
 
 
 def _gram(a: Tensor) -> Tensor:
@@ -64,6 +67,8 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
     """Of Hermitian matrices (F, p, p), as a guess: the last one of all, or Lanczos's where there are many."""
     if gram.shape[-1] >= MANY and not gram.is_complex():
         return torch.stack([_lanczos(one)[0] for one in gram])
+    if gram.shape[-1] >= ALONE:
+        return torch.stack([_last(one)[0] for one in gram])
     return torch.linalg.eigvalsh(gram)[..., -1] if gram.shape[-1] > 1 else gram[..., 0, 0].real
 
 
@@ -74,9 +79,8 @@ def _lanczos(gram: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = eigsh(gram.cpu().numpy(), k=1, which="LA", v0=start.numpy(), tol=tolerance, **_SEEDED)
     except ArpackError:  # no convergence, or a zero matrix
-        values, vectors = (t.cpu().numpy() for t in torch.linalg.eigh(gram))
-    found = (torch.from_numpy(values[-1:])[0], torch.from_numpy(vectors[:, -1].copy()))
-    return found[0].to(gram.device), found[1].to(gram.device)
+        return _last(gram)
+    return torch.from_numpy(values)[0].to(gram.device), torch.from_numpy(vectors[:, 0]).to(gram.device)
 
 
 def spectral_norms(a: Tensor) -> Tensor:
@@ -94,8 +98,8 @@ def spectral_norms(a: Tensor) -> Tensor:
         Upper bound including all rounding of this computation (IEEE float64, any order of summation).
 
     Cost:
-        One Gram matrix on the smaller side, one ``eigvalsh`` (from 1,500 on: some hundred products with a vector) and
-        one Cholesky factorisation, all float64.
+        One Gram matrix on the smaller side, its eigenvalues (from 96 rows and columns on the largest alone, from 1,500
+        on some hundred products with a vector) and one Cholesky factorisation, all float64.
 
     Raises:
         ShapeError: ``a`` has fewer than two dimensions or an empty one, or is not of a floating or complex dtype.
@@ -231,9 +235,13 @@ def quick_spectral_norm(a: Tensor) -> Quick:
 
 
 def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue and its vector, as :func:`_lanczos` estimates them."""
-    values, vectors = torch.linalg.eigh(gram)
-    return values[-1], vectors[:, -1]
+    """The largest eigenvalue of one Hermitian matrix and its vector, as :func:`_lanczos` estimates them."""
+    end = len(gram) - 1
+    if end + 1 < ALONE or gram.device.type != "cpu" or transformed() or torch.compiler.is_compiling():
+        values, vectors = torch.linalg.eigh(gram)
+        return values[-1], vectors[:, -1]
+    value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[end, end])
+    return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
 
 
 def spectral_norm(a: Tensor) -> Tensor:
@@ -274,7 +282,7 @@ def largest_singular_value(a: Tensor) -> Tensor:
         scaled = fixed / largest if bool(largest >= 2.0**-1000) else fixed * 2.0**1000
         gram = _gram(scaled)
         many = len(gram) >= MANY and not gram.is_complex()
-        one_side = _lanczos(gram)[1] if many else torch.linalg.eigh(gram)[1][:, -1]
+        one_side = (_lanczos if many else _last)(gram)[1]
         tall = a.shape[0] >= a.shape[1]
         other = scaled @ one_side if tall else scaled.mH @ one_side
         other = other / torch.linalg.vector_norm(other)
