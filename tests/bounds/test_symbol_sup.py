@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.linalg import svds
 from torch import Tensor, nn
 
-from lipkit.bounds import circular, grid_correction, symbol_sup
+from lipkit.bounds import circular, grid_correction, symbol_sup, symbol_sup_estimate
 from lipkit.errors import OptionError, ShapeError
 
 
@@ -221,3 +222,24 @@ def test_known_values() -> None:
     one_by_one = random(5, 4, 1, 1)
     truth = np.linalg.norm(one_by_one[:, :, 0, 0].numpy(), 2)
     assert truth * (1 - 1e-13) <= float(symbol_sup(one_by_one)) <= truth * (1 + 1e-10)
+
+
+def test_a_search_that_finds_a_zero_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = torch.tensor([1.0, 2.0, 1.0]).reshape(1, 1, 1, 3)  # 4 at the frequency 0, 0 at pi
+    room = sys.modules[symbol_sup.__module__]
+    peak = room.find_peak(kernel[None].double())
+    at_pi = peak._replace(point=(0, peak.periods[1] // 2))
+    monkeypatch.setattr(room, "find_peak", lambda kernels: at_pi)
+    for finer in (True, False):
+        assert 4 <= float(symbol_sup(kernel, finer=finer)) <= 4 * 1.011
+
+
+def test_an_estimate_is_the_number_proved_first() -> None:
+    for seed, shape in enumerate([(3, 4, 3, 3), (8, 8, 1, 3), (2, 2, 1, 1), (16, 5, 5, 5)]):
+        kernel = random(*shape, seed=seed)
+        for tolerance in (0.001, 0.02):
+            estimate = symbol_sup_estimate(kernel, tolerance=tolerance)
+            assert estimate == symbol_sup(kernel, tolerance=tolerance, finer=False)
+    assert symbol_sup_estimate(torch.zeros(2, 2, 3, 3)) == 0
+    with pytest.raises(OptionError, match="tolerance"):
+        symbol_sup_estimate(torch.ones(2, 2, 3, 3), tolerance=2.0)

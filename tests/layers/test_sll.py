@@ -14,7 +14,7 @@ from lipkit import export, lipschitz
 from lipkit.bounds import symbol_sup
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import MaxMin, sll
-from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
+from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear, cpl_multiplier
 from lipkit.modules import Network, load, save
 from lipkit.modules.residual import SlopeResidual
 
@@ -113,12 +113,12 @@ def test_the_multiplier_of_a_cpl_convolution_is_that_of_its_norm_from_below(scal
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((5, 4, 3), torch.float32), ((2, 2, 5), torch.float64), ((4, 4, 1), torch.float32)]
+    ("shape", "dtype"), [((64, 70, 3), torch.float32), ((65, 64, 1), torch.float64), ((5, 4, 3), torch.float32)]
 )
 def test_training_takes_the_number_that_evaluation_proves(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     layer = CplConv2d(*shape, dtype=dtype)
-    x, g = torch.randn(2, shape[0], 6, 6, dtype=dtype), torch.randn(2, shape[1], 6, 6, dtype=dtype)
+    x, g = torch.randn(2, shape[0], 4, 4, dtype=dtype), torch.randn(2, shape[1], 4, 4, dtype=dtype)
     outputs, gradients = [], []
     for mode in (True, False):
         y = layer.train(mode)(x)
@@ -134,6 +134,7 @@ def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypat
     torch.manual_seed(9)
     layer = CplConv2d(3, 3, 3, dtype=torch.float64)
     proved, x = layer.multiplier(), torch.randn(60, 3, 3, 3, dtype=torch.float64)
+    monkeypatch.setattr(sll, "WIDE", 3)
     monkeypatch.setattr(sll, "symbol_sup_estimate", lambda k, tolerance: missed * symbol_sup(k, tolerance=tolerance))
     with torch.no_grad():
         layer.bias.fill_(9.0)  # every slope is 1
@@ -141,9 +142,34 @@ def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypat
     assert bound == pytest.approx(2 / missed**2 - 1, rel=0.05)
     assert 1.2 < largest_jacobian(layer, x) <= bound
     assert lipschitz(layer.eval()) == 1
-    plain = export(layer.train(), (3, 3, 3))
-    assert torch.equal(plain[0].multiplier, proved)
-    assert float(lipschitz(plain)) <= 1 + 1e-11
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    assert torch.equal(export(layer.train(), (3, 3, 3))[0].multiplier, proved)
+    for module in (layer.train(), Own()):
+        plain = export(module, (3, 3, 3))
+        assert float(lipschitz(plain)) <= 1 + 1e-11
+        assert torch.allclose(plain(x), layer.eval()(x), atol=1e-12)
+        layer.train()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-24, 1.0, 4.79e21, 1e22, 1e30])
+def test_the_multiplier_is_rounded_down(size: float) -> None:
+    # Twice the reciprocal of the squared norm is subnormal, or more than float32 has, at the ends of its range.
+    norm = torch.tensor(size * 3.1, dtype=torch.float64)
+    made = cpl_multiplier(norm, 1, torch.zeros(1)).double()
+    assert made.isfinite().all()
+    assert float(made * norm**2) <= 2 * (1 + 1e-15)
+    if size <= 1e-24:
+        assert made == torch.finfo(torch.float32).max
+    elif size == 1:
+        assert float(made * norm**2) >= 2 * (1 - 2e-7)
 
 
 def test_a_wrong_multiplier_or_weight_raises_the_bound() -> None:

@@ -17,8 +17,8 @@ from lipkit.linalg.precision import without_autocast
 
 # Points per turn and degree on which the peak is reported: at most 0.03 % below the largest value in between.
 FINE = 128
-_CANDIDATES = 6
-_WIDE = 128
+_CANDIDATES = 8
+_WIDE, _VERY_WIDE = 64, 256
 
 
 class Peak(NamedTuple):
@@ -123,8 +123,9 @@ def find_peak(kernels: Tensor) -> Peak:
         kernels = kernels.transpose(1, 2)
     groups, _, cin = kernels.shape[:3]
     degrees = (kernels.shape[3] - 1, kernels.shape[4] - 1)
-    # Wide kernels have flat symbols with close eigenvalues: fewer points, more steps.
-    more, steps = (4, 6) if cin < _WIDE else (2, min(24, 7 + cin // 64))
+    # Wide kernels have flat symbols with close eigenvalues: more steps, and fewer points where these cost too much.
+    more = 2 if cin >= _VERY_WIDE else 4
+    steps = 6 if cin < _WIDE else min(24, 7 + cin // 64)
     n1, n2 = (2 * m + more if m else 1 for m in degrees)
     points = half_turn((n1, n2)).to(kernels) * kernels.new_tensor([2 * math.pi / n1, 2 * math.pi / n2])
     grid = points.expand(groups, -1, 2)
@@ -141,7 +142,7 @@ def find_peak(kernels: Tensor) -> Peak:
     if groups > 1:
         symbols.rows = symbols.rows[chosen]
     radius = [math.pi / max(n, 2) for n in (n1, n2)]
-    v, value = symbols.lanczos(v, w := symbols.moved(v, w, radius), 4)
+    v, value = symbols.lanczos(v, w := symbols.moved(v, w, radius), 6)
     w = symbols.moved(v, w, [r / 4 for r in radius])
     row, column = divmod(int(value.argmax()), value.shape[1])
     fine1, fine2 = (FINE * m if m else 1 for m in degrees)

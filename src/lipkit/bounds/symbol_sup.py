@@ -186,6 +186,8 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
     """
     symbol = GramSymbol(values)
     sample = peak.sample.double()
+    # A level that cannot be right costs time; one that is no positive number would never be proved.
+    squared = squared if 0 < squared < math.inf else 1.0
     # Nearly constant symbols are proved to many digits by a few cells.
     for closer in (1e-9, 1e-7, 1e-5, 1e-3) if finer else ():
         # Only the curvature lets cells be large at such levels.

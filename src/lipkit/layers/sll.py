@@ -8,6 +8,7 @@ Araujo et al., ICLR 2023, theorem 1.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -37,6 +38,9 @@ from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.modules.rearrange import ResizeChannels
 from lipkit.modules.residual import SlopeResidual
+
+WIDE = 64
+"""Channels from which on a proof in every step takes longer than the rest of a step should."""
 
 
 class SlopeResidualLinear(Biased, ABC):
@@ -200,7 +204,8 @@ def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
 def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 / \|F\|^2 \cdot I` from a proved upper bound of the norm.
 
-    An estimate from below would not do: 3 % too small a norm already gives a layer of norm 1.13.
+    An estimate from below would not do: 3 % too small a norm already gives a layer of norm 1.13. Rounded down: in the
+    subnormal range the nearest number can be larger by a half.
 
     >>> cpl_multiplier(torch.tensor(2.0, dtype=torch.float64), 2, torch.zeros(1)).tolist()
     [0.5, 0.5]
@@ -208,7 +213,10 @@ def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     References:
         Meunier et al., ICML 2022 (CPL), equation 8.
     """
-    return (2 * safe_reciprocal(norm.square())).to(like.dtype).expand(hidden)
+    exact = (2 * safe_reciprocal(norm.square())).clamp_max(torch.finfo(like.dtype).max)
+    made = exact.to(like.dtype)
+    below = torch.nextafter(made.detach(), torch.zeros_like(made))
+    return (made - torch.where(made.detach() > exact.detach(), made.detach() - below, 0)).expand(hidden)
 
 
 class SllLinear(SlopeResidualLinear):
@@ -298,14 +306,15 @@ class CplConv2d(SlopeResidualConv2d):
     (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F and ``bias`` (hidden,).
 
     Guarantee:
-        Evaluation, exports: 1-Lipschitz for every image size. The norm is proved, within 2 % of the supremum over all
-        frequencies. Training takes the number that the proof tries first
+        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies. But in
+        training mode kernels of up to 3 x 3 taps with 64 channels and more take the number that the proof tries first
         (:func:`lipkit.bounds.symbol_sup_estimate`): the same weights, bit for bit, unless a search has missed the
-        supremum by more than 2 %. ``lipschitz`` proves in either mode.
+        supremum by more than 2 %. Then the layer of this step has a larger constant, which ``lipschitz`` proves, and
+        evaluation and exports have the proved weights.
 
     Cost:
-        Training: a search, and the singular vectors of one matrix. Evaluation: one :func:`lipkit.bounds.symbol_sup`,
-        some hundred Cholesky factorisations of the smaller channel number, whatever the image.
+        One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
+        channel number, whatever the image. Where training does without, a search and one singular vector.
 
     Raises:
         OptionError: an even kernel, an activation whose slope leaves [0, 1].
@@ -323,6 +332,9 @@ class CplConv2d(SlopeResidualConv2d):
 
     def training_multiplier(self) -> Tensor:
         free = at_least_float32(self.free)
+        if min(free.shape[:2]) < WIDE or max(free.shape[2:]) > 3:
+            # A proof takes little time, or a search is likelier to miss: symbols of many taps have narrow peaks.
+            return self.multiplier()
         return cpl_multiplier(symbol_sup_estimate(free, tolerance=NORM_TOLERANCE), self.hidden, free)
 
 
@@ -334,10 +346,13 @@ def _one(module: nn.Module, input_shape: Shape | None) -> float:
 @lipschitz_rule(CplConv2d)
 @torch.no_grad()
 def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
+    if not layer.training:
+        return 1.0
     # I - m F* D F is Hermitian, between 1 - m ||F||^2 and 1, and the proved multiplier p has p ||F||^2 <= 2.
-    proved = float(layer.multiplier().amax())
-    used = float(layer.training_multiplier().amax()) if layer.training else proved
-    return 1.0 if used <= proved else (2 * used / proved - 1) * (1 + 1e-15)
+    proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.training_multiplier()))
+    if used <= proved:
+        return 1.0
+    return (2 * used / proved - 1) * (1 + 1e-15) if proved > 0 else math.inf
 
 
 export_rule(SllLinear, CplLinear)(export_residual_linear)

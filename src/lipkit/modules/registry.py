@@ -6,7 +6,8 @@ The contract of a constrained layer:
    ``weight``.
 2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
    the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
-   error is inside the bound). The image size comes from the input.
+   error is inside the bound, and norms that wide CPL layers do not prove in training). The image size comes from the
+   input.
 3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
 4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
    raises.
@@ -118,7 +119,8 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
 
     chain = structure(module, input_shape)
     network = export_plain(chain, input_shape)
-    check_same(network, chain, input_shape)
+    # An export is in evaluation mode; the chain is of copies.
+    check_same(network, chain.eval(), input_shape)
     return network
 
 
