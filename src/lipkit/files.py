@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
 import os
 import secrets
@@ -139,16 +138,3 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sha256_file(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's bytes, as 64 hexadecimal digits, read in pieces.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_atomic(Path(folder) / "empty", b"")
-    ...     sha256_file(Path(folder) / "empty")[:16]
-    'e3b0c44298fc1c14'
-    """
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

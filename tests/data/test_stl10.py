@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lipkit.data import load
-from lipkit.data.stl10 import unlabelled
 from lipkit.errors import DataError
 
 
@@ -19,7 +18,7 @@ def pixels(seed: int, n: int) -> np.ndarray:
 def root(tmp_path):
     folder = tmp_path / "stl10_binary"
     folder.mkdir()
-    for seed, (name, n) in enumerate((("train", 3), ("test", 2), ("unlabeled", 4))):
+    for seed, (name, n) in enumerate((("train", 3), ("test", 2))):
         # Each plane column by column: row index last but one in the file.
         (folder / f"{name}_X.bin").write_bytes(pixels(seed, n).transpose(0, 1, 3, 2).tobytes())
     (folder / "train_y.bin").write_bytes(bytes([1, 10, 2]))
@@ -36,7 +35,6 @@ def test_load(root):
     assert data.test.y.tolist() == [4, 4]
     x, _ = data.train.batch(torch.tensor([2]))
     assert np.array_equal(x.numpy(), pixels(0, 3)[2:].astype(np.float32) / 255)
-    assert np.array_equal(unlabelled(root).numpy(), pixels(2, 4))
 
 
 def test_the_images_stay_on_disk_and_the_file_is_never_written(root):

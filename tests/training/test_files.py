@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 
 import pytest
@@ -60,9 +59,3 @@ def test_append_line(tmp_path):
     assert (tmp_path / "log").read_text("utf-8") == "a\nü\n\n"
     with pytest.raises(ValueError, match="expected one line"):
         files.append_line(tmp_path / "log", "a\nb")
-
-
-def test_sha256_file(tmp_path):
-    content = os.urandom(1_000_001)
-    (tmp_path / "a").write_bytes(content)
-    assert files.sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()

@@ -60,41 +60,6 @@ def _iterate(
     return v, apply(v)
 
 
-def power_lower_estimate(matrix: Tensor, iterations: int = 20) -> Tensor:
-    r"""LOWER estimate of the spectral norm of each matrix, by the power method from a fixed start.
-
-    .. math:: v \leftarrow A^*Av / \|A^*Av\|, \qquad \text{estimate} = \|Av\| \le \|A\|_2
-
-    Args:
-        matrix: ``(..., m, n)``, real or complex. Half precision is widened to float32.
-        iterations: number of steps, at least 0.
-
-    Returns:
-        Real ``(...)``, differentiable through all steps: the exact gradient of the number returned. 0 at a zero
-        matrix.
-
-    Guarantee:
-        None from above: the true norm is at least this, up to rounding. With a fixed start there are matrices for
-        which no number of steps is enough (a start orthogonal to the largest singular vector).
-
-    Cost:
-        ``2 iterations + 1`` products by a vector.
-
-    Raises:
-        ShapeError: not a matrix. OptionError: a negative number of iterations.
-
-    >>> float(power_lower_estimate(torch.diag(torch.tensor([3.0, 1.0])), iterations=9)) <= 3.0
-    True
-    """
-    if matrix.ndim < 2 or 0 in matrix.shape[-2:]:
-        raise ShapeError(f"matrix: expected shape (..., m, n) with m, n >= 1, got {tuple(matrix.shape)}")
-    _check_iterations(iterations)
-    a = at_least_float32(matrix)
-    v = start_vector(a.shape[-1], a)[:, None]
-    _, image = _iterate(v, lambda x: a @ x, lambda y: a.mH @ y, iterations, (-2, -1))
-    return torch.linalg.vector_norm(image, dim=(-2, -1))
-
-
 def _correlate(x: Tensor, kernel: Tensor, centre: tuple[int, int]) -> Tensor:
     """Circular cross-correlation of the tap ``centre``, size-preserving."""
     (top, left), (kh, kw) = centre, kernel.shape[-2:]

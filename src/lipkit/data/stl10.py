@@ -39,15 +39,6 @@ def load_stl10(root: Path) -> Data:
     return Data("stl10", _split(folder, "train"), _split(folder, "test"), CLASSES)
 
 
-def unlabelled(root: Path) -> Tensor:
-    """The 100 000 images without labels, uint8 (N, 3, 96, 96), mapped from `root/stl10_binary/unlabeled_X.bin`.
-
-    Raises:
-        DataError: the file is missing or has another size.
-    """
-    return read_images(root / "stl10_binary" / "unlabeled_X.bin")
-
-
 def _split(folder: Path, part: str) -> Split:
     images = read_images(folder / f"{part}_X.bin")
     path = folder / f"{part}_y.bin"

@@ -257,11 +257,6 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
             write_record(record.model_copy(update={"further": further, "after": after}), run.folder / RECORD)
 
 
-def records(runs: Sequence[TableRun], row: Row) -> list[AnyRecord | MeasurementRecord]:
-    """The records of a row's runs that are there, read from their files."""
-    return [read_any_record(run.folder) for run in runs if run.row == row and run.done]
-
-
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
     """Every figure of a record by name, those measured after the run and ``million_parameters`` among them."""
     parameters = getattr(record, "parameters", None)

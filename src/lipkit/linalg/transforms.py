@@ -45,12 +45,6 @@ ATTRIBUTES = {
 """Private attributes of public classes, used where they are needed: no public getter returns as much."""
 
 
-def functions_transformed() -> bool:
-    """True while a transform of ``torch.func`` or a dual number is at work."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0
-
-
 @contextlib.contextmanager
 def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
     """The tensor that transforms of ``torch.func`` wrap, where none is at work; None of a batch of ``vmap``."""
@@ -102,7 +96,8 @@ def transformed() -> bool:
     >>> transformed(), torch.func.vmap(lambda x: x if transformed() else 2 * x)(torch.ones(2))
     (False, tensor([1., 1.]))
     """
-    return functions_transformed()
+    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+    return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

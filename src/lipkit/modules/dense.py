@@ -171,11 +171,6 @@ def _position(module: PositionCode, input_shape: Shape | None) -> float:
     return 1.0
 
 
-_PerOutput = Callable[[Tensor], Tensor]
-
-_Conv = nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
-
-
 def inner_products(
     absolute: Callable[[Tensor], Tensor],
     sums: Callable[[Tensor], tuple[float, float]],

@@ -105,10 +105,6 @@ class StoredSymbol(nn.Module):
         """The stored symbol."""
         return Symbol(self.real, self.pair)
 
-    def add_bias(self, y: Tensor) -> Tensor:
-        """``y`` plus the bias, if there is one."""
-        return y if self.bias is None else y + self.bias[:, None, None]
-
 
 class FourierConv2d(StoredSymbol):
     r"""Circular convolution ``(B, cin, h, w) -> (B, cout, h, w)`` stored as its symbol: real products only.

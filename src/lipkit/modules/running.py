@@ -28,7 +28,6 @@ from lipkit.modules.tracing import Root, dependent_nodes, evaluate
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = normalisations()
-HOOKS = (SpectralNorm, WeightNorm)
 
 
 def constant_copy(model: nn.Module) -> nn.Module:

@@ -48,11 +48,6 @@ def multiply_up(a: Tensor, b: Tensor) -> Tensor:
     return product if exact or not math.isfinite(z) else up(product, 1) + 2.0**-1074
 
 
-def round_up(value: float) -> float:
-    """The next float64 above ``value``: the result of one rounded operation is then never below the exact one."""
-    return math.nextafter(value, math.inf)
-
-
 def reciprocal_up(value: float) -> float:
     """The smallest float64 that is not below ``1 / value`` (``value`` non-negative).
 
