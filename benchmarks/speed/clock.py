@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from lipkit.errors import OptionError
+from lipkit.linalg.precision import on_threads
 
 Work = Callable[[], object]
 Clock = Callable[[Work, int], float]
@@ -56,15 +57,14 @@ def clock_of(device: str) -> Clock:
 @contextmanager
 def measuring(device: str) -> Iterator[None]:
     """One thread; on CUDA, float32 products without TF32 and cuDNN's fastest algorithm. All settings are given back."""
-    threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul.allow_tf32
     cudnn, searched = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-    torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = torch.device(device).type == "cuda"
     try:
-        yield
+        with on_threads(1):
+            yield
     finally:
-        torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
         torch.backends.cudnn.benchmark = searched
 

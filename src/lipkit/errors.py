@@ -56,6 +56,15 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type where it has none.
+
+    >>> first_line(ValueError("expected 1, got 2\\nat line 3")), first_line(KeyError())
+    ('expected 1, got 2', 'KeyError')
+    """
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The names that were probably meant: all that go on with ``word``, else the closest one, else none.
 
@@ -89,6 +98,7 @@ __all__ = [
     "RunError",
     "ShapeError",
     "alike",
+    "first_line",
     "lacks_memory",
     "suggestion",
 ]

@@ -11,7 +11,6 @@ import torch
 from lipkit.bounds import symbol_sup
 from lipkit.bounds.cover import divided, first_cells, share
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import scaled
 from lipkit.bounds.peak import find_peak
 from lipkit.conv.block import FEW_COLUMNS, autocorrelation, half_lags
 from lipkit.proof.definite import cholesky_succeeds, stored_entries
@@ -20,7 +19,8 @@ from .reference import symbol_norm
 
 
 def symbol_of(*shape: int, seed: int = 0) -> tuple[GramSymbol, torch.Tensor]:
-    kernels, _ = scaled(torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    kernels = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    kernels *= 2.0 ** -math.frexp(float(kernels.abs().max()))[1]
     return GramSymbol(kernels), kernels
 
 

@@ -91,9 +91,9 @@ def test_no_radius(logits: list[float], constant: float) -> None:
 
 def test_a_constant_network_is_certified_everywhere_only_by_a_real_margin() -> None:
     pairs = margins.global_constants(0.0, 2)
-    logits = double([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0 - 1e-15]])
-    labels = torch.zeros(3, dtype=torch.int64)
-    assert margins.radii(logits, labels, pairs, logit_error=1e-12).tolist() == [math.inf, 0.0, 0.0]
+    logits = double([[1.0, 0.0], [0.0, 0.0]])
+    labels = torch.zeros(2, dtype=torch.int64)
+    assert margins.radii(logits, labels, pairs).tolist() == [math.inf, 0.0]
 
 
 def test_an_unknown_constant_certifies_nothing() -> None:
@@ -110,15 +110,6 @@ def test_rows_that_differ_by_less_than_the_root_of_the_smallest_number_are_not_e
     pairs = margins.last_layer_constants(double([[1e-200, 0.0], [0.0, 0.0]]), 1.0)
     assert pairs[0, 1].item() == pytest.approx(1e-200, rel=1e-12)
     assert pairs[0, 1].item() >= 1e-200
-
-
-def test_logit_error_is_taken_off_twice() -> None:
-    logits, label = double([[1.0, 0.0]]), torch.tensor([0])
-    pairs = margins.last_layer_constants(double([[1.0], [0.0]]), 1.0)
-    assert margins.radii(logits, label, pairs, logit_error=0.25).item() == pytest.approx(0.5, rel=1e-14)
-    assert margins.radii(logits, label, pairs, logit_error=0.5).item() == 0.0
-    assert margins.radii(logits, label, pairs, logit_error=math.inf).item() == 0.0
-    assert margins.radii(logits, label, pairs, logit_error=math.nan).item() == 0.0
 
 
 def test_margins_and_predictions() -> None:

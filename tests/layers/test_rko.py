@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from lipkit.bounds import reshaped
 from lipkit.errors import OptionError
 from lipkit.layers import families
-from lipkit.layers.rko import RkoConv2d, reshaped_bound
+from lipkit.layers.rko import RkoConv2d
 from lipkit.linalg import ORTHOGONALIZE, polar
 from lipkit.modules import export, lipschitz
 from lipkit.testing import check_layer, dense_matrix
@@ -71,7 +72,7 @@ def test_the_bound_of_a_users_function_is_computed_from_its_numbers():
     truth = values_of(layer, (2, 6, 5)).max()
     assert truth <= lipschitz(layer, (2, 6, 5)).item() <= truth * (1 + 1e-9)
     assert truth <= lipschitz(layer).item() <= 5 * (1 + 1e-9)
-    assert lipschitz(layer).item() <= reshaped_bound(layer.kernel()).item()
+    assert lipschitz(layer).item() <= reshaped(layer.kernel()).item()
 
 
 def test_crko_is_rko_with_another_default():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lipkit.analysis import functions as functions
 from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
-from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError
+from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError, first_line
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import Shape, export
 from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
@@ -157,8 +157,7 @@ def _accepted(root: Root, input_shape: Shape) -> Shape:
     except TypeError as error:
         raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ShapeError(f"{name} does not accept inputs of shape {shape}: {reason}") from error
+        raise ShapeError(f"{name} does not accept inputs of shape {shape}: {first_line(error)}") from error
     return shape
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.attacks.ascent import Model, check_choice, check_labels, check_logits, margin_loss, misclassified
-from lipkit.errors import LipkitError, OptionError, ShapeError, lacks_memory
+from lipkit.errors import LipkitError, OptionError, ShapeError, first_line, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
 # so that equal logits give 0 rather than NaN
@@ -83,8 +83,7 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
             if lacks_memory(error):
                 raise
             what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ShapeError(f"expected inputs that the model accepts, got {what}: {first}") from error
+            raise ShapeError(f"expected inputs that the model accepts, got {what}: {first_line(error)}") from error
     check_logits(logits, len(x))
     check_labels(y, logits.shape[1])
     return logits.detach()

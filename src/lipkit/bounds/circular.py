@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lipkit.bounds.kernels import largest, split_groups, symbol_error
-from lipkit.conv import symbol_at
 from lipkit.conv.patches import polyphase as polyphase
-from lipkit.conv.symbol import check_kernel
+from lipkit.conv.symbol import check_kernel, symbol
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import to_double
 
@@ -33,6 +31,7 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
     Cost:
         h (w // 2 + 1) Gram matrices, eigenvalue problems and Cholesky factorisations.
 
+    >>> import torch
     >>> float(circular(torch.ones(1, 1, 3, 3), 6, 6)) - 9.0 < 1e-10
     True
 
@@ -40,9 +39,7 @@ def circular(kernel: Tensor, h: int, w: int, *, groups: int = 1) -> Tensor:
         Sedghi, Gupta & Long, ICLR 2019.
     """
     check_kernel(kernel)
-    f1 = torch.arange(h).repeat_interleave(w // 2 + 1)
-    f2 = torch.arange(w // 2 + 1).repeat(h)
     split_groups(kernel, groups)
-    symbols = symbol_at(to_double(kernel), f1, f2, h, w).unflatten(1, (groups, -1))
+    symbols = symbol(to_double(kernel), h, w).flatten(0, 1).unflatten(1, (groups, -1))
     # The error of all groups together covers that of each.
     return largest([spectral_norm(symbols) + symbol_error(to_double(kernel))])

@@ -34,24 +34,6 @@ def symbol_error(kernel: Tensor) -> Tensor:
     return torch.where(size.amax() > 0, error + 2.0**-500, error)
 
 
-def scaled(kernel: Tensor) -> tuple[Tensor, int]:
-    """``(kernel * 2^-e, e)`` in float64 with its largest entry in [1/2, 1): squares stay in range. Zero has e = 0.
-
-    The product is exact, but for entries 2^-1000 times smaller than the largest; the entries must be finite.
-
-    >>> scaled(torch.tensor([3.0, -12.0]))
-    (tensor([ 0.1875, -0.7500], dtype=torch.float64), 4)
-    """
-    low, high = torch.aminmax(kernel.detach())
-    return _scaled(kernel, max(-float(low), float(high)))
-
-
-def _scaled(kernel: Tensor, size: float) -> tuple[Tensor, int]:
-    exponent = math.frexp(size)[1]
-    kernel = to_double(kernel)
-    return times_power_of_two(kernel, -exponent), exponent
-
-
 def times_power_of_two(value: Tensor, exponent: int) -> Tensor:
     """``value * 2^exponent``, in two steps: the power itself may leave the range of float64."""
     if abs(exponent) < 1000:
@@ -69,6 +51,9 @@ def unscaled(bound: Tensor, exponent: int) -> Tensor:
 def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:
     """The groups ``(g, cout / g, cin / g, kh, kw)`` scaled by ``2^-e`` and e; or the bound, where it needs no method.
 
+    The largest entry comes into [1/2, 1), so that squares stay in range. The product is exact, but for entries 2^-1000
+    times smaller than the largest.
+
     Returns ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
 
     Raises:
@@ -81,7 +66,10 @@ def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:
     size = max(-low, high)
     if not math.isfinite(low) or not math.isfinite(high):
         return math.inf
-    return _scaled(kernels, size) if size else 0.0
+    if not size:
+        return 0.0
+    exponent = math.frexp(size)[1]
+    return times_power_of_two(to_double(kernels), -exponent), exponent
 
 
 def constant(value: float, like: Tensor) -> Tensor:

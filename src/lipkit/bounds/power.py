@@ -41,22 +41,18 @@ def start_vector(n: int, like: Tensor) -> Tensor:
     return torch.cos(math.pi * torch.remainder(math.sqrt(2) * i * i, 2)).to(like.dtype)
 
 
-def _unit(v: Tensor, dims: tuple[int, ...]) -> Tensor:
-    norm = torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+def _unit(v: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(v)
     return v / torch.where(norm > 0, norm, torch.ones_like(norm))
 
 
 def _iterate(
-    v: Tensor,
-    apply: Callable[[Tensor], Tensor],
-    adjoint: Callable[[Tensor], Tensor],
-    iterations: int,
-    dims: tuple[int, ...],
+    v: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
     """The unit vector v after so many steps, and its image."""
-    v = _unit(v, dims)
+    v = _unit(v)
     for _ in range(iterations):
-        v = _unit(adjoint(apply(v)), dims)
+        v = _unit(adjoint(apply(v)))
     return v, apply(v)
 
 
@@ -133,7 +129,7 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
     _check_iterations(iterations)
     kernel = fold(at_least_float32(kernel), h, w)
     x = start_vector(kernel.shape[1] * h * w, kernel).reshape(1, -1, h, w)
-    return _best_frequency(*_iterate(x, *_maps(kernel), iterations, (0, 1, 2, 3)))
+    return _best_frequency(*_iterate(x, *_maps(kernel), iterations))
 
 
 def _gram_image(a: Tensor, image: Tensor) -> Tensor:
@@ -213,7 +209,7 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
     screened = min(iterations, SCREENING) if candidates < count else 0
     image = start_vector(taps.shape[1] * h * w, taps).reshape(1, -1, h, w)
     if screened:
-        image, reached = _iterate(image, *_maps(taps), screened, (0, 1, 2, 3))
+        image, reached = _iterate(image, *_maps(taps), screened)
         quotients = _quotients(*(torch.fft.rfft2(t)[0].flatten(1) for t in (image, reached)))
         chosen = quotients.topk(candidates).indices
     else:

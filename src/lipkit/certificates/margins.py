@@ -130,22 +130,21 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
     return torch.where(result == 0, equal, round_up(result * body_constant)).fill_diagonal_(0.0)
 
 
-def radii(logits: Tensor, labels: Tensor, constants: Tensor, *, logit_error: Tensor | float = 0.0) -> Tensor:
+def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``.
 
     **Guarantee.** A lower bound of the distance to the nearest input that is classified differently, if ``K_ti`` are
-    proved Lipschitz constants of the logit differences and every logit is known within ``logit_error``: the
-    prediction is constant on the open ball. Subtraction and division are rounded down.
+    proved Lipschitz constants of the logit differences and the logits are exact: the prediction is constant on the
+    open ball. Subtraction and division are rounded down.
 
     Radius 0: a wrong prediction, a tie, a NaN or infinite logit, a NaN or infinite constant. Where ``K_ti`` is 0 (a
     constant network, two equal last-layer rows) the pair never changes order: it allows every radius (``inf``) if
-    ``y_t - y_i`` is positive after ``logit_error`` has been taken off, and none otherwise; 0/0 does not occur.
+    ``y_t - y_i`` is positive, and none otherwise; 0/0 does not occur.
 
     Args:
         logits: (N, K).
         labels: (N,) integers in [0, K).
         constants: (K, K), from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
-        logit_error: a number or (N,), absolute error of each logit.
 
     Returns:
         (N,) float64, in units of the input's l2 norm.
@@ -163,17 +162,14 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor, *, logit_error: Ten
     if constants.shape != (classes, classes):
         raise ShapeError(f"expected constants of shape {(classes, classes)}, got {tuple(constants.shape)}")
     logits = logits.double()
-    error = torch.as_tensor(logit_error, dtype=torch.float64, device=logits.device).expand(len(logits))[:, None]
     difference = round_down(logits.gather(1, labels[:, None]) - logits)
-    difference = torch.where(error > 0, round_down(difference - round_up(2 * error)), difference)
     lipschitz = constants.to(logits)[labels]
     positive = (difference > 0) & lipschitz.isfinite()
     moving = positive & (lipschitz > 0)
     quotient = round_down(difference / torch.where(moving, lipschitz, 1.0))
     pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
     radius = pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
-    known = logits.isfinite().all(dim=1) & error[:, 0].isfinite()
-    return torch.where(known, radius, 0.0)
+    return torch.where(logits.isfinite().all(dim=1), radius, 0.0)
 
 
 def check_logits(logits: Tensor, labels: Tensor) -> None:

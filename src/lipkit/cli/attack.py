@@ -79,30 +79,23 @@ def attack_run(
     import dataclasses
     import time
 
-    import torch
-
-    from lipkit import modules
     from lipkit.certificates import certify
     from lipkit.certificates.intervals import check_radii
     from lipkit.cli.train import data_root
     from lipkit.errors import OptionError, RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
     from lipkit.experiments.build import input_range, load_data
-    from lipkit.experiments.run import NETWORK, read_recipe
+    from lipkit.experiments.run import load_network, read_recipe
     from lipkit.report.attack_page import save_attack
     from lipkit.text import printable
+    from lipkit.training.devices import device_here
 
     recipe = read_recipe(folder, [] if root is None else [data_root(root)])
     if recipe.task != "classification":
         raise RunError(f"expected a run of a classification, got {folder}, which is a {recipe.task}")
-    if not (folder / NETWORK).is_dir():
-        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
+    network = load_network(folder)
     radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
-    try:
-        torch.zeros(1, device=torch.device(device))
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
-    network = modules.load(folder / NETWORK)
+    device_here(device)
     data = load_data(recipe)
     box = input_range(data)
     name_of_radii = "certify.eps" if eps is None else "--eps"

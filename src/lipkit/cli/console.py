@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -31,15 +30,13 @@ class Lines:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
-        self._clock = Clock()
 
     def note(self, text: str) -> None:
         print(printable(text), file=self._stream or sys.stderr, flush=True)
 
     def progress(self, event: Progress) -> None:
-        self._clock.see(event)
         if event.row is not None:
-            left = f"  left {duration(self._clock.left(event))}" if event.epoch < event.epochs else ""
+            left = f"  left {duration(event.seconds_left)}" if event.epoch < event.epochs else ""
             self.note(f"epoch {event.epoch}/{event.epochs}  {describe(event.row)}{left}")
 
 
@@ -49,18 +46,16 @@ class Terminal:
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
         self._task: TaskID | None = None
-        self._clock = Clock()
         self._measured = ""
 
     def note(self, text: str) -> None:
         self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, event: Progress) -> None:
-        self._clock.see(event)
         done, total = position(event), event.epochs * event.steps
         if event.row is not None:  # the latest figure: not every epoch is evaluated, and lines are narrow
             self._measured = (measured(event.row) or self._measured).rpartition("%  ")[2]
-        left = f"{duration(self._clock.left(event))} left" if done < total else "done"
+        left = f"{duration(event.seconds_left)} left" if done < total else "done"
         label = f"epoch {event.epoch}/{event.epochs}"
         accuracy = "" if event.accuracy is None else f"accuracy {100 * event.accuracy:.1f} %"
         parts = (f"loss {event.loss:.4f}", accuracy, self._measured, left)
@@ -70,27 +65,6 @@ class Terminal:
         self._bar.update(self._task, description=label, completed=done, **fields)
         if event.row is not None and event.epoch == event.epochs:
             self._task = None
-
-
-class Clock:
-    """The time left, from the pace since the first event seen (a resumed run starts in the middle)."""
-
-    def __init__(self) -> None:
-        self._start: tuple[float, int] | None = None
-        self._total = 0
-
-    def see(self, event: Progress) -> None:
-        """Take note of an event."""
-        total = event.epochs * event.steps
-        if self._start is None or total != self._total or position(event) < self._start[1]:
-            self._start, self._total = (time.monotonic(), position(event)), total
-
-    def left(self, event: Progress) -> float:
-        """Seconds until the end at the pace so far; nan before there is one."""
-        if self._start is None or position(event) == self._start[1]:
-            return float("nan")
-        pace = (time.monotonic() - self._start[0]) / (position(event) - self._start[1])
-        return pace * (event.epochs * event.steps - position(event))
 
 
 @contextmanager

@@ -40,20 +40,14 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
     After writing, the file is read back in its runtime and evaluated on test samples: outputs, predictions and
     certified accuracy are compared with the float64 network.
     """
-    from lipkit import modules
     from lipkit.cli.train import data_root
-    from lipkit.errors import RunError
     from lipkit.experiments import run as pipeline
     from lipkit.experiments.build import input_range, load_data
     from lipkit.interop import check_runtime
     from lipkit.text import printable
 
     recipe = pipeline.read_recipe(run, [] if root is None else [data_root(root)])
-    if not (run / pipeline.NETWORK).is_dir():
-        raise RunError(
-            f"expected a finished run with a folder {pipeline.NETWORK}, got {run}: train it to the end first"
-        )
-    network = modules.load(run / pipeline.NETWORK)
+    network = pipeline.load_network(run)
     data = load_data(recipe)
     network.input_range = input_range(data)
     target, runtime = _write(run, form, out, licence, network)

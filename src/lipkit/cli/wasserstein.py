@@ -45,13 +45,10 @@ def command(
     """
     import torch
 
-    from lipkit.errors import OptionError
+    from lipkit.training.devices import device_here
     from lipkit.wasserstein import distance, wgan
 
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
+    device_here(device)
     first = samples(x, root, limit)
     if y is None:
         order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from lipkit import modules
 from lipkit.errors import OptionError
+from lipkit.linalg.precision import on_threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, 
     x = torch.zeros(1, *network.input_shape)
     times: list[float] = []
     warmup = max(1, runs // 10)
-    with _threads(threads), torch.inference_mode():
+    with on_threads(threads), torch.inference_mode():
         end = time.perf_counter() + seconds
         for number in range(warmup + runs):
             if times and time.perf_counter() > end:
@@ -64,13 +63,3 @@ def latency(network: modules.Network, *, runs: int = 100, seconds: float = 2.0, 
                 times.append(time.perf_counter() - start)
     low, median, high = (1e3 * float(v) for v in np.quantile(times, (0.1, 0.5, 0.9)))
     return Latency(median=median, low=low, high=high, runs=len(times), threads=threads, device="cpu")
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lipkit import data as datasets
 from lipkit import models
 from lipkit.certificates.intervals import check_radii
-from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, lacks_memory
+from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
 from lipkit.modules import export, lipschitz
@@ -168,7 +168,7 @@ def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outp
     except (RuntimeError, IndexError) as error:
         if isinstance(error, LipkitError) or lacks_memory(error):
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ShapeError(f"model {name}: expected it to take inputs of shape {input_shape}, got: {reason}") from error
     if shape != (1, outputs):
         raise ShapeError(

@@ -24,7 +24,7 @@ from torch import nn
 
 from lipkit import modules
 from lipkit.data import Data, Split
-from lipkit.errors import OptionError, RunError, ShapeError
+from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
@@ -36,7 +36,7 @@ from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts
 from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
-from lipkit.training.devices import make_fabric, threads_for
+from lipkit.training.devices import device_here, make_fabric, threads_for
 from lipkit.training.options import Numbers
 
 NETWORK = "network"
@@ -185,15 +185,8 @@ def certify(
         OptionError: a radius that the data make a slip.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
-    folder = Path(folder)
-    if not (folder / NETWORK).is_dir():
-        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
-    try:
-        where = torch.device(device)
-        torch.zeros(1, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"expected a device of this machine, got {device!r}: {str(error).splitlines()[0]}") from error
-    network = modules.load(folder / NETWORK)
+    folder, where = Path(folder), device_here(device)
+    network = load_network(folder)
     data = load_data(recipe)
     check_eps(recipe, data, large_eps)
     facts: Facts = {"seed": recipe.train.seed, "train_samples": len(data.train), "device": device}
@@ -247,6 +240,17 @@ def certify_network(
         "device": device,
     }
     return finish(folder, recipe, network, data, facts, display or Silent(), torch.device(device))
+
+
+def load_network(folder: Path) -> modules.Network:
+    """The exported network of a run.
+
+    Raises:
+        RunError: there is none in the folder.
+    """
+    if not (folder / NETWORK).is_dir():
+        raise RunError(f"expected a finished run with a folder {NETWORK}, got {folder}: train it to the end first")
+    return modules.load(folder / NETWORK)
 
 
 def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:

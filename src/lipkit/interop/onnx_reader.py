@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, LipkitError, NoRuleError
+from lipkit.errors import DataError, LipkitError, NoRuleError, first_line
 from lipkit.files import open_regular
 from lipkit.interop.reading import load
 from lipkit.modules import Network
@@ -91,14 +91,13 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
     except FileNotFoundError as error:
         raise DataError(f"{path}: expected an ONNX file with its weights, got no {error.filename or path}") from None
     except Exception as error:  # protobuf and the loader of external weights have no common error
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
+        raise DataError(f"{path}: not an ONNX file that can be read: {first_line(error)}") from error
     try:
         return _read(file, path)
     except LipkitError:
         raise
     except Exception as error:  # of whatever in the file has another type, size or number of parts than its name says
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error)
         raise DataError(f"{path}: not a well-formed ONNX graph: {type(error).__name__}: {reason}") from error
 
 

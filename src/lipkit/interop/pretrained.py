@@ -21,7 +21,7 @@ from safetensors.torch import save as save_safetensors
 from torch import nn
 
 from lipkit import models, modules
-from lipkit.errors import DataError, LipkitError, OptionError
+from lipkit.errors import DataError, LipkitError, OptionError, first_line
 from lipkit.files import read_bytes, read_text, write_atomic
 from lipkit.modules import Shape, export
 
@@ -140,7 +140,7 @@ def _skeleton(config: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"):
             return models.build(section["name"], **options)
     except (LipkitError, RuntimeError, TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"model {section['name']}: expected options that build it, got: {reason}") from None
 
 

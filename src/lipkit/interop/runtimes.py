@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit import modules
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError, OptionError, first_line
 from lipkit.files import write_atomic
 
 # Inputs (N, *input_shape) to outputs, whatever computes them.
@@ -115,7 +115,7 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of its own for each kind of failure
-        raise DataError(f"{path}: expected an ONNX model, got {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: expected an ONNX model, got {first_line(error)}") from error
     name = session.get_inputs()[0].name
     double = session.get_inputs()[0].type == "tensor(double)"
 
@@ -136,7 +136,7 @@ def program_runtime(path: str | Path) -> Runtime:
         with _quiet():
             module = torch.export.load(path).module()
     except Exception as error:  # torch reports a broken archive by many classes
-        raise DataError(f"{path}: expected a torch.export program, got {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: expected a torch.export program, got {first_line(error)}") from error
     return module_runtime(module)
 
 

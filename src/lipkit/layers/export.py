@@ -25,7 +25,9 @@ __all__ = [
     "export_kernel_conv",
     "export_linear",
     "export_symbol_conv",
+    "filled",
     "in_float64",
+    "linear_module",
     "patch_module",
     "placed_like",
     "register_one_lipschitz",
@@ -61,11 +63,21 @@ def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
     """``nn.Linear`` with the constrained matrix as it is now."""
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    q = placed_like(layer, in_float64(layer).weight())
-    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device=q.device, dtype=q.dtype)
-    plain.weight.copy_(q)
-    if layer.bias is not None:
-        plain.bias.copy_(layer.bias)
+    return linear_module(placed_like(layer, in_float64(layer).weight()), layer.bias)
+
+
+def linear_module(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """The ``nn.Linear`` with copies of this matrix and bias."""
+    sizes = weight.shape[1], weight.shape[0]
+    return filled(nn.Linear(*sizes, bias is not None, device=weight.device, dtype=weight.dtype), weight, bias)
+
+
+def filled(plain: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
+    """A plain layer after these values were copied into it."""
+    with torch.no_grad():
+        plain.get_parameter("weight").copy_(weight)
+        if bias is not None:
+            plain.get_parameter("bias").copy_(bias)
     return plain
 
 
@@ -98,11 +110,7 @@ def patch_module(matrix: Tensor, stride: int, bias: Tensor | None) -> nn.Conv2d:
 def _module(kernel: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
     cout, cin, kh, kw = kernel.shape
     plain = nn.Conv2d(cin, cout, (kh, kw), bias=bias is not None, device=kernel.device, dtype=kernel.dtype, **options)
-    with torch.no_grad():
-        plain.weight.copy_(kernel)
-        if plain.bias is not None and bias is not None:
-            plain.bias.copy_(bias)
-    return plain
+    return filled(plain, kernel, bias)
 
 
 def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:

@@ -20,7 +20,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.aol import safe_rsqrt
 from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.dense import BjorckLinear
-from lipkit.layers.export import in_float64, placed_like
+from lipkit.layers.export import filled, in_float64, placed_like
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
@@ -437,10 +437,7 @@ def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
     geometry = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
     options |= {"groups": layer.groups, "bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
     plain = layer.plain(*geometry, **options)
-    plain.weight.copy_(weight)
-    if plain.bias is not None and layer.bias is not None:
-        plain.bias.copy_(layer.bias)
-    return plain
+    return filled(plain, weight, layer.bias)
 
 
 def aoc_conv2d(

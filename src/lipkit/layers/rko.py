@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
 
-from lipkit.bounds import circular, spectral_norm, symbol_sup
+from lipkit.bounds import circular, reshaped, symbol_sup
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
 from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
@@ -15,18 +14,6 @@ from lipkit.layers.dense import BjorckLinear, orthogonal_free
 from lipkit.layers.export import export_kernel_conv, resampled_size
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule
-from lipkit.proof.roundoff import up
-
-
-def reshaped_bound(kernel: Tensor) -> Tensor:
-    """Upper bound ``sqrt(kh kw) ||kernel as a matrix||`` of the convolution on every image size, 0-d float64.
-
-    >>> import torch
-    >>> 3.0 <= float(reshaped_bound(torch.full((1, 1, 3, 3), 1 / 3))) < 3.0001
-    True
-    """
-    kh, kw = kernel.shape[-2:]
-    return up(spectral_norm(kernel_to_matrix(kernel)) * math.sqrt(kh * kw), 4)
 
 
 class RkoConv2d(KernelConv2d):
@@ -90,7 +77,7 @@ def _rko(layer: RkoConv2d, input_shape: Shape | None) -> Tensor | float:
     kernel = layer.kernel()
     if input_shape is not None:
         return circular(kernel, *resampled_size(layer, input_shape))
-    return reshaped_bound(kernel).minimum(symbol_sup(kernel))
+    return reshaped(kernel).minimum(symbol_sup(kernel))
 
 
 export_rule(RkoConv2d)(export_kernel_conv)

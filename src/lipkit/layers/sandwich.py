@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from lipkit.layers.export import (
     export_linear,
     export_symbol_conv,
     in_float64,
+    linear_module,
     patch_module,
     placed_like,
     register_one_lipschitz,
@@ -285,14 +286,7 @@ def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
     exact = in_float64(layer)
     one, two = (placed_like(layer, half) for half in exact.halves())
-    first, second = (
-        nn.Linear(w.shape[1], w.shape[0], bias, device=w.device, dtype=w.dtype)
-        for w, bias in ((one, layer.bias is not None), (two, False))
-    )
-    first.weight.copy_(one)
-    second.weight.copy_(two)
-    if layer.bias is not None:
-        first.bias.copy_(layer.bias)
+    first, second = linear_module(one, layer.bias), linear_module(two, None)
     return SandwichBlock(first, plain_activation(layer.activation), second, placed_like(layer, exact.psi().square()))
 
 

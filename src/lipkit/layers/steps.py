@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lipkit.errors import LipkitError, ShapeError, lacks_memory
+from lipkit.errors import LipkitError, ShapeError, first_line, lacks_memory
 from lipkit.layers.base import check_positive
 from lipkit.modules import Shape
 
@@ -146,8 +146,7 @@ def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> l
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):
             raise
-        reason = str(error).splitlines()[0]
         raise ShapeError(
-            f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {reason}"
+            f"{type(model).__name__} does not accept inputs of shape {tuple(input_shape)}: {first_line(error)}"
         ) from None
     return seen

@@ -122,6 +122,22 @@ def check_underflow(workers: bool = True) -> None:
 
 
 @contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Around operations of torch on so many threads; the setting is given back.
+
+    >>> with on_threads(1):
+    ...     print(torch.get_num_threads())
+    1
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Around computations that keep the precision of their numbers, whatever surrounds them.
 

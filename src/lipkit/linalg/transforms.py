@@ -1,7 +1,7 @@
-"""Every name of torch that is not public, with the public way beside it, and its use: transforms of functions.
+"""Every name of torch that is not public stands here alone, and its use: transforms of functions.
 
-A release of torch may drop any of the names. `NAMES` says what breaks then; a test looks for each, and for others
-elsewhere. Where torch transforms functions, what writes into memory of its own must give way.
+A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` lists all and looks for each. Where torch
+transforms functions, what writes into memory of its own must give way.
 """
 
 from __future__ import annotations
@@ -17,32 +17,6 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
 
 from lipkit.errors import OptionError
-
-NAMES = {
-    "torch._C._are_functorch_transforms_active": "no public way; transforms of torch.func count as not at work",
-    "torch.autograd.forward_ad._current_level": "no public way; dual numbers count as not at work",
-    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "no public way; no proofs inside of torch.func",
-    "torch._C._functorch.is_gradtrackingtensor": "no public way; no proofs inside of torch.func",
-    "torch._C._functorch.is_batchedtensor": "no public way; no proofs inside of torch.func",
-    "torch._C._functorch.get_unwrapped": "no public way; no proofs inside of torch.func",
-    "torch._C._get_nnpack_enabled": "torch.backends.nnpack.set_flags returns it, but sets it; NNPACK counts as enabled",
-    "torch.overrides._get_current_function_mode_stack": "no public way; function modes are not refused",
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "no public way; dispatch modes are not refused",
-    "torch.utils._device.DeviceContext": "torch.get_default_device says the device; lipkit is not imported",
-    "torch.nn.modules.module._global_forward_hooks": "no public way; lipschitz and export raise AttributeError",
-    "torch.nn.modules.module._global_forward_pre_hooks": "no public way; lipschitz and export raise AttributeError",
-    "torch.nn.utils.parametrizations._SpectralNorm": "the type of a parametrization that was made; analyze refuses it",
-    "torch.nn.utils.parametrizations._WeightNorm": "the type of a parametrization that was made; analyze refuses it",
-    "torch.nn.utils.parametrizations._Orthogonal": "the type of a parametrization that was made; analyze refuses it",
-}
-"""Private name -> its public counterpart; what happens without it."""
-
-ATTRIBUTES = {
-    "torch.nn.Module": ("_forward_hooks", "_forward_pre_hooks", "_parameters", "_buffers", "_modules", "_apply"),
-    "torch.nn.Conv2d": ("_reversed_padding_repeated_twice",),
-    "torch.Tensor": ("_version",),
-}
-"""Private attributes of public classes, used where they are needed: no public getter returns as much."""
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import check_positive, half_through_float32
-from lipkit.layers.sandwich import ContractionLinear, SandwichLinear
+from lipkit.layers.export import linear_module
+from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Network, Shape, export_rule, lipschitz, lipschitz_rule
@@ -171,18 +172,9 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
     weights = _provable(double.weights(), multipliers, gamma, dtype)
     modules: list[nn.Module] = []
     for layer, weight in zip((*network.hidden, network.output), weights, strict=True):
-        linear = nn.Linear(
-            weight.shape[1], weight.shape[0], layer.bias is not None, device=weight.device, dtype=weight.dtype
-        )
-        linear.weight.copy_(weight)
-        if linear.bias is not None:
-            linear.bias.copy_(layer.bias)
-        modules.append(linear)
+        modules.append(linear_module(weight, layer.bias))
         if isinstance(layer, SandwichLinear) and layer.activation is not None:
-            activation = copy.deepcopy(layer.activation)
-            if hasattr(activation, "inplace"):
-                setattr(activation, "inplace", False)  # noqa: B010
-            modules.append(activation)
+            modules.append(plain_activation(layer.activation))
     return Network(modules, input_shape, {2 * k + 1: m for k, m in enumerate(multipliers)})
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.layers.export import filled
 from lipkit.layers.structure import Scale
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin
 from lipkit.modules.running import carry_out, computed_tensors
@@ -118,11 +119,7 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
             f"{type(module).__name__}: expected a weight of shape {tuple(plain.weight.shape)}, as of "
             f"nn.{base.__name__}, got {tuple(weight.shape)}"
         )
-    with torch.no_grad():
-        plain.weight.copy_(weight)
-        if bias is not None:
-            plain.bias.copy_(bias)
-    return plain
+    return filled(plain, weight, bias)
 
 
 def settle(model: nn.Module, sample: Tensor) -> nn.Module:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError, lacks_memory
+from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
 from lipkit.modules.configuration import INTEGER, stored, submodules
 from lipkit.modules.forms import Form, added, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
@@ -287,7 +287,7 @@ def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
                 if lacks_memory(error):
                     raise
                 given = [tuple(values[value].shape[1:]) for value in read]
-                reason = (str(error).splitlines() or [""])[0]
+                reason = first_line(error)
                 raise ShapeError(
                     f"module {i}, {type_name(type(node))}, does not accept inputs of shape {given}: {reason}"
                 ) from None

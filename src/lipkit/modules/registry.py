@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError, lacks_memory
+from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, remember, type_name
 from lipkit.modules.network import Network
@@ -260,7 +260,7 @@ def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
     except (RuntimeError, ValueError, IndexError) as error:
         if lacks_memory(error):  # the shape may be accepted
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ShapeError(f"{type_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
     if not isinstance(y, Tensor) or y.ndim < 2 or len(y) != len(zero):
         got = tuple(y.shape) if isinstance(y, Tensor) else type_name(type(y))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.symbol_sup import symbol_error
-from lipkit.conv.symbol import symbol_at
+from lipkit.conv.symbol import symbol
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.configuration import stored, submodule, submodules
@@ -210,9 +210,7 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
     if h < layer.kernel_size[0] or w < layer.kernel_size[1]:
         return None
     kernel = to_double(layer.weight)
-    f1 = torch.arange(h).repeat_interleave(w // 2 + 1)
-    f2 = torch.arange(w // 2 + 1).repeat(h)
-    return symbol_at(kernel, f1, f2, h, w), float(symbol_error(kernel))
+    return symbol(kernel, h, w).flatten(0, 1), float(symbol_error(kernel))
 
 
 @lipschitz_rule(SlopeResidual)

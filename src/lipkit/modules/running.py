@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
-from lipkit.errors import LipkitError, NoRuleError
+from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.linalg.transforms import normalisations
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.recording import Calls, difference, tensors
@@ -57,7 +57,9 @@ def constant_copy(model: nn.Module) -> nn.Module:
     try:
         twin = copy.deepcopy(model, computed_tensors(model))
     except Exception as error:  # the module is the user's and may raise anything
-        raise NoRuleError(f"analyze: expected a module that can be copied, got {_first_line(error)}") from error
+        raise NoRuleError(
+            f"analyze: expected a module that can be copied, got {type(error).__name__}: {first_line(error)}"
+        ) from error
     if not _same_numbers(model, twin):
         raise NoRuleError(
             "analyze: expected a module whose copy holds the same modules and numbers, got "
@@ -139,10 +141,6 @@ def _at(name: str) -> str:
     return f"at {name!r}: " if name else ""
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
 def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
     """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
     floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
@@ -217,10 +215,9 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
     except LipkitError:
         raise
     except Exception as error:  # the calls are the user's and may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise NoRuleError(
             f"analyze: expected a forward pass for batches of any size, got one that fails for {BATCHES[0]} or "
-            f"{BATCHES[1]} samples: {reason}"
+            f"{BATCHES[1]} samples: {first_line(error)}"
         ) from error
     position = {node: i for i, node in enumerate(graph.nodes)}
     changed = list(dict.fromkeys((*runs[0].rewrites, *runs[1].rewrites)))
@@ -371,7 +368,7 @@ def _alone(root: Root, x: Tensor) -> Tensor:
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
             "analyze: expected a forward pass for batches of any size, got one that fails for 1 sample: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}"
+            f"{first_line(error)}"
         ) from error
 
 

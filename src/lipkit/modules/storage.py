@@ -19,7 +19,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from lipkit.errors import DataError, OptionError, suggestion
+from lipkit.errors import DataError, OptionError, first_line, suggestion
 from lipkit.files import read_bytes, read_text, write_atomic
 from lipkit.modules import fixed_point
 from lipkit.modules.configuration import build, describe
@@ -116,8 +116,9 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     try:
         skeleton(torch.empty(2, *skeleton.input_shape, device="meta"))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"the modules do not accept inputs of shape {skeleton.input_shape}: {reason}") from None
+        raise DataError(
+            f"the modules do not accept inputs of shape {skeleton.input_shape}: {first_line(error)}"
+        ) from None
     return skeleton
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lipkit.errors import NoRuleError, ShapeError
+from lipkit.errors import NoRuleError, ShapeError, first_line
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.functional import FUNCTIONAL, covered, first_operand, with_tensors
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
@@ -111,8 +111,7 @@ def _check_accepts(root: Root, input_shape: Shape) -> None:
     except TypeError as error:
         raise NoRuleError(f"expected a forward pass of one tensor, got {name}, for which {error}") from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {reason}") from error
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
 
 
 class _Recorder(Walk):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError
+from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.modules.network import Network
 from lipkit.modules.registry import rules
 
@@ -119,17 +119,13 @@ def trace(root: Root, x: Tensor) -> fx.Graph:
     except fx.proxy.TraceError as error:
         raise NoRuleError(
             f"analyze: expected a forward pass without control flow on values or on the size of the batch, got "
-            f"{type(root.net).__qualname__}, in which {_first_line(error)}"
+            f"{type(root.net).__qualname__}, in which {first_line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
             f"analyze: expected a forward pass that torch.fx can record, got {type(root.net).__qualname__}, which "
-            f"raises {type(error).__name__}: {_first_line(error)}"
+            f"raises {type(error).__name__}: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 class _Proxy(fx.Proxy):

@@ -6,13 +6,15 @@ import atexit
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lipkit.errors import LipkitError, OptionError, RunError
+from lipkit.errors import LipkitError, OptionError, RunError, first_line
 
 if TYPE_CHECKING:
+    import torch
+
     from lipkit.training.options import Numbers
 
 T = TypeVar("T")
@@ -57,8 +59,7 @@ def make_fabric(options: Numbers) -> Any:
 _FEW = 2**18
 
 
-@contextlib.contextmanager
-def threads_for(fabric: Any, parameters: int, numbers: int) -> Iterator[None]:
+def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.AbstractContextManager[None]:
     """Around a run on the CPU: one thread where a step is small.
 
     Threads of a pool wait for each other at every operation, by turning round. In operations of microseconds they wait
@@ -72,16 +73,26 @@ def threads_for(fabric: Any, parameters: int, numbers: int) -> Iterator[None]:
     """
     import torch
 
-    from lipkit.linalg.precision import SERIAL
+    from lipkit.linalg.precision import SERIAL, on_threads
 
-    before = torch.get_num_threads()
     small = fabric.device.type == "cpu" and parameters < _FEW and numbers < SERIAL
-    if small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    return on_threads(1 if small and "OMP_NUM_THREADS" not in os.environ else torch.get_num_threads())
+
+
+def device_here(name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        OptionError: this machine has no such device.
+    """
+    import torch
+
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"expected a device of this machine, got {name!r}: {first_line(error)}") from error
+    return device
 
 
 def launch(fabric: Any) -> None:

@@ -21,6 +21,7 @@ from lipkit.errors import OptionError
 from lipkit.experiments.measures.networks import Conv, power_method
 from lipkit.layers import EcoConv2d
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
+from lipkit.linalg.precision import on_threads
 from lipkit.models import lipconvnet
 
 
@@ -101,17 +102,13 @@ def kernel_bounds(
     if method not in table:
         raise OptionError(f"expected method as one of {', '.join(table)}, got {method!r}")
     ratios, times = [], []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_threads(1):
         for number in range(kernels):
             kernel = random_kernel(*shape, seed=seed * kernels + number)
             start = time.process_time()
             value = float(table[method](kernel))
             times.append(time.process_time() - start)
             ratios.append(value / true_norm(kernel, n))
-    finally:
-        torch.set_num_threads(threads)
     return {"ratio": statistics.fmean(ratios), "ratio_deviation": statistics.pstdev(ratios),
             "ms": 1e3 * statistics.median(times)}  # fmt: skip
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lipkit.bounds import METHODS, lipbound_estimate
 from lipkit.errors import OptionError
+from lipkit.linalg.precision import on_threads
 
 
 class Conv(NamedTuple):
@@ -168,12 +169,8 @@ def network_bounds(
         raise OptionError(f"expected network as one of {', '.join(NETWORKS)}, got {network!r}")
     small = (conv._replace(n=max(conv.k, conv.n // shrink)) for conv in NETWORKS[network]())
     counts = Counter(small)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_threads(1):
         found = {conv: (measure(method, conv), measure("power", conv)) for conv in counts}
-    finally:
-        torch.set_num_threads(threads)
     bound, power = (sum(found[conv][i][0] * count for conv, count in counts.items()) for i in (0, 1))
     ratios = [found[conv][0][1] / found[conv][1][1] for conv in counts for _ in range(counts[conv])]
     ratio = float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
