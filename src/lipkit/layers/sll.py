@@ -330,11 +330,16 @@ class CplConv2d(SlopeResidualConv2d):
         free = at_least_float32(self.free)
         return cpl_multiplier(symbol_sup(free, tolerance=NORM_TOLERANCE, finer=False), self.hidden, free)
 
+    @property
+    def always_proved(self) -> bool:
+        """True if training proves the norm, too: where that takes little time, or a search is likelier to miss."""
+        # Symbols of many taps have narrow peaks.
+        return min(self.free.shape[:2]) < WIDE or max(self.free.shape[2:]) > 3
+
     def training_multiplier(self) -> Tensor:
-        free = at_least_float32(self.free)
-        if min(free.shape[:2]) < WIDE or max(free.shape[2:]) > 3:
-            # A proof takes little time, or a search is likelier to miss: symbols of many taps have narrow peaks.
+        if self.always_proved:
             return self.multiplier()
+        free = at_least_float32(self.free)
         return cpl_multiplier(symbol_sup_estimate(free, tolerance=NORM_TOLERANCE), self.hidden, free)
 
 
@@ -346,7 +351,7 @@ def _one(module: nn.Module, input_shape: Shape | None) -> float:
 @lipschitz_rule(CplConv2d)
 @torch.no_grad()
 def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
-    if not layer.training:
+    if layer.always_proved or not layer.training:
         return 1.0
     # I - m F* D F is Hermitian, between 1 - m ||F||^2 and 1, and the proved multiplier p has p ||F||^2 <= 2.
     proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.training_multiplier()))

@@ -67,7 +67,7 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
     """Of Hermitian matrices (F, p, p), as a guess: the last one of all, or Lanczos's where there are many."""
     if gram.shape[-1] >= MANY and not gram.is_complex():
         return torch.stack([_lanczos(one)[0] for one in gram])
-    if gram.shape[-1] >= ALONE:
+    if _by_lapack(gram):
         return torch.stack([_last(one)[0] for one in gram])
     return torch.linalg.eigvalsh(gram)[..., -1] if gram.shape[-1] > 1 else gram[..., 0, 0].real
 
@@ -234,12 +234,18 @@ def quick_spectral_norm(a: Tensor) -> Quick:
     return Quick(_unscaled(level, scaled, exponent, kind)[0], u, v, ratio)
 
 
+def _by_lapack(gram: Tensor) -> bool:
+    """True for numbers on a CPU that LAPACK takes one matrix at a time; an accelerator takes a batch at once."""
+    plain = gram.device.type == "cpu" and not transformed() and not torch.compiler.is_compiling()
+    return plain and gram.shape[-1] >= ALONE
+
+
 def _last(gram: Tensor) -> tuple[Tensor, Tensor]:
     """The largest eigenvalue of one Hermitian matrix and its vector, as :func:`_lanczos` estimates them."""
-    end = len(gram) - 1
-    if end + 1 < ALONE or gram.device.type != "cpu" or transformed() or torch.compiler.is_compiling():
+    if not _by_lapack(gram):
         values, vectors = torch.linalg.eigh(gram)
         return values[-1], vectors[:, -1]
+    end = len(gram) - 1
     value, vector = eigh(gram.detach().resolve_conj().numpy(), subset_by_index=[end, end])
     return torch.from_numpy(value)[0], torch.from_numpy(vector)[:, 0]
 
