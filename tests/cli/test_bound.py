@@ -6,7 +6,7 @@ from torch import nn
 
 import lipkit
 from lipkit.analysis import analyze
-from lipkit.cli.bound import describe, parse_shape
+from lipkit.cli.bound import parse_shape
 from lipkit.cli.main import main
 
 SOURCE = """
@@ -30,6 +30,10 @@ def unknown():
 
 def nothing():
     return 3
+
+class Gate(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(x)
 """
 
 
@@ -83,6 +87,9 @@ def test_pickles_are_refused_unread(tmp_path, name, capsys):
         (["{m}:factory", "--input-shape", "1,x"], "expected positive sizes"),
         (["{m}:factory", "--input-shape", "2,6,6"], "does not accept inputs of shape (2, 6, 6)"),
         (["{m}:factory", "--input-shape", "1,6,6", "--method", "magic"], "expected one of auto, best"),
+        (["{m}:Gate", "--input-shape", "3"], "lipkit bound --box 0,1"),
+        (["{m}:Gate", "--input-shape", "3", "--box", "0"], "expected two numbers such as 0,1, got '0'"),
+        (["{m}:Gate", "--input-shape", "3", "--box", "1,0"], "the smaller one first"),
         (["somewhere"], "which is none of them"),
         (["missing.onnx"], "onnx"),
     ],
@@ -96,9 +103,17 @@ def test_what_is_wrong_is_said_in_one_line(module, arguments, message, capsys):
 
 def test_the_table_hides_what_has_no_influence():
     found = analyze(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (2,), restarts=0)
-    assert "1 without influence" in describe(found)
-    assert "ReLU" in describe(found, everything=True)
-    assert "lower" not in describe(found)
+    assert "1 without influence" in str(found)
+    assert "ReLU" in found.describe(everything=True)
+    assert "lower" not in str(found)
+
+
+def test_a_product_is_bounded_in_a_box(module, capsys):
+    # The derivative of x sigmoid(x) at the upper end of the box, where it is largest; the rule of products is coarser.
+    assert main(["bound", f"{module}:Gate", "--input-shape", "3", "--box", "-1,1"]) == 0
+    upper, lower = (float(word) for word in capsys.readouterr().out.split()[1:4:2])
+    assert lower == pytest.approx(0.9276, rel=1e-2)
+    assert 0.9276 <= upper <= 1.25
 
 
 def test_shapes():
@@ -110,7 +125,7 @@ def test_infinite_bounds_are_shown():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model[0].weight.data.fill_(float("inf"))
     with torch.no_grad():
-        assert "inf" in describe(analyze(model, (1,), restarts=0))
+        assert "inf" in str(analyze(model, (1,), restarts=0))
 
 
 def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_path, capsys) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 import lipkit
 from lipkit.analysis import analyze
 from lipkit.cli import console
-from lipkit.cli.bound import describe
 from lipkit.cli.main import main
 from lipkit.experiments.table_runs import Found, render
 from lipkit.experiments.tables import TABLES
@@ -140,7 +139,7 @@ def test_recipes_are_shown_on_lines_of_their_own(tmp_path: Path, capsys: pytest.
 def test_layers_and_notes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     network = nn.Sequential()
     network.add_module("first\n" + LINE.replace(".", ",") + "\x1b[1m", nn.Linear(3, 2))
-    text = describe(analyze(network.eval(), (3,)))
+    text = str(analyze(network.eval(), (3,)))
     assert [line for line in text.split("\n") if not plain_line(line) or line.startswith("certified")] == []
     console.Lines().note(f"certifying {FORGED}")
     error = capsys.readouterr().err.rstrip("\n")

@@ -15,6 +15,11 @@ from lipkit.modules.forms import Form, added, cut, stacked
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, reciprocal_up, root, to_double
 
+ON_A_BOX = (
+    "such a product has no Lipschitz constant on all of space; analyze(..., box=(0, 1)), or lipkit bound --box 0,1, "
+    "bounds it for inputs in a box"
+)
+
 # Reading entries, or the same entries under another shape. Whether the samples stay apart shows in the result: its
 # first dimension is the batch, and entries keep their order.
 
@@ -126,10 +131,7 @@ def _smallest(value: Any) -> float:
 @function_rule(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_")
 def _mul(call: Call, x: Any, y: Any) -> Form:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        raise call.refuse(
-            "expected one factor to be constant, got two that depend on the input: such a product has no Lipschitz "
-            "constant on all of space"
-        )
+        raise call.refuse(f"expected one factor to be constant, got two that depend on the input: {ON_A_BOX}")
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
     copies = call.repetition(call.operand(moving))
     return call.scale(moving, _largest(call.constant(constant, "factor")) * copies * (1 + gamma(2)))
@@ -144,7 +146,7 @@ def _div(call: Call, x: Any, y: Any) -> Form:
 @function_rule(operator.matmul, torch.matmul, "matmul", torch.mm, "mm")
 def _matmul(call: Call, x: Any, y: Any) -> Form:
     if isinstance(x, Operand) and isinstance(y, Operand):
-        raise call.refuse("expected one constant matrix, got two tensors that depend on the input")
+        raise call.refuse(f"expected one constant matrix, got two that depend on the input: {ON_A_BOX}")
     moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
     matrix = call.constant(constant, "matrix")
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.analysis import functions as functions
-from lipkit.analysis.lipschitz_search import lipschitz_lower_bound
+from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
 from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError, first_line
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import Shape, export
 from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
 from lipkit.modules.tracing import Root, trace
+from lipkit.text import table
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,27 @@ class NetworkBound:
     layers: tuple[LayerBound, ...]
     input_shape: Shape
 
+    def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, everything: bool = False) -> str:
+        """The bounds and a table of the layers, what raises the bound most first.
+
+        Args:
+            everything: show layers that contribute nothing, too.
+        """
+        # Below 1 the logarithm is negative, and so are the fractions of what raises the bound.
+        layers = sorted(self.layers, key=lambda layer: layer.fraction if self.upper < 1 else -layer.fraction)
+        shown = [layer for layer in layers if everything or abs(layer.fraction) >= 5e-4 or layer.bound == float("inf")]
+        rows = [["fraction", "bound", "type", "method", "layer"]]
+        rows += [[f"{100 * x.fraction:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
+        head = f"upper {self.upper:.6g}"
+        if self.lower:
+            head += f"  lower {self.lower:.6g} (found by search, no certificate)"
+        left = len(layers) - len(shown)
+        end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
+        return "\n".join([head, "", table([], rows), *end])
+
 
 def analyze(
     model: nn.Module,
@@ -45,7 +67,7 @@ def analyze(
     restarts: int = 4,
     steps: int = 10,
     seed: int = 0,
-    box: tuple[float, float] | None = None,
+    box: Box | None = None,
 ) -> NetworkBound:
     r"""Lower and upper bound of the Lipschitz constant of any network that torch.fx can trace.
 
@@ -69,7 +91,7 @@ def analyze(
         seed: of the search.
         box: (low, high) of every entry of the inputs. Where products of two values have no constant on all of space,
             the bound is that of ``lipkit.export(model, input_shape, box=box)``, which is the same function for inputs
-            in the box.
+            in the box. The search stays in it.
 
     Returns:
         :class:`NetworkBound`.
@@ -126,9 +148,9 @@ def analyze(
         check_outputs(root, observed, input_shape)
         lower = 0.0
         if restarts and stays_float64(root, graph, input_shape):
-            lower = _search(_Copied(root), input_shape, restarts, steps, seed)
+            lower = _search(_Copied(root), input_shape, box, restarts, steps, seed)
         elif restarts:
-            lower = _random_secants(_Copied(root), input_shape, restarts * steps)
+            lower = _random_secants(_Copied(root), input_shape, box, restarts * steps)
     if lower > upper * (1 + 1e-6):
         raise CertificateViolation(
             f"analyze: expected no secant steeper than the upper bound {upper:.9g}, got one of slope {lower:.9g}: a "
@@ -161,14 +183,14 @@ def _accepted(root: Root, input_shape: Shape) -> Shape:
     return shape
 
 
-def _search(model: nn.Module, input_shape: Shape, restarts: int, steps: int, seed: int) -> float:
+def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:
     try:
         return lipschitz_lower_bound(
-            model, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
+            model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
         ).lower
     except RuntimeError:
         # Some in-place calls cannot be differentiated. Secants between random points need no derivatives.
-        return _random_secants(model.double(), input_shape, restarts * steps)
+        return _random_secants(model.double(), input_shape, box, restarts * steps)
 
 
 def _search_dtype(model: nn.Module) -> torch.dtype:
@@ -177,9 +199,12 @@ def _search_dtype(model: nn.Module) -> torch.dtype:
     return torch.float32 if own <= {torch.float32} else torch.float64
 
 
-def _random_secants(model: nn.Module, input_shape: Shape, count: int) -> float:
+def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
     """Largest slope of secants between random points in the network's own format, less what its rounding may add."""
     ends = 3 * sample(model, input_shape, 2 * count)
+    if box is not None:
+        # The normal distribution's own function takes its numbers to uniform ones.
+        ends = box[0] + (box[1] - box[0]) * torch.special.ndtr(ends / 3)
     best = 0.0
     for pair in ends.split(2):
         with torch.no_grad():

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lipkit.text import table
-
 if TYPE_CHECKING:
     from torch import nn
-
-    from lipkit.analysis import NetworkBound
 
 Shape = tuple[int, ...]
 # Files that torch and others write with pickle, which runs what it reads.
@@ -25,20 +21,23 @@ PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 @click.option("--method", default="auto", show_default=True, help="Bound of convolutions: auto, best, symbol_sup, ...")
 @click.option("--restarts", default=2, show_default=True, help="Starts of the search for the lower bound; 0: none.")
 @click.option("--steps", default=5, show_default=True, help="Steps of that search.")
+@click.option("--box", metavar="LOW,HIGH", help="Of every input entry; products of two values need one.")
 @click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
-def command(model: str, input_shape: str | None, method: str, restarts: int, steps: int, everything: bool) -> None:
+def command(
+    model: str, input_shape: str | None, method: str, restarts: int, steps: int, box: str | None, everything: bool
+) -> None:
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
     written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. Layers are sorted by their
     fraction of the logarithm of the bound.
     """
-    shape = parse_shape(input_shape)
+    shape, limits = parse_shape(input_shape), parse_box(box)
     network, shape = read(model, shape)
     from lipkit.analysis import analyze
 
-    found = analyze(network, shape, method=method, restarts=restarts, steps=steps)
-    click.echo(describe(found, everything))
+    found = analyze(network, shape, method=method, restarts=restarts, steps=steps, box=limits)
+    click.echo(found.describe(everything))
 
 
 def parse_shape(text: str | None) -> Shape | None:
@@ -56,6 +55,21 @@ def parse_shape(text: str | None) -> Shape | None:
     if not shape or min(shape) < 1:
         raise click.UsageError(f"--input-shape: expected positive sizes such as 3,224,224, got {text!r}")
     return shape
+
+
+def parse_box(text: str | None) -> tuple[float, float] | None:
+    """``-1,1`` as two numbers.
+
+    >>> parse_box("-1,0.5")
+    (-1.0, 0.5)
+    """
+    if text is None:
+        return None
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise click.UsageError(f"--box: expected two numbers such as 0,1, got {text!r}") from None
+    return low, high
 
 
 def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
@@ -107,18 +121,3 @@ def _agreed(model: str, known: Shape | None, given: Shape | None) -> Shape:
     if known is not None and given not in (None, known):
         raise click.UsageError(f"expected --input-shape {','.join(map(str, known))} as in {model}, got {given}")
     return known or given or ()
-
-
-def describe(found: NetworkBound, everything: bool = False) -> str:
-    """The bounds and the table of layers, what raises the bound most first."""
-    # Below 1 the logarithm is negative, and so are the fractions of what raises the bound.
-    layers = sorted(found.layers, key=lambda layer: layer.fraction if found.upper < 1 else -layer.fraction)
-    shown = [layer for layer in layers if everything or abs(layer.fraction) >= 5e-4 or layer.bound == float("inf")]
-    rows = [["fraction", "bound", "type", "method", "layer"]]
-    rows += [[f"{100 * x.fraction:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
-    head = f"upper {found.upper:.6g}"
-    if found.lower:
-        head += f"  lower {found.lower:.6g} (found by search, no certificate)"
-    left = len(layers) - len(shown)
-    end = [f"and {left} without influence (--all shows them)"] if left else []
-    return "\n".join([head, "", table([], rows), *end])

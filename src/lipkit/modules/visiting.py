@@ -217,16 +217,14 @@ class Walk:
             raise NoRuleError(
                 f"analyze: {self.what(node)}: expected a tensor, got {value}, which depends on the values of the input"
             )
+        given: list[Any] = [self.known[a] if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
+        if node.op == "call_module" and (len(given) != 1 or not isinstance(value, Sizes)):
+            got = f"{len(given)} arguments" if len(given) != 1 else f"{len(value)} results"
+            raise NoRuleError(f"analyze: {self.what(node)}: expected a module from one tensor to one, got {got}")
         values = value if isinstance(value, tuple) else (value,)
         shapes = tuple(self._sample_shape(node, v) for v in values)
         dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
-        if node.op == "call_module":
-            given = [self.known[a] if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
-            if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Sizes):
-                raise NoRuleError(f"analyze: {self.what(node)}: expected one tensor in and one out, got {given!r}")
-            found = self.module(node, given[0])
-        else:
-            found = self.function(node, shapes, dtypes)
+        found = self.module(node, given[0]) if node.op == "call_module" else self.function(node, shapes, dtypes)
         if isinstance(value, tuple):
             return tuple(Operand(*known) for known in zip(found, shapes, dtypes, strict=True))
         return Operand(found, shapes[0], dtypes[0])
