@@ -17,6 +17,7 @@ from lipkit.conv import fold
 from lipkit.conv.symbol import check_kernel, symbol_at
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg import at_least_float32
+from lipkit.linalg.matrices import thin_svd
 
 
 def _check_iterations(iterations: int) -> None:
@@ -197,7 +198,7 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
     wide = symbols.shape[1] < symbols.shape[2]
     values = torch.linalg.eigvalsh(symbols @ symbols.mH if wide else symbols.mH @ symbols)
     best = values[:, -1].argmax().reshape(1)
-    vectors = torch.linalg.svd(symbols[best], full_matrices=False)[2][0]
+    vectors = thin_svd(symbols[best])[2][0]
     return f1[best], f2[best], vectors[0].conj().resolve_conj()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.linalg.matrices import at_least_float32, check_matrix
+from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
@@ -58,7 +58,7 @@ class _TallPolar(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor) -> tuple[Tensor, ...]:
-        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        u, s, vh = thin_svd(w)
         return u @ vh, u, s, vh
 
     @staticmethod

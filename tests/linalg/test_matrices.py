@@ -1,0 +1,60 @@
+"""The singular value decomposition that goes on where LAPACK gives up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipkit.linalg import polar
+from lipkit.linalg.matrices import thin_svd
+
+
+def stall(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[torch.dtype]:
+    """Make LAPACK give up so many times; the formats that it is asked in."""
+    svd, asked = torch.linalg.svd, list[torch.dtype]()
+
+    def stalling(w: Tensor, full_matrices: bool) -> tuple[Tensor, ...]:
+        asked.append(w.dtype)
+        if len(asked) <= failures:
+            raise torch.linalg.LinAlgError("The algorithm failed to converge")
+        return svd(w, full_matrices=full_matrices)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch.linalg, "svd", stalling)
+    return asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("failures", [0, 1, 2, 4])
+def test_a_stalled_decomposition_is_made_otherwise(monkeypatch, dtype, failures):
+    torch.manual_seed(0)
+    w = torch.randn(3, 6, 4, dtype=dtype)
+    expected = torch.linalg.svdvals(w.to(torch.promote_types(dtype, torch.float64)))
+    asked = stall(monkeypatch, failures)
+    u, s, vh = thin_svd(w)
+    assert asked == [dtype] + [torch.promote_types(dtype, torch.float64)] * failures
+    assert (u.dtype, s.dtype, vh.dtype) == (dtype, w.real.dtype, dtype)
+    close = 100 * torch.finfo(dtype).eps
+    assert (s - expected).abs().max() < close
+    assert ((u * s[..., None, :]) @ vh - w).abs().max() < close
+    assert (vh @ vh.mH - torch.eye(4)).abs().max() < close
+
+
+def test_it_gives_up_on_what_is_not_finite_and_after_five_failures(monkeypatch):
+    asked = stall(monkeypatch, 9)
+    with pytest.raises(torch.linalg.LinAlgError):
+        thin_svd(torch.eye(3))
+    assert len(asked) == 5
+    with pytest.raises(torch.linalg.LinAlgError):
+        thin_svd(torch.full((2, 2), float("nan")))
+    assert len(asked) == 6
+
+
+def test_the_polar_factor_goes_on(monkeypatch):
+    w = torch.diag(torch.tensor([2.0, -3.0])).requires_grad_()
+    stall(monkeypatch, 2)
+    q = polar(w)
+    assert (q - torch.diag(torch.tensor([1.0, -1.0]))).abs().max() < 1e-5
+    (grad,) = torch.autograd.grad(q[0, 1], w)
+    # U = diag(1, -1), V = 1: (A - A*) / (2 + 3) with A = U* dW, of which the signs make both entries alike.
+    assert (grad - torch.tensor([[0.0, 0.2], [0.2, 0.0]])).abs().max() < 1e-6
