@@ -5,9 +5,10 @@
 
 The network of the full recipe is built for random samples of the shape of its data. A step is what `lipkit.fit` does
 for one: augmentation, attack, both passes, penalty, optimiser. Process time of one thread, without the first step, at
-the batches 2, 8 (4 if that is very slow), 32 and the recipe's, the last two as long as a step is not expected to take
-more than SLOW seconds or twice the last one; from the two largest, a straight line leads to the recipe's batch. Times
-steps and epochs. Evaluations, certificates and attacks are not in it. Networks that need more than MEMORY bytes are
+the batches 2, 8, 32 and the recipe's, this one if a step is not expected to take more than SLOW seconds or twice the
+last one; at 2 and 16 alone where a step of 2 takes more than SLOW. From the two largest, a straight line leads to the
+recipe's batch. Times steps and epochs. (Eight of the networks of lbdn_2 were measured at the recipe's batch by
+lbdn_2_times.) Evaluations, certificates and attacks are not in it. Networks that need more than MEMORY bytes are
 noted and left out. Parameters are counted.
 """
 
@@ -33,18 +34,9 @@ from lipkit.experiments.run import training_options
 from lipkit.experiments.table_runs import plan
 from lipkit.experiments.tables import TABLES
 from lipkit.files import write_atomic
-from reproduce_page import COSTS, cost_key
+from reproduce_page import COSTS, SHAPES, cost_key
 
 SLOW, MEMORY = 5.0, 8 << 30
-# Data -> training samples, shape of one, classes (none: regression).
-SHAPES = {
-    "mnist": (60_000, (1, 28, 28), 10),
-    "cifar10": (50_000, (3, 32, 32), 10),
-    "cifar100": (50_000, (3, 32, 32), 100),
-    "tiny_imagenet": (100_000, (3, 64, 64), 200),
-    "imagenet": (1_281_167, (3, 224, 224), 1000),
-    "square_wave": (300, (1,), 0),
-}
 
 
 def noise(spec: str, samples: int) -> Data:
@@ -91,12 +83,14 @@ def cost(recipe: Recipe) -> dict[str, Any]:
     except (MemoryError, RuntimeError, ShapeError) as error:
         return {"left_out": reason(error)}
     parameters = sum(p.numel() for p in model.parameters())
-    for batch in [*(b for b in (2, 8, 32) if b < full), full]:
+    for batch in [*(b for b in (2, 8, 16, 32) if b < full), full]:
         expected = line(times, batch) if times else 0.0
-        # Two at least: in many a network the weights cost more than the batch does, and a short line says little.
-        if len(times) >= 2 and expected > max(SLOW, 2 * times[-1][1]):
+        # Of a slow network two batches have to do, far apart: a line from 2 to 4 was wrong by a factor of 14 at 256.
+        slow = bool(times) and times[0][1] > SLOW
+        if batch in ((8, 32) if slow else (16,)):
+            continue
+        if batch == full and expected > max(SLOW, 2 * times[-1][1]):
             break
-        batch = 4 if len(times) == 1 and expected > 8 * SLOW else batch
         try:
             times.append((batch, step_seconds(recipe, model, batch, 3 if expected < SLOW / 2 else 2)))
         except (MemoryError, RuntimeError) as error:

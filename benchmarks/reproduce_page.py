@@ -18,6 +18,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from lipkit import models
 from lipkit.experiments.measures import find
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.table_runs import Found, figures, interval, kept, plan, shown
@@ -28,22 +31,38 @@ ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
 FIGURES = ROOT / "docs" / "published_figures.md"
 COSTS = ROOT / "benchmarks" / "full_costs.json"
+# Data -> training samples, shape of one, classes (none: regression).
+SHAPES = {
+    "mnist": (60_000, (1, 28, 28), 10),
+    "cifar10": (50_000, (3, 32, 32), 10),
+    "cifar100": (50_000, (3, 32, 32), 100),
+    "tiny_imagenet": (100_000, (3, 64, 64), 200),
+    "imagenet": (1_281_167, (3, 224, 224), 1000),
+    "square_wave": (300, (1,), 0),
+}
 # Data that the maintainers lack.
 ABSENT = {"cifar100": "CIFAR-100", "tiny_imagenet": "Tiny-ImageNet", "imagenet": "ImageNet", "stl10": "STL-10"}
 # Options of a network that leave its cost as it is.
 FREE = {"lipschitz", "gamma", "learnable_gamma", "mean", "std"}
 MADE = re.compile(r"(?<=<!-- made -->\n).*?(?=<!-- end of made -->)", re.S)
-VERDICTS = ("reached", "missed", "budget", "not made")
-# Figures of which more is better, as of fractions, or less; of all others, what is nearest to the paper's.
-MORE = {"convolutions", "layers", "exported", "speed", "lower", "ppm(0)"}
-LESS = {"ppm(100)", "ms", "bound_ms", "power_ms", "worst", "deviation", "gap(50)", "gap(224)", "lipconvnet_step.ratio"}
+VERDICTS = ("reached", "missed", "budget", "not compared", "not made")
+COUNTED = ("as printed", "not as printed")
+# Figures of which more is better, as of fractions, or less; of all others, what is nearest to the paper's. How much of
+# its gain a network uses is a finding of the papers, of which more is as far off as less.
+MORE = {"speed", "ppm(0)"}
+NEAR = {"reached", "tightness", "least_layer_gain"}
+LESS = {"ppm(100)", "worst", "deviation", "gap(50)", "gap(224)"}
+# Times on another kind of machine, and what they are of each other.
+TIMES = {"ms", "bound_ms", "power_ms", "convolutions", "layers", "exported", "speed"}
+QUOTIENTS = {"lipconvnet_step.ratio", "recipe_step.ratio"}
 
 
 class Missing(NamedTuple):
-    """A run that is not made: its core hours, None if they are not measured, and the data that are not at hand."""
+    """A run that is not made: its core hours, or why they are not measured, and the data that are not at hand."""
 
     hours: float | None
     data: str | None = None
+    reason: str = "cost not measured"
 
 
 def order(item: str) -> tuple[str, int, str]:
@@ -101,10 +120,19 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
             # Two tables may ask for one run, of which the text of the recipe is the same.
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else to_yaml(run.recipe)
-            hours = cost_of(run.recipe).get("hours") if run.recipe else measurement_hours(run.row, found)
+            hours, reason = (
+                training_cost(run.recipe, found) if run.recipe else (measurement_hours(run.row, found), None)
+            )
             spec = run.recipe.data.spec if run.recipe else str(run.row.options.get("data"))
-            out[run.row.label][text] = Missing(hours, ABSENT.get(spec))
+            out[run.row.label][text] = Missing(hours, ABSENT.get(spec), reason or Missing._field_defaults["reason"])
     return out
+
+
+def training_cost(recipe: Recipe, found: Sequence[Found]) -> tuple[float | None, str | None]:
+    """Core hours of a training, those of the row's full record if it has one, and why they were not measured."""
+    made = [one.record.times["train"] / 3600 for one in found if one.scale == "full"]
+    cost = cost_of(recipe)
+    return (statistics.fmean(made) if made else cost.get("hours")), cost.get("left_out")
 
 
 def price(runs: Mapping[str, Missing]) -> str:
@@ -112,24 +140,21 @@ def price(runs: Mapping[str, Missing]) -> str:
     hours = [run.hours for run in runs.values() if run.hours is not None]
     total = float(f"{sum(hours):.2g}")
     words = "more than" if len(hours) < len(runs) else "about"
-    text = f"{words} {total:,.12g} core hours" if hours else "cost not measured"
+    text = f"{words} {total:,.12g} core hours" if hours else next(run.reason for run in runs.values())
     data = sorted({run.data for run in runs.values() if run.data})
     return f"{text}; {' and '.join(data)} not at hand" if data else text
 
 
-def reaches(
-    figure: str, measure: str | None, paper: float, ours: float, digit: float, ends: tuple[float, float] | None
-) -> bool:
+def reaches(figure: str, paper: float, ours: float, digit: float, ends: tuple[float, float] | None) -> bool:
     """Whether our figure is as good as the paper's, by the rule of the page.
 
     Args:
-        figure, measure: of the record; where both are known, ``measure.figure`` says which direction is better.
+        figure: its name in the record, which says which direction is better.
         paper, ours: the two values.
         digit: half a unit of the last digit that the paper prints.
         ends: of the 95 % interval of ours, if it has one.
     """
-    names = {figure, f"{measure}.{figure}"}
-    more, less = is_fraction(figure) or bool(names & MORE), bool(names & LESS)
+    more, less = (is_fraction(figure) and figure not in NEAR) or figure in MORE, figure in LESS
     margin = 0.01 if is_fraction(figure) else max(0.05 * abs(paper), digit)
     near = (less or ours >= paper - margin) and (more or ours <= paper + margin)
     return near or (ends is not None and ends[0] <= paper <= ends[1])
@@ -143,42 +168,61 @@ def half_digit(table: Table, row: Row, column: str) -> float:
     return 0.5 * 10.0 ** -max(places)
 
 
-def count_of(table: Table, row: Row) -> int | None:
-    """The parameters of a row's network, counted without training it."""
+@functools.cache
+def count_of(name: str, changes: tuple[str, ...]) -> int:
+    """The parameters of a recipe's network, without numbers in them."""
+    recipe = load_recipe(name, changes)
+    _, shape, classes = SHAPES[recipe.data.spec]
+    with torch.device("meta"):
+        network = models.build(recipe.model.name, input_shape=shape, classes=classes, **recipe.model.options)
+    return sum(p.numel() for p in network.parameters())
+
+
+def counted(table: Table, row: Row, paper: float, digit: float) -> tuple[str, str]:
+    """Verdict and cell of a published number of parameters, in millions."""
     name = table.recipe_of(row)
-    return cost_of(load_recipe(name, table.overrides(row, "full"))).get("parameters") if name else None
+    if name is None:
+        raise ValueError(f"{row.label}: expected a recipe, whose network has parameters, got none")
+    ours = count_of(name, tuple(table.overrides(row, "full"))) / 1e6
+    verdict = COUNTED[not reaches("million_parameters", paper, ours, digit, None)]
+    return verdict, f"{shown('million_parameters', paper)} → {shown('million_parameters', ours)}: {verdict}"
 
 
 def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tuple[str, str]]:
-    """Column -> verdict ("reached", "missed", "budget", "not made") and cell, of every published figure of a row."""
+    """Column -> verdict (of VERDICTS or COUNTED) and cell, of every published figure of a row."""
     out = {}
     for column, paper in table.published(row).items():
         if paper is None:
             continue
-        figure = table.columns[column]
+        figure, digit = table.columns[column], half_digit(table, row, column)
+        if figure == "million_parameters":
+            out[column] = counted(table, row, paper, digit)
+            continue
         values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
-        counted = count_of(table, row) if figure == "million_parameters" else None
-        if counted is not None:
-            values = [counted / 1e6]
         if not values:
             out[column] = ("not made", f"{shown(figure, paper)}: not made")
             continue
         ours = statistics.fmean(values)
         ends = interval(found[0].record, figure) if len(found) == 1 else None
-        good = reaches(figure, row.measure, paper, ours, half_digit(table, row, column), ends)
-        off, full = shown(figure, abs(ours - paper)), counted is not None or found[0].scale == "full"
-        if good:
-            words = f"{'' if full else f'{found[0].scale}: '}reached, {shown(figure, ours - paper, sign=True)}"
+        off, side = shown(figure, abs(ours - paper)), "below" if ours < paper else "above"
+        if {figure, f"{row.measure}.{figure}"} & (TIMES | QUOTIENTS):
+            verdict, words = "not compared", "on a CPU"
+        elif found[0].scale != "full":
+            verdict, words = "budget", f"{found[0].scale}: {off} {side}"
+        elif reaches(figure, paper, ours, digit, ends):
+            verdict, words = "reached", f"reached, {shown(figure, ours - paper, sign=True)}"
         else:
-            words = f"missed by {off}" if full else f"{found[0].scale}: {off} {'below' if ours < paper else 'above'}"
-        verdict = ("reached" if good else "missed") if full else "budget"
+            verdict, words = "missed", f"missed by {off}, {side}"
         out[column] = (verdict, f"{shown(figure, paper)} → {shown(figure, ours)}: {words}")
     return out
 
 
 def counts(verdicts: Sequence[str]) -> str:
-    """How many figures have each verdict."""
-    return ", ".join(f"{word} {verdicts.count(word)}" for word in VERDICTS if word in verdicts)
+    """How many figures have each verdict; numbers of parameters, which need no training, apart."""
+    parts = [f"{word} {verdicts.count(word)}" for word in VERDICTS if word in verdicts]
+    right, wrong = (verdicts.count(word) for word in COUNTED)
+    parts += [f"{right} of {right + wrong} numbers of parameters as printed"] if right + wrong else []
+    return ", ".join(parts)
 
 
 def verdicts_of(name: str, rows: Sequence[Row]) -> list[str]:
@@ -214,7 +258,9 @@ def row_line(name: str, row: Row, columns: Sequence[str]) -> str:
         wanted = TABLES[name].seeds if found[0].scale == "full" else 1
         star = "" if all(one.current for one in found) else "*"
         number = f"{len(found)} of {wanted}" if len(found) < wanted else len(found)
-        how = f"{found[0].scale}{star}, {number} run{'s' * (wanted > 1)}"
+        how = (
+            f"{found[0].scale}{star}, {number} run{'s' * (wanted > 1)}, {max(one.record.created for one in found)[:10]}"
+        )
         how += f"; in full: {price(missing)}" if missing else ""
     else:
         how = row.absent or f"not made: {price(missing)}"
@@ -237,6 +283,11 @@ def figures_of(name: str, rows: Sequence[Row]) -> str:
 def published() -> str:
     """All published figures, as they stand in their page."""
     rows = {name: [row for row in TABLES[name].rows if any(v is not None for v in row.published)] for name in TABLES}
+    silent = [
+        f"### {name}\n\n{TABLES[name].source}.\n\n" + "".join(f"- {note}\n" for note in TABLES[name].notes)
+        for name, some in rows.items()
+        if not some and TABLES[name].notes
+    ]
     verdicts = [verdict for name in TABLES for verdict in verdicts_of(name, rows[name])]
     missing = merged(missing_runs(name)[row.label] for name in TABLES for row in rows[name])
     every = merged(runs for name in TABLES for runs in missing_runs(name).values())
@@ -244,7 +295,8 @@ def published() -> str:
         f"{len(verdicts)} published figures: {counts(verdicts)}. Their rows in full, each run once: {price(missing)}; "
         f"with the rows of which no figures are published: {price(every)}.\n"
     )
-    return "\n" + "\n".join([total, *(figures_of(name, some) for name, some in rows.items() if some)]) + "\n"
+    tables = [figures_of(name, some) for name, some in rows.items() if some]
+    return "\n" + "\n".join([total, *tables, "## Notes on tables without published figures\n", *silent]) + "\n"
 
 
 def rows_of(paper: Paper) -> Iterator[str]:
