@@ -21,6 +21,9 @@ CIRCULAR: dict[str, Any] = {"padding_mode": "circular"}
 # By title: the constrained network, and the same one of plain layers with circular convolutions.
 NETWORKS: dict[str, tuple[Build, Build]] = {
     "KWLarge (cayley)": (lambda: kwlarge("cayley"), lambda: kwlarge("plain", **CIRCULAR)),
+    "KWLarge (bcop)": (lambda: kwlarge("bcop"), lambda: kwlarge("plain", **CIRCULAR)),
+    "KWLarge (rko)": (lambda: kwlarge("rko"), lambda: kwlarge("plain", **CIRCULAR)),
+    "KWLarge (ossn)": (lambda: kwlarge("ossn"), lambda: kwlarge("plain", **CIRCULAR)),
     "LBDN small (sandwich)": (
         lambda: kwlarge("sandwich", dense=(512, 512)),
         lambda: kwlarge("plain", dense=(512, 512), activation="relu", **CIRCULAR),

@@ -14,7 +14,7 @@ from lipkit.experiments.recipe import load_recipe, names
 from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.experiments.table_runs import plan, slug
 from lipkit.experiments.tables import SCALES, TABLES, Row, Table, is_fraction
-from lipkit.models import MODELS
+from lipkit.models import MODELS, lipconvnet
 
 # Figures that a record has without further measurements, by task.
 OWN = {
@@ -175,8 +175,12 @@ def test_eco_table_2_has_the_papers_networks() -> None:
 
 
 def test_eco_ablation_has_the_papers_depths() -> None:
-    firsts = [run.recipe.model.options["first"] for run in plan(TABLES["eco_3"], Path("x/y")) if run.recipe]
-    assert firsts == [0, 1, 2, 3, 4, 5] * 2
+    runs = [run.recipe.model.options for run in plan(TABLES["eco_3"], Path("x/y")) if run.recipe]
+    assert [options["first"] for options in runs if options.get("layer") != "soc"] == [0, 1, 2, 3, 4] * 2
+    # With SOC in all five blocks it is table 2's network, and one run.
+    assert [options.get("layer") for options in runs].count("soc") == 2
+    made = [str(lipconvnet(5, width=0.125, **options)) for options in ({"first": 5}, {"layer": "soc"})]
+    assert made[0] == made[1]
     assert published("eco_6")["ordinary, CIFAR-10"] == (75.21, 9.63, None)
 
 

@@ -154,7 +154,9 @@ def modulus(*, seed: int = 0, root: Path | None = None, size: int, points: int =
     return {"largest": float(values.max()), **figures}
 
 
-def truncation(*, seed: int = 0, root: Path | None = None, terms: int, depth: int = 5) -> dict[str, float]:
+def truncation(
+    *, seed: int = 0, root: Path | None = None, terms: int, depth: int = 5, width: float = 1.0
+) -> dict[str, float]:
     r"""Truncation of the matrices of a new LipConvnet's ECO layers, in float64.
 
     .. math:: \|\exp(A) - p_T(A)\|_2, \qquad \Big|\frac{\|\mathrm{conv}(x)\|}{\|x\|} - 1\Big|
@@ -165,18 +167,18 @@ def truncation(*, seed: int = 0, root: Path | None = None, terms: int, depth: in
         seed: of the weights and of x.
         root: not used.
         terms: T, the degree.
-        depth: of the network.
+        depth, width: of the network.
 
     Returns:
         ``error`` and ``deviation``, means over matrices and over layers; ``worst``, the error where ``||A|| = 1``.
 
-    >>> found = truncation(terms=5)
+    >>> found = truncation(terms=5, width=0.125)
     >>> found["error"] < found["worst"] < 0.0015
     True
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = lipconvnet(depth, width=0.25).double()
+        model = lipconvnet(depth, width=width).double()
         errors: list[Tensor] = []
         worst: list[Tensor] = []
         deviations: list[Tensor] = []
