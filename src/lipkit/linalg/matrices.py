@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
+from lipkit.linalg.transforms import transformed
 
 
 def check_positive(**values: int) -> None:
@@ -55,12 +56,16 @@ def orthogonality_residual(q: Tensor) -> Tensor:
     return (gram - eye_like(gram)).abs().amax((-2, -1))
 
 
+def _finite(*values: Tensor) -> bool:
+    return all(bool(value.isfinite().all()) for value in values)
+
+
 def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""``torch.linalg.svd(w, full_matrices=False)``, again in double precision where LAPACK gives up.
 
     Its divide and conquer stalls on some finite matrices with many nearly equal singular values, as nearly orthogonal
-    ones have. Double precision mends nearly all of them; if it does not, the matrix is reflected, :math:`WH = US(V^*H)`
-    with a Householder matrix H, which changes every rounding.
+    ones have, or returns NaN. Double precision mends nearly all of them; if it does not, the matrix is reflected,
+    :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding.
 
     Raises:
         torch.linalg.LinAlgError: there are entries that are not finite, or nothing helped.
@@ -69,12 +74,16 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> s.tolist(), ((u * s) @ vh).abs().round(decimals=5).tolist()
     ([2.0, 1.0], [[0.0, 2.0], [1.0, 0.0]])
     """
+    stalled = torch.linalg.LinAlgError("linalg.svd: finite matrices, and factors that are not")
     try:
-        return torch.linalg.svd(w, full_matrices=False)
-    except torch.linalg.LinAlgError:
-        if not bool(w.isfinite().all()):
+        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        if transformed() or torch.compiler.is_compiling() or _finite(u, s, vh) or not _finite(w):
+            return u, s, vh
+    except torch.linalg.LinAlgError as error:
+        if not _finite(w):
             raise
-        wide = w.to(torch.promote_types(w.dtype, torch.float64))
+        stalled = error
+    wide = w.to(torch.promote_types(w.dtype, torch.float64))
     for turn in range(4):
         # No reflection at first; then one whose vector has no pattern in common with a weight.
         v = turn * torch.cos(turn * torch.arange(1, w.shape[-1] + 1, dtype=torch.float64, device=w.device))
@@ -82,11 +91,10 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         try:
             u, s, vh = torch.linalg.svd(wide - 2 * (wide @ v)[..., None] * v, full_matrices=False)
         except torch.linalg.LinAlgError:
-            if turn == 3:
-                raise
-        else:
+            continue
+        if _finite(u, s, vh):
             return u.to(w.dtype), s.to(w.real.dtype), (vh - 2 * (vh @ v)[..., None] * v).to(w.dtype)
-    raise AssertionError("unreachable")
+    raise stalled
 
 
 # Rows of a panel.
