@@ -106,12 +106,15 @@ def test_the_table_hides_what_has_no_influence():
     assert "1 without influence" in str(found)
     assert "ReLU" in found.describe(everything=True)
     assert "lower" not in str(found)
+    assert "for inputs in" not in str(found)
 
 
 def test_a_product_is_bounded_in_a_box(module, capsys):
     # The derivative of x sigmoid(x) at the upper end of the box, where it is largest; the rule of products is coarser.
     assert main(["bound", f"{module}:Gate", "--input-shape", "3", "--box", "-1,1"]) == 0
-    upper, lower = (float(word) for word in capsys.readouterr().out.split()[1:4:2])
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith("for inputs in [-1, 1]")
+    upper, lower = (float(word) for word in out.split()[1:4:2])
     assert lower == pytest.approx(0.9276, rel=1e-2)
     assert 0.9276 <= upper <= 1.25
 

@@ -29,12 +29,14 @@ class NetworkBound:
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
         layers: in the order of the forward pass; the last entry is what sums and concatenations add.
         input_shape: of one sample.
+        box: (low, high) of every entry of the inputs that the bounds are for; None for all inputs.
     """
 
     upper: float
     lower: float
     layers: tuple[LayerBound, ...]
     input_shape: Shape
+    box: Box | None = None
 
     def __str__(self) -> str:
         return self.describe()
@@ -53,6 +55,8 @@ class NetworkBound:
         head = f"upper {self.upper:.6g}"
         if self.lower:
             head += f"  lower {self.lower:.6g} (found by search, no certificate)"
+        if self.box is not None:
+            head += f"  for inputs in [{self.box[0]:g}, {self.box[1]:g}]"
         left = len(layers) - len(shown)
         end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
         return "\n".join([head, "", table([], rows), *end])
@@ -157,7 +161,7 @@ def analyze(
             "rule is wrong"
         )
     # Where both meet, the secant is beyond by its rounding.
-    return NetworkBound(upper, min(lower, upper), layers, input_shape)
+    return NetworkBound(upper, min(lower, upper), layers, input_shape, box)
 
 
 def _accepted(root: Root, input_shape: Shape) -> Shape:
