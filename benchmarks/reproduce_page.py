@@ -23,7 +23,7 @@ import torch
 from lipkit import models
 from lipkit.experiments.measures import find
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
-from lipkit.experiments.table_runs import Found, figures, interval, kept, plan, shown
+from lipkit.experiments.table_runs import Found, TableRun, figures, interval, kept, plan, shown
 from lipkit.experiments.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
 from lipkit.files import write_atomic
 
@@ -49,12 +49,13 @@ VERDICTS = ("reached", "missed", "budget", "not compared", "not made")
 COUNTED = ("as printed", "not as printed")
 # Figures of which more is better, as of fractions, or less; of all others, what is nearest to the paper's. How much of
 # its gain a network uses is a finding of the papers, of which more is as far off as less.
-MORE = {"speed", "ppm(0)"}
+MORE = {"ppm(0)"}
 NEAR = {"reached", "tightness", "least_layer_gain"}
 LESS = {"ppm(100)", "worst", "deviation", "gap(50)", "gap(224)"}
 # Times on another kind of machine, and what they are of each other.
 TIMES = {"ms", "bound_ms", "power_ms", "convolutions", "layers", "exported", "speed"}
-QUOTIENTS = {"lipconvnet_step.ratio", "recipe_step.ratio"}
+QUOTIENTS = {"lipconvnet_step.ratio", "recipe_step.ratio", "exponential.ratio"}
+UNMEASURED = "cost not measured"
 
 
 class Missing(NamedTuple):
@@ -62,7 +63,7 @@ class Missing(NamedTuple):
 
     hours: float | None
     data: str | None = None
-    reason: str = "cost not measured"
+    reason: str = UNMEASURED
 
 
 def order(item: str) -> tuple[str, int, str]:
@@ -120,19 +121,17 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
             # Two tables may ask for one run, of which the text of the recipe is the same.
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else to_yaml(run.recipe)
-            hours, reason = (
-                training_cost(run.recipe, found) if run.recipe else (measurement_hours(run.row, found), None)
-            )
-            spec = run.recipe.data.spec if run.recipe else str(run.row.options.get("data"))
-            out[run.row.label][text] = Missing(hours, ABSENT.get(spec), reason or Missing._field_defaults["reason"])
+            out[run.row.label][text] = missing_run(run, found)
     return out
 
 
-def training_cost(recipe: Recipe, found: Sequence[Found]) -> tuple[float | None, str | None]:
-    """Core hours of a training, those of the row's full record if it has one, and why they were not measured."""
-    made = [one.record.times["train"] / 3600 for one in found if one.scale == "full"]
-    cost = cost_of(recipe)
-    return (statistics.fmean(made) if made else cost.get("hours")), cost.get("left_out")
+def missing_run(run: TableRun, found: Sequence[Found]) -> Missing:
+    """What a run would cost: of a training, the time of the row's full record if it has one."""
+    if run.recipe is None:
+        return Missing(measurement_hours(run.row, found), ABSENT.get(str(run.row.options.get("data"))))
+    made, cost = [one.record.times["train"] / 3600 for one in found if one.scale == "full"], cost_of(run.recipe)
+    hours = statistics.fmean(made) if made else cost.get("hours")
+    return Missing(hours, ABSENT.get(run.recipe.data.spec), cost.get("left_out", UNMEASURED))
 
 
 def price(runs: Mapping[str, Missing]) -> str:

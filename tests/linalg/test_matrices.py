@@ -59,5 +59,5 @@ def test_the_polar_factor_goes_on(monkeypatch):
     q = polar(w)
     assert (q - torch.diag(torch.tensor([1.0, -1.0]))).abs().max() < 1e-5
     (grad,) = torch.autograd.grad(q[0, 1], w)
-    # U = diag(1, -1), V = 1: (A - A*) / (2 + 3) with A = U* dW, of which the signs make both entries alike.
+    # U = diag(1, -1), V = I: both entries come from (A - A*) / (2 + 3) with A = U* dW, and U makes their signs equal.
     assert (grad - torch.tensor([[0.0, 0.2], [0.2, 0.0]])).abs().max() < 1e-6

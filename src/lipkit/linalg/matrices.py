@@ -81,7 +81,7 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if transformed() or torch.compiler.is_compiling() or _finite(u, s, vh) or not _finite(w):
             return u, s, vh
     except torch.linalg.LinAlgError as error:
-        if not _finite(w):
+        if transformed() or not _finite(w):
             raise
         stalled = error
     wide = w.to(torch.promote_types(w.dtype, torch.float64))
