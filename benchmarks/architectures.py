@@ -16,6 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def settle(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random batch statistics, as after training; evaluation mode, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            for tensor, low, high in (
+                (module.running_mean, -1.0, 1.0),
+                (module.running_var, 0.3, 2.0),
+                (module.weight.data, -1.5, 1.5),
+                (module.bias.data, -1.0, 1.0),
+            ):
+                tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
+    return model.eval().double()
+
+
 class LeNet(nn.Module):
     def __init__(self, width: int = 6) -> None:
         super().__init__()

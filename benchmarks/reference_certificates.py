@@ -1,10 +1,11 @@
-"""Twenty seeded networks and their certificates: what a change that should not touch a proof must reproduce.
+"""Seeded networks and their certificates: what a change that should not touch a proof must reproduce.
 
-    python benchmarks/reference_certificates.py --check     # against tests/certificates/reference_certificates.json
-    python benchmarks/reference_certificates.py --write     # after a change that is meant to touch proofs
+    python -m benchmarks.reference_certificates --check     # against tests/certificates/reference_certificates.json
+    python -m benchmarks.reference_certificates --write     # after a change that is meant to touch proofs
 
-The file holds, for each network, its SHA-256, its constants and eight radii for each way of counting rounding, floats
-in hexadecimal. ``--check`` asks for the same bits, which one machine with one torch gives; another machine's libraries
+One small network of each family, a few larger ones, and the twelve networks of `benchmarks.architectures`, which have a
+forward pass of their own. The file holds, for each, its SHA-256, its constants, the logits of the first sample, and
+radii for each way of counting rounding, floats in hexadecimal; a refused evaluator is kept as None. ``--check`` asks for the same bits, which one machine with one torch gives; another machine's libraries
 round differently in the last places, so that the test of the suite compares with a tolerance.
 """
 
@@ -12,21 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.architectures import NETWORKS, SMALL, settle
 from torch import nn
 
 import lipkit
 from lipkit import models
+from lipkit.errors import LipkitError
 from lipkit.layers import families
 
 FILE = Path(__file__).parents[1] / "tests" / "certificates" / "reference_certificates.json"
 SAMPLES = 8
-WAYS = (("sound", "float64"), ("sound", "float32"), ("sound", "float32_blocked"), ("ignore", "float64"))
-SMALL = {"input_shape": (2, 6, 6), "classes": 4, "width": 1}
+WAYS = (("sound", "float64"), ("sound", "float32"), ("sound", "float32_blocked"), ("ignore", "float64"), ("sound", "integer"))
+SMALL_FAMILY = {"input_shape": (2, 6, 6), "classes": 4, "width": 1}
 # Beside one small network of each family: (model, options), with depth, skips, gains and unconstrained layers.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "lbdn": ("lbdn", {"sizes": [12, 16, 16, 4], "gamma": 2.0}),
@@ -36,41 +40,59 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "wide_resnet": ("wide_resnet", {"widen": 1, "input_shape": (3, 16, 16), "classes": 4}),
     "convnet": ("convnet", {"classes": 4}),
 }
+BOX = {"EfficientNet block": (0.0, 1.0), "ViT": (0.0, 1.0)}
+"""Those of the twelve networks that have a Lipschitz constant on a box only."""
 
 
 def names() -> list[str]:
     """The networks, in their order."""
-    return [*families.names(), *FURTHER]
+    return [*families.names(), *FURTHER, *SMALL]
 
 
 def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """The model of this name with seeded parameters, in evaluation mode, and the shape of its inputs."""
+    if name in SMALL:
+        torch.manual_seed(1)
+        shape = NETWORKS[name][1]
+        model: nn.Module = settle(SMALL[name]()).float()
+        if name == "U-Net":  # its outputs are images
+            model = nn.Sequential(model, nn.Flatten(), nn.Linear(math.prod(shape), 10))
+        return model.eval(), shape
     # Families that join later must not move the seeds of these.
     torch.manual_seed(14 + list(FURTHER).index(name) if name in FURTHER else families.names().index(name))
     if name in FURTHER:
         kind, options = FURTHER[name]
         shape = options.get("input_shape", (12,) if kind == "lbdn" else (1, 8, 8))
         return models.build(kind, **options).eval(), shape
-    return models.build("small", layer=name, **SMALL).eval(), SMALL["input_shape"]
+    return models.build("small", layer=name, **SMALL_FAMILY).eval(), SMALL_FAMILY["input_shape"]
 
 
 def certificates(name: str) -> dict[str, Any]:
-    """SHA-256, constants and radii of one network, floats as hexadecimal strings."""
+    """SHA-256, constants, logits and radii of one network, floats as hexadecimal strings."""
     model, shape = network(name)
-    exported = lipkit.export(model, shape)
+    exported = lipkit.export(model, shape, box=BOX.get(name))
+    exported.input_range = (0.0, 1.0)  # integer programs hold no inputs outside a range
     x = torch.rand(SAMPLES, *shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
-        labels = exported(x).argmax(1)
-    found: dict[str, Any] = {"bound": float(lipkit.lipschitz(model, shape).detach()).hex(), "labels": labels.tolist()}
+        logits = exported(x)
+    labels = logits.argmax(1)
+    bound = lipkit.lipschitz(exported if name in BOX else model, shape)
+    found: dict[str, Any] = {"bound": float(bound.detach()).hex(), "labels": labels.tolist()}
+    found["logits"] = [value.hex() for value in logits[0].tolist()]
     for rounding, evaluator in WAYS:
-        # Float32 certificates are refused while NNPACK may evaluate convolutions: the caller switches it off.
-        made = lipkit.certify(exported, x, labels, rounding=rounding, evaluator=evaluator)
+        key = f"radius {rounding} {evaluator}"
+        try:
+            # Float32 certificates are refused while NNPACK may evaluate convolutions: the caller switches it off.
+            made = lipkit.certify(exported, x, labels, rounding=rounding, evaluator=evaluator)
+        except LipkitError:
+            found[key] = None
+            continue
         found |= {
             "sha256": made.network_sha256,
             "constant": made.constant.hex(),
             "body_constant": None if made.body_constant is None else made.body_constant.hex(),
             "method": made.method,
-            f"radius {rounding} {evaluator}": [r.hex() for r in made.radius.tolist()],
+            key: [r.hex() for r in made.radius.tolist()],
         }
     return found
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.architectures import NETWORKS, SMALL
-from tests.analysis.test_architectures import settle
+from benchmarks.architectures import NETWORKS, SMALL, settle
 from torch import nn
 
 from lipkit import analyze, certify, export, lipschitz, load, save

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.architectures import NETWORKS, SMALL
-from tests.analysis.test_architectures import settle
+from benchmarks.architectures import NETWORKS, SMALL, settle
 from tests.checker.corruptions import Run
 from tests.checker.runs import digits, verdict, write_run
 from tests.checker.test_arithmetic import Bad, rational

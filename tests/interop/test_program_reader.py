@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.architectures import NETWORKS, SMALL
-from tests.analysis.test_architectures import settle
+from benchmarks.architectures import NETWORKS, SMALL, settle
 from torch import Tensor, nn
 
 from lipkit import certify, export, lipschitz

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.architectures import NETWORKS, SMALL
-from tests.analysis.test_architectures import settle
+from benchmarks.architectures import NETWORKS, SMALL, settle
 from torch import Tensor, nn
 
 from lipkit import analyze, fold
