@@ -5,8 +5,9 @@
 
 One small network of each family, a few larger ones, and the twelve networks of `benchmarks.architectures`, which have a
 forward pass of their own. The file holds, for each, its SHA-256, its constants, the logits of the first sample, and
-radii for each way of counting rounding, floats in hexadecimal; a refused evaluator is kept as None. ``--check`` asks for the same bits, which one machine with one torch gives; another machine's libraries
-round differently in the last places, so that the test of the suite compares with a tolerance.
+radii for each way of counting rounding, floats in hexadecimal; a refused evaluator is kept as None. ``--check`` asks
+for the same bits, which one machine with one torch gives; another machine's libraries round differently in the last
+places, so that the test of the suite compares with a tolerance.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from lipkit.layers import families
 
 FILE = Path(__file__).parents[1] / "tests" / "certificates" / "reference_certificates.json"
 SAMPLES = 8
-WAYS = (("sound", "float64"), ("sound", "float32"), ("sound", "float32_blocked"), ("ignore", "float64"), ("sound", "integer"))
+WAYS = (
+    *(("sound", evaluator) for evaluator in ("float64", "float32", "float32_blocked", "integer")),
+    ("ignore", "float64"),
+)
 SMALL_FAMILY = {"input_shape": (2, 6, 6), "classes": 4, "width": 1}
 # Beside one small network of each family: (model, options), with depth, skips, gains and unconstrained layers.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from benchmarks import reference_certificates as reference
 from benchmarks.architectures import SMALL
+
+from benchmarks import reference_certificates as reference
 
 pytestmark = pytest.mark.thorough
 
