@@ -14,7 +14,6 @@ from lipkit.experiments import run as pipeline
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import AfterStep, MaxMin, Residual, SvcmConv2d, after_step, register_after_step
 from lipkit.layers.steps import seen_shapes
-from lipkit.training import trainee
 from lipkit.wasserstein import wgan
 
 SHAPE, TOLERANCE = (1, 6, 6), 0.03
@@ -191,15 +190,10 @@ def test_each_layer_is_told_the_size_that_it_sees_and_the_model_is_not_touched()
     assert after_step(nn.Sequential(nn.Linear(2, 2)), (2,)) == 0
 
 
-def test_refusals(monkeypatch):
+def test_refusals():
     with pytest.raises(OptionError, match="step: expected an integer of at least 1, got 0"):
         after_step(network(), SHAPE, 0)
     with pytest.raises(ShapeError, match="does not accept inputs of shape"):
         after_step(network(), (1, 4, 4))
     with pytest.raises(ShapeError, match=r"expected input of shape \(B, 1, H, W\)"):
         after_step(network(), (3, 6, 6))
-    monkeypatch.setattr(trainee, "is_sharded", lambda fabric: True)
-    with pytest.raises(
-        OptionError, match=r"expected no layer that acts after a step \(SvcmConv2d\) with strategy fsdp"
-    ):
-        lipkit.fit(network(), samples(), epochs=1, batch_size=8, lr=0.1, accelerator="cpu")

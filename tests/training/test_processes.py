@@ -1,4 +1,4 @@
-"""Training in two processes (gloo): data parallel and sharded, against one process, and stopped and resumed."""
+"""Training in two processes (gloo): data parallel, against one process, and stopped and resumed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_fabric.strategies import ModelParallelStrategy
 
 from lipkit import training
+from lipkit.errors import OptionError
 from lipkit.modules import lipschitz
 from lipkit.training import checkpoints as run_folder
-from lipkit.training import devices
+from lipkit.training import devices, trainee
 
 pytestmark = pytest.mark.thorough
 
@@ -63,11 +66,11 @@ sys.path.insert(0, sys.argv[1])
 from process_subject import plain, random
 from lipkit import training
 from lipkit.errors import RunError
-strategy, out = sys.argv[2], pathlib.Path(sys.argv[1])
-runs = {"plain": plain(strategy=strategy)}
-runs["whole"] = random(out / "whole", strategy=strategy)
-part = random(out / "part", strategy=strategy, max_minutes=1e-9)
-runs["resumed"] = random(out / "part", strategy=strategy, resume=True)
+out = pathlib.Path(sys.argv[1])
+runs = {"plain": plain()}
+runs["whole"] = random(out / "whole")
+part = random(out / "part", max_minutes=1e-9)
+runs["resumed"] = random(out / "part", resume=True)
 found = {
     name: {"model": run.model.state_dict(), "average": run.average.state_dict(),
            "rows": [r["loss"] for r in run.history], "norm": [r.get("norm") for r in run.history]}
@@ -75,14 +78,14 @@ found = {
 }
 found["part"] = {"finished": part.finished, "epochs": part.epochs_done, "world": dist.get_world_size()}
 try:
-    random(out / "whole", strategy=strategy)
+    random(out / "whole")
 except RunError as error:
     found["taken"] = str(error)
 torch.save(found, out / f"rank{dist.get_rank()}.pt")
 """
 
 
-def launch(folder, strategy):
+def launch(folder):
     """Start two processes with the environment that torchrun gives them; returns what each found."""
     (folder / "process_subject.py").write_text(SUBJECT)
     with socket.socket() as free:
@@ -94,7 +97,7 @@ def launch(folder, strategy):
     }  # fmt: skip
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(folder), strategy],
+            [sys.executable, "-c", WORKER, str(folder)],
             env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -109,12 +112,12 @@ def launch(folder, strategy):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("fsdp", marks=pytest.mark.slow)])
-def found(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
     namespace: dict = {}
     exec(compile(SUBJECT, "process_subject", "exec"), namespace)
-    return namespace, folder, launch(folder, request.param)
+    return namespace, folder, launch(folder)
 
 
 def test_both_processes_end_with_the_same_weights(found):
@@ -157,6 +160,12 @@ def test_the_clock_stops_both_within_an_epoch_and_a_resume_continues_bit_for_bit
 def test_what_the_first_process_refuses_all_refuse(found):
     _, _, ranks = found
     assert all("expected a new run folder" in rank["taken"] for rank in ranks)
+
+
+def test_a_strategy_that_keeps_parameters_in_parts_is_refused():
+    sharded = SimpleNamespace(strategy=ModelParallelStrategy(lambda model, mesh: model))
+    with pytest.raises(OptionError, match="leaves parameters whole, got Fabric's ModelParallelStrategy"):
+        trainee.check_whole(sharded)
 
 
 def test_the_process_group_ends_before_the_interpreter(found):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--accelerator", metavar="NAME", help="auto, cpu, cuda or mps (train.accelerator).")
 @click.option("--devices", metavar="N", help="Devices on each machine: a number, or auto (train.devices).")
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of machines (train.nodes); torchrun sets it.")
-@click.option("--strategy", metavar="NAME", help="ddp or fsdp (train.strategy).")
+@click.option("--strategy", metavar="NAME", help="ddp, for instance (train.strategy).")
 @click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 def command(

@@ -28,7 +28,7 @@ def make_fabric(options: Numbers) -> Any:
     Under torchrun the number of processes is torchrun's: ``devices`` and ``nodes`` may then be left at 1.
 
     Args:
-        options: accelerator, devices, strategy and precision are Fabric's; strategy "fsdp" is FSDP2, see `sharding`.
+        options: accelerator, devices, strategy and precision are Fabric's.
 
     Raises:
         OptionError: what Fabric refuses, or a precision in which constraints do not hold.
@@ -42,12 +42,7 @@ def make_fabric(options: Numbers) -> Any:
         "precision": options.precision,
     }  # fmt: skip
     try:
-        if strategy == "fsdp":
-            from lipkit.training.sharding import strategy as sharded
-
-            fabric = Fabric(**{**chosen, "strategy": sharded()})
-        else:
-            fabric = Fabric(**chosen)
+        fabric = Fabric(**chosen)
     except (ValueError, TypeError, RuntimeError) as error:
         got = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
         raise OptionError(f"expected devices that Lightning Fabric can use, got {got}: {error}") from error

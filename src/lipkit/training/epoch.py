@@ -70,7 +70,7 @@ def take_step(
     Returns:
         (2,) float32: sum of the losses and number of correct answers of this process, still on the device.
     """
-    fabric, model = trainee.fabric, trainee.stepped
+    fabric, model = trainee.fabric, trainee.model
     pieces = min(objective.pieces, max(1, size // fabric.world_size))  # as many in every process
     sums = []
     for number, (part, targets) in enumerate(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True), 1):
@@ -96,13 +96,7 @@ def take_step(
 
 def _finish(trainee: Trainee, objective: Objective) -> None:
     fabric, optimizer = trainee.fabric, trainee.optimizer
-    if trainee.sharded:
-        from lipkit.training import sharding
-
-        sharding.sync_scalars(fabric, trainee.stepped)
-        if objective.grad_clip is not None:
-            sharding.clip_gradients(trainee.stepped, objective.grad_clip)
-    elif objective.grad_clip is not None:
+    if objective.grad_clip is not None:
         fabric.clip_gradients(trainee.wrapped, optimizer, max_norm=objective.grad_clip, error_if_nonfinite=False)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -190,7 +184,7 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
     augment, attack = augment_generator(options.seed, epoch, rank), attack_generator(options.seed, epoch, rank)
     generators = {"augment": augment, "attack": attack}
     saving.restore_random(network, state, generators)
-    network.stepped.train()
+    network.model.train()
     totals = Totals(fabric, epoch, steps, progress=options.progress, before=state.get("totals"))
     indices = batches(len(plan.data), options.batch_size, seed=options.seed, epoch=epoch, rank=rank, ranks=ranks)
     if plan.budget is not None:
@@ -210,10 +204,10 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
         fraction = plan.fraction(fabric, number)
         last = step == steps or fraction >= 1
         if plan.input_shape is not None:
-            after_step(network.stepped, plan.input_shape, None if last else number)
+            after_step(network.model, plan.input_shape, None if last else number)
         if options.post_step is not None:
             with torch.no_grad():
-                options.post_step(network.stepped, number, last)
+                options.post_step(network.model, number, last)
         if network.average is not None and options.ema is not None:
             update(network.average, network.parameters, options.ema, number)
         read = totals.add(step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)

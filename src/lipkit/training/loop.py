@@ -115,8 +115,7 @@ def fit(
     check_precision(fabric.strategy.precision.precision)
     if options.batch_size < fabric.world_size:
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
-    if trainees.is_sharded(fabric):
-        _refuse_sharding(model, options)
+    trainees.check_whole(fabric)
     folder = None if run_dir is None else Path(run_dir)
     done, state, history = saving.open_run(fabric, model, folder, resume, options.settings(len(train)))
     plan = _plan(model, train, options, folder, fabric.device, state)
@@ -125,7 +124,6 @@ def fit(
         saving.restore(network, state)
         done, stopped = _epochs(network, plan, done, state, history)
         average = None if options.ema is None else _measured(network, plan, done)
-        trainees.whole(network)
     model.eval()
     return Run(model, history, folder, done, average, not stopped)
 
@@ -145,17 +143,6 @@ def _plan(
     budget = None if options.budget is None else Budget(options.budget, state.get("used", 0.0))
     shape = _input_shape(data, options.augment, device) if after_step_layers(model) else None
     return Plan(options, data, rate, objective, folder, clock, budget, shape)
-
-
-def _refuse_sharding(model: nn.Module, options: TrainOptions) -> None:
-    """Raise OptionError for what looks at whole parameters, of which a shard has a part."""
-    from lipkit.training.sharding import check_whole
-
-    acting = next(iter(after_step_layers(model).values()), None)
-    check_whole((
-        (f"layer that acts after a step ({type(acting).__name__})", acting), ("post_step", options.post_step),
-        ("penalty", options.penalty), ("adversary", options.adversary),
-    ))  # fmt: skip
 
 
 def _epochs(

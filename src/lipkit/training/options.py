@@ -140,7 +140,7 @@ class Numbers(Section):
         default=1, description="how many devices on each machine, auto, or a list of their numbers"
     )
     nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
-    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp or fsdp")
+    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp")
     precision: StrictStr = Field(
         default="32-true", description="of Lightning Fabric: 32-true, 64-true, bf16-mixed or 16-mixed"
     )

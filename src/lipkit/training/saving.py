@@ -56,16 +56,16 @@ def save(
             f"epoch {epoch} and {step} steps"
         )
     fabric = network.fabric
-    model, average = trainee.whole(network), trainee.whole_average(network)
+    average = trainee.average_by_name(network)
     state: dict[str, Any] = {"step": step, "totals": dict(totals or {}), "used": used}
     if average is not None:
         state["average"] = {name: value.cpu() for name, value in average.items()}
     if not final:
-        state["optimizer"] = trainee.optimizer_state(network)
+        state["optimizer"] = dict(network.optimizer.state_dict())
         state["precision"] = fabric.strategy.precision.state_dict()
         state["random"] = random_state(fabric, generators or {})
     keep = {"keep": 1} if final else {}
-    return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, model, state, step=step, **keep))
+    return on_first(fabric, lambda: checkpoints.save_checkpoint(folder, epoch, network.model, state, step=step, **keep))
 
 
 def open_run(
@@ -92,7 +92,7 @@ def open_run(
 def restore(network: Trainee, state: dict[str, Any]) -> None:
     """Continue optimiser, averages and precision from a checkpoint's state. All processes must call it."""
     if "optimizer" in state:
-        trainee.load_optimizer_state(network, state["optimizer"])
+        network.optimizer.load_state_dict(state["optimizer"])
     if state.get("precision"):
         network.fabric.strategy.precision.load_state_dict(state["precision"])
     if "average" in state:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lipkit.errors import OptionError, RunError
+from lipkit.errors import OptionError
 from lipkit.training import optim
 from lipkit.training.options import TrainOptions
 
@@ -22,12 +22,10 @@ class Trainee:
 
     Attributes:
         fabric: the launched Fabric.
-        model: the network given, whole. Sharded training steps a copy, and `whole` brings its weights here.
-        stepped: the module whose parameters the optimiser changes: ``model`` itself unless sharded.
-        wrapped: what is called in the forward pass: ``stepped`` with the processes' wrapper, perhaps compiled.
+        model: the network given, whose parameters the optimiser changes.
+        wrapped: what is called in the forward pass: ``model`` with the processes' wrapper, perhaps compiled.
         optimizer: Fabric's.
         rates: the peak learning rate of each of its groups.
-        sharded: whether ``stepped`` is sharded.
         names: names of the trained parameters.
         parameters: the trained parameters, those that the optimiser holds, in the order of ``names``.
         average: their moving averages, in the order of ``names``; None without.
@@ -35,11 +33,9 @@ class Trainee:
 
     fabric: Any
     model: nn.Module
-    stepped: nn.Module
     wrapped: Any
     optimizer: Any
     rates: tuple[float, ...]
-    sharded: bool
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     average: list[Tensor] | None
@@ -53,24 +49,15 @@ def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Trainee:
         model: on any device; moved in place.
         options: of training.
     """
-    sharded = is_sharded(fabric)
     if options.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    stepped = copy.deepcopy(model) if sharded else model
-    wrapped = fabric.setup_module(torch.compile(stepped) if options.compile else stepped)
-    if sharded:
-        from lipkit.training.sharding import groups
-
-        fabric.strategy.precision.convert_module(model)
-        fabric.to_device(model)
-        optimizer = fabric.setup_optimizers(make_optimizer(options, groups(stepped)))
-    else:
-        optimizer = fabric.setup_optimizers(optimizer_of(options, stepped))
-    found = {name: p for name, p in stepped.named_parameters() if p.requires_grad}
+    wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
+    optimizer = fabric.setup_optimizers(optimizer_of(options, model))
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     average = [p.detach().clone() for p in found.values()] if options.ema is not None else None
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
     parameters = tuple(found.values())
-    return Trainee(fabric, model, stepped, wrapped, optimizer, rates, sharded, tuple(found), parameters, average)
+    return Trainee(fabric, model, wrapped, optimizer, rates, tuple(found), parameters, average)
 
 
 def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
@@ -113,87 +100,35 @@ def make_optimizer(options: TrainOptions, parameters: Any) -> torch.optim.Optimi
     return adam(parameters, lr=lr, weight_decay=decay, fused=fused)
 
 
-def is_sharded(fabric: Any) -> bool:
-    """True if Fabric shards the parameters.
-
-    Raises:
-        OptionError: by a strategy that flattens them, so that layers do not find their own.
-    """
+def check_whole(fabric: Any) -> None:
+    """Raise OptionError for a strategy that keeps parameters in parts: a constrained layer needs them whole."""
     name = type(fabric.strategy).__name__
-    if name in ("FSDPStrategy", "DeepSpeedStrategy"):
-        raise OptionError(f"expected strategy fsdp, ddp or another that leaves parameters whole, got Fabric's {name}")
-    return name == "ModelParallelStrategy"
+    if name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
+        raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {name}")
 
 
-def whole(trainee: Trainee) -> nn.Module:
-    """``trainee.model`` with the weights of now. All processes must call it."""
-    if trainee.sharded:
-        from lipkit.training.sharding import gather
-
-        gather(trainee.stepped, trainee.model)
-    return trainee.model
-
-
-def whole_average(trainee: Trainee) -> dict[str, Tensor] | None:
-    """The averages by name, whole; None without. All processes must call it."""
-    if trainee.average is None:
-        return None
-    if not trainee.sharded:
-        return dict(zip(trainee.names, trainee.average, strict=True))
-    from lipkit.training.sharding import whole as gathered
-
-    return {name: gathered(value) for name, value in zip(trainee.names, trainee.average, strict=True)}
+def average_by_name(trainee: Trainee) -> dict[str, Tensor] | None:
+    """The averages by the names of their parameters; None without."""
+    return None if trainee.average is None else dict(zip(trainee.names, trainee.average, strict=True))
 
 
 def load_average(trainee: Trainee, values: Mapping[str, Tensor]) -> None:
     """Continue the averages of a checkpoint."""
-    assert trainee.average is not None
-    if trainee.sharded:
-        from lipkit.training.sharding import placed_like
-
-        values = {n: placed_like(values[n], a) for n, a in zip(trainee.names, trainee.average, strict=True)}
-    for name, value in zip(trainee.names, trainee.average, strict=True):
+    for name, value in (average_by_name(trainee) or {}).items():
         value.copy_(values[name])
 
 
-def optimizer_state(trainee: Trainee) -> dict[str, Any]:
-    """The optimiser's state as plain containers. All processes must call it."""
-    if not trainee.sharded:
-        return dict(trainee.optimizer.state_dict())
-    from lipkit.training import sharding
-
-    return sharding.optimizer_state(trainee.stepped, trainee.optimizer.optimizer)
-
-
-def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
-    """Continue the optimiser of a checkpoint; one written with sharding continues only with it.
-
-    Raises:
-        RunError: the checkpoint was written with sharding and this run is not sharded, or the reverse.
-    """
-    by_name = any(isinstance(key, str) for key in state["state"])
-    if state["state"] and by_name != trainee.sharded:
-        before, now = ("fsdp", "another") if by_name else ("another strategy", "fsdp")
-        raise RunError(f"expected the strategy that the run was started with, got {now} after {before}")
-    if not trainee.sharded:
-        trainee.optimizer.load_state_dict(state)
-        return
-    from lipkit.training import sharding
-
-    sharding.load_optimizer_state(trainee.stepped, trainee.optimizer.optimizer, state)
-
-
 def measured_model(trainee: Trainee, finish: Callable[[nn.Module], None]) -> nn.Module:
-    """The module that is evaluated: the network, or a copy with its averages. All processes must call it.
+    """The module that is evaluated: the network, or a copy with its averages.
 
     Args:
         trainee: in training.
         finish: applied to the copy, whose averages no projection has seen.
     """
-    model, average = whole(trainee), whole_average(trainee)
+    average = average_by_name(trainee)
     if average is None:
-        return model
-    twin = averaged(model, average)
+        return trainee.model
+    twin = averaged(trainee.model, average)
     with torch.no_grad():
         finish(twin)
     return twin
@@ -201,12 +136,7 @@ def measured_model(trainee: Trainee, finish: Callable[[nn.Module], None]) -> nn.
 
 def spoilt_parameter(trainee: Trainee) -> str | None:
     """The name of a parameter with NaN or infinity; None if all are finite. All processes must call it."""
-    local: list[Tensor] = [p.detach() for p in trainee.parameters]
-    if trainee.sharded:
-        from torch.distributed.tensor import DTensor  # half a second to import: paid by those who shard
-
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in local]
-    spoilt = torch.stack([~torch.isfinite(p).all() for p in local]).float()
+    spoilt = torch.stack([~torch.isfinite(p.detach()).all() for p in trainee.parameters]).float()
     if trainee.fabric.world_size > 1:
         spoilt = trainee.fabric.all_reduce(spoilt, reduce_op="sum")
     found = spoilt.nonzero().flatten().tolist()
