@@ -29,7 +29,7 @@ QUICK = [
     "certify.eps=36/255", "certify.attack_steps=2", "certify.attack_samples=20",
 ]  # fmt: skip
 FILES = {
-    "recipe.yaml", "settings.json", "metrics.jsonl", "metrics.csv", "checkpoints", "network", "record.json",
+    "recipe.yaml", "settings.json", "metrics.jsonl", "checkpoints", "network", "record.json",
     "certificate.jsonl", "radii.csv", "examples.safetensors", "report.html", "lipkit_check.py",
 }  # fmt: skip
 

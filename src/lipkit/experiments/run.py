@@ -1,7 +1,7 @@
 """From a recipe to a certified network with its report: what ``lipkit train`` does, without the command line.
 
 RUN/
-  recipe.yaml, settings.json, metrics.jsonl, metrics.csv, checkpoints/     see lipkit.training.checkpoints
+  recipe.yaml, settings.json, metrics.jsonl, checkpoints/     see lipkit.training.checkpoints
   network/                                                    the exported network (lipkit.modules)
   record.json, report.html                                    see lipkit.report
   certificate.jsonl, radii.csv, examples.safetensors          of a classification; `lipkit check` verifies the first

@@ -2,7 +2,7 @@
 
 RUN/
   settings.json                      what fit was called with
-  metrics.jsonl, metrics.csv         one line per epoch
+  metrics.jsonl                      one line per epoch
   checkpoints/epoch-0007/            the last two; of a finished run the last one, without the optimiser's state
     model.safetensors, state.pt      weights; optimiser and random state (torch.load with weights_only=True)
     checkpoint.json                  written last: epoch and hashes; without it the checkpoint does not exist

@@ -20,7 +20,7 @@ from lipkit.training.clocks import Budget, Clock
 from lipkit.training.devices import check_precision, make_fabric, on_first
 from lipkit.training.epoch import Objective, Plan, run_epoch
 from lipkit.training.options import TrainOptions
-from lipkit.training.progress import Divergence, Totals, board, peak_memory, require_tensorboard, write_csv
+from lipkit.training.progress import Divergence, Totals, finite, peak_memory, tensorboard
 from lipkit.training.sources import Augment, Source, derived_seed, kept_random_state, own_random_state, source
 from lipkit.training.trainee import Trainee
 
@@ -107,7 +107,7 @@ def fit(
         if wanted and run_dir is None:
             raise OptionError(f"expected run_dir with {name}=True, got None")
     if options.tensorboard:
-        require_tensorboard()
+        tensorboard(Path(str(run_dir)))  # refused before training
     train = source(data)
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
@@ -150,30 +150,33 @@ def _epochs(
 ) -> tuple[int, bool]:
     """Train from epoch ``done`` on, and add its row to ``history``: (epochs done, whether the clock ended it)."""
     fabric, options, folder = network.fabric, plan.options, plan.folder
-    with board(folder if fabric.is_global_zero else None, options.tensorboard, done) as events:
-        try:
-            last = plan.fraction(fabric, done * plan.steps) >= 1
-            while not last:
-                totals, ended = run_epoch(network, plan, done, state)
-                state = {}
-                if ended == "stop":
-                    return done, True
-                done, last = done + 1, ended == "end"
-                row = _row(network, plan, done, totals, last or done % options.evaluate_every == 0)
-                history.append(row)
-                if folder is not None and fabric.is_global_zero:
-                    checkpoints.append_metrics(folder, row)
-                    write_csv(folder, history)
-                    events.add(row)
-                wish = plan.clock.wish(fabric)
-                if last or done % options.checkpoint_every == 0 or wish:
-                    saving.save(network, folder, epoch=done, used=plan.used, final=last)
-                    plan.clock.saved()
-                totals.report(plan.steps, row)
-                if wish == "stop" and not last:
-                    return done, True
-        except Divergence as error:
-            raise RunError(f"{error}: training stopped, {_kept(folder)}; a smaller lr may help") from None
+    events = tensorboard(folder, done) if options.tensorboard and folder is not None else None
+    try:
+        last = plan.fraction(fabric, done * plan.steps) >= 1
+        while not last:
+            totals, ended = run_epoch(network, plan, done, state)
+            state = {}
+            if ended == "stop":
+                return done, True
+            done, last = done + 1, ended == "end"
+            row = _row(network, plan, done, totals, last or done % options.evaluate_every == 0)
+            history.append(row)
+            if folder is not None and fabric.is_global_zero:
+                checkpoints.append_metrics(folder, row)
+                if events is not None:
+                    events.log_metrics(finite(row), done)
+            wish = plan.clock.wish(fabric)
+            if last or done % options.checkpoint_every == 0 or wish:
+                saving.save(network, folder, epoch=done, used=plan.used, final=last)
+                plan.clock.saved()
+            totals.report(plan.steps, row)
+            if wish == "stop" and not last:
+                return done, True
+    except Divergence as error:
+        raise RunError(f"{error}: training stopped, {_kept(folder)}; a smaller lr may help") from None
+    finally:
+        if events is not None:
+            events.finalize("")
     return done, False
 
 
