@@ -23,7 +23,6 @@ _HOME = {
     "analyze": "lipkit.analysis",
     "lipschitz": "lipkit.modules",
     "export": "lipkit.modules",
-    "fold": "lipkit.modules",
     "save": "lipkit.modules",
     "load": "lipkit.modules",
     "certify": "lipkit.certificates",
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     from lipkit.certificates import prove as prove
     from lipkit.models import convert as convert
     from lipkit.modules import export as export
-    from lipkit.modules import fold as fold
     from lipkit.modules import lipschitz as lipschitz
     from lipkit.modules import load as load
     from lipkit.modules import save as save

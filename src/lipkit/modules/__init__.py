@@ -4,7 +4,6 @@ from lipkit.modules import chains, convolutions, integer_rules  # noqa: F401 (th
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
 from lipkit.modules.configuration import stored
 from lipkit.modules.dense import Affine, Elementwise, PositionCode
-from lipkit.modules.folding import fold
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.functional import function_module
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
@@ -73,7 +72,6 @@ __all__ = [
     "add_activation",
     "export",
     "export_rule",
-    "fold",
     "function_module",
     "group_sort",
     "guard",
