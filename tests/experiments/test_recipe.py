@@ -243,3 +243,10 @@ def test_unknown_base_is_refused(tmp_path: Path, base: object) -> None:
     path.write_text(f"base: {base}\nname: mine\n")
     with pytest.raises(RecipeError, match="base: expected another packaged recipe"):
         load_recipe(path)
+
+
+def test_recipes_of_runs_that_could_jitter_colours_are_read_if_they_did_not(tmp_path: Path) -> None:
+    unused = "augment: {flip: true, brightness: 0.0, contrast: 0.0, saturation: 0.0, hue: 0.0}\n"
+    assert load_recipe(write(tmp_path, SMALL + unused)).augment.flip
+    with pytest.raises(RecipeError, match="hue"):
+        load_recipe(write(tmp_path, SMALL + unused.replace("hue: 0.0", "hue: 0.1")))

@@ -3,7 +3,7 @@
 Images are uint8 or floating point in [0, 1]; normalisation is a layer of the model.
 """
 
-from lipkit.data.augment import color_jitter, random_crop, random_flip
+from lipkit.data.augment import random_crop, random_flip
 from lipkit.data.convert import as_data, as_split
 from lipkit.data.images import ImageFiles
 from lipkit.data.registry import DATASETS, data_root, load
@@ -17,7 +17,6 @@ __all__ = [
     "Split",
     "as_data",
     "as_split",
-    "color_jitter",
     "data_root",
     "load",
     "random_crop",

@@ -100,16 +100,11 @@ def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tens
     Raises:
         RecipeError: augmentation of data that is not images.
     """
-    amounts = {name: getattr(section, name) for name in ("brightness", "contrast", "saturation", "hue")}
-    jitter = {name: amount for name, amount in amounts.items() if amount}
-    if not section.crop and not section.flip and not jitter:
+    if not section.crop and not section.flip:
         return None
     if len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
-    channels = data.input_shape[0]
-    if jitter and not (channels == 3 or (channels == 1 and not jitter.keys() & {"saturation", "hue"})):
-        raise RecipeError(f"expected images of 3 channels for {', '.join(jitter)}, got {data.input_shape}")
-    return functools.partial(augment, crop=section.crop, flip=section.flip, **jitter)
+    return functools.partial(augment, crop=section.crop, flip=section.flip)
 
 
 def penalty(section: PenaltySection | None) -> LipschitzPenalty | None:
@@ -124,12 +119,11 @@ def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdver
     return PgdAdversary(**section.model_dump(), box=input_range(data))
 
 
-def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool, **jitter: float) -> Tensor:
-    """Shift by up to ``crop`` pixels, mirror with probability 1/2 if ``flip``, then `lipkit.data.color_jitter`."""
+def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> Tensor:
+    """Shift by up to ``crop`` pixels, then mirror with probability 1/2 if ``flip``."""
     if crop:
         x = datasets.random_crop(x, crop, generator)
-    x = datasets.random_flip(x, generator) if flip else x
-    return datasets.color_jitter(x, generator, **jitter) if jitter else x
+    return datasets.random_flip(x, generator) if flip else x
 
 
 def _custom(spec: str) -> Callable[..., Any]:

@@ -81,10 +81,13 @@ class AugmentSection(Section):
         default=0, description="shift by up to this many pixels, zeros come in"
     )
     flip: StrictBool = Field(default=False, description="mirror left to right with probability 1/2")
-    brightness: NotNegative = Field(default=0.0, description="factor uniform in 1 -+ this, each image its own")
-    contrast: NotNegative = Field(default=0.0, description="of the distance from the mean grey, likewise")
-    saturation: NotNegative = Field(default=0.0, description="of the distance from grey, likewise")
-    hue: Annotated[NotNegative, Field(le=0.5)] = Field(default=0.0, description="by up to this fraction of a turn")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_jitter(cls, section: Any) -> Any:
+        """Recipes of earlier runs hold the four amounts of a colour jitter; those that used none are read."""
+        jitter = ("brightness", "contrast", "saturation", "hue")
+        return {k: v for k, v in section.items() if k not in jitter or v} if isinstance(section, dict) else section
 
 
 def _checked(build: Any, name: str, options: dict[str, Any]) -> None:
