@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from papers.measures.kernels import methods, random_kernel, true_norm
 from torch import Tensor
 
 from lipkit.bounds import symbol_sup
-from lipkit.experiments.measures.kernels import methods, random_kernel, true_norm
 
 N = 32
 SHAPES = {

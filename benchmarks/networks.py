@@ -13,9 +13,9 @@ import argparse
 from collections import Counter
 
 import torch
+from papers.measures.networks import NETWORKS, Conv, measure
 
 from lipkit.bounds import METHODS
-from lipkit.experiments.measures.networks import NETWORKS, Conv, measure
 
 # Those of docs/networks.md; the others by --networks.
 USUAL = ("AlexNet", "SqueezeNet", "ResNet-18", "DenseNet-121", "ResNet-50", "ResNet-152", "WRN-50-2", "VGG-16")

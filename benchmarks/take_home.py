@@ -14,10 +14,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from papers.table_runs import without_places
+
 from lipkit import modules, networks
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.recipe import to_yaml
-from lipkit.experiments.table_runs import without_places
 from lipkit.interop import model_card
 from lipkit.report import Record, read_record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,3 +101,8 @@ def test_training_never_imports_certificates() -> None:
 def test_torch_is_not_needed(name: str) -> None:
     code = f"import sys, {name}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT.parent)})
+
+
+def test_the_package_imports_nothing_that_lies_beside_it() -> None:
+    beside = re.compile(r"^\s*(?:from|import) (?:papers|benchmarks|tests|examples)\b", re.M)
+    assert [file for file in ROOT.rglob("*.py") if beside.search(file.read_text())] == []

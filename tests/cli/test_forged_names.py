@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
+from papers.__main__ import main as papers
+from papers.table_runs import Found, render
+from papers.tables import TABLES
 from torch import nn
 
 import lipkit
 from lipkit.analysis import analyze
 from lipkit.cli import console
 from lipkit.cli.main import main
-from lipkit.experiments.table_runs import Found, render
-from lipkit.experiments.tables import TABLES
 from lipkit.interop import model_card
 from lipkit.report import read_record, write_report
 from lipkit.text import printable, printable_lines
@@ -117,11 +118,11 @@ def test_tables_name_the_figures_of_records(forged: Path) -> None:
         ["train", "digits_cayley", f"data.spec={json.dumps(FORGED.replace(chr(0xD800), ''))}"],
         ["report", f"no {FORGED.replace(chr(0xD800), '')}"],
         ["check", f"no {FORGED.replace(chr(0xD800), '')}", "b", "digits"],
-        ["reproduce", FORGED],
+        [papers, FORGED],
     ],
 )
-def test_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+def test_errors_are_one_line(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (papers(arguments[1:]) if arguments[0] is papers else main(arguments)) == 2
     error = capsys.readouterr().err.rstrip("\n")
     assert "\n" not in error
     assert plain_line(error)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papers.tables import TABLES
 
 from lipkit.attacks import ATTACKS
 from lipkit.cli.export import FORMS
 from lipkit.cli.main import VERBS
 from lipkit.experiments.recipe import load_recipe
-from lipkit.experiments.tables import TABLES
 from lipkit.layers.families import FAMILIES
 from lipkit.testing import LAWS
 

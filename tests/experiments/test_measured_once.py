@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from papers.table_runs import TableRun
+from papers.tables import TABLES
 from torch import nn
 
 import lipkit
@@ -20,12 +22,10 @@ from lipkit.data import Split, load
 from lipkit.errors import DataError, OptionError, RunError
 from lipkit.evaluation import evaluate
 from lipkit.experiments import run as pipeline
-from lipkit.experiments import table_runs as table_records
-from lipkit.experiments.table_runs import TableRun
-from lipkit.experiments.tables import TABLES
 from lipkit.explorer import open_runs
 from lipkit.interop import from_pretrained
 from lipkit.report import read_record
+from papers import table_runs as table_records
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -13,19 +12,18 @@ from lipkit.cli.source import Source
 from lipkit.files import read_text
 from lipkit.text import table
 
-KINDS = ("layers", "models", "datasets", "recipes", "tables", "networks")
+KINDS = ("layers", "models", "datasets", "recipes", "networks")
 
 
 @click.command("list")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
-    """List layers, models, datasets, recipes, the published tables of lipkit reproduce, or networks of lipkit.load."""
+    """List layers, models, datasets, recipes, or networks of lipkit.load."""
     known = {
         "layers": layers,
         "models": models,
         "datasets": datasets,
         "recipes": recipes,
-        "tables": tables,
         "networks": networks,
     }
     click.echo(table([], known[kind]()))
@@ -59,21 +57,10 @@ def datasets() -> list[list[str]]:
 
 def recipes() -> list[list[str]]:
     """Name and what it does."""
-    return [[name, content["description"]] for name, content in _files("recipes").items()]
-
-
-def tables() -> list[list[str]]:
-    """Name, source, what it is about."""
-    found = [item for content in _files("tables").values() for item in content.items()]
-    return [[name, table["source"], table["description"]] for name, table in found if not name.startswith(".")]
-
-
-def _files(folder: str) -> dict[str, dict[str, Any]]:
-    """The YAML files of a folder of the package, by name."""
     import yaml
 
-    files = sorted((Path(lipkit.__file__).parent / folder).glob("*.yaml"))
-    return {file.stem: yaml.safe_load(read_text(file)) for file in files}
+    files = sorted((Path(lipkit.__file__).parent / "recipes").glob("*.yaml"))
+    return [[file.stem, yaml.safe_load(read_text(file))["description"]] for file in files]
 
 
 def networks() -> list[list[str]]:

@@ -15,8 +15,8 @@ from lipkit.errors import LipkitError, alike, lacks_memory, suggestion
 from lipkit.memory import keep_freed_memory
 from lipkit.text import printable
 
-# Commands that take KEY=VALUE, and the sections of a recipe that they may change; none for all.
-KEYED: dict[str, tuple[str, ...]] = {"train": (), "reproduce": (), "show": (), "certify": ("certify", "data")}
+# Of commands that take KEY=VALUE for some sections of a recipe only: those sections.
+SECTIONS = {"certify": ("certify", "data")}
 
 
 def no_command(name: str, known: Sequence[str]) -> str:
@@ -37,11 +37,11 @@ def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
         error: as click raised it.
         given: the arguments of the command line.
     """
-    command = "" if error.ctx is None else error.ctx.command.name or ""
-    if command not in KEYED:
+    command = None if error.ctx is None else error.ctx.command
+    if command is None or not any("KEY=VALUE" in (p.metavar or "") for p in command.params):
         return error.format_message()
     value = next((_value(given, i) for i, a in enumerate(given) if a.partition("=")[0] == error.option_name), "VALUE")
-    if found := keys_like(error.option_name, KEYED[command]):
+    if found := keys_like(error.option_name, SECTIONS.get(command.name or "", ())):
         changes = " or ".join(f"{key}={value}" for key in found)
         return f"No such option '{error.option_name}': a key of the recipe is written {changes}"
     return f"{error.format_message()} Keys of the recipe are written KEY=VALUE; lipkit recipe show lists them"
@@ -78,10 +78,8 @@ def _value(given: Sequence[str], place: int) -> str:
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
 VERBS = (
     *("train", "certify", "check", "attack", "report", "bound", "wasserstein"),
-    *("list", "recipe", "reproduce", "export", "explore"),
+    *("list", "recipe", "export", "explore"),
 )
-# Verbs that take the same large tensors again and again.
-TRAINING = ("train", "reproduce")
 
 
 class _Lazy(click.Group):
@@ -113,21 +111,33 @@ def cli(debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    0: done. 2: wrong usage or input, one line on stderr. 1: an error that lipkit does not know. 130: interrupted.
+    """Run the command line and return its exit code, see `run`.
 
     Args:
         arguments: without the program's name; None takes them from ``sys.argv``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and given and given[0] in TRAINING:
-        keep_freed_memory()  # this process is the program's own
+    if arguments is None and given[:1] == ["train"]:
+        keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
+    return run(cli, given, "lipkit")
+
+
+def run(command: click.Command, arguments: Sequence[str], name: str) -> int:
+    """Run a command and return its exit code.
+
+    0: done. 2: wrong usage or input, one line on stderr. 1: an error that lipkit does not know. 130: interrupted.
+
+    Args:
+        command: the program.
+        arguments: without the program's name; ``--debug`` anywhere shows the traceback of an error.
+        name: of the program.
+    """
+    given = list(arguments)
     end = given.index("--") if "--" in given else len(given)
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]
     try:
-        code = cli.main(given, prog_name="lipkit", standalone_mode=False)
+        code = command.main(given, prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2

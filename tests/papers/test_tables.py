@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from papers.table_runs import plan, slug
+from papers.tables import SCALES, TABLES, Row, Table, is_fraction
 from pydantic import ValidationError
 
 from lipkit.certificates import format_radius
-from lipkit.experiments import measures
 from lipkit.experiments.recipe import load_recipe, names
 from lipkit.experiments.recipe_schema import parse_numbers
-from lipkit.experiments.table_runs import plan, slug
-from lipkit.experiments.tables import SCALES, TABLES, Row, Table, is_fraction
 from lipkit.models import MODELS, lipconvnet
+from papers import measures
 
 # Figures that a record has without further measurements, by task.
 OWN = {

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.experiments.measures.speed import benchmark
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
 from lipkit.models import lipconvnet
 from lipkit.models.lipconvnet import BLOCKS
 from lipkit.modules import export
+from papers.measures.speed import benchmark
 
 
 def _times(work: Mapping[str, Callable[[], object]], seconds: float) -> tuple[dict[str, float], dict[str, float]]:

@@ -6,13 +6,13 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from papers.__main__ import main
+from papers.figures import draw, panels
+from papers.table_runs import Found
+from papers.tables import TABLES, Beside, Picture, Row, Table
 
-from lipkit.cli.main import main
-from lipkit.experiments import tables
-from lipkit.experiments.figures import draw, panels
-from lipkit.experiments.table_runs import Found
-from lipkit.experiments.tables import TABLES, Beside, Picture, Row, Table
 from lipkit.report.record import measurement_record
+from papers import tables
 
 
 def found(*figures: dict[str, float]) -> list[Found]:
@@ -111,12 +111,12 @@ def test_a_picture_is_a_file_with_every_point_once(monkeypatch, tmp_path, capsys
     assert "prints no points" in draw("t", table(picture, u_1=()), {"u 1": found({"clean": 0.5})})
 
     monkeypatch.setitem(tables.TABLES, "t", made)
-    assert main(["reproduce", "t", "--records", str(tmp_path), "--figures", str(tmp_path / "f")]) == 0
+    assert main(["t", "--records", str(tmp_path), "--figures", str(tmp_path / "f")]) == 0
     assert f"figure: {tmp_path / 'f' / 't.svg'}" in capsys.readouterr().out
     assert ElementTree.parse(tmp_path / "f" / "t.svg").getroot().tag.endswith("svg")
-    assert main(["reproduce", "t", "--records", str(tmp_path)]) == 0
+    assert main(["t", "--records", str(tmp_path)]) == 0
     assert "figure:" not in capsys.readouterr().out
-    assert main(["reproduce", "t", "--out", str(tmp_path / "runs"), "--print"]) == 0
+    assert main(["t", "--out", str(tmp_path / "runs"), "--print"]) == 0
     assert not (tmp_path / "runs" / "t" / "t.svg").exists()  # nothing was made
 
 

@@ -1,7 +1,7 @@
 """What one training of each row costs at the scale full: core hours of one CPU thread, from one step of its recipe.
 
-    python benchmarks/full_costs.py     # resumable: what benchmarks/full_costs.json holds is kept; no data are needed
-    python benchmarks/reproduce_page.py # writes the costs into the pages
+    python -m papers.full_costs     # resumable: what papers/full_costs.json holds is kept; no data are needed
+    python -m papers.pages          # writes the costs into the pages
 
 The network of the full recipe is built for random samples of the shape of its data. A step is what `lipkit.fit` does
 for one: augmentation, attack, both passes, penalty, optimiser. Process time of one thread, without the first step, at
@@ -31,10 +31,10 @@ from lipkit.errors import ShapeError, lacks_memory
 from lipkit.experiments.build import build_model
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.run import training_options
-from lipkit.experiments.table_runs import plan
-from lipkit.experiments.tables import TABLES
 from lipkit.files import write_atomic
-from reproduce_page import COSTS, SHAPES, cost_key
+from papers.pages import COSTS, SHAPES, cost_key
+from papers.table_runs import plan
+from papers.tables import TABLES
 
 SLOW, MEMORY = 5.0, 8 << 30
 

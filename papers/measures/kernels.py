@@ -18,11 +18,11 @@ from torch import Tensor
 from lipkit.bounds import METHODS, circular, lipbound, lipbound_estimate
 from lipkit.bounds.power import farnia_lower_estimate
 from lipkit.errors import OptionError
-from lipkit.experiments.measures.networks import Conv, power_method
 from lipkit.layers import EcoConv2d
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
 from lipkit.linalg.precision import on_threads
 from lipkit.models import lipconvnet
+from papers.measures.networks import Conv, power_method
 
 
 def methods(n: int) -> dict[str, Callable[[Tensor], Tensor]]:

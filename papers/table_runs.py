@@ -23,13 +23,10 @@ import torch
 from lipkit import modules
 from lipkit.certificates.intervals import clopper_pearson
 from lipkit.errors import RunError
-from lipkit.experiments import measures
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
-from lipkit.experiments.measures import ATTACKED
 from lipkit.experiments.outcome import Display
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
-from lipkit.experiments.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
 from lipkit.files import MAX_TEXT, read_bytes, write_atomic
 from lipkit.memory import keep_freed_memory
 from lipkit.report.record import (
@@ -43,6 +40,9 @@ from lipkit.report.record import (
 )
 from lipkit.text import table as aligned
 from lipkit.training.checkpoints import SETTINGS
+from papers import measures
+from papers.measures import ATTACKED
+from papers.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-
-from lipkit import certify, modules
-from lipkit.bounds import circular
-from lipkit.data import Data, Split
-from lipkit.errors import OptionError
-from lipkit.evaluation.attack import Attack, attack_samples
-from lipkit.experiments import measures
-from lipkit.experiments.measures.kernels import gap, methods, modulus, random_kernel, true_norm
-from lipkit.experiments.measures.preservation import norm_preservation
-from lipkit.experiments.measures.speed import layer_step, network_step, recipe_step
-from lipkit.experiments.measures.trained import (
+from papers.measures.kernels import gap, methods, modulus, random_kernel, true_norm
+from papers.measures.preservation import norm_preservation
+from papers.measures.speed import layer_step, network_step, recipe_step
+from papers.measures.trained import (
     accuracy,
     attack,
     attack_steps,
@@ -30,7 +22,15 @@ from lipkit.experiments.measures.trained import (
     learning_curve,
     secant_slopes,
 )
+from torch import nn
+
+from lipkit import certify, modules
+from lipkit.bounds import circular
+from lipkit.data import Data, Split
+from lipkit.errors import OptionError
+from lipkit.evaluation.attack import Attack, attack_samples
 from lipkit.models import lbdn
+from papers import measures
 
 SHAPE = (1, 4, 4)
 

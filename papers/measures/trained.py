@@ -21,9 +21,9 @@ from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.data import Data
 from lipkit.evaluation.attack import choose_samples
-from lipkit.experiments.measures import ATTACKED
 from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.report.run_files import read_series
+from papers.measures import ATTACKED
 
 
 def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -1,22 +1,31 @@
-"""``lipkit reproduce``: repeat a published table and print it beside the paper's figures."""
+"""``python -m papers``: repeat a published table and print it beside the paper's figures."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from lipkit.experiments.outcome import Display
-    from lipkit.experiments.table_runs import Found
-    from lipkit.experiments.tables import Available, Scale, Table
+from lipkit.cli.console import display
+from lipkit.cli.main import run
+from lipkit.cli.train import data_root, split_arguments
+from lipkit.errors import OptionError, suggestion
+from lipkit.experiments.outcome import Display
+from lipkit.files import write_atomic
+from lipkit.memory import keep_freed_memory
+from lipkit.text import table as aligned
+from papers import table_runs, tables
+from papers.figures import draw
+from papers.table_runs import Found
+from papers.tables import SCALES, Available, Scale, Table
 
 
-@click.command("reproduce")
+@click.command("papers", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("arguments", nargs=-1, metavar="[TABLE] [KEY=VALUE ...]")
+@click.option("--list", "listed", is_flag=True, help="The tables: name, source, what each is about.")
 @click.option("--all", "everything", is_flag=True, help="Every table; a run that fails does not stop the others.")
 @click.option(
     "--scale",
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
 @click.option("--print", "only_print", is_flag=True, help="Print what is there in --out; train nothing.")
 def command(
     arguments: tuple[str, ...],
+    listed: bool,
     everything: bool,
     scale: Scale | None,
     labels: tuple[str, ...],
@@ -61,12 +71,11 @@ def command(
 
     Runs that are there are kept, those that were cut are resumed: start it again after an interruption. The figures
     are read from record.json files alone; rows without one are printed as not made. KEY=VALUE changes the recipe of
-    every row, for example train.epochs=1. A figure is a table of its points, and a picture. Tables: lipkit list tables.
+    every row, for example train.epochs=1. A figure is a table of its points, and a picture.
     """
-    from lipkit.cli.console import display
-    from lipkit.cli.train import data_root, split_arguments
-    from lipkit.experiments.tables import Available
-
+    if listed:
+        click.echo(aligned([], [[name, table.source, table.description] for name, table in tables.TABLES.items()]))
+        return
     name, overrides = split_arguments(arguments)
     chosen = {key: only_rows(table, labels) for key, table in choose(name, everything).items()}
     if records is not None:
@@ -101,17 +110,14 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
     Raises:
         OptionError: an unknown name; the message has the closest ones.
     """
-    from lipkit.errors import OptionError, suggestion
-    from lipkit.experiments.tables import TABLES
-
     if everything == (name is not None):
         raise click.UsageError(f"expected a table or --all, got {'both' if everything else 'neither'}")
     if name is None:
-        return dict(TABLES)
-    if name not in TABLES:
-        hint = suggestion(name, TABLES) or "."
-        raise OptionError(f"unknown table {name!r}{hint} lipkit list tables shows all")
-    return {name: TABLES[name]}
+        return dict(tables.TABLES)
+    if name not in tables.TABLES:
+        hint = suggestion(name, tables.TABLES) or "."
+        raise OptionError(f"unknown table {name!r}{hint} python -m papers --list shows all")
+    return {name: tables.TABLES[name]}
 
 
 def only_rows(table: Table, labels: Sequence[str]) -> Table:
@@ -120,8 +126,6 @@ def only_rows(table: Table, labels: Sequence[str]) -> Table:
     Raises:
         OptionError: a label that no row has; the message lists them.
     """
-    from lipkit.errors import OptionError
-
     known = [row.label for row in table.rows]
     if unknown := [label for label in labels if label not in known]:
         raise OptionError(f"--row: expected labels of the table ({'; '.join(known)}), got {unknown}")
@@ -148,8 +152,6 @@ def run_table(
     thin: bool = True,
 ) -> tuple[str, list[str]]:
     """Make the runs that are missing; the table as text, and what failed."""
-    from lipkit.experiments import table_runs
-
     runs = table_runs.plan(table, out / name, overrides, seeds, scale=scale, available=available, root=root, thin=thin)
     failed: list[str] = []
     if make:
@@ -165,9 +167,6 @@ def run_table(
 
 def print_kept(name: str, table: Table, folder: Path, scale: Scale | None, figures: Path | None = None) -> str:
     """The table from kept records, as text."""
-    from lipkit.experiments import table_runs
-    from lipkit.experiments.tables import SCALES
-
     runs = [run for each in SCALES for run in table_runs.plan(table, Path("runs") / name, scale=each)]
     found = {row.label: table_runs.kept(folder / name, row, runs, scale) for row in table.rows}
     return render(name, table, found, figures)
@@ -175,10 +174,6 @@ def print_kept(name: str, table: Table, folder: Path, scale: Scale | None, figur
 
 def render(name: str, table: Table, found: Mapping[str, Sequence[Found]], figures: Path | None) -> str:
     """The table as text; its picture, if it has one, as a file in ``figures``."""
-    from lipkit.experiments import table_runs
-    from lipkit.experiments.figures import draw
-    from lipkit.files import write_atomic
-
     text = table_runs.render(table, found)
     if table.figure is None or figures is None:
         return text
@@ -190,3 +185,13 @@ def render(name: str, table: Table, found: Mapping[str, Sequence[Found]], figure
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code, see `lipkit.cli.main.run`."""
+    return run(command, arguments, "python -m papers")
+
+
+if __name__ == "__main__":
+    keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
+    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
 """The index of docs/reproduce.md and docs/published_figures.md: what the papers print, and what became of it here.
 
-    python benchmarks/reproduce_page.py    # from src/lipkit/tables, records/ and full_costs.json; nothing is trained
+    python -m papers.pages    # from papers/published, records/ and full_costs.json; nothing is trained
 
 The index has every numbered item of the papers, its command and its records; the other page every published figure
-beside ours, or what it would cost (benchmarks/full_costs.py measures that).
+beside ours, or what it would cost (`papers.full_costs` measures that).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 import torch
 
 from lipkit import models
-from lipkit.experiments.measures import find
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
-from lipkit.experiments.table_runs import Found, TableRun, figures, interval, kept, plan, shown
-from lipkit.experiments.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
 from lipkit.files import write_atomic
+from papers.measures import find
+from papers.table_runs import Found, TableRun, figures, interval, kept, plan, shown
+from papers.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
 FIGURES = ROOT / "docs" / "published_figures.md"
-COSTS = ROOT / "benchmarks" / "full_costs.json"
+COSTS = ROOT / "papers" / "full_costs.json"
 # Data -> training samples, shape of one, classes (none: regression).
 SHAPES = {
     "mnist": (60_000, (1, 28, 28), 10),
@@ -107,7 +107,8 @@ def measurement_hours(row: Row, found: Sequence[Found]) -> float | None:
     """Core hours of a measurement: those of its kept record, in proportion to the batch."""
     if not found or row.measure is None:
         return None
-    record, default = found[0].record, inspect.signature(find(row.measure)).parameters.get("batch")
+    record: Any = found[0].record  # of a measurement
+    default = inspect.signature(find(row.measure)).parameters.get("batch")
     full = row.options.get("batch", default.default if default else 1)
     return float(record.times["measure"]) / 3600 * full / record.options.get("batch", full)
 
@@ -304,7 +305,7 @@ def rows_of(paper: Paper) -> Iterator[str]:
     for item, arguments, name, rows in paper.rows(TABLES):
         cells = (
             item,
-            f"`lipkit reproduce {arguments}`",
+            f"`python -m papers {arguments}`",
             recorded(name, rows),
             summary(name, rows, paper.said.get(item)),
         )
@@ -321,6 +322,12 @@ def index() -> str:
     return "\n" + "\n".join(parts) + "\n"
 
 
+def rewritten(page: str, made: str) -> str:
+    """The page with what is made anew between its marks."""
+    start, end = MADE.search(page).span()  # type: ignore[union-attr]
+    return page[:start] + made + page[end:]
+
+
 if __name__ == "__main__":
     for page, text in ((PAGE, index()), (FIGURES, published())):
-        write_atomic(page, MADE.sub(lambda _, text=text: text, page.read_text()).encode())
+        write_atomic(page, rewritten(page.read_text(), text).encode())

@@ -57,5 +57,5 @@ def find(name: str, table: dict[str, str] | None = None) -> Callable[..., dict[s
     table = MEASURES if table is None else table
     if name not in table:
         raise OptionError(f"expected a measurement among {', '.join(table)}, got {name!r}")
-    function: Any = getattr(importlib.import_module(f"lipkit.experiments.measures.{table[name]}"), name)
+    function: Any = getattr(importlib.import_module(f"papers.measures.{table[name]}"), name)
     return function

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lipkit.experiments.table_runs import Found, figures
-from lipkit.experiments.tables import Picture, Table, is_fraction
 from lipkit.report.plots import Curve, Panel, panels_svg
+from papers.table_runs import Found, figures
+from papers.tables import Picture, Table, is_fraction
 
 _BRACKETS = re.compile(r"\(([^()]*)\)$")
 

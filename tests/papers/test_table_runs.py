@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from papers.__main__ import main
+from papers.table_runs import plan
+from papers.tables import DIGITS, After, Available, Row, Table
 from torch import nn
 
 from lipkit import modules
-from lipkit.cli.main import main
 from lipkit.data import Split
 from lipkit.errors import ShapeError
 from lipkit.evaluation import evaluate_regression
 from lipkit.experiments import run as pipeline
-from lipkit.experiments import tables
-from lipkit.experiments.table_runs import plan
-from lipkit.experiments.tables import DIGITS, After, Available, Row, Table
 from lipkit.report import read_record, write_record
 from lipkit.report.record import MeasurementRecord, from_regression, read_any_record
+from papers import tables
 
 QUICK = (
     "model={name: mlp, options: {layer: cayley, hidden: [4], activation: relu}}",
@@ -67,7 +67,7 @@ def test_what_is_missing_is_trained_and_what_was_cut_is_resumed(table, monkeypat
         save_record(folder or resume, 0.5 + 0.1 * recipe.train.seed)
 
     monkeypatch.setattr(pipeline, "train", train)
-    arguments = ["reproduce", "t1", "train.epochs=3", "--workers", "1", "--out", str(tmp_path)]
+    arguments = ["t1", "train.epochs=3", "--workers", "1", "--out", str(tmp_path)]
     runs = plan(table, tmp_path / "t1", ["train.epochs=3"])
     save_record(runs[0].folder, 0.5)
     runs[1].folder.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_changed_recipe_never_passes_for_the_one_before(table, tmp_path):
 @pytest.mark.slow
 def test_a_smoke_run_in_two_processes(table, tmp_path, capsys):
     change = ["certify.search_restarts=2", "certify.search_steps=2", "train.evaluate_every=9"]
-    arguments = ["reproduce", "t1", *change, "--scale", "smoke", "--workers", "2", "--out", str(tmp_path)]
+    arguments = ["t1", *change, "--scale", "smoke", "--workers", "2", "--out", str(tmp_path)]
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert "2/2  " in captured.err
@@ -124,7 +124,7 @@ def test_with_all_a_failing_run_does_not_stop_the_others(table, monkeypatch, tmp
 
     monkeypatch.setattr(pipeline, "train", train)
     monkeypatch.setattr(tables, "TABLES", {"t1": table})
-    assert main(["reproduce", "--all", "--scale", "smoke", "--workers", "1", "--out", str(tmp_path)]) == 2
+    assert main(["--all", "--scale", "smoke", "--workers", "1", "--out", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert "1 runs failed: t1: Small net, gamma 1, seed 0: ShapeError: expected luck, got none" in captured.err
     shown = [re.split(r"  +", line) for line in captured.out.splitlines()]
@@ -140,30 +140,30 @@ def test_records_are_kept_and_printed_without_training(table, monkeypatch, tmp_p
 
     monkeypatch.setattr(pipeline, "train", train)
     runs, kept = tmp_path / "runs", tmp_path / "records"
-    assert main(["reproduce", "t1", "--out", str(runs), "--keep", str(kept), "--workers", "1"]) == 0
+    assert main(["t1", "--out", str(runs), "--keep", str(kept), "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     files = sorted(str(p.relative_to(kept)) for p in kept.rglob("*") if p.is_file())
     assert files == [f"t1/{row}/full-seed{s}.json" for row in ("other", "small-net-gamma-1") for s in (0, 1)]
 
     monkeypatch.setattr(pipeline, "train", None)  # nothing is trained from here on
-    assert main(["reproduce", "t1", "--records", str(kept)]) == 0
+    assert main(["t1", "--records", str(kept)]) == 0
     assert capsys.readouterr().out == printed
     # What is there of another scale is not shown as this one.
-    assert main(["reproduce", "t1", "--records", str(kept), "--scale", "budget"]) == 0
+    assert main(["t1", "--records", str(kept), "--scale", "budget"]) == 0
     assert capsys.readouterr().out.count("not made") == 3
     # A record of another recipe is marked, whether it differs in a value or in a section that the row has not.
     path = kept / "t1" / "other" / "full-seed1.json"
     record = read_record(path)
     for section in ({"train": {**record.recipe["train"], "lr": 0.25}}, {"adversary": {"name": "pgd", "eps": 0.1}}):
         write_record(record.model_copy(update={"recipe": {**record.recipe, **section}}), path)
-        assert main(["reproduce", "t1", "--records", str(kept)]) == 0
+        assert main(["t1", "--records", str(kept)]) == 0
         marked = capsys.readouterr().out
         assert "full, full*" in marked
         assert "*: made with other settings" in marked
     # What the record's recipe did not have yet is not compared.
     fewer = {key: value for key, value in record.recipe.items() if key != "adversary"}
     write_record(record.model_copy(update={"recipe": fewer}), path)
-    assert main(["reproduce", "t1", "--records", str(kept)]) == 0
+    assert main(["t1", "--records", str(kept)]) == 0
     assert "*: made with other settings" not in capsys.readouterr().out
 
 
@@ -189,7 +189,7 @@ def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys)
         ),
     )
     monkeypatch.setitem(tables.TABLES, "t2", table)
-    arguments = ["reproduce", "t2", "--workers", "1", "--out", str(tmp_path)]
+    arguments = ["t2", "--workers", "1", "--out", str(tmp_path)]
     assert main(arguments) == 0
     shown = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     record = read_any_record(next((tmp_path / "t2").glob("measured-seed0-*")))
@@ -222,7 +222,7 @@ def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch,
     full = plan(table, tmp_path, available=here)
     assert [run.missing for run in full] == ["cifar10", "stl10"]
     monkeypatch.setitem(tables.TABLES, "t3", table)
-    assert main(["reproduce", "t3", "--root", str(tmp_path), "--out", str(tmp_path / "runs")]) == 0
+    assert main(["t3", "--root", str(tmp_path), "--out", str(tmp_path / "runs")]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("not made") == 2
     assert "cifar10: not there" in captured.err
@@ -230,6 +230,6 @@ def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch,
 
 @pytest.mark.thorough
 def test_a_failing_worker_stops_the_table_with_its_error(table, tmp_path, capsys):
-    arguments = ["reproduce", "t1", "data=npz:/nowhere.npz", "--workers", "2", "--out", str(tmp_path)]
+    arguments = ["t1", "data=npz:/nowhere.npz", "--workers", "2", "--out", str(tmp_path)]
     assert main(arguments) == 2
     assert "nowhere.npz" in capsys.readouterr().err

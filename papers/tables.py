@@ -1,8 +1,7 @@
-"""The published tables that ``lipkit reproduce`` can repeat: data files in ``lipkit/tables``, one for each paper."""
+"""The published tables that ``python -m papers`` can repeat: data files in ``papers/published``, one for each paper."""
 
 from __future__ import annotations
 
-import importlib.resources
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -48,9 +47,7 @@ class Row(_Part):
 
     label: str = Field(description="what the paper calls it")
     recipe: str | None = Field(default=None, description="a packaged recipe instead of the table's")
-    measure: str | None = Field(
-        default=None, description="a measurement (lipkit.experiments.measures) instead of a recipe"
-    )
+    measure: str | None = Field(default=None, description="a measurement (papers.measures) instead of a recipe")
     options: Mapping[str, Any] = Field(default_factory=dict, description="of the measurement")
     absent: str | None = Field(default=None, description="why there is neither: the row is printed only")
     set: tuple[str, ...] = Field(default=(), description="changes of the recipe, key=value, at every scale")
@@ -65,7 +62,7 @@ class Row(_Part):
 class After(_Part):
     """A further measurement of a trained network; its figures are added to the record."""
 
-    measure: str = Field(description="a measurement of trained networks (lipkit.experiments.measures)")
+    measure: str = Field(description="a measurement of trained networks (papers.measures)")
     options: Mapping[str, Any] = Field(default_factory=dict, description="at the scale full")
     budget: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale budget")
     smoke: Mapping[str, Any] = Field(default_factory=dict, description="changes at the scale smoke")
@@ -177,7 +174,7 @@ class Paper(_Part):
     source: str = Field(description="authors, conference and year")
     made: Mapping[str, tuple[str, ...]] = Field(
         default_factory=dict,
-        description="the paper's name, such as 'table 1' -> arguments of lipkit reproduce: tables, or rows of them",
+        description="the paper's name, such as 'table 1' -> arguments of python -m papers: tables, or rows of them",
     )
     not_made: Mapping[str, str] = Field(default_factory=dict, description="likewise -> the reason")
     said: Mapping[str, str] = Field(
@@ -248,14 +245,13 @@ def load_papers(files: Sequence[Any] | None = None) -> dict[str, Paper]:
 
 def _contents(files: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
     if files is None:
-        folder = importlib.resources.files("lipkit.tables")
-        files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+        files = sorted((Path(__file__).parent / "published").glob("*.yaml"))
     return {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
 
 
 TABLES: dict[str, Table] = load_tables()
 
-DIGITS = "lipkit.experiments.tables:enlarged_digits"
+DIGITS = "papers.tables:enlarged_digits"
 # What stands in for a data set: images of the same number of channels, in the order of preference.
 STAND_INS = {
     "cifar100": ("cifar10", DIGITS),

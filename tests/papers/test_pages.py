@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from papers.tables import TABLES, Paper, load_papers
 from pydantic import ValidationError
 
 from lipkit.errors import OptionError
 from lipkit.experiments.recipe import load_recipe
-from lipkit.experiments.tables import TABLES, Paper, load_papers
+from papers import full_costs, pages
 
 ROOT = Path(__file__).parents[2]
 # Written down from the papers alone: the numbers of their tables and figures, and the experiments that have none.
@@ -36,25 +34,15 @@ def test_every_numbered_item_is_made_or_has_a_reason(name: str) -> None:
     assert used >= {table for table in TABLES if table.startswith(f"{name}_")}
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """The script, beside which the one that measures costs finds it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield importlib.import_module("reproduce_page")
-        for name in ("reproduce_page", "full_costs"):
-            sys.modules.pop(name, None)
-
-
 @pytest.mark.thorough
-def test_the_pages_are_those_of_tables_and_records(script: ModuleType) -> None:
-    for page, made in (("reproduce", script.index()), ("published_figures", script.published())):
+def test_the_pages_are_those_of_tables_and_records() -> None:
+    for page, made in (("reproduce", pages.index()), ("published_figures", pages.published())):
         text = (ROOT / f"docs/{page}.md").read_text()
-        assert text == script.MADE.sub(lambda _, made=made: made, text), "run: python benchmarks/reproduce_page.py"
-    assert [script.order(i)[:2] for i in ("table 10", "figure 2", "section 5.3")] == [("0", 10), ("1", 2), ("2", 5)]
+        assert text == pages.rewritten(text, made), "run: python -m papers.pages"
+    assert [pages.order(i)[:2] for i in ("table 10", "figure 2", "section 5.3")] == [("0", 10), ("1", 2), ("2", 5)]
 
 
-def test_the_page_has_every_published_figure_and_full_rows_first(script: ModuleType) -> None:
+def test_the_page_has_every_published_figure_and_full_rows_first() -> None:
     text = (ROOT / "docs/published_figures.md").read_text()
     for name, table in TABLES.items():
         section = text.partition(f"### {name}\n")[2].partition("\n### ")[0]
@@ -92,7 +80,6 @@ def test_the_page_has_every_published_figure_and_full_rows_first(script: ModuleT
     ],
 )
 def test_when_a_figure_is_reached(
-    script: ModuleType,
     figure: str,
     paper: float,
     ours: float,
@@ -100,23 +87,23 @@ def test_when_a_figure_is_reached(
     ends: tuple[float, float] | None,
     good: bool,
 ) -> None:
-    assert script.reaches(figure, paper, ours, digit, ends) is good
+    assert pages.reaches(figure, paper, ours, digit, ends) is good
 
 
-def test_a_figure_is_compared_in_the_digits_it_is_printed_with(script: ModuleType) -> None:
+def test_a_figure_is_compared_in_the_digits_it_is_printed_with() -> None:
     table = TABLES["eco_8"]
-    digits = {row.label: script.half_digit(table, row, "deviation") for row in table.rows}
+    digits = {row.label: pages.half_digit(table, row, "deviation") for row in table.rows}
     assert digits["T = 1"] == pytest.approx(0.005)
     assert digits["T = 5"] == pytest.approx(0.00005)  # it prints 0
 
 
-def test_verdicts_of_full_and_other_records(script: ModuleType) -> None:
+def test_verdicts_of_full_and_other_records() -> None:
     table = TABLES["cayley_1"]
     row = next(row for row in table.rows if row.label == "Cayley")
 
     def cells(scale: str, **values: float) -> dict[str, tuple[str, str]]:
         record = SimpleNamespace(metrics=lambda: values)
-        return script.figure_cells(table, row, [script.Found(scale, 0, record)])
+        return pages.figure_cells(table, row, [pages.Found(scale, 0, record)])
 
     full = cells("full", clean=0.76, emp_lip=0.7)
     assert full["clean"] == ("reached", "75.33 % → 76.00 %: reached, +0.67 %")
@@ -126,16 +113,16 @@ def test_verdicts_of_full_and_other_records(script: ModuleType) -> None:
     assert cells("budget", clean=0.5)["clean"] == ("budget", "75.33 % → 50.00 %: budget: 25.33 % below")
 
 
-def test_times_on_another_machine_and_counts_of_parameters_are_no_results(script: ModuleType) -> None:
+def test_times_on_another_machine_and_counts_of_parameters_are_no_results() -> None:
     table, record = TABLES["lbdn_2_times"], SimpleNamespace(metrics=lambda: {"ratio": 0.9, "ms": 3.0})
-    (cell,) = script.figure_cells(table, table.rows[0], [script.Found("full", 0, record)]).values()
+    (cell,) = pages.figure_cells(table, table.rows[0], [pages.Found("full", 0, record)]).values()
     assert cell == ("not compared", "0.95 → 0.9: on a CPU")
     table = TABLES["lbdn_3"]
-    cells = {row.label: script.figure_cells(table, row, []).get("parameters, millions") for row in table.rows}
+    cells = {row.label: pages.figure_cells(table, row, []).get("parameters, millions") for row in table.rows}
     assert cells["sandwich, CIFAR-100"] == ("as printed", "26 → 25.81: as printed")
     assert cells["SLL x-large, Tiny-ImageNet"] == ("not as printed", "1100 → 950.3: not as printed")
     verdicts = ["reached", "as printed", "not as printed", "as printed", "not made"]
-    assert script.counts(verdicts) == "reached 1, not made 1, 2 of 3 numbers of parameters as printed"
+    assert pages.counts(verdicts) == "reached 1, not made 1, 2 of 3 numbers of parameters as printed"
 
 
 # Figures that a full record was made without.
@@ -143,41 +130,40 @@ WITHOUT = {("cayley_1", "Cayley"): {"AutoAttack 36/255"}}
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_full_records_have_the_figures_of_their_columns(script: ModuleType, name: str) -> None:
+def test_full_records_have_the_figures_of_their_columns(name: str) -> None:
     for row in TABLES[name].rows:
-        cells = script.figure_cells(TABLES[name], row, found := script.found_of(name)[row.label])
+        cells = pages.figure_cells(TABLES[name], row, found := pages.found_of(name)[row.label])
         missing = {column for column, (verdict, _) in cells.items() if verdict == "not made"}
         if found and found[0].scale == "full":
             assert missing == WITHOUT.get((name, row.label), set()), row.label
 
 
-def test_a_cost_is_that_of_the_recipe(script: ModuleType) -> None:
-    cost_of = script.cost_key
+def test_a_cost_is_that_of_the_recipe() -> None:
+    cost_of = pages.cost_key
     known = cost_of(load_recipe("cifar10_cayley"))
     same = ["model.options.lipschitz=2", "train.lr=0.1", "train.seed=3", "data=cifar100", "loss.options.eps0=2"]
     assert all(cost_of(load_recipe("cifar10_cayley", [change])) == known for change in same)
     for change in ("train.epochs=5", "model.options.layer=rko", "train.batch_size=64", "adversary.eps=8/255"):
         assert cost_of(load_recipe("cifar10_cayley", [change])) != known
-    missing = script.Missing
-    assert script.price({"a": missing(10.04), "b": missing(2410.0)}) == "about 2,400 core hours"
-    assert script.price({"a": missing(0.456), "b": missing(None)}) == "more than 0.46 core hours"
-    assert script.price({"a": missing(None, "STL-10")}) == "cost not measured; STL-10 not at hand"
-    assert script.price({"a": missing(None, None, "needs more than 8 GB")}) == "needs more than 8 GB"
+    missing = pages.Missing
+    assert pages.price({"a": missing(10.04), "b": missing(2410.0)}) == "about 2,400 core hours"
+    assert pages.price({"a": missing(0.456), "b": missing(None)}) == "more than 0.46 core hours"
+    assert pages.price({"a": missing(None, "STL-10")}) == "cost not measured; STL-10 not at hand"
+    assert pages.price({"a": missing(None, None, "needs more than 8 GB")}) == "needs more than 8 GB"
 
 
-def test_a_measurement_costs_in_proportion_to_its_batch(script: ModuleType) -> None:
+def test_a_measurement_costs_in_proportion_to_its_batch() -> None:
     row = next(row for row in TABLES["cayley_5"].rows if row.label == "ResNet9, Cayley")
     record = SimpleNamespace(times={"measure": 36.0}, options={"batch": 16})
-    assert script.measurement_hours(row, [script.Found("budget", 0, record)]) == pytest.approx(0.08)
-    assert script.measurement_hours(row, []) is None
+    assert pages.measurement_hours(row, [pages.Found("budget", 0, record)]) == pytest.approx(0.08)
+    assert pages.measurement_hours(row, []) is None
 
 
-def test_a_cost_is_measured_and_extrapolated(script: ModuleType) -> None:
-    costs = importlib.import_module("full_costs")
-    assert costs.line([(2, 1.0)], 8) == 4
-    assert costs.line([(2, 1.0), (8, 4.0), (32, 4.6)], 128) == pytest.approx(7)
-    assert costs.line([(2, 1.0), (8, 0.9)], 128) == 0.9  # no step gets faster with its batch
-    measured = costs.cost(load_recipe("square_wave", ["model.options.hidden=[4]", "train.epochs=600"]))
+def test_a_cost_is_measured_and_extrapolated() -> None:
+    assert full_costs.line([(2, 1.0)], 8) == 4
+    assert full_costs.line([(2, 1.0), (8, 4.0), (32, 4.6)], 128) == pytest.approx(7)
+    assert full_costs.line([(2, 1.0), (8, 0.9)], 128) == 0.9  # no step gets faster with its batch
+    measured = full_costs.cost(load_recipe("square_wave", ["model.options.hidden=[4]", "train.epochs=600"]))
     assert list(measured["steps_measured"]) == ["2", "8", "32", "50"]
     assert measured["parameters"] > 0
     assert measured["hours"] == pytest.approx(measured["step"] * 6 * 600 / 3600, abs=6e-2 * measured["step"] + 1e-3)
