@@ -224,3 +224,13 @@ def test_the_denoiser_is_proved_and_its_steps_never_grow(tmp_path: Path, capsys:
     assert float(theirs.rpartition(" ")[2]) > 1
     assert (tmp_path / "deblurring.svg").stat().st_size > 1000
     assert lipkit.load(tmp_path / "orthogonal").input_shape == (3, 192, 192)
+
+
+def test_by_hand_trains_certifies_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script("examples/by_hand.py").main(["--epochs", "2", "--out", str(tmp_path / "digits.onnx")])
+    text = capsys.readouterr().out
+    found = re.search(r"^claimed constant (\S+), proved (\S+)$", text, re.M)
+    assert found is not None
+    assert [float(number) for number in found.groups()] == pytest.approx([1, 1], abs=1e-4)
+    assert "change 0 predictions" in text
+    onnx.checker.check_model(tmp_path / "digits.onnx", full_check=True)
