@@ -1,4 +1,4 @@
-"""The runs of a table: which there are, which are missing, and how to make those, several at a time.
+"""Plans the runs of a table and makes the missing ones, several at a time.
 
 Every run has a folder of its own, ``OUT/TABLE/ROW-seedN-HASH``, named by the row, the seed and its whole recipe, so
 that a changed recipe never passes for the one before. A run that another table has made already is taken from there.
@@ -186,7 +186,7 @@ def make_missing(runs: Sequence[TableRun], *, workers: int, display: Display, ke
         What went wrong, one line for each run that failed.
     """
     for spec in sorted({run.missing for run in runs if run.missing}):
-        display.note(f"{spec}: not there, its rows are not made (lipkit list datasets says where to get it)")
+        display.note(f"data set {spec} not found: its rows are skipped (lipkit list datasets says where to get it)")
     possible = [run for run in runs if not run.missing]
     missing = [run for run in possible if not run.done]
     display.note(f"{len(possible) - len(missing)} of {len(possible)} runs are there, {len(missing)} to make")

@@ -43,7 +43,7 @@ class Cover(NamedTuple):
 
 
 def share(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
-    """Part of the supremum's square ``level`` that the centre of its cell must reach; at most 0: nothing is known."""
+    """Part of ``level``, a squared supremum, that the centre of its cell must reach; not positive: no bound follows."""
     phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
     return float(_share(np.float64(phi), symbol.curvature / level))
 

@@ -10,8 +10,8 @@ the product of the Cayley transform with a vector x takes one solve, as does its
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x; \qquad \nabla_N = -2 k h^*,\; N^* k = \nabla_y .
 
 The two halves of the wide transform [A B] are also there on their own, :math:`Bx` and :math:`A^* x`, for sandwich
-layers. The first is made explicitly where x has fewer channels than the batch has images. N is the matter of
-:mod:`lipkit.conv.normal_matrices`.
+layers. The first is made explicitly where x has fewer channels than the batch has images.
+:mod:`lipkit.conv.normal_matrices` builds N.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def solves_pay(x: Tensor, side: int) -> bool:
-    """True if a dense layer on ``x`` (..., n) had better solve with matrices of this size than make its own matrix.
+    """True if a dense layer on ``x`` (..., n) is faster by solves with matrices of this size than by forming Q.
 
     Small matrices, and batches larger than them, are faster made: the solves have more calls and run at a lower rate
     (measured on a CPU: the two meet at sizes of 256 to 384).

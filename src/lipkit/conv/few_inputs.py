@@ -30,7 +30,7 @@ FEW = 4
 
 
 def spreading_pays(kernel: Tensor, h: int, w: int) -> bool:
-    r"""True if a tall layer had better make its outputs by a convolution than by transforms of all of them.
+    r"""True if a tall layer is cheaper by one convolution than by inverse transforms of all its outputs.
 
     An output pixel takes ``cin kh kw`` products by the kernel, and about ``w + 2 h`` by an inverse transform (``h w``
     where it is dense).

@@ -1,6 +1,6 @@
 r"""The solve form of the Cayley transform on the rows of a Fourier transform: forward and backward, no derivatives.
 
-See :mod:`lipkit.conv.cayley_conv` for the equations. Solves with :math:`N` and with :math:`N^\top` are there, so
+See :mod:`lipkit.conv.cayley_conv` for the equations. The factors solve :math:`N` and :math:`N^\top`, so
 :math:`N^* k = g` is solved for the conjugates of g and k.
 """
 
@@ -43,7 +43,7 @@ def _reals(z: Tensor) -> Tensor:
 
 
 def conjugated(g: Tensor) -> Tensor:
-    """The conjugate, in place; real numbers as they are. What torch calls conjugated unseen only loses that mark."""
+    """The conjugate, in place; real numbers as they are. A lazily conjugated tensor only has its flag cleared."""
     if not g.is_complex():
         return g
     return g.conj() if g.is_conj() else g.conj_physical_()

@@ -150,7 +150,7 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
 
 
 NORM_TOLERANCE = 0.02
-"""How far a norm that a layer proves in every step may lie above the true one: 1 % takes half as long again."""
+"""How far a norm that a layer proves in every step may lie above the true one: 1 % costs 1.5 times as much."""
 
 
 class Biased(nn.Module):
@@ -159,7 +159,7 @@ class Biased(nn.Module):
     bias: nn.Parameter | None
 
     def bias_as(self, weight: Tensor) -> Tensor | None:
-        """The bias in the dtype of a weight: an addition within a product costs less than one behind it."""
+        """The bias in the dtype of a weight: adding the bias inside the product is cheaper."""
         return None if self.bias is None else self.bias.to(weight.dtype)
 
 

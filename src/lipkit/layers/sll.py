@@ -40,7 +40,7 @@ from lipkit.modules.rearrange import ResizeChannels
 from lipkit.modules.residual import SlopeResidual
 
 WIDE = 64
-"""Channels from which on a proof in every step takes longer than the rest of a step should."""
+"""From this width on, a proof in every step would dominate training."""
 
 
 class SlopeResidualLinear(Biased, ABC):

@@ -31,7 +31,7 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
 
     .. math:: \sqrt{k_h k_w}\; \min\big( \|K\|_{c \times c k_h k_w},\; \|K\|_{c k_h \times c k_w} \big)
 
-    Not by the same numbers everywhere: large matrices on a CPU get a bound within 0.1 % of the norm by Lanczos steps
+    The value depends on the device: large matrices on a CPU get a bound within 0.1 % of the norm by Lanczos steps
     (:func:`lipkit.proof.norms.quick_spectral_norm`), where an accelerator, ``torch.func`` and ``torch.compile`` take
     :func:`lipkit.linalg.gram_norm.gram_norm`, within 3 %. Second derivatives are always those of the latter.
 

@@ -130,8 +130,8 @@ class SvcmConv2d(KernelConv2d, AfterStep):
     Parameters ``free`` (out_channels, s^2 in_channels, kh, kw), with all singular values 1 at the start, and
     ``bias``. Nothing happens to the kernel between projections, so **a training loop has to project**: ``lipkit.fit``
     does, every 100 steps and at the end of each epoch; a loop of your own calls `lipkit.layers.after_step`, or
-    `lipkit.layers.register_after_step` once. A loop that does not is told by ``lipschitz`` and ``export`` alone, whose
-    bound is that of the kernel as it is.
+    `lipkit.layers.register_after_step` once. Only ``lipschitz`` and ``export`` reveal a loop that forgets:
+    their bound is that of the kernel as it is.
 
     Guarantee:
         No claimed constant: ``lipschitz`` computes one from the numbers, for the input shape if it is given, else

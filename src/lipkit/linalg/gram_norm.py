@@ -93,7 +93,7 @@ def _frobenius(x: Tensor) -> Tensor:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """The power of two by which the norm of x leaves [1/2, 1); 0 for numbers that are hardly there."""
+    """The power of two by which the norm of x leaves [1/2, 1); 0 below 1e-200."""
     norm = torch.linalg.vector_norm(x).double()
     return torch.where(norm > 1e-200, torch.frexp(norm).exponent, 0)
 
@@ -121,7 +121,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         bound = torch.ldexp(bound + rows * info.tiny, exponent) + gamma * size**2 + rows**2 * info.tiny
         bound = bound.sqrt()
     bound = torch.ldexp(bound + 2 * unit * sizes[0] + rows * info.tiny, exponents[0])
-    # Of a matrix that is hardly there the roots of what may have been flushed are more than all of it.
+    # Near underflow the allowance exceeds the Frobenius norm, so take the smaller.
     return torch.minimum(bound * (1 + 1e-12), _frobenius(gram)), powers
 
 

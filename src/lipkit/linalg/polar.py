@@ -18,7 +18,7 @@ def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
 
 
 class _FirstOnly(torch.autograd.Function):
-    """``value``, tied to ``w`` by a derivative that raises: U, S and V are constants of the backward pass below.
+    """Returns ``value``; a second derivative through ``w`` raises: U, S and V are constants of the backward pass below.
 
     (``once_differentiable`` looks at the incoming gradient alone, and would drop the dependence on ``w`` in silence.)
     """

@@ -65,7 +65,7 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     m = w.shape[-2]
     s = w[..., :m] - w[..., :m].mH
     v = w[..., m:]
-    # Nonzero eigenvalues then have about the mean square 1: no power under- or overflows. A factor that cancels below.
+    # Nonzero eigenvalues then have about the mean square 1: no power under- or overflows. This factor cancels below.
     share = ((_size(s) + 2 * _size(v)) / (2 * m)).detach().sqrt().clamp_min(SMALLEST_NORM)
     s, v = s / share, v / share
     g = v @ v.mH

@@ -47,7 +47,7 @@ def kwlarge(
         kernel_size: of the layers of stride 1; strided layers act on 4 times the channels with half of it, rounded
             down (3 -> 1); unconstrained ones have a stride, and the whole kernel.
         dense: units of the two hidden linear layers instead of (512w, 512).
-        activation: name such as 'relu', or a module, instead of MaxMin; where the layers contain theirs, it is theirs.
+        activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
         pool: no strides, but the sums of 4 x 4 pixels over 4 (of norm 1, as in the code that [LBDN] published) in
             front of the linear layers, for families that have no strided layer in the papers.
         input_shape: (C, H, W) with H and W multiples of 4.

@@ -43,7 +43,7 @@ def mlp(
         input_shape: shape of one input, flattened by the network.
         classes: number of outputs.
         activation: between the layers: 'maxmin' (the default), a name such as 'relu' or a 1-Lipschitz module. For
-            families whose layers contain their activation it is theirs, where they have a choice.
+            layers with an inner activation, that one, where they have a choice.
         learnable_gamma: whether gamma is trained: one factor before the first and one before the last layer.
         bias: whether the layers have biases.
         mean, std: input normalisation per channel, part of the network.

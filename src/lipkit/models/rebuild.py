@@ -176,7 +176,7 @@ class _Builder:
             if reason is None:
                 new, row = constrained(module, name, self.family, self.options, size)
                 if isinstance(new.bias, Tensor) and not _same(new, module, shape):
-                    nn.init.zeros_(new.bias)  # those of a layer of norm 30 would decide every unit of one of norm 1
+                    nn.init.zeros_(new.bias)  # biases scaled for norm 30 would saturate a layer of norm 1
                 self.converted.append(row)
                 return [new]
             self.kept.append(Kept(name, kind.__name__, reason))

@@ -21,7 +21,7 @@ PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
-    """Theirs keep the other side of the line: ours at angles that are larger by a full turn."""
+    """torchlip's fold keeps the opposite side of the line, which is our angle plus 2 pi."""
     angles = module.theta.detach().reshape(1, -1) + 2 * math.pi
     fold = Householder(2 * angles.shape[1]).to(angles)
     fold.angles.data.copy_(angles)
@@ -29,7 +29,7 @@ def _folded(module: Any, gain: float) -> nn.Module:
 
 
 def _ascending(group_size: int | None) -> nn.Module:
-    """Theirs sort upwards, ours downwards."""
+    """torchlip sorts upwards, lipkit downwards."""
 
     def turn() -> nn.Module:
         return Affine(torch.tensor([-1.0]), torch.tensor([0.0]))
@@ -52,7 +52,7 @@ def _clipped(module: Any) -> nn.Module:
     return ours
 
 
-# Theirs by package and class, as ours; a constant other than 1 shows in the comparison of outputs.
+# Layers of other libraries, by package and class; a constant other than 1 shows in the comparison of outputs.
 OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ("deel", "GroupSort"): lambda m: _ascending(m.group_size),
     ("deel", "GroupSort2"): lambda m: _ascending(2),

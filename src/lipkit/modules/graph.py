@@ -225,7 +225,9 @@ add_join(Blend, blend_of(lambda join: join.share))
 
 
 class Graph(nn.Module):
-    """Modules in the order of computation. Value 0 is the input, value i + 1 the output of module i; the last is ours.
+    """Modules in the order of computation. Value 0 is the input, value i + 1 the output of module i.
+
+    The last value is the output.
 
     Args:
         modules: with one input each, or a join.

@@ -88,7 +88,7 @@ class Linear:
         bias: (rows,) int64, of the fraction of the sums.
         image: channels, height, width of the input.
         groups, stride, dilation: as in ``nn.Conv2d``.
-        shift: s >= 1 of the module docstring.
+        shift: right shift s >= 1 of the sums, see `quantisation`.
         window: the largest l2 norm of the integers that one output reads, rounded up: the proof of its sums.
     """
 

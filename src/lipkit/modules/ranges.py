@@ -27,7 +27,7 @@ from lipkit.modules.rearrange import RESHAPES
 from lipkit.modules.registry import lipschitz
 from lipkit.modules.views import VIEWS, Enlarge, EnlargeBilinear, Expand
 
-# What rounding in float64 can add to a range, relative to it, and the number that this is about.
+# Relative allowance for float64 rounding of a range.
 _SLACK = 1e-6
 
 

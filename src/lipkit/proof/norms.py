@@ -27,9 +27,9 @@ _CHUNK_BYTES = 1 << 27
 # ARPACK starts anew from random vectors where it has found an invariant space; older versions seed them themselves.
 _SEEDED = {"rng": 0} if "rng" in inspect.signature(eigsh).parameters else {}
 ALONE = 96
-"""Rows and columns from which on LAPACK finds the largest eigenvalue alone, with its vector, faster than all values."""
+"""From this side on, LAPACK is faster when asked for the largest eigenpair only."""
 MANY = 1500
-"""Likewise Lanczos steps, than LAPACK: a real matrix."""
+"""From this side on, Lanczos is faster than LAPACK for real matrices."""
 
 
 def _gram(a: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Devices, processes and precision: what Lightning Fabric is asked for, and what it must not be."""
+"""Devices, processes and precision: the options of Lightning Fabric, and the ones that lipkit refuses."""
 
 from __future__ import annotations
 

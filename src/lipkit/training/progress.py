@@ -25,7 +25,7 @@ class Progress:
 
     Attributes:
         epoch: the epoch in progress, counted from 1.
-        epochs: number of epochs in all; with a budget, as many as the pace so far lets expect.
+        epochs: number of epochs in all; with a budget, estimated from the pace so far.
         step: steps done in this epoch.
         steps: steps of one epoch.
         loss: mean over the samples of this epoch so far.
