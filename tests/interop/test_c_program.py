@@ -217,6 +217,20 @@ def test_the_radius_of_a_linear_network_is_the_distance_and_holds(seed: int, sca
 
 
 @needs_compiler
+def test_the_radius_behind_an_average_is_below_the_distance(tmp_path: Path) -> None:
+    network = modules.Network([nn.AvgPool2d((1, 5)), nn.Flatten(), nn.Linear(1, 2)], (1, 1, 5))
+    network.input_range = (0.0, 1.0)
+    with torch.no_grad():
+        network[2].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        network[2].bias.copy_(torch.tensor([-0.4, 0.4]))
+    program, _ = integer_program(network)
+    compiled = c_program.compile_c(write_c(network, tmp_path / "network.c"), tmp_path / "network")
+    answers = c_program.run_c(compiled, program.quantise(torch.full((1, 1, 1, 5), 0.9375)))
+    distance = (0.9375 - float(network[2].bias.detach()[1])) * 5**0.5
+    assert distance - 1e-7 < float(answers.radius) < distance
+
+
+@needs_compiler
 def test_no_attack_inside_a_radius_changes_the_class(tmp_path: Path) -> None:
     network = lipkit.load("digits-cayley")
     x = load("digits").test.batch(torch.arange(30))[0].double()

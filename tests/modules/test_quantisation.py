@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lipkit
 from lipkit import layers, modules
 from lipkit.certificates.measurement import float64_copy
+from lipkit.certificates.sound import integer_logits
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.interop import integer_program
 from lipkit.modules.integer import WORD, Blend, Fold, Linear, Move, Operation, Program, Sort, rounded
@@ -323,6 +324,44 @@ def by(scale: float, shift: float = 0.0) -> modules.Affine:
 )
 def test_bounds_are_attained_where_all_roundings_align(parts: list[nn.Module], least: float) -> None:
     assert least <= aligned(parts) <= 1
+
+
+POOLS: dict[str, Callable[[int], nn.Module]] = {
+    "AvgPool2d": lambda k: nn.AvgPool2d((1, k)),
+    "negative divisor": lambda k: nn.AvgPool2d((1, k), divisor_override=-k),
+    "AdaptiveAvgPool2d": lambda k: nn.AdaptiveAvgPool2d(1),
+    "Mean": lambda k: modules.Mean(2, 3, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("window", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("pool", POOLS)
+def test_averages_hold_for_every_window(pool: str, window: int) -> None:
+    # Equal pixels are their own mean, and the other class is sqrt(window) times as far as the mean is.
+    body = modules.Network([POOLS[pool](window), nn.Flatten()], (1, 1, window))
+    network = modules.Network([*body, nn.Linear(1, 2)], (1, 1, window))
+    body.input_range = network.input_range = (0.0, 1.0)
+    with torch.no_grad():
+        network[2].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        network[2].bias.copy_(torch.tensor([-0.4, 0.4]))
+    unit = 2.0**-30
+    pixels = ((torch.arange(1000).double() / (1000 * unit)).floor() + 0.499) * unit
+    x = pixels.view(-1, 1, 1, 1).expand(-1, 1, 1, window)
+    means = -pixels if pool == "negative divisor" else pixels
+    program = integer_program(body)[0]
+    assert float((program(x)[:, 0] - means).abs().max()) <= program.body_error <= 8 * unit
+    threshold = float(network[2].bias.detach()[1])
+    radius = lipkit.certify(network, x, (means < threshold).long(), evaluator="integer").radius
+    distance = (means - threshold).abs() * math.sqrt(window)
+    assert bool((radius <= distance).all())
+    assert bool((radius >= distance - 40 * unit).all())
+
+
+def test_the_radii_count_the_whole_error_of_the_program() -> None:
+    program = integer_program(chain(nn.Flatten(), nn.Linear(72, 2), modules.MaxMin(), nn.Linear(2, 2)))[0]
+    for error in (program.body_error, 0.1, 1 / 3, 1e-300):
+        logits = integer_logits(replace(program, body_error=error), torch.rand(3, 2, 6, 6))
+        assert logits.walk.error.at.tolist() == logits.walk.centre_error.tolist() == [error] * 3
 
 
 def test_biases_that_are_no_multiples_of_the_grid_count() -> None:

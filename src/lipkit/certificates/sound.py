@@ -28,7 +28,7 @@ from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer
 from lipkit.modules.integer import Program
 from lipkit.modules.machine import Walk, through
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +109,12 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
     Both they and the outputs at x' differ by the program's error from the exact ones, wherever x' is.
     """
     values = program(x)
-    error, zero = torch.full((len(x),), program.body_error).double(), torch.zeros(len(x)).double()
-    walk = Walk(torch.empty(0), error, Line(error, 0.0), Line(zero, 0.0), Line(zero, 0.0))
+    error, zero = flat(values[:, 0], program.body_error), flat(values[:, 0], 0.0)
+    walk = Walk(torch.empty(0), error.at, error, zero, zero)
     if program.own_error is None:
-        return Logits(values, walk, None, None, None, Line(zero, 0.0))
+        return Logits(values, walk, None, None, None, zero)
     own = program.own_error.expand_as(values)
-    return Logits(values, walk, own, own, torch.zeros_like(program.own_error), Line(zero, 0.0))
+    return Logits(values, walk, own, own, torch.zeros_like(program.own_error), zero)
 
 
 def _to_cpu(logits: Logits) -> Logits:
@@ -164,7 +164,7 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
         # Two outputs of a vector that is off by E: their difference is off by at most sqrt(2) E.
         two = grow_number(math.sqrt(2.0))
         at = grow(two * (walk.centre_error + walk.error.at))[:, None].expand_as(values)
-        slope = torch.full_like(values, grow_number(two * walk.error.slope))
+        slope = torch.full_like(values, grow_number(two * walk.error.slope), dtype=torch.float64)
     else:
         apart = rows[labels]
         pair = _both(logits.own_slope.expand(len(labels), -1), labels)

@@ -23,7 +23,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, Accepts, either, real, 
 from lipkit.modules.machine import Local, Measure, RoundingRule, entries, rounding_rule
 from lipkit.modules.rearrange import _check_keeps_batch, export_copy, export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import Arithmetic, Line, grow, grow_number, size
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, grow_number, size
 from lipkit.proof.roundoff import to_double
 
 
@@ -172,8 +172,8 @@ def pointwise(
 
     def measure(x: torch.Tensor) -> Local:
         reached = Line(size(x), 1.0)
-        found = reached.times(factor).plus(Line(torch.full_like(reached.at, constant), 0.0))
-        peak = reached.times(grow_number(4.0 + a)).plus(Line(torch.full_like(reached.at, 8.0 + b + largest), 0.0))
+        found = reached.times(factor).plus(flat(reached.at, constant))
+        peak = reached.times(grow_number(4.0 + a)).plus(flat(reached.at, 8.0 + b + largest))
         return Local(found, peak)
 
     return measure
@@ -214,7 +214,7 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
 
     def measure(x: torch.Tensor) -> Local:
         local, furthest = found(x), x.detach().double().flatten(1).amax(1).clamp_min(0.0)
-        rising = Line(furthest, 1.0).times(slope) if slope < math.inf else Line(torch.full_like(furthest, slope), 0.0)
+        rising = Line(furthest, 1.0).times(slope) if slope < math.inf else flat(furthest, slope)
         return local._replace(peak=local.peak.plus(rising))
 
     return measure
@@ -462,8 +462,8 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
 
     def measure(x: torch.Tensor) -> Local:
         reached = Line(size(x), 1.0)
-        peak = reached.times(4.0).plus(Line(torch.full_like(reached.at, 4.0 * n), 0.0))
-        return Local(Line(grow(torch.full_like(reached.at, constant)), 0.0), peak)
+        peak = reached.times(4.0).plus(flat(reached.at, 4.0 * n))
+        return Local(Line(grow(flat(reached.at, constant).at), 0.0), peak)
 
     return measure
 

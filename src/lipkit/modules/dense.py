@@ -28,6 +28,7 @@ from lipkit.proof.arithmetic import (
     FLOAT64,
     Arithmetic,
     Line,
+    flat,
     grow,
     grow_number,
     multiply_numbers,
@@ -212,7 +213,7 @@ def inner_products(
         found = (
             reached.times(error)
             .plus(Line(size(x), 1.0).times(lost))
-            .plus(Line(torch.full_like(reached.at, floor), 0.0))
+            .plus(flat(reached.at, floor))
         )
         peak = reached.times(1 + error if error < math.inf else 1.0)
         return Local(found, Line(peak.at + biggest, peak.slope))
@@ -293,7 +294,7 @@ def scaling(
         error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
         peak = reached.times(2.0)
         return Local(
-            error_line.plus(Line(torch.full_like(reached.at, floor), 0.0)), Line(peak.at + biggest, peak.slope)
+            error_line.plus(flat(reached.at, floor)), Line(peak.at + biggest, peak.slope)
         )
 
     return measure

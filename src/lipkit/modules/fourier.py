@@ -29,7 +29,7 @@ from lipkit.modules.configuration import COUNT, flag, stored, whole
 from lipkit.modules.machine import Local, Measure
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow_number, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
 
@@ -246,9 +246,8 @@ def relative_to_input(
     def measure(x: Tensor) -> Local:
         reached = Line(size(x), 1.0)
         peak = reached.times(grow_number((2 + gain + relative) * math.sqrt(2.0)))
-        extra = torch.full_like(reached.at, 1.0)
         return Local(
-            reached.times(factor).plus(Line(extra * constant, 0.0)), peak.plus(Line(extra * (shift + constant), 0.0))
+            reached.times(factor).plus(flat(reached.at, constant)), peak.plus(flat(reached.at, shift + constant))
         )
 
     return measure

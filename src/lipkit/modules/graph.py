@@ -41,7 +41,7 @@ from lipkit.modules.normalization import fold_norm
 from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule
 from lipkit.modules.residual import refuse_inplace
 from lipkit.modules.views import Piece
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number
 from lipkit.proof.roundoff import to_double, up
 
 
@@ -476,7 +476,7 @@ def _advanced(node: nn.Module, step: Step | None, given: list[Walk], shape: Shap
         found = reached.times(machine.gamma(operations))
         for one in reaches:
             found = found.plus(one.times(lost))
-        return found.plus(Line(torch.full_like(reached.at, floor * machine.tiny), 0.0))
+        return found.plus(flat(reached.at, floor * machine.tiny))
 
     before = joining.error(node, [Line(walk.centre_error, 0.0) for walk in given])
     return Walk(

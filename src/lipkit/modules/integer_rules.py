@@ -231,7 +231,7 @@ def _average(builder: Builder, module: Any, value: Value, gain: float) -> Value:
         kernel = stride = [n // m for n, m in zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
         divisor = math.prod(kernel)
     channels = value.shape[0]
-    weight = torch.full((channels, 1, *kernel), 1 / divisor).double()
+    weight = torch.full((channels, 1, *kernel), 1 / divisor, dtype=torch.float64)
 
     def norm(change: Tensor) -> float:
         return float(change.abs().amax()) * abs(divisor) * gain

@@ -17,12 +17,7 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import _check_dims, export_copy, export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import (
-    Arithmetic,
-    Line,
-    grow_number,
-    size,
-)
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow_number, size
 from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -328,7 +323,7 @@ def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Ari
 
     def measure(x: Tensor) -> Local:
         reached = Line(size(x), 1.0)
-        lost = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        lost = reached.times(error).plus(flat(reached.at, floor))
         return Local(lost, reached.times(float(terms + 2)))
 
     return measure
@@ -422,11 +417,11 @@ def own_statistics(
     def measure(x: Tensor) -> Local:
         groups = size(x.detach().double().reshape(-1, terms)).view(len(x), -1)
         reached, furthest = Line(size(x), 1.0), Line(groups.amax(1), 1.0)
-        error = reached.times(linear).plus(Line(torch.full_like(reached.at, constant), 0.0))
+        error = reached.times(linear).plus(flat(reached.at, constant))
         peak = reached.times(grow_number(4 + 6 * gain))
         peak = Line(peak.at + 2 * shift + max(weight, bias, eps, 2 * gain), peak.slope)
         if rising == math.inf:
-            peak = Line(torch.full_like(reached.at, math.inf), 0.0)
+            peak = flat(reached.at, math.inf)
         else:
             peak = peak.most(furthest.times(rising))
         if squares:

@@ -27,7 +27,7 @@ from lipkit.modules.fourier import (
 from lipkit.modules.machine import Measure, entries, rounding_rule
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import Arithmetic, Line, grow_number, size
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import to_double, up
 
@@ -150,7 +150,7 @@ def _stored_symbol(module: StoredSymbol, input_shape: Shape, arithmetic: Arithme
     relative += 4 * (steps + sum(sizes) + terms) * (2 + blocks) * arithmetic.tiny
     found = relative_to_input(relative, floor, module.bias, outputs, gain + blocks, arithmetic, transform)
     if biggest > arithmetic.room:
-        return lambda x: found(x)._replace(peak=Line(torch.full_like(size(x), math.inf), 0.0))
+        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))
     return found
 
 

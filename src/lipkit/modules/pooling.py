@@ -13,14 +13,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
 from lipkit.modules.rearrange import _check_dims, export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import (
-    FLOAT64,
-    Arithmetic,
-    Line,
-    grow,
-    grow_number,
-    size,
-)
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma
 
@@ -229,7 +222,7 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
 
     def measure(x: Tensor) -> Local:
         reached = Line(size(x), 1.0)
-        found = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        found = reached.times(error).plus(flat(reached.at, floor))
         # A norm of at most the root of the range has squares within it: n^2 <= n sqrt(room) up to there.
         return Local(found, reached.times(grow_number(math.sqrt(arithmetic.room))))
 
@@ -251,7 +244,7 @@ def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Sh
 
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(module(x.abs())) * (1 + FLOAT64.gamma(terms + 8))), norm)
-        found = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        found = reached.times(error).plus(flat(reached.at, floor))
         # Before the division a window holds the sum of its pixels.
         return Local(found, Line(size(x), 1.0).times(float(terms + 1)))
 

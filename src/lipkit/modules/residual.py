@@ -25,7 +25,7 @@ from lipkit.modules.machine import (
 )
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.modules.sandwich import _parts, stored_block
-from lipkit.proof.arithmetic import Arithmetic, Line, size
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
 
@@ -258,7 +258,7 @@ def joined(
     rounding = arithmetic.gamma(operations)
 
     def measure(x: Tensor) -> Local:
-        error = Line(torch.full_like(nothing(x).at, 4 * operations * math.sqrt(outputs) * arithmetic.tiny), 0.0)
+        error = flat(nothing(x).at, 4 * operations * math.sqrt(outputs) * arithmetic.tiny)
         peak = Line(size(x), 1.0)
         total = nothing(x)
         for run, factor in branches:

@@ -16,7 +16,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, stored, whole
 from lipkit.modules.machine import Local, Measure, entries, nothing, rounding_rule
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import root
 
 
@@ -320,7 +320,7 @@ def _between_pixels(module: EnlargeBilinear, input_shape: Shape, arithmetic: Ari
 
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(module(x.abs())) * (1 + FLOAT64.gamma(8))), norm)
-        lost = reached.times(error).plus(Line(torch.full_like(reached.at, floor), 0.0))
+        lost = reached.times(error).plus(flat(reached.at, floor))
         return Local(lost, Line(size(x), 1.0).times(4.0))
 
     return measure

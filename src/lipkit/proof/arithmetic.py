@@ -117,6 +117,15 @@ class Line(NamedTuple):
         return Line(torch.maximum(self.at, other.at), max(self.slope, other.slope))
 
 
+def flat(like: Tensor, number: float) -> Line:
+    """A number >= 0 at every distance, for each of N samples: that of the float64, whatever the format of ``like``.
+
+    >>> flat(torch.zeros(1), 0.1).at.item()
+    0.1
+    """
+    return Line(torch.full_like(like, number, dtype=torch.float64), 0.0)
+
+
 def grow(values: Tensor) -> Tensor:
     """Non-negative float64 values, enlarged by more than eight roundings and by more than any underflow."""
     return values * _GROW + _FLOOR
