@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit import export, lipschitz
+from lipkit import analyze, export, lipschitz
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules import Graph, MatrixProduct, Network, Product, local_error
 from lipkit.modules.ranges import limited
@@ -75,7 +76,20 @@ def test_limits_are_what_the_box_can_reach() -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 4, 4)])
 @pytest.mark.parametrize(
     "layer",
-    [nn.GELU(), nn.SiLU(), nn.Sigmoid(), nn.Softmax(1), nn.ELU(), nn.LayerNorm(4), nn.Hardswish(), nn.LeakyReLU(-0.3)],
+    [
+        nn.GELU(),
+        nn.SiLU(),
+        nn.Sigmoid(),
+        nn.Softmax(1),
+        nn.ELU(),
+        nn.LayerNorm(4),
+        nn.Hardswish(),
+        nn.LeakyReLU(-0.3),
+        nn.ELU(-2.0),
+        nn.PReLU(init=-1.5),
+        nn.Hardtanh(0.5, 0.7),
+        nn.Softshrink(1.0),
+    ],
     ids=lambda m: type(m).__name__,
 )
 def test_ranges_hold(layer: nn.Module, shape: tuple[int, ...]) -> None:
@@ -86,6 +100,21 @@ def test_ranges_hold(layer: nn.Module, shape: tuple[int, ...]) -> None:
         assert torch.allclose(plain(x), layer(x) ** 2, rtol=1e-5, atol=1e-6)
     limit = float(plain[1].nodes[0].limits[0])
     assert float(layer(x).detach().abs().max()) <= limit <= 8.0
+
+
+def test_ranges_behind_an_average_of_negative_divisor_add_up() -> None:
+    class Contrast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.avg_pool2d(x[:, 1:], 2) + F.avg_pool2d(x[:, :1], 2, divisor_override=-4)
+            return y * y
+
+    # The difference of two means reaches 1, and its gradient has eight entries of 1/4.
+    truth = 2 * math.sqrt(8) / 4
+    found = analyze(Contrast(), (2, 2, 2), box=(0.0, 1.0))
+    assert 0.5 * truth < found.lower <= found.upper
+    assert truth <= found.upper <= truth * (1 + 1e-5)
+    x = torch.cat([torch.rand(200, 2, 2, 2), torch.eye(2)[:, :, None, None].expand(2, 2, 2, 2)])
+    assert torch.allclose(export(Contrast(), (2, 2, 2), box=(0.0, 1.0))(x), Contrast()(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("limits", [(1.0, 2.0), (0.0, 3.0), (100.0, 0.01)])

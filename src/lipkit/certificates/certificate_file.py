@@ -55,7 +55,7 @@ def data_sha256(x: Samples, y: Samples) -> str:
     for values in as_tensors(x, y):
         flat = values.detach().cpu().contiguous()
         digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
-        digest.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(flat.reshape(-1)[:, None].view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin
+from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin, slope_restricted
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum
 from lipkit.modules.network import Network
@@ -119,9 +119,8 @@ def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
 
 
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-_POSITIVE = (*VIEWS, Enlarge, EnlargeBilinear, Expand, Mean, nn.AvgPool2d, nn.AdaptiveAvgPool2d, *RESHAPES)
+_ONE_SIGN = (*VIEWS, Enlarge, EnlargeBilinear, Expand, Mean, nn.AvgPool2d, nn.AdaptiveAvgPool2d, *RESHAPES)
 _MONOTONE = (MaxMin, GroupSort, nn.MaxPool2d)
-_BOUNDED = {nn.Sigmoid: (0.0, 1.0), nn.Hardsigmoid: (0.0, 1.0), nn.Tanh: (-1.0, 1.0), nn.Softsign: (-1.0, 1.0)}
 
 
 def _range_of(module: Any, x: Range) -> Range:
@@ -133,15 +132,12 @@ def _range_of(module: Any, x: Range) -> Range:
         return around(module(x.centre), positive(x.radius))
     if kind in (Affine, Elementwise):
         return around(module(x.centre), kind(module.scale.abs(), torch.zeros_like(module.shift))(x.radius))
-    if kind in _POSITIVE:
-        return around(module(x.centre), module(x.radius))
-    if kind in _MONOTONE or (kind in ACTIVATIONS and ACTIVATIONS[kind].restricted is True):
+    if kind in _ONE_SIGN:
+        return around(module(x.centre), module(x.radius).abs())  # a divisor may be negative
+    if kind in _MONOTONE or slope_restricted(module):
         return Range(module(x.low), module(x.high))
     if kind in ACTIVATIONS:
-        slope = float(lipschitz(module))
-        found = around(module(x.centre), slope * x.radius)
-        low, high = _BOUNDED.get(kind, (-math.inf, math.inf))
-        return Range(found.low.clamp_min(low), found.high.clamp_max(high))
+        return around(module(x.centre), float(lipschitz(module)) * x.radius)
     if kind is nn.Softmax:
         return Range(torch.zeros_like(x.low), torch.ones_like(x.high))
     if kind is nn.LayerNorm:
@@ -152,7 +148,7 @@ def _range_of(module: Any, x: Range) -> Range:
         return around(centre, weight)
     out = module(x.centre)
     distance = float(lipschitz(module, tuple(x.low.shape[1:]))) * float(x.radius.norm())
-    return around(out, torch.full_like(out, distance))
+    return around(out, torch.full_like(out, distance, dtype=torch.float64))
 
 
 def _joined(join: nn.Module, parts: list[Range]) -> Range:

@@ -46,7 +46,7 @@ def sha256(network: nn.Module) -> str:
     for name, tensor in sorted(network.state_dict().items()):
         data = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
-        digest.update(data.reshape(-1).view(torch.uint8).numpy())
+        digest.update(data.reshape(-1)[:, None].view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
