@@ -406,7 +406,7 @@ def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> 
     """
     twin = copy.deepcopy(root).double()
     try:
-        run = _run(twin, graph, sample(twin, input_shape, BATCHES[0]))
+        run = _run(twin, graph, sample(twin, input_shape, BATCHES[0]).double())
     except Exception:  # the calls are the user's and may raise anything
         return False
     dependent = dependent_nodes(graph)
