@@ -6,8 +6,10 @@ Every class also inherits the built-in exception a caller would expect, so that 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 class LipkitError(Exception):
@@ -65,6 +67,27 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
+    """The two ends of an interval.
+
+    Raises:
+        OptionError: anything but two numbers, the smaller one first, finite ones unless ``finite`` is False.
+
+    >>> interval("box", [0, 1])
+    (0.0, 1.0)
+    """
+    try:
+        low, high = (float(end) for end in (() if isinstance(value, str) else value))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        low = high = math.nan
+    if not low < high or (finite and not math.isfinite(high - low)):
+        got = " ".join(repr(value).split())
+        raise OptionError(
+            f"{name}: expected two numbers, the smaller one first, got {got if len(got) < 100 else got[:97] + '...'}"
+        )
+    return low, high
+
+
 def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The names that were probably meant: all that go on with ``word``, else the closest one, else none.
 
@@ -99,6 +122,7 @@ __all__ = [
     "ShapeError",
     "alike",
     "first_line",
+    "interval",
     "lacks_memory",
     "suggestion",
 ]

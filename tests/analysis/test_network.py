@@ -253,7 +253,7 @@ def test_the_model_is_left_as_it_is() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize(("model", "shape"), [(nn.AvgPool2d(3, 2), (1, 7, 7)), (nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), (1, 4, 4))])
+@pytest.mark.parametrize(("model", "shape"), [(nn.AvgPool2d(3, 2), (1, 7, 7)), (nn.AvgPool2d(2), (2, 4, 4))])
 def test_a_network_without_parameters_is_searched(model: nn.Module, shape: tuple[int, ...]) -> None:
     # Two random points, which is what is left without derivatives, see about half of the constant.
     found = analyze(model, shape)

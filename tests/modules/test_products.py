@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipkit import analyze, export, lipschitz
+from lipkit import analyze, attacks, certify, export, lipschitz
+from lipkit.analysis import lipschitz_lower_bound
+from lipkit.data import Split
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.evaluation import Attack, evaluate
 from lipkit.modules import Graph, MatrixProduct, Network, Product, local_error
 from lipkit.modules.ranges import limited
 from lipkit.proof.arithmetic import FLOAT32
+from lipkit.training import PgdAdversary
 
 
 def slope(module: nn.Module, scale: float, shape: tuple[int, ...], count: int = 4000) -> float:
@@ -151,3 +157,48 @@ def test_refusals() -> None:
         MatrixProduct(2, 2, 2)(torch.ones(1, 2, 2), torch.ones(1, 3, 2))
     with pytest.raises(OptionError, match="smaller one first"):
         export(nn.Linear(2, 2), (2,), box=(1, 0))
+
+
+NO_INTERVALS = (
+    5,
+    "01",
+    (1, 0),
+    (0, 1, 2),
+    (0.0, math.nan),
+    ("0", None),
+    torch.zeros(2, 3),
+    ((0, 1), (0, 1)),
+    {},
+    object(),
+)
+
+
+@pytest.mark.parametrize("box", NO_INTERVALS, ids=[str(i) for i in range(len(NO_INTERVALS))])
+def test_a_box_is_two_numbers_everywhere(box: object) -> None:
+    net, x, y = export(nn.Linear(2, 2), (2,)), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    given: dict[str, Any] = {"box": box}
+    calls = [
+        lambda: export(nn.Linear(2, 2), (2,), **given),
+        lambda: analyze(net, (2,), **given),
+        lambda: lipschitz_lower_bound(net, restarts=1, steps=1, **given),
+        lambda: PgdAdversary(**given),
+        lambda: attacks.autoattack(net, x, y, eps=1.0, **given),
+        lambda: evaluate(net, Split(x, y), attack=Attack(eps=(0.1,), **given)),
+        *(
+            lambda name=name: attacks.run_attack(name, net, x, y, eps=1.0, **given)
+            for name in ("pgd", "apgd", "fab", "cw")
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(OptionError, match="^box: expected two numbers, the smaller one first, got .{,100}$"):
+            call()
+    net.input_range = box  # type: ignore[assignment]
+    for evaluator in ("integer", "float32"):
+        with pytest.raises(OptionError, match="^input_range: expected two numbers, the smaller one first, got"):
+            certify(net, x, y, evaluator=evaluator)
+
+
+def test_numbers_of_any_type_make_a_box() -> None:
+    for box in ([0, 1], np.array([0.0, 1.0]), torch.tensor([0, 1]), (np.float32(0), True)):
+        assert export(nn.Linear(2, 2), (2,), box=box).input_range == (0.0, 1.0)  # type: ignore[arg-type]
+        assert analyze(nn.Linear(2, 2), (2,), box=box, restarts=1).box == (0.0, 1.0)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.attacks.ascent import clip
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, interval
 
 Box = tuple[float, float]
 
@@ -74,8 +74,7 @@ def lipschitz_lower_bound(
         raise ShapeError("expected input_shape=(...) for a model that does not know its own, got None")
     if restarts < 1 or steps < 1:
         raise OptionError(f"restarts and steps: expected at least 1, got {restarts} and {steps}")
-    if box is not None and not box[0] < box[1]:
-        raise OptionError(f"box: expected (low, high) with low < high, got {box}")
+    box = None if box is None else interval("box", box)
     if dtype not in (torch.float64, torch.float32):
         raise OptionError(f"dtype: expected torch.float64 or torch.float32, got {dtype}")
     exact = _twin(model, torch.float64)

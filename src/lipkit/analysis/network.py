@@ -115,7 +115,7 @@ def analyze(
             numbers of at least the network's format; control flow on values; a batch that is not kept apart; in-place
             calls whose effect on other values is not clear; hooks; training mode of modules that differ in it.
         ShapeError: the model does not accept ``input_shape``.
-        OptionError: a method, tolerance, restarts or steps out of range.
+        OptionError: a method, tolerance, restarts, steps or box out of range.
         CertificateViolation: the search found a steeper secant than the upper bound allows: a rule is wrong.
 
     >>> class Block(nn.Module):
@@ -138,7 +138,8 @@ def analyze(
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()
     if box is not None:
-        model = export(model, input_shape, box=box)
+        exported = export(model, input_shape, box=box)
+        model, box = exported, exported.input_range
     if restarts < 0 or steps < 1:
         raise OptionError(f"expected restarts >= 0 and steps >= 1, got restarts={restarts}, steps={steps}")
     # Versions of tensors and derivatives are needed, and the formats that the network itself says; random numbers that

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, interval
 
 Model = Callable[[Tensor], Tensor]
 Box = tuple[float, float] | None
@@ -102,7 +102,8 @@ def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts
         raise OptionError(f"expected integer class labels (int64), got {str(y.dtype).removeprefix('torch.')}")
     if steps < 1 or restarts < 1:
         raise OptionError(f"expected steps >= 1 and restarts >= 1, got steps={steps}, restarts={restarts}")
-    if box is not None and not (box[0] < box[1] and bool(((x >= box[0]) & (x <= box[1])).all())):
+    low, high = (-math.inf, math.inf) if box is None else interval("box", box, finite=False)
+    if box is not None and not bool(((x >= low) & (x <= high)).all()):
         found = f"values from {float(x.min()):g} to {float(x.max()):g}" if x.numel() else "no values"
         raise OptionError(f"expected inputs inside the box {box}, got {found}")
     if box is None and not bool(x.isfinite().all()):

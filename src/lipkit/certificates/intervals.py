@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from scipy.special import betaincinv
 from torch import Tensor
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def check_radii(
     """
     if input_range is None:
         return
-    low, high = input_range
+    low, high = interval("input_range", input_range, finite=False)
     diameter = (high - low) * (math.sqrt(math.prod(input_shape)) if norm == "l2" else 1.0)
     for eps in radii:
         meant = f"did you mean {eps:g}/255?"

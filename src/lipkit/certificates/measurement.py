@@ -15,7 +15,7 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import evaluators, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.guarding import guard, refuse_wrapper
@@ -303,7 +303,7 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> None:
     if len(x) == 0:
         raise OptionError("expected at least one sample to certify, got 0")
     if network.input_range is not None:
-        low, high = network.input_range
+        low, high = interval("input_range", network.input_range, finite=False)
         found = [float(value) for value in torch.aminmax(x.detach())]
         slack = 1e-6 * (high - low)  # of whoever scaled them
         if found[0] < low - slack or found[1] > high + slack:

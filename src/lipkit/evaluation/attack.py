@@ -20,7 +20,7 @@ from lipkit.attacks.balls import ball, norms
 from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
 from lipkit.certificates.measurement import float64_copy
-from lipkit.errors import CertificateViolation, OptionError
+from lipkit.errors import CertificateViolation, OptionError, interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,9 +268,9 @@ def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
 
 def resolved_box(box: Box | Literal["auto"], x: Tensor) -> Box:
     """The range of valid entries that "auto" stands for: [0, 1] if every sample lies in it, else None."""
-    if box == "auto":
+    if isinstance(box, str) and box == "auto":
         return (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
-    return box
+    return None if box is None else interval("box", box, finite=False)
 
 
 def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:

@@ -210,11 +210,7 @@ def inner_products(
 
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(absolute(x.abs())) * up), norm)
-        found = (
-            reached.times(error)
-            .plus(Line(size(x), 1.0).times(lost))
-            .plus(flat(reached.at, floor))
-        )
+        found = reached.times(error).plus(Line(size(x), 1.0).times(lost)).plus(flat(reached.at, floor))
         peak = reached.times(1 + error if error < math.inf else 1.0)
         return Local(found, Line(peak.at + biggest, peak.slope))
 
@@ -293,9 +289,7 @@ def scaling(
         reached = Line(grow(size(x.abs() * scale + shift)), largest)
         error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
         peak = reached.times(2.0)
-        return Local(
-            error_line.plus(flat(reached.at, floor)), Line(peak.at + biggest, peak.slope)
-        )
+        return Local(error_line.plus(flat(reached.at, floor)), Line(peak.at + biggest, peak.slope))
 
     return measure
 

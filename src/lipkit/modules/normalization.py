@@ -420,10 +420,7 @@ def own_statistics(
         error = reached.times(linear).plus(flat(reached.at, constant))
         peak = reached.times(grow_number(4 + 6 * gain))
         peak = Line(peak.at + 2 * shift + max(weight, bias, eps, 2 * gain), peak.slope)
-        if rising == math.inf:
-            peak = flat(reached.at, math.inf)
-        else:
-            peak = peak.most(furthest.times(rising))
+        peak = flat(reached.at, math.inf) if rising == math.inf else peak.most(furthest.times(rising))
         if squares:
             error = error.plus(Line(size(groups.square()), grow_number(most)).times(quadratic))
             peak = peak.most(Line(torch.zeros_like(reached.at), arithmetic.room / most * up))

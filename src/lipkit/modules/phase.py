@@ -27,7 +27,7 @@ from lipkit.modules.fourier import (
 from lipkit.modules.machine import Measure, entries, rounding_rule
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow_number, size
+from lipkit.proof.arithmetic import Arithmetic, flat, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import to_double, up
 

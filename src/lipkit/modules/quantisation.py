@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, interval
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.guarding import type_name
 from lipkit.modules.integer import WORD, Blend, Linear, Move, Operation, Program, rounded
@@ -306,9 +306,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
             "evaluator 'integer': expected a network whose input_range is known, because 32 bits hold no others, got "
             "None: set network.input_range = (0.0, 1.0), for instance"
         )
-    low, high = (float(end) for end in network.input_range)
-    if not -math.inf < low < high < math.inf:
-        raise OptionError(f"input_range: expected two numbers, the smaller one first, got {network.input_range}")
+    low, high = interval("input_range", network.input_range)
     shape, n = network.input_shape, entries(network.input_shape)
     fraction = _places(max(-low, high) * (1 + 2.0**-30))
     program = Program(shape, (low, high), fraction, 0, (), 0.0, None)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
+from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, interval, lacks_memory
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, remember, type_name
 from lipkit.modules.network import Network
@@ -204,7 +204,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     Raises:
         NoRuleError: as :func:`lipschitz`.
         ShapeError: the module does not accept ``input_shape``.
-        OptionError: parameters so large that rounding makes a constrained weight singular.
+        OptionError: a ``box`` that is no interval, or parameters so large that a constrained weight becomes singular.
 
     >>> export(nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval(), (2,))
     Network(
@@ -212,11 +212,12 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
       (0): Linear(in_features=2, out_features=2, bias=True)
     )
     """
+    limits = None if box is None else interval("box", box)
     network = export_plain(module, input_shape)
-    if box is not None:
+    if limits is not None:
         from lipkit.modules.ranges import limited
 
-        return limited(network, box)
+        return limited(network, limits)
     from lipkit.modules.products import refuse_unlimited
 
     refuse_unlimited(network)

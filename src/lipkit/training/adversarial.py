@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipkit.attacks.ascent import Box
 from lipkit.attacks.balls import BALLS
 from lipkit.attacks.pgd import LOSSES, pgd
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, interval
 from lipkit.modules import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
@@ -71,6 +71,8 @@ class PgdAdversary:
             raise OptionError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if type(self.steps) is not int or self.steps < 1:
             raise OptionError(f"steps: expected an integer of at least 1, got {self.steps!r}")
+        if self.box is not None:
+            interval("box", self.box, finite=False)
         for name in ("eps", "step_size"):
             value = getattr(self, name)
             optional = name == "step_size" and value is None
