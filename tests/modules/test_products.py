@@ -190,11 +190,11 @@ def test_a_box_is_two_numbers_everywhere(box: object) -> None:
         ),
     ]
     for call in calls:
-        with pytest.raises(OptionError, match="^box: expected two numbers, the smaller one first, got .{,100}$"):
+        with pytest.raises(OptionError, match=r"^box: expected two numbers, the smaller one first, got .{,100}$"):
             call()
     net.input_range = box  # type: ignore[assignment]
     for evaluator in ("integer", "float32"):
-        with pytest.raises(OptionError, match="^input_range: expected two numbers, the smaller one first, got"):
+        with pytest.raises(OptionError, match=r"^input_range: expected two numbers, the smaller one first, got"):
             certify(net, x, y, evaluator=evaluator)
 
 
