@@ -78,11 +78,11 @@ def divided(cells: Tensor, periods: tuple[int, int]) -> tuple[Tensor, tuple[int,
     """The cells of half the size that make up these, and their periods."""
     moves = [[1, 0], [-1, 0], [0, 1], [0, -1]]
     kept = [move for move in moves if all(n > 1 or not step for n, step in zip(periods, move, strict=True))]
-    offsets = torch.tensor([[0, *move] for move in kept], device=cells.device)
-    scale = torch.tensor([1, *(2 if n > 1 else 1 for n in periods)], device=cells.device)
+    offsets = torch.tensor([[0, *move] for move in kept], dtype=torch.int64, device=cells.device)
+    scale = torch.tensor([1, *(2 if n > 1 else 1 for n in periods)], dtype=torch.int64, device=cells.device)
     children = ((cells * scale)[:, None] + offsets).flatten(0, 1)
     finer = _finer(periods)
-    children[:, 1:] = torch.remainder(children[:, 1:], torch.tensor(finer, device=cells.device))
+    children[:, 1:] = torch.remainder(children[:, 1:], torch.tensor(finer, dtype=torch.int64, device=cells.device))
     return children, finer
 
 

@@ -117,7 +117,7 @@ def _proved(a: Tensor, iterations: int) -> Tensor:
             g = g @ g
     # Backwards: ||N_t||^2 <= ||G_{t+1}|| + eps and ||G_t|| <= norm_t (||N_t|| + 4 u), N_t of Frobenius norm about 1.
     slack = 1.5 * gamma(2 * side + 16)
-    bound = torch.full_like(norms[-1], 1 + gamma(side * side + 16))
+    bound = torch.full_like(norms[-1], 1 + gamma(side * side + 16), dtype=torch.float64)
     for norm in reversed(norms[1:]):
         bound = up((norm * (bound + 8 * UNIT) + slack).sqrt(), 4)
     squared = norms[0] * (bound + 8 * UNIT) + 1.5 * gamma(2 * inner + 4) * frobenius

@@ -121,12 +121,12 @@ def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
     r"""``sum_i max_w sum_j |f_ij(w)|^2`` on the grid, with its rounding: ``(g,)``."""
     groups, cout, cin, kh, kw = kernels.shape
     taps = kernels.reshape(groups * cout, cin, kh * kw)
-    lags, fold = half_lags(kh, kw), _fold(kh, kw).to(kernels)
+    lags, fold = half_lags(kh, kw), _fold(kh, kw).to(kernels.device)
     coefficients = (taps.mT @ taps).flatten(1) @ fold
     n1, n2 = sizes
     points = torch.cartesian_prod(torch.arange(n1), torch.arange(n2 // 2 + 1)).reshape(-1, 2)
-    turns = torch.remainder(points @ (lags * torch.tensor([n2, n1])).mT, n1 * n2)
-    waves = (turns.to(torch.float64) * (2 * math.pi / (n1 * n2))).cos().to(kernels)
+    turns = torch.remainder(points @ (lags * torch.tensor([n2, n1], dtype=torch.int64)).mT, n1 * n2)
+    waves = (turns.to(torch.float64) * (2 * math.pi / (n1 * n2))).cos().to(kernels.device)
     waves[:, 1:] *= 2
     largest = (coefficients @ waves.mT).amax(1).clamp_min(0)
     # Inner products over channels, sums over taps and lags, cosines: each relative to the sum of absolute values.

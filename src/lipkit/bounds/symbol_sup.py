@@ -174,7 +174,7 @@ def _searched(kernels: Tensor) -> tuple[Peak, Tensor]:
 
 def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple[int, int]) -> Tensor:
     """The largest singular value at one frequency, in float64."""
-    f1, f2 = (torch.tensor([p]) for p in point)
+    f1, f2 = (torch.tensor([p], dtype=torch.int64) for p in point)
     return largest_singular_value(symbol_at(kernels[group], f1, f2, *periods)[0])
 
 

@@ -163,7 +163,7 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
         raise ShapeError(f"expected constants of shape {(classes, classes)}, got {tuple(constants.shape)}")
     logits = logits.double()
     difference = round_down(logits.gather(1, labels[:, None]) - logits)
-    lipschitz = constants.to(logits)[labels]
+    lipschitz = constants.double().to(logits.device)[labels]
     positive = (difference > 0) & lipschitz.isfinite()
     moving = positive & (lipschitz > 0)
     quotient = round_down(difference / torch.where(moving, lipschitz, 1.0))

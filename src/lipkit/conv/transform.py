@@ -61,7 +61,7 @@ def frequencies(h: int, w: int) -> Frequencies:
     >>> f.real.tolist(), f.pair.tolist()
     ([[0, 0], [1, 0]], [[0, 1], [1, 1]])
     """
-    rows, cols = (torch.tensor(self_conjugate(n)) for n in (h, w))
+    rows, cols = (torch.tensor(self_conjugate(n), dtype=torch.int64) for n in (h, w))
     up, right = (torch.arange(1, (n + 1) // 2) for n in (h, w))
     if is_dense(h, w):
         real = torch.cartesian_prod(rows, cols)

@@ -139,7 +139,7 @@ def _instance_norm(module: _InstanceNorm, input_shape: Shape | None) -> Tensor:
     # One dimension less and torch takes the batch for the channels.
     _check_dims(module, input_shape, axes + 1, axes + 1)
     if module.track_running_stats:
-        return torch.as_tensor(_batch_norm(module, input_shape))
+        return torch.as_tensor(_batch_norm(module, input_shape), dtype=torch.float64)
     return own_constant(module)
 
 

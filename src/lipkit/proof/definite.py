@@ -62,4 +62,6 @@ def cholesky_succeeds(entries: Tensor, side: int) -> Tensor:
     if not _packed(side, entries.device):
         return torch.linalg.cholesky_ex(entries.unflatten(1, (side, side)))[1] == 0
     factor = getattr(lapack, "zpftrf" if entries.dtype == torch.complex128 else "cpftrf")
-    return torch.tensor([factor(side, a, transr="N", uplo="L", overwrite_a=1)[1] == 0 for a in entries.numpy()])
+    return torch.tensor(
+        [factor(side, a, transr="N", uplo="L", overwrite_a=1)[1] == 0 for a in entries.numpy()], dtype=torch.bool
+    )
