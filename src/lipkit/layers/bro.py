@@ -83,9 +83,12 @@ class BroLinear(ConstrainedLinear):
         self.rank, self.depth = _rank(rank, n), depth
         self.free, self.scale = residual_parameters((n, self.rank, 1, 1), device, dtype)
 
+    def directions(self) -> Tensor:
+        """V, (n, m, 1, 1)."""
+        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+
     def weight(self) -> Tensor:
-        v = near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
-        return block_reflector(v.flatten(1), self.out_features, self.in_features)
+        return block_reflector(self.directions().flatten(1), self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}"
@@ -133,9 +136,10 @@ class BroConv2d(SymbolConv2d):
         self.rank, self.depth = _rank(rank, n), depth
         self.free, self.scale = residual_parameters((n, self.rank, *self.kernel_size), device, dtype)
 
+    directions = BroLinear.directions
+
     def symbol(self, height: int, width: int) -> Symbol:
-        v = near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
-        raw = kernel_symbol(v, height, width)
+        raw = kernel_symbol(self.directions(), height, width)
         sizes = self.out_channels, self.inner_channels
         return Symbol(block_reflector(raw.real, *sizes), as_pair(block_reflector(as_complex(raw.pair), *sizes)))
 

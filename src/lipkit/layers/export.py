@@ -7,21 +7,24 @@ their own with ``lipkit.modules.lipschitz_rule`` and ``export_rule``, made of th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, fold
+from lipkit.conv import Symbol, fold, kernel_symbol
 from lipkit.conv.patches import patch_kernel
-from lipkit.errors import ShapeError
+from lipkit.conv.spectrum import as_complex
+from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import ConstrainedConv2d, ConstrainedLinear, KernelConv2d, SymbolConv2d
 from lipkit.linalg import at_least_float32
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
 __all__ = [
     "circular_module",
+    "exactly",
     "export_kernel_conv",
     "export_linear",
     "export_symbol_conv",
@@ -59,11 +62,50 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
     return exact.to(device=own.device, dtype=own.dtype)
 
 
+# Relative to the largest row of a constrained object: rounding in float32 moves a row by 1e-6, a lost direction by 1.
+APART = 1e-2
+
+
+def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
+    """What ``make`` makes of a layer, made in float64 and rounded once, if the layer makes the same in its own format.
+
+    Args:
+        size: of the image after downsampling, for the message alone.
+
+    Raises:
+        OptionError: the layer's format loses so much of the parameters that the export would be another function.
+    """
+    found = [placed_like(layer, exact) for exact in make(in_float64(layer))]
+    for own, exact in zip(make(layer), found, strict=True):
+        off = torch.linalg.vector_norm(own.nan_to_num(nan=math.inf) - exact, dim=-1)
+        apart = float(off.amax() / torch.linalg.vector_norm(exact, dim=-1).amax()) if exact.numel() else 0.0
+        if apart > APART:
+            raise OptionError(
+                f"export: expected a {type(layer).__name__} that is the same in {own.dtype} and float64, got weights "
+                f"that differ by {apart:.2g}, because its parameters have {_singular_values(layer, size)}: give them "
+                "full rank and a size near 1, or export layer.double()"
+            )
+    return found
+
+
+def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
+    """Rank and singular values of the free matrices of a layer, at each frequency where they are constrained there."""
+    like = next(p for p in layer.parameters() if p.ndim > 1)
+    free = getattr(in_float64(layer), "directions", lambda: like.detach().cpu().double())()
+    matrices = [free.flatten(1)[None]]
+    if isinstance(layer, SymbolConv2d):
+        real, pair = kernel_symbol(free, *size)
+        matrices = [real, as_complex(pair)]
+    values = torch.cat([torch.linalg.svdvals(part).flatten(0, -2) for part in matrices if len(part)])
+    rank = int((values > torch.finfo(torch.float32).eps * values.shape[-1] * values.amax()).sum(-1).amin())
+    return f"rank {rank} of {values.shape[-1]} and singular values from {values.amin():.3g} to {values.amax():.3g}"
+
+
 def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
     """``nn.Linear`` with the constrained matrix as it is now."""
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    return linear_module(placed_like(layer, in_float64(layer).weight()), layer.bias)
+    return linear_module(*exactly(layer, lambda made: [made.weight()]), layer.bias)
 
 
 def linear_module(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -91,9 +133,8 @@ def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now; one strided product if pointwise."""
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
-        return patch_module(placed_like(layer, in_float64(layer).matrix()), layer.stride, layer.bias)
-    exact = in_float64(layer).symbol(*size)
-    symbol = Symbol(*(placed_like(layer, part) for part in exact))
+        return patch_module(*exactly(layer, lambda made: [made.matrix()]), layer.stride, layer.bias)
+    symbol = Symbol(*exactly(layer, lambda made: made.symbol(*size), size))
     return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(symbol, *size, layer.bias))
 
 
@@ -117,8 +158,8 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now; one if pointwise."""
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
-        return patch_module(placed_like(layer, in_float64(layer).kernel().flatten(1)), layer.stride, layer.bias)
-    kernel = placed_like(layer, fold(in_float64(layer).kernel(), *size))
+        return patch_module(*exactly(layer, lambda made: [made.kernel().flatten(1)]), layer.stride, layer.bias)
+    (kernel,) = exactly(layer, lambda made: [fold(made.kernel(), *size)])
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
 
 

@@ -12,7 +12,7 @@ from lipkit.bounds import symbol_sup
 from lipkit.layers.base import NORM_TOLERANCE, Family, KernelConv2d, check_positive, half_through_float32
 from lipkit.layers.bro import near_identity, residual_parameters
 from lipkit.layers.cholesky import CholeskyLinear
-from lipkit.layers.export import circular_module, export_kernel_conv, in_float64, placed_like, stride_modules
+from lipkit.layers.export import circular_module, exactly, export_kernel_conv, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
@@ -92,7 +92,7 @@ def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
 def _export_lires(layer: LiResConv2d, input_shape: Shape) -> nn.Module:
     if not layer.zeros:
         return export_kernel_conv(layer, input_shape)
-    kernel = placed_like(layer, in_float64(layer).kernel())
+    (kernel,) = exactly(layer, lambda made: [made.kernel()])
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias, padding_mode="zeros"))
 
 

@@ -20,7 +20,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.aol import safe_rsqrt
 from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.dense import BjorckLinear
-from lipkit.layers.export import filled, in_float64, placed_like
+from lipkit.layers.export import exactly, filled
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
@@ -430,7 +430,7 @@ def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
 def _export_native(layer: _Native, input_shape: Shape) -> nn.Module:
     layer.check_input(input_shape)
     output_shape(layer, input_shape)
-    weight = placed_like(layer, in_float64(layer).weight())
+    (weight,) = exactly(layer, lambda made: [made.weight()])
     options: dict[str, Any] = {"dilation": layer.dilation, "padding_mode": layer.padding_mode}
     if isinstance(layer, _Transposed):
         options["output_padding"] = layer.output_padding

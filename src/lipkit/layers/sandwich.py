@@ -23,6 +23,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32, slope_activation
 from lipkit.layers.cayley import free_and_scale, rescaled
 from lipkit.layers.export import (
+    exactly,
     export_linear,
     export_symbol_conv,
     in_float64,
@@ -285,7 +286,7 @@ def _export_dense(layer: SandwichLinear, input_shape: Shape) -> nn.Module:
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
     exact = in_float64(layer)
-    one, two = (placed_like(layer, half) for half in exact.halves())
+    one, two = exactly(layer, SandwichLinear.halves)
     first, second = linear_module(one, layer.bias), linear_module(two, None)
     return SandwichBlock(first, plain_activation(layer.activation), second, placed_like(layer, exact.psi().square()))
 
@@ -424,10 +425,11 @@ def _export_conv(layer: SandwichConv2d, input_shape: Shape) -> nn.Module:
     exact = in_float64(layer)
     activation, multiplier = plain_activation(layer.activation), placed_like(layer, exact.psi().square())
     if layer.pointwise:
-        one, two = (placed_like(layer, half) for half in exact.matrices())
+        one, two = exactly(layer, SandwichConv2d.matrices)
         first, second = patch_module(one, layer.stride, layer.bias), patch_module(two, 1, None)
         return SandwichBlock(first, activation, second, multiplier)
-    before, after = (Symbol(*(placed_like(layer, part) for part in half)) for half in exact.halves(*size))
+    parts = exactly(layer, lambda made: [part for half in made.halves(*size) for part in half], size)
+    before, after = Symbol(*parts[:2]), Symbol(*parts[2:])
     block = SandwichBlock(
         FourierConv2d.from_symbol(before, *size, layer.bias),
         activation,
