@@ -144,7 +144,7 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert network.input_range == (0.0, 1.0)
     certificate = read_certificate(folder / "certificate.jsonl").certificate
     assert certificate.constant == pytest.approx(analyze(network, (1, 8, 8), restarts=0).upper)
-    assert read_recipe(folder).model.name == "own_test_network:factory"
+    assert read_recipe(folder, build=False).model.name == "own_test_network:factory"
     capsys.readouterr()
     # Like any run: checked, attacked and certified again.
     assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "digits", "--limit", "64"]) == 0

@@ -25,6 +25,7 @@ from lipkit.text import printable, printable_lines
 
 RUN = Path(__file__).parents[1] / "experiments" / "run_of_schema_1"
 LINE = "certified(36/255)  100.00 %"
+FREE = {"recipe", "model", "options", "versions", "times"}  # mappings whose keys are the record's
 FORGED = f"a\n{LINE}\r\x1b[2K\x1b[1A\u202e\u2066\u2028\x85\x9b1m\u200b\ud800\x7f"
 
 
@@ -44,10 +45,11 @@ def check_screen(text: str) -> None:
 
 
 def everywhere(content: Any, change: Callable[[str], str]) -> Any:
-    """Every string of a record changed, but for those that decide how it is read."""
+    """Every string of a record changed, and every name that it chooses, but for what decides how it is read."""
     if isinstance(content, dict):
         fixed = ("schema_version", "task", "created")
-        return {k: v if k in fixed else everywhere(v, change) for k, v in content.items()}
+        names = {k: {change(name): item for name, item in content[k].items()} for k in FREE & content.keys()}
+        return {k: v if k in fixed else everywhere(v, change) for k, v in (content | names).items()}
     if isinstance(content, list):
         return [everywhere(part, change) for part in content]
     return change(content) if isinstance(content, str) and content not in ("NaN", "Infinity") else content
@@ -155,6 +157,7 @@ def test_a_certificate_is_confirmed_under_the_name_that_the_user_gave(
     header["data"]["name"] = FORGED
     header["data"]["preprocessing"] = " " * 46 + LINE
     header["later"] = {FORGED: FORGED}
+    header[FORGED] = header["data"][FORGED] = 1
     path = tmp_path / "certificate.jsonl"
     path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     assert main(["check", str(path), str(RUN / "network"), "digits", "--limit", "12"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -73,6 +74,10 @@ def test_time_ends_a_run_and_a_resume_certifies_the_average(tmp_path, capsys):
     assert not (folder / "network").exists()
     assert run_folder.newest_checkpoint(folder).name == "epoch-0000-step-000020"
 
+    with run_folder.locked(folder), ThreadPoolExecutor(1) as other:
+        assert other.submit(main, ["train", "--resume", str(folder)]).result() == 2
+    expected = f"lipkit: expected a run that nobody trains, got {folder}, which another process holds"
+    assert expected in capsys.readouterr().err
     assert main(["train", "--resume", str(folder), "--max-minutes", "60"]) == 0
     assert "samples per second" in capsys.readouterr().err
     recipe = pipeline.read_recipe(folder)

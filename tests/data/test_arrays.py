@@ -45,6 +45,42 @@ def test_names_of_classes(tmp_path):
     assert load(f"npz:{tmp_path / 'd.npz'}").classes == ("a", "b", "c", "d")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"y_test": np.array([2, 1 << 21])},
+            "expected at most 1000 classes for 8 samples, labelled from 0 on, got 2097153",
+        ),
+        ({"y_train": np.array([0, 1, 2, 0, 1, 1000])}, "for 8 samples, labelled from 0 on, got 1001"),
+        ({"y_train": np.array([0, 1, 2, 0, 1, 2**63 - 1])}, f"got {2**63}"),
+        ({"classes": np.zeros(1 << 20, "U1")}, "got 1048576"),
+    ],
+)
+def test_a_label_makes_no_more_classes_than_samples_could_have(tmp_path, changes, message):
+    np.savez_compressed(tmp_path / "d.npz", **arrays(**changes))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=message):
+            load(f"npz:{tmp_path / 'd.npz'}")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_as_many_classes_as_samples_are_taken(tmp_path):
+    np.savez(tmp_path / "d.npz", **arrays(y_train=np.array([0, 1, 2, 0, 1, 999])))
+    assert len(load(f"npz:{tmp_path / 'd.npz'}").classes) == 1000
+    many = np.arange(1200)
+    np.savez(
+        tmp_path / "d.npz",
+        **arrays(
+            x_train=np.zeros((1200, 2), np.uint8), y_train=many, x_test=np.zeros((1, 2), np.uint8), y_test=many[:1]
+        ),
+    )
+    assert load(f"npz:{tmp_path / 'd.npz'}").classes[-1] == "1199"
+
+
 @pytest.mark.parametrize("dtype", ["<f4", ">f8", "<f2"])
 def test_regression(tmp_path, dtype):
     x, y = np.linspace(-2, 2, 12).reshape(6, 2).astype(dtype), np.arange(6).astype(dtype)

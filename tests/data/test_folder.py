@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from lipkit.data import ImageFiles, load
+from lipkit.data.images import decode
 from lipkit.errors import DataError, OptionError
 
 
@@ -67,6 +68,24 @@ def test_palette_becomes_rgb(tmp_path):
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load(f"folder:{folder}")
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_exif_data_says(tmp_path, orientation, convert):
+    """Camera and viewer agree on what is up; so must who labels an image and who certifies it."""
+    pixels, exif = rgb(0), Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "a.png"
+    Image.fromarray(pixels).save(path, exif=exif)
+    # EXIF 2.3, tag 274: where the first row and the first column are in what is seen.
+    flipped = {2: pixels[:, ::-1], 3: pixels[::-1, ::-1], 4: pixels[::-1]}
+    turned = pixels.transpose(1, 0, 2)
+    flipped |= {5: turned, 6: turned[:, ::-1], 7: turned[::-1, ::-1], 8: turned[::-1]}
+    expected = flipped.get(orientation, pixels).transpose(2, 0, 1)
+    assert np.array_equal(decode(path, convert=convert), expected)
+    if orientation == 6:
+        assert np.array_equal(expected, np.rot90(pixels, -1).transpose(2, 0, 1))  # clockwise
 
 
 def test_another_size(folder):

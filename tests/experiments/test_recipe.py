@@ -129,6 +129,13 @@ def test_overrides_apply_in_order_and_open_short_forms():
         ("train..lr=3", "expected an override key=value"),
         ("train.lr=[1", r"override 'train.lr=\[1': expected a YAML value"),
         ("train.lr=!!python/object/apply:os.getcwd []", "expected a YAML value, got: could not determine"),
+        ("train.epochs=010", "YAML reads 010 as 8: write 8, another plain number, or '010' in quotes"),
+        ("train.epochs=-0_7", "YAML reads -0_7 as -7"),
+        ("train.epochs=!!int '010'", "YAML reads 010 as 8"),
+        ("train.epochs=1:30", "YAML reads 1:30 as 90"),
+        ("train.lr=1:30.5", "YAML reads 1:30.5 as 90.5"),
+        ("augment.flip=No", "YAML reads No as false: write false, .*or 'No' in quotes"),
+        ("model.options={on: 1}", "YAML reads on as true"),
         ("train.lr.x=1", "override 'train.lr.x=1': expected train.lr to have keys, got 0.01"),
     ],
 )
@@ -139,6 +146,12 @@ def test_overrides_that_are_wrong(override, message):
     with pytest.raises(RecipeError, match=message) as caught:
         load_recipe("digits_cayley", [override])
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_and_texts_that_everyone_reads_alike():
+    texts = ('"1:30"', "'no'", "0x10", "1_000", "0", "-0", "0.5", "00.5", "True", "0o10", "a:b", ".inf")
+    read = [load_recipe("digits_cayley", [f"model.options.a={text}"]).model.options["a"] for text in texts]
+    assert read == ["1:30", "no", 16, 1000, 0, 0, 0.5, 0.5, True, "0o10", "a:b", float("inf")]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +171,7 @@ def test_overrides_that_are_wrong(override, message):
         ),
         ("modle: small\n", "unknown key 'modle', did you mean 'model'.; expected the keys 'name', 'data', 'model'"),
         ("name: !!python/object/apply:os.system ['true']\n", "expected YAML, got: could not determine a constructor"),
+        (SMALL + "\nvalue:\n  - 007\n", "line [0-9]+: YAML reads 007 as 7: write 7"),
         ("? [a]\n: 1\n", "unknown key|expected"),
         ("\x00", "expected YAML, got"),
     ],

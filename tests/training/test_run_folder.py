@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lipkit import training
 from lipkit.errors import RunError
 from lipkit.training import checkpoints as run_folder
 
@@ -44,6 +45,23 @@ def test_a_started_run_is_not_overwritten(tmp_path):
         run_folder.check_settings(tmp_path, {"lr": 0.2})
     with pytest.raises(RunError, match=r"expected a run folder with settings.json, got none at"):
         run_folder.check_settings(tmp_path / "other", {"lr": 0.1})
+
+
+def test_one_at_a_time_trains_in_a_folder(tmp_path):
+    data, refused = (torch.rand(8, 2), torch.arange(8) % 2), []
+
+    def fit(**options):
+        return training.fit(nn.Linear(2, 2), data, epochs=1, run_dir=tmp_path / "run", accelerator="cpu", **options)
+
+    def meanwhile(model):
+        with ThreadPoolExecutor(1) as other, pytest.raises(RunError, match=r"got .*run, which another process holds"):
+            other.submit(fit, resume=True).result()
+        refused.append(True)
+        return {}
+
+    fit(evaluate=meanwhile)
+    assert refused == [True]
+    assert fit(resume=True).finished  # the lock is free again
 
 
 def test_metrics_round_trip_with_nan_as_null(tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lipkit.cli.main import ALLOW_CODE
 from lipkit.cli.source import Source
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ class _Name(click.ParamType):
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@ALLOW_CODE
 def command(
     run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,
     seed: int, images: int, batch_size: int, root: Path | None, device: str, large_eps: bool,
+    allow_code: bool,
 ) -> None:  # fmt: skip
     """Attack the network of RUN and compare every example with the certified radii.
 
@@ -59,7 +62,7 @@ def command(
     with display() as show:
         text = attack_run(
             run, name, norm, eps=eps, samples=samples, steps=steps, restarts=restarts, seed=seed, images=images,
-            batch_size=batch_size, root=root, device=device, large_eps=large_eps, note=show.note,
+            batch_size=batch_size, root=root, device=device, large_eps=large_eps, allow_code=allow_code, note=show.note,
         )  # fmt: skip
     click.echo(text)
 
@@ -67,7 +70,7 @@ def command(
 def attack_run(
     folder: Path, name: str, norm: str, *, eps: str | None, samples: int | None, steps: int | None,
     restarts: int | None, seed: int, images: int, batch_size: int, root: Path | None, device: str,
-    large_eps: bool, note: Callable[[str], None],
+    large_eps: bool, allow_code: bool, note: Callable[[str], None],
 ) -> str:  # fmt: skip
     """Attack, compare, write; what to print.
 
@@ -90,7 +93,7 @@ def attack_run(
     from lipkit.text import printable
     from lipkit.training.devices import device_here
 
-    recipe = read_recipe(folder, [] if root is None else [data_root(root)])
+    recipe = read_recipe(folder, [] if root is None else [data_root(root)], allow_code=allow_code, build=False)
     if recipe.task != "classification":
         raise RunError(f"expected a run of a classification, got {folder}, which is a {recipe.task}")
     network = load_network(folder)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.cli.main import ALLOW_CODE
+
 if TYPE_CHECKING:
     from lipkit.experiments import Recipe
     from lipkit.modules import Network
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="For MODEL.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@ALLOW_CODE
 def command(
     run: str,
     changes: tuple[str, ...],
@@ -28,6 +31,7 @@ def command(
     out: Path,
     device: str,
     large_eps: bool,
+    allow_code: bool,
 ) -> None:
     """Certify a network and attack it, and write a record and a report.
 
@@ -53,7 +57,7 @@ def command(
     if data is None:
         if not Path(run).exists():
             raise click.UsageError(f"expected the folder of a run, or MODEL DATA, got {run!r}, which does not exist")
-        recipe = pipeline.read_recipe(run, wanted)
+        recipe = pipeline.read_recipe(run, wanted, allow_code=allow_code, build=False)
         with display() as show:
             outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
     else:

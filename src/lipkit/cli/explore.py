@@ -6,14 +6,19 @@ from pathlib import Path
 
 import click
 
+from lipkit.cli.main import ALLOW_CODE
+
 
 @click.command("explore")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN]")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; 0, the default, takes a free one.")
+@ALLOW_CODE
 @click.option("--allow-remote", is_flag=True, help="Listen beyond loopback: anyone who reaches the host can look.")
-def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, allow_remote: bool) -> None:
+def command(
+    runs: tuple[Path, ...], root: Path | None, host: str, port: int, allow_code: bool, allow_remote: bool
+) -> None:
     """Serve a page that shows RUN: images, certified radii, adversarial examples at a radius that you slide.
 
     RUN is the folder of a run, or a name of lipkit list networks. Two runs on the same test samples are compared side
@@ -36,8 +41,8 @@ def command(runs: tuple[Path, ...], root: Path | None, host: str, port: int, all
         from lipkit.experiments.build import load_data
         from lipkit.explorer import open_runs, serve
 
-        opened = []
+        opened, changes = [], [] if root is None else [data_root(root)]
         for run in runs:
-            data = load_data(pipeline.read_recipe(run, [] if root is None else [data_root(root)]))
+            data = load_data(pipeline.read_recipe(run, changes, allow_code=allow_code, build=False))
             opened.append((run, data.test, data.classes))
         serve(open_runs(opened), listener, host)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.cli.main import ALLOW_CODE
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,7 +28,10 @@ FORMS = ("onnx", "torch", "c", "safetensors", "hub", "robustbench")
 @click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Test samples to check.")
 @click.option("--licence", help="SPDX identifier of the weights' licence, for the model card.")
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
-def command(run: Path, form: str, out: Path | None, samples: int, licence: str | None, root: Path | None) -> None:
+@ALLOW_CODE
+def command(
+    run: Path, form: str, out: Path | None, samples: int, licence: str | None, root: Path | None, allow_code: bool
+) -> None:
     """Write the network of RUN and check it where it will run.
 
     \b
@@ -46,7 +51,8 @@ def command(run: Path, form: str, out: Path | None, samples: int, licence: str |
     from lipkit.interop import check_runtime
     from lipkit.text import printable
 
-    recipe = pipeline.read_recipe(run, [] if root is None else [data_root(root)])
+    changes = [] if root is None else [data_root(root)]
+    recipe = pipeline.read_recipe(run, changes, allow_code=allow_code, build=form == "hub")
     network = pipeline.load_network(run)
     data = load_data(recipe)
     network.input_range = input_range(data)
@@ -110,7 +116,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
     from lipkit.report import read_record
     from lipkit.training import checkpoints
 
-    recipe = pipeline.read_recipe(run)
+    recipe = pipeline.read_recipe(run, allow_code=True)  # the command has asked
     data = load_data(recipe)
     model = build_model(recipe, data)
     found = checkpoints.load_checkpoint(run)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.cli.main import ALLOW_CODE
 from lipkit.memory import importing
 from lipkit.text import printable
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 @click.option("--strategy", metavar="NAME", help="ddp, for instance (train.strategy).")
 @click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@ALLOW_CODE
 def command(
     arguments: tuple[str, ...],
     seeds: int | None,
@@ -36,6 +38,7 @@ def command(
     out: Path | None,
     root: Path | None,
     large_eps: bool,
+    allow_code: bool,
     **placement: str | int | None,
 ) -> None:
     """Train a network, certify and attack it, and write its report.
@@ -59,7 +62,7 @@ def command(
             "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"
         )
     else:
-        _resume(resume, placed, large_eps)
+        _resume(resume, placed, large_eps, allow_code)
 
 
 def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> None:
@@ -86,12 +89,12 @@ def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> Non
         click.echo(result(outcomes[0]))
 
 
-def _resume(folder: Path, placed: Sequence[str], large_eps: bool) -> None:
+def _resume(folder: Path, placed: Sequence[str], large_eps: bool, allow_code: bool) -> None:
     from lipkit.cli.console import display
     from lipkit.experiments import run as pipeline
 
     with display() as show:
-        recipe = pipeline.read_recipe(folder, placed)
+        recipe = pipeline.read_recipe(folder, placed, allow_code=allow_code)
         outcome = pipeline.train(recipe, resume=folder, display=show, large_eps=large_eps)
     if outcome is not None:
         click.echo(result(outcome))

@@ -47,7 +47,7 @@ def load_npz(path: Path) -> Data:
     if classes.dtype.kind != "U" or classes.ndim != 1:
         raise DataError(f"{path}: expected classes as a list of strings, got {classes.dtype} of shape {classes.shape}")
     train, test = (as_split((arrays[f"x_{p}"], arrays[f"y_{p}"]), f"{path}: {p}") for p in ("train", "test"))
-    return as_data(f"npz:{path}", train, test, [str(name) for name in classes])
+    return as_data(f"npz:{path}", train, test, classes)
 
 
 def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:

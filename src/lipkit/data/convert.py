@@ -10,20 +10,29 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lipkit.data.split import Data, Split, numbered_classes
+from lipkit.data.split import Data, Split
 from lipkit.errors import DataError
+
+MOST_CLASSES = 1000
+"""Of data with fewer samples than that."""
 
 
 def as_data(name: str, train: Split, test: Split, classes: Sequence[str] = ()) -> Data:
     """Join two splits; the classes of a classification are numbered if they have no names.
 
     Raises:
-        ShapeError, DataError: if the splits do not fit together, see `Data`.
+        ShapeError, DataError: if the splits do not fit together, see `Data`, or have far more classes than samples.
     """
     labels = [split.y for split in (train, test) if not split.y.is_floating_point()]
-    if not classes and len(labels) == 2:
-        classes = numbered_classes(labels)
-    return Data(name, train, test, tuple(classes))
+    count, samples = max([len(classes), *(int(y.max()) + 1 for y in labels)]), len(train) + len(test)
+    if count > max(MOST_CLASSES, samples):  # before each gets a name: a file of a kilobyte can hold any label
+        raise DataError(
+            f"{name}: expected at most {max(MOST_CLASSES, samples)} classes for {samples} samples, labelled from 0 on, "
+            f"got {count}"
+        )
+    if not len(classes) and len(labels) == 2:
+        classes = [str(i) for i in range(count)]
+    return Data(name, train, test, tuple(map(str, classes)))
 
 
 def as_split(value: Any, name: str = "data") -> Split:

@@ -113,7 +113,9 @@ class ImageFiles:
 
 
 def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False) -> np.ndarray:
-    """Decode one image file to uint8 of shape (C, H, W); its size is checked before it is decoded.
+    """Decode one image file to uint8 of shape (C, H, W), turned as its EXIF orientation says.
+
+    Its size is checked before it is decoded.
 
     Args:
         file: of one of SUFFIXES.
@@ -124,6 +126,8 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
         DataError: it is not a readable image, or claims more than MAX_PIXELS; or Pillow is not installed.
     """
     image_module = _pillow()
+    from PIL import ImageOps
+
     if file.suffix.lower() not in SUFFIXES:
         raise DataError(f"{file}: expected an image file ({', '.join(SUFFIXES)}), got {file.suffix or 'no suffix'}")
     try:
@@ -138,7 +142,7 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
                     f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}{remedy}"
                 )
             channels = 3 if convert else _CHANNELS[image.mode]
-            made = image.convert("L" if channels == 1 else "RGB")
+            made = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
             pixels = np.array(made if fit is None else _fitted(made, *fit), dtype=np.uint8)
     except DataError as error:
         raise DataError(f"{file}: {error}") from None

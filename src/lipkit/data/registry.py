@@ -71,7 +71,7 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
         data = load_images(Path(path).expanduser(), int(size))
     elif kind == "npz" and rest:
         data = load_npz(Path(rest).expanduser())
-    elif re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", spec) and kind not in ("folder", "images", "npz"):
+    elif is_code(spec):
         data = load_custom(spec)
     else:
         raise OptionError(
@@ -79,6 +79,15 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
             f"pkg.mod:factory), got {spec!r}"
         )
     return (data if limit is None else data.take(limit)).held(HELD_BYTES)
+
+
+def is_code(spec: str) -> bool:
+    """Whether `load` imports a module for this name, so runs its code.
+
+    >>> is_code("mine:load"), is_code("npz:mine"), is_code("digits")
+    (True, False, False)
+    """
+    return re.fullmatch(r"(?!(folder|images|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
 
 
 def load_custom(spec: str) -> Data:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,11 +206,6 @@ def fixed_permutation(n: int, seed: int) -> np.ndarray:
         array([3, 2, 1, 0, 4])
     """
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
-
-
-def numbered_classes(labels: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return the names "0", "1", ... up to the largest label that occurs."""
-    return tuple(str(i) for i in range(1 + max(int(y.max()) for y in labels)))
 
 
 def _describe(t: Tensor | ImageFiles) -> str:

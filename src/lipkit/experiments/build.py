@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lipkit import data as datasets
 from lipkit import models
 from lipkit.certificates.intervals import check_radii
+from lipkit.data.registry import is_code
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
@@ -75,8 +76,8 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     name, options = recipe.model.name, dict(recipe.model.options)
     outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
     given = {"input_shape": data.input_shape, "classes": outputs}
-    factory = _custom(name) if ":" in name else functools.partial(models.build, name)
-    if ":" not in name or _takes_all(factory):
+    factory = _custom(name) if is_code(name) else functools.partial(models.build, name)
+    if not is_code(name) or _takes_all(factory):
         accepted = given
     else:
         accepted = {key: value for key, value in given.items() if key in inspect.signature(factory).parameters}
@@ -176,5 +177,5 @@ def _takes_all(factory: Callable[..., Any]) -> bool:
 
 def _see_working_directory(spec: str) -> None:
     """Let ``pkg.mod:factory`` name a module beside the user, after all installed ones, as `python -m` would."""
-    if ":" in spec and os.getcwd() not in sys.path:
+    if is_code(spec) and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.resources
+import json
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 DEFAULT = "digits_cayley"
 # Far above every recipe: what reads or repeats more is no recipe.
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
+
+# What YAML takes for another number or truth value than most readers do: 010 is 8, 1:30 is 90, no is false.
+_ODD = {
+    "tag:yaml.org,2002:int": r"[-+]?0[\d_]+|.*:.*", "tag:yaml.org,2002:float": r".*:.*",
+    "tag:yaml.org,2002:bool": r"(?i)yes|no|on|off",
+}  # fmt: skip
 
 # Sections that may be written as one string, and the key it then stands for.
 SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
@@ -179,6 +187,11 @@ def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int
             inner = node.value
         elif isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
+        elif (odd := _ODD.get(node.tag)) and re.fullmatch(odd, text := node.value):
+            read, line = json.dumps(yaml.safe_load(text)), node.start_mark.line + 1
+            raise ValueError(
+                f"line {line}: YAML reads {text} as {read}: write {read}, another plain number, or {text!r} in quotes"
+            )
         above.add(id(node))
         known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
         above.remove(id(node))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
+from lipkit.data.registry import is_code
 from lipkit.errors import LipkitError, OptionError
 from lipkit.training import losses, schedules
 from lipkit.training.options import NUMBER, Count, NotNegative, Numbers, Positive, Section, parse_number
@@ -205,6 +206,11 @@ class Recipe(Section):
         if self.adversary is not None and self.task != "classification":
             raise ValueError(f"expected an adversary for task classification only, got task {self.task}")
         return self
+
+    def code(self) -> dict[str, str]:
+        """The keys that name code, ``pkg.mod:factory``, and what they name."""
+        named = {"data.spec": self.data.spec, "model.name": self.model.name}
+        return {key: spec for key, spec in named.items() if is_code(spec)}
 
     def plain(self) -> dict[str, Any]:
         """The whole recipe, defaults included, as values of JSON and YAML."""

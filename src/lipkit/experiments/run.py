@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts
 from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
-from lipkit.training.devices import device_here, make_fabric, threads_for
+from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
 from lipkit.training.options import Numbers
 
 NETWORK = "network"
@@ -73,6 +74,8 @@ def train(
     """
     display = display or Silent()
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    for spec in recipe.code().values():
+        display.note(f"importing {spec}: this runs the code of its module")
     data = load_data(recipe)
     check_eps(recipe, data, large_eps)
     model = build_model(recipe, data)
@@ -87,7 +90,9 @@ def train(
         )
 
     batch = recipe.train.batch_size * math.prod(data.input_shape)
-    with threads_for(fabric, count, batch):
+    with ExitStack() as held:
+        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
+        held.enter_context(threads_for(fabric, count, batch))
         return _train(folder, recipe, data, model, count, fabric, display, resume is not None)
 
 
@@ -104,11 +109,12 @@ def _train(
     """The part of `train` that takes time."""
     start = time.perf_counter()
     section = recipe.train
+    again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
     try:
         options = training_options(recipe, data).changed(progress=display.progress)
         run = fit(model, data.train, options, run_dir=folder, resume=resume, fabric=fabric)
     except KeyboardInterrupt:
-        display.note(f"interrupted: lipkit train --resume {folder} continues")
+        display.note(f"interrupted: {again} continues")
         raise
     if not fabric.is_global_zero:
         return None
@@ -116,7 +122,7 @@ def _train(
         display.note(
             f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
             f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: "
-            f"lipkit train --resume {folder} continues"
+            f"{again} continues"
         )
         return None
     seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
@@ -253,18 +259,33 @@ def load_network(folder: Path) -> modules.Network:
     return modules.load(folder / NETWORK)
 
 
-def read_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run.
+def read_recipe(
+    folder: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False, build: bool = True
+) -> Recipe:
+    """The recipe of a run, which may be somebody else's: code that it names, ``pkg.mod:factory``, is refused.
+
+    Args:
+        folder: the run's folder.
+        overrides: see `load_recipe`.
+        allow_code: whether its data and model may be code, which whoever uses the recipe imports, so runs.
+        build: whether the model will be built; otherwise its name is not looked at.
 
     Raises:
-        RunError: there is no run in the folder.
+        RunError: there is no run in the folder, or its recipe names code; the message has the module.
     """
     path = Path(folder) / RECIPE
     if not path.is_file():
         above = Path(folder).resolve().parent
         hint = f"; {above} is one" if (above / RECIPE).is_file() else ""
         raise RunError(f"expected a run folder with {RECIPE}, got {folder}{hint}")
-    return load_recipe(path, overrides)
+    recipe = load_recipe(path, overrides)
+    for key, spec in recipe.code().items():
+        if not allow_code and (build or key != "model.name"):
+            raise RunError(
+                f"{path}: {key}: expected a name of lipkit's, got {spec!r}, which runs the module "
+                f"{spec.partition(':')[0]}: read that module, then give --allow-code (allow_code=True)"
+            )
+    return recipe
 
 
 def open_fabric(recipe: Recipe) -> Any:
@@ -274,7 +295,7 @@ def open_fabric(recipe: Recipe) -> Any:
 
 def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
     if resume is not None:
-        if unplaced(read_recipe(resume)) != unplaced(recipe):
+        if unplaced(read_recipe(resume, allow_code=True)) != unplaced(recipe):
             raise RunError(f"expected the recipe of the run in {resume}, got another: start a new run for it")
         return resume
     folder = ""

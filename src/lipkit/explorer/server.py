@@ -1,10 +1,11 @@
 """The explorer's web server: one page, a few JSON addresses, nothing loaded from elsewhere.
 
-It answers requests whose Host and Origin are this very server, with strict headers.
+It answers requests whose Host and Origin are this very server, with strict headers, and makes one attack at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 from collections.abc import Collection, Sequence
@@ -75,7 +76,7 @@ def authorities(host: str, port: int) -> set[str]:
 
 
 class Guard:
-    """ASGI middleware: 403 for a foreign Host or Origin (DNS rebinding, other pages), and the headers above.
+    """ASGI middleware: 403 for a foreign Host, Origin or site (DNS rebinding, other pages), and the headers above.
 
     Args:
         app: what answers.
@@ -89,9 +90,10 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http" or not self._welcome(scope.get("headers", [])):
-            if scope["type"] == "http":
-                await _refuse(send)
+        if scope["type"] != "http":
+            return
+        if status := self._refused(scope.get("headers", [])):
+            await _refuse(send, status)
             return
 
         async def answer(message: Message) -> None:
@@ -102,24 +104,27 @@ class Guard:
 
         await self.app(scope, receive, answer)
 
-    def _welcome(self, headers: Collection[tuple[bytes, bytes]]) -> bool:
-        found: dict[bytes, list[str]] = {b"host": [], b"origin": []}
+    def _refused(self, headers: Collection[tuple[bytes, bytes]]) -> int:
+        """The status of the refusal; 0 for none."""
+        found: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
         for key, value in headers:
             if key.lower() in found:
                 found[key.lower()].append(value.decode("latin-1").lower())
         if len(found[b"host"]) != 1 or found[b"host"][0] not in self.allowed:
-            return False
-        for origin in found[b"origin"]:
-            parts = urlsplit(origin)
-            if parts.scheme != "http" or parts.netloc not in self.allowed:
-                return False
-        return True
+            return 403
+        if not {"same-origin", "none"}.issuperset(found[b"sec-fetch-site"]):  # an image of another page
+            return 403
+        try:
+            origins = [urlsplit(origin) for origin in found[b"origin"]]
+        except ValueError:
+            return 400
+        return 0 if all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
 
 
-async def _refuse(send: Send) -> None:
+async def _refuse(send: Send, status: int) -> None:
     body = b"expected a request to this server from its own page\n"
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -138,7 +143,8 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
     """
     try:
         import jinja2
-        from fastapi import FastAPI, HTTPException, Response
+        from fastapi import FastAPI, HTTPException, Request, Response
+        from fastapi.concurrency import run_in_threadpool
         from fastapi.responses import HTMLResponse, JSONResponse
     except ImportError as error:
         raise OptionError(f'expected fastapi and jinja2 to explore: pip install "lipkit[serve]" ({error})') from error
@@ -174,9 +180,16 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
     def _sample(number: int, index: int) -> dict[str, Any]:
         return _chosen(number).sample(index)
 
-    @app.get("/api/runs/{number}/samples/{index}/attack")
-    def _attack(number: int, index: int, eps: float) -> dict[str, Any]:
-        return _chosen(number).attack(index, eps)
+    one = asyncio.Lock()
+
+    async def _attack(request: Any, number: int, index: int, eps: float) -> Any:
+        async with one:  # waiting takes no thread: other requests are answered meanwhile
+            if await request.is_disconnected():
+                return Response(status_code=499)
+            return await run_in_threadpool(_chosen(number).attack, index, eps)
+
+    _attack.__annotations__["request"] = Request  # a string would be looked up in this module, without fastapi
+    app.get("/api/runs/{number}/samples/{index}/attack")(_attack)
 
     def _chosen(number: int) -> ExploredRun:
         if not 0 <= number < len(runs):
@@ -229,7 +242,10 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
 
     with listener:
         app = make_app(runs, authorities(host, listener.getsockname()[1]))
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="off",
+            timeout_graceful_shutdown=1,  # seconds for what is asked when it is interrupted
+        )  # fmt: skip
         uvicorn.Server(config).run(sockets=[listener])
 
 

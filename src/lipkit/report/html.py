@@ -20,7 +20,7 @@ from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_
 from lipkit.report.record import read_record
 from lipkit.report.run_files import read_radii, read_series
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord
-from lipkit.text import visible
+from lipkit.text import printable, visible
 
 REPORT = "report.html"
 
@@ -83,7 +83,7 @@ def environment() -> jinja2.Environment:
 
 def _breakable(name: str) -> markupsafe.Markup:
     """A dotted name that may go on in the next line after each of its parts."""
-    escaped = markupsafe.escape(name)
+    escaped = markupsafe.escape(printable(name))
     for mark in "._":
         escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
     return escaped

@@ -2,6 +2,7 @@
 
 RUN/
   settings.json                      what fit was called with
+  .lock                              held by the process that trains
   metrics.jsonl                      one line per epoch
   checkpoints/epoch-0007/            the last two; of a finished run the last one, without the optimiser's state
     model.safetensors, state.pt      weights; optimiser and random state (torch.load with weights_only=True)
@@ -17,12 +18,14 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -57,6 +60,24 @@ def create(parent: Path, name: str) -> Path:
             number += 1
         else:
             return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder: no other process, and no other thread, trains in it meanwhile.
+
+    Raises:
+        RunError: another one holds it.
+    """
+    lock = FileLock(folder / ".lock", is_singleton=True)  # `fit` inside of a run takes it again
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunError(f"expected a run that nobody trains, got {folder}, which another process holds") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:

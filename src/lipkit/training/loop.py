@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,10 @@ def fit(
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
     trainees.check_whole(fabric)
     folder = None if run_dir is None else Path(run_dir)
-    done, state, history = saving.open_run(fabric, model, folder, resume, options.settings(len(train)))
-    plan = _plan(model, train, options, folder, fabric.device, state)
-    with own_random_state(fabric.device, derived_seed(options.seed, 0, 2, fabric.global_rank)):
+    with ExitStack() as held:
+        done, state, history = saving.open_run(held, fabric, model, folder, resume, options.settings(len(train)))
+        plan = _plan(model, train, options, folder, fabric.device, state)
+        held.enter_context(own_random_state(fabric.device, derived_seed(options.seed, 0, 2, fabric.global_rank)))
         network = trainees.prepare(fabric, model, options)
         saving.restore(network, state)
         done, stopped = _epochs(network, plan, done, state, history)

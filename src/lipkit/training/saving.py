@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,23 @@ def save(
 
 
 def open_run(
-    fabric: Any, model: nn.Module, folder: Path | None, resume: bool, settings: Mapping[str, Any]
+    held: ExitStack, fabric: Any, model: nn.Module, folder: Path | None, resume: bool, settings: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
     """Open the run's folder: (epochs done, the checkpoint's state, history), the weights loaded into ``model``.
+
+    The first process holds the folder's lock until ``held`` is closed.
 
     Raises:
         RunError: in all processes, whichever one finds what is wrong; see `checkpoints`.
     """
     if folder is None:
         return 0, {}, []
+    if resume:
+        on_first(fabric, lambda: checkpoints.check_settings(folder, settings))
+    on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
     if not resume:
         on_first(fabric, lambda: checkpoints.write_settings(folder, settings))
         return 0, {}, []
-    on_first(fabric, lambda: checkpoints.check_settings(folder, settings))
     done, weights, state = on_first(fabric, lambda: checkpoints.load_checkpoint(folder)) or (0, None, {})
     if weights is not None:
         checkpoints.load_weights(model, weights, origin=folder)
