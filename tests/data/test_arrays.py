@@ -50,9 +50,9 @@ def test_names_of_classes(tmp_path):
     [
         (
             {"y_test": np.array([2, 1 << 21])},
-            "expected at most 1000 classes for 8 samples, labelled from 0 on, got 2097153",
+            "expected at most 1000 classes for 8 samples, labels from 0 on, got 2097153",
         ),
-        ({"y_train": np.array([0, 1, 2, 0, 1, 1000])}, "for 8 samples, labelled from 0 on, got 1001"),
+        ({"y_train": np.array([0, 1, 2, 0, 1, 1000])}, "for 8 samples, labels from 0 on, got 1001"),
         ({"y_train": np.array([0, 1, 2, 0, 1, 2**63 - 1])}, f"got {2**63}"),
         ({"classes": np.zeros(1 << 20, "U1")}, "got 1048576"),
     ],

@@ -76,8 +76,8 @@ def test_data_and_datasets(module):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", "expected .* to have make, got none"),
-        ("make = 3", "function that makes the data, got int"),
+        ("", "expected a function to import, got AttributeError"),
+        ("make = 3", "expected a function to call, got int"),
         ("raise RuntimeError('broken')", "RuntimeError: broken"),
         ("def make(): raise KeyError('lost')", "KeyError: 'lost'"),
         ("def make(n): return n", "TypeError: .*missing 1 required"),

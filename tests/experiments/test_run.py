@@ -238,7 +238,7 @@ def test_a_factory_of_the_users_own_is_trained(mine, tmp_path):
     [
         ("nowhere_at_all:f", OptionError, "expected a function to import, got ModuleNotFoundError"),
         ("{}:absent", OptionError, "expected a function to import, got AttributeError"),
-        ("{}:value", OptionError, "expected a function that makes a network, got int"),
+        ("{}:value", OptionError, "expected a function to call, got int"),
         ("{}:fails", OptionError, "expected a network, got ZeroDivisionError: oops"),
         ("{}:number", OptionError, "expected an nn.Module, got int"),
         ("{}:three", ShapeError, r"expected outputs of shape \(n, 10\), got \(n, 3\)"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,12 +73,100 @@ def test_the_page_escapes_names_and_loads_nothing_from_elsewhere(runs: list[Expl
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "https://127.0.0.1:8000"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 400),
+        ({"origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
     ],
 )
 def test_foreign_hosts_and_origins_are_refused(runs: list[ExploredRun], headers: dict[str, str], status: int) -> None:
     answer = get(runs, "/api/runs/0/samples/0", headers)
     assert answer.status_code == status
     assert ("image" in answer.text) == (status == 200)
+
+
+class Attacks:
+    """In place of `ExploredRun.attack`: notes which samples are attacked, and waits until they may end."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+        self.running = self.most = 0
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self, index: int, eps: float) -> dict[str, Any]:
+        self.samples.append(index)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.begun.set()
+        assert self.may_end.wait(60)
+        self.running -= 1
+        return {"index": index}
+
+
+@pytest.fixture
+def served(runs: list[ExploredRun], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Attacks]]:
+    """The address of a real server, and the attacks that it makes."""
+    attacks = Attacks()
+    monkeypatch.setattr(ExploredRun, "attack", lambda run, index, eps: attacks(index, eps))
+    listener, address = listen()
+    threading.Thread(target=lambda: serve(runs, listener), daemon=True).start()
+    yield address, attacks
+    attacks.may_end.set()
+
+
+def test_one_attack_at_a_time_and_other_requests_are_answered_meanwhile(served: tuple[str, Attacks]) -> None:
+    address, attacks = served
+    with ThreadPoolExecutor(60) as pool:
+        url = f"{address}api/runs/0/samples"
+        asked = [pool.submit(httpx.get, f"{url}/{i}/attack?eps=1", timeout=60) for i in range(60)]
+        try:
+            assert attacks.begun.wait(60)
+            assert httpx.get(f"{url}/3", timeout=20).json()["index"] == 3
+        finally:
+            attacks.may_end.set()
+        assert [answer.result().json()["index"] for answer in asked] == list(range(60))
+    assert (attacks.most, sorted(attacks.samples)) == (1, list(range(60)))
+
+
+def test_an_attack_whose_client_is_gone_is_dropped(served: tuple[str, Attacks]) -> None:
+    address, attacks = served
+    place = urlsplit(address)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(httpx.get, f"{address}api/runs/0/samples/0/attack?eps=1", timeout=60)
+        assert attacks.begun.wait(60)
+        for index in range(1, 9):
+            with socket.create_connection((place.hostname, place.port), timeout=10) as client:
+                request = f"GET /api/runs/0/samples/{index}/attack?eps=1 HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n"
+                client.sendall(request.encode())
+        httpx.get(f"{address}api/runs/0/samples/0", timeout=20)  # behind those on the server's loop
+        attacks.may_end.set()
+        assert first.result().status_code == 200
+    assert httpx.get(f"{address}api/runs/0/samples/9/attack?eps=1", timeout=60).status_code == 200
+    assert attacks.samples == [0, 9]
+
+
+def test_it_ends_when_it_is_interrupted_whatever_was_asked(folders: list[Path]) -> None:
+    code = (
+        "import sys, time; from lipkit.cli.main import main; from lipkit.explorer.runs import ExploredRun;"
+        "ExploredRun.attack = lambda run, index, eps: print('attack', flush=True) or time.sleep(2) or {};"
+        f"sys.exit(main(['explore', {str(folders[0])!r}]))"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        place = urlsplit(process.stdout.readline().split()[0])
+        clients = [socket.create_connection((place.hostname, place.port), timeout=60) for _ in range(60)]
+        for index, client in enumerate(clients):
+            request = f"GET /api/runs/0/samples/{index}/attack?eps=1 HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n"
+            client.sendall(request.encode())
+        assert process.stdout.readline() == "attack\n"
+        process.send_signal(signal.SIGINT)
+        more, error = process.communicate(timeout=60)
+    for client in clients:
+        client.close()
+    assert process.returncode == 130, error
+    assert more.count("attack") <= 2
 
 
 def test_samples_attacks_and_the_curve_agree_with_the_certificate(runs: list[ExploredRun]) -> None:

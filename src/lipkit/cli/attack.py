@@ -46,8 +46,7 @@ class _Name(click.ParamType):
 @ALLOW_CODE
 def command(
     run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,
-    seed: int, images: int, batch_size: int, root: Path | None, device: str, large_eps: bool,
-    allow_code: bool,
+    seed: int, images: int, batch_size: int, root: Path | None, device: str, large_eps: bool, allow_code: bool,
 ) -> None:  # fmt: skip
     """Attack the network of RUN and compare every example with the certified radii.
 

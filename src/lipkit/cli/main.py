@@ -80,10 +80,8 @@ VERBS = (
     *("train", "certify", "check", "attack", "report", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
 )
-# Of every verb that reads data or a model as the recipe of a run says: a run may be somebody else's.
-ALLOW_CODE = click.option(
-    "--allow-code", is_flag=True, help="Import the modules that RUN's recipe names: this runs their code."
-)
+# Of every verb that loads what the recipe of a run names: the run may be somebody else's.
+ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
 
 
 class _Lazy(click.Group):

@@ -32,15 +32,9 @@ if TYPE_CHECKING:
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 @ALLOW_CODE
 def command(
-    arguments: tuple[str, ...],
-    seeds: int | None,
-    resume: Path | None,
-    out: Path | None,
-    root: Path | None,
-    large_eps: bool,
-    allow_code: bool,
-    **placement: str | int | None,
-) -> None:
+    arguments: tuple[str, ...], seeds: int | None, resume: Path | None, out: Path | None, root: Path | None,
+    large_eps: bool, allow_code: bool, **placement: str | int | None,
+) -> None:  # fmt: skip
     """Train a network, certify and attack it, and write its report.
 
     RECIPE is a packaged name (lipkit list recipes; without one: digits_cayley) or the path of a YAML file. KEY=VALUE

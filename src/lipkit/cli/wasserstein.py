@@ -71,7 +71,6 @@ def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
 
     from lipkit import data
     from lipkit.data.arrays import read_npy
-    from lipkit.data.registry import is_code
     from lipkit.data.split import fixed_permutation
     from lipkit.wasserstein.samples import as_samples
 
@@ -83,7 +82,7 @@ def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
     name, _, part = spec.partition("@")
     if part not in ("", "train", "test"):
         raise click.UsageError(f"expected SPEC, SPEC@train or SPEC@test, got {spec!r}")
-    if is_code(name):
+    if data.registry.is_code(name):
         click.echo(f"importing {name}: this runs the code of its module", err=True)
     split = getattr(data.load(name, root=root, limit=limit), part or "train")
     return as_samples(split.batch(slice(None))[0], spec)

@@ -13,11 +13,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from lipkit.data.split import Data, Split
 from lipkit.errors import DataError
 
-MOST_CLASSES = 1000
-"""Of data with fewer samples than that."""
 
-
-def as_data(name: str, train: Split, test: Split, classes: Sequence[str] = ()) -> Data:
+def as_data(name: str, train: Split, test: Split, classes: Sequence[str] | np.ndarray = ()) -> Data:
     """Join two splits; the classes of a classification are numbered if they have no names.
 
     Raises:
@@ -25,11 +22,8 @@ def as_data(name: str, train: Split, test: Split, classes: Sequence[str] = ()) -
     """
     labels = [split.y for split in (train, test) if not split.y.is_floating_point()]
     count, samples = max([len(classes), *(int(y.max()) + 1 for y in labels)]), len(train) + len(test)
-    if count > max(MOST_CLASSES, samples):  # before each gets a name: a file of a kilobyte can hold any label
-        raise DataError(
-            f"{name}: expected at most {max(MOST_CLASSES, samples)} classes for {samples} samples, labelled from 0 on, "
-            f"got {count}"
-        )
+    if count > (most := max(1000, samples)):  # before each gets a name: a file of a kilobyte can hold any label
+        raise DataError(f"{name}: expected at most {most} classes for {samples} samples, labels from 0 on, got {count}")
     if not len(classes) and len(labels) == 2:
         classes = [str(i) for i in range(count)]
     return Data(name, train, test, tuple(map(str, classes)))

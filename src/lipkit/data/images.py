@@ -113,9 +113,7 @@ class ImageFiles:
 
 
 def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False) -> np.ndarray:
-    """Decode one image file to uint8 of shape (C, H, W), turned as its EXIF orientation says.
-
-    Its size is checked before it is decoded.
+    """Decode one image file to uint8 (C, H, W), turned as its EXIF data say; its size is checked before it is decoded.
 
     Args:
         file: of one of SUFFIXES.

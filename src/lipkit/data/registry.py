@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10, tiny_imagenet
 from lipkit.data.arrays import load_npz
 from lipkit.data.convert import as_data, as_split
 from lipkit.data.folder import load_folder, load_images
 from lipkit.data.split import Data, Entry
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError, LipkitError, OptionError
 
 HELD_BYTES = 1 << 31
 """Image files that take at most 2 GiB of memory for each split are decoded once, when they are loaded."""
@@ -82,12 +85,28 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
 
 
 def is_code(spec: str) -> bool:
-    """Whether `load` imports a module for this name, so runs its code.
-
-    >>> is_code("mine:load"), is_code("npz:mine"), is_code("digits")
-    (True, False, False)
-    """
+    """Whether the name is ``pkg.mod:factory``, which stands for code that is run."""
     return re.fullmatch(r"(?!(folder|images|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
+
+
+def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:
+    """The function called ``pkg.mod:factory``: the one place where a name becomes code, for those whose code it is.
+
+    The module may lie in the working directory: it is found there after all installed ones, as ``python -m`` would.
+
+    Raises:
+        error: it cannot be imported, or is no function.
+    """
+    module, _, name = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except Exception as problem:  # the module is the user's code and may raise anything
+        raise error(f"{spec}: expected a function to import, got {type(problem).__name__}: {problem}") from problem
+    if not callable(factory):
+        raise error(f"{spec}: expected a function to call, got {type(factory).__name__}")
+    return factory
 
 
 def load_custom(spec: str) -> Data:
@@ -102,17 +121,7 @@ def load_custom(spec: str) -> Data:
     Raises:
         DataError: if it cannot be imported, fails, or returns something else.
     """
-    module_name, _, attribute = spec.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except AttributeError as error:
-        raise DataError(f"{spec}: expected {module_name} to have {attribute}, got none ({error})") from error
-    except Exception as error:  # the module is the user's code and may raise anything
-        raise DataError(
-            f"{spec}: expected a module that can be imported, got {type(error).__name__}: {error}"
-        ) from error
-    if not callable(factory):
-        raise DataError(f"{spec}: expected a function that makes the data, got {type(factory).__name__}")
+    factory = imported(spec, DataError)
     try:
         made = factory()
     except Exception as error:

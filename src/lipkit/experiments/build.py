@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from lipkit import data as datasets
 from lipkit import models
 from lipkit.certificates.intervals import check_radii
-from lipkit.data.registry import is_code
+from lipkit.data.registry import imported, is_code
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
@@ -33,7 +30,6 @@ def load_data(recipe: Recipe) -> datasets.Data:
         RecipeError: the data is not for the recipe's task.
     """
     section = recipe.data
-    _see_working_directory(section.spec)
     data = datasets.load(section.spec, root=None if section.root is None else Path(section.root), limit=section.limit)
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
@@ -76,7 +72,7 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     name, options = recipe.model.name, dict(recipe.model.options)
     outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
     given = {"input_shape": data.input_shape, "classes": outputs}
-    factory = _custom(name) if is_code(name) else functools.partial(models.build, name)
+    factory = imported(name) if is_code(name) else functools.partial(models.build, name)
     if not is_code(name) or _takes_all(factory):
         accepted = given
     else:
@@ -127,21 +123,6 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
     return datasets.random_flip(x, generator) if flip else x
 
 
-def _custom(spec: str) -> Callable[..., Any]:
-    """The function named ``pkg.mod:factory``. Its module is imported, so run: use only what you trust."""
-    _see_working_directory(spec)
-    module_name, _, attribute = spec.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the module is the user's code and may raise anything
-        raise OptionError(
-            f"model {spec}: expected a function to import, got {type(error).__name__}: {error}"
-        ) from error
-    if not callable(factory):
-        raise OptionError(f"model {spec}: expected a function that makes a network, got {type(factory).__name__}")
-    return factory
-
-
 def _call(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     try:
         model = factory(**options)
@@ -173,9 +154,3 @@ def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outp
 
 def _takes_all(factory: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
-
-
-def _see_working_directory(spec: str) -> None:
-    """Let ``pkg.mod:factory`` name a module beside the user, after all installed ones, as `python -m` would."""
-    if is_code(spec) and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())

@@ -29,10 +29,7 @@ DEFAULT = "digits_cayley"
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
 # What YAML takes for another number or truth value than most readers do: 010 is 8, 1:30 is 90, no is false.
-_ODD = {
-    "tag:yaml.org,2002:int": r"[-+]?0[\d_]+|.*:.*", "tag:yaml.org,2002:float": r".*:.*",
-    "tag:yaml.org,2002:bool": r"(?i)yes|no|on|off",
-}  # fmt: skip
+_ODD = {"int": r"[-+]?0[\d_]+|.*:.*", "float": r".*:.*", "bool": r"(?i)yes|no|on|off"}
 
 # Sections that may be written as one string, and the key it then stands for.
 SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
@@ -151,30 +148,27 @@ def _read(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _parse(content: bytes, origin: str) -> dict[str, Any]:
-    try:
-        parsed = _load(content)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise RecipeError(f"recipe {origin}: expected YAML, got: {' '.join(str(error).split())}") from None
+    parsed = _load(content, f"recipe {origin}")
     if not isinstance(parsed, dict):
         raise RecipeError(f"recipe {origin}: expected keys and values, got {type(parsed).__name__}")
     return parsed
 
 
-def _load(content: str | bytes) -> Any:
+def _load(content: str | bytes, origin: str) -> Any:
     """The value of a YAML text; one whose aliases, written out, have more than MOST_VALUES values is refused.
 
     Raises:
-        ValueError, RecursionError, yaml.YAMLError: it is not YAML, an anchor holds itself, or it is too long.
+        RecipeError: it is not YAML, an anchor holds itself, or it is too long.
     """
-    loader = _Loader(content)  # a SafeLoader: builds plain values only
     try:
+        loader = _Loader(content)  # a SafeLoader: builds plain values only
         node = loader.get_single_node()
         if node is None:
             return None
         _written_out(node, {}, set())  # before anything is built: a merge key copies what it names
         return loader.construct_document(node)
-    finally:
-        loader.dispose()
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise RecipeError(f"{origin}: expected YAML, got: {' '.join(str(error).split())}") from None
 
 
 def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
@@ -187,11 +181,9 @@ def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int
             inner = node.value
         elif isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
-        elif (odd := _ODD.get(node.tag)) and re.fullmatch(odd, text := node.value):
+        elif (odd := _ODD.get(node.tag.rpartition(":")[2])) and re.fullmatch(odd, text := node.value):
             read, line = json.dumps(yaml.safe_load(text)), node.start_mark.line + 1
-            raise ValueError(
-                f"line {line}: YAML reads {text} as {read}: write {read}, another plain number, or {text!r} in quotes"
-            )
+            raise ValueError(f"line {line}: YAML reads {text} as {read}: write {read}, or {text!r} in quotes")
         above.add(id(node))
         known[id(node)] = 1 + sum(_written_out(part, known, above) for part in inner)
         above.remove(id(node))
@@ -217,11 +209,7 @@ def _override(content: dict[str, Any], override: str) -> None:
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         raise RecipeError(f"expected an override key=value such as train.epochs=5, got {override!r}")
-    try:
-        value = _load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise RecipeError(f"override {override!r}: expected a YAML value, got: {problem}") from None
+    value = _load(text, f"override {override!r}")
     place = content
     for depth, part in enumerate(path[:-1], 1):
         inner = place.get(part)

@@ -121,8 +121,7 @@ def _train(
     if not run.finished:
         display.note(
             f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
-            f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: "
-            f"{again} continues"
+            f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
         )
         return None
     seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
@@ -265,10 +264,9 @@ def read_recipe(
     """The recipe of a run, which may be somebody else's: code that it names, ``pkg.mod:factory``, is refused.
 
     Args:
-        folder: the run's folder.
-        overrides: see `load_recipe`.
-        allow_code: whether its data and model may be code, which whoever uses the recipe imports, so runs.
-        build: whether the model will be built; otherwise its name is not looked at.
+        folder, overrides: the run's folder, and as `load_recipe`.
+        allow_code: whether data and model may be code, which `train` and `certify` then run.
+        build: whether the model will be built; if not, its name may be code.
 
     Raises:
         RunError: there is no run in the folder, or its recipe names code; the message has the module.

@@ -106,19 +106,15 @@ class Guard:
 
     def _refused(self, headers: Collection[tuple[bytes, bytes]]) -> int:
         """The status of the refusal; 0 for none."""
-        found: dict[bytes, list[str]] = {b"host": [], b"origin": [], b"sec-fetch-site": []}
-        for key, value in headers:
-            if key.lower() in found:
-                found[key.lower()].append(value.decode("latin-1").lower())
-        if len(found[b"host"]) != 1 or found[b"host"][0] not in self.allowed:
-            return 403
-        if not {"same-origin", "none"}.issuperset(found[b"sec-fetch-site"]):  # an image of another page
-            return 403
+        names = (b"host", b"origin", b"sec-fetch-site")
+        found = [[v.decode("latin-1").lower() for k, v in headers if k.lower() == name] for name in names]
         try:
-            origins = [urlsplit(origin) for origin in found[b"origin"]]
+            origins = [urlsplit(origin) for origin in found[1]]
         except ValueError:
             return 400
-        return 0 if all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
+        # The site is another one for a link or an image on a foreign page, which need not say its Origin.
+        own = len(found[0]) == 1 and found[0][0] in self.allowed and {"same-origin", "none"}.issuperset(found[2])
+        return 0 if own and all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
 
 
 async def _refuse(send: Send, status: int) -> None:
@@ -144,7 +140,6 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
     try:
         import jinja2
         from fastapi import FastAPI, HTTPException, Request, Response
-        from fastapi.concurrency import run_in_threadpool
         from fastapi.responses import HTMLResponse, JSONResponse
     except ImportError as error:
         raise OptionError(f'expected fastapi and jinja2 to explore: pip install "lipkit[serve]" ({error})') from error
@@ -186,7 +181,7 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
         async with one:  # waiting takes no thread: other requests are answered meanwhile
             if await request.is_disconnected():
                 return Response(status_code=499)
-            return await run_in_threadpool(_chosen(number).attack, index, eps)
+            return await asyncio.to_thread(_chosen(number).attack, index, eps)
 
     _attack.__annotations__["request"] = Request  # a string would be looked up in this module, without fastapi
     app.get("/api/runs/{number}/samples/{index}/attack")(_attack)
@@ -243,9 +238,8 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
     with listener:
         app = make_app(runs, authorities(host, listener.getsockname()[1]))
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="off",
-            timeout_graceful_shutdown=1,  # seconds for what is asked when it is interrupted
-        )  # fmt: skip
+            app, log_level="warning", server_header=False, lifespan="off", timeout_graceful_shutdown=1
+        )
         uvicorn.Server(config).run(sockets=[listener])
 
 

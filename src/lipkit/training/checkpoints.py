@@ -69,15 +69,12 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         RunError: another one holds it.
     """
-    lock = FileLock(folder / ".lock", is_singleton=True)  # `fit` inside of a run takes it again
-    try:
-        lock.acquire(timeout=0)
+    try:  # a singleton: `fit` inside of a run takes it again
+        lock = FileLock(folder / ".lock", is_singleton=True).acquire(timeout=0)
     except Timeout:
         raise RunError(f"expected a run that nobody trains, got {folder}, which another process holds") from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -72,9 +72,7 @@ def save(
 def open_run(
     held: ExitStack, fabric: Any, model: nn.Module, folder: Path | None, resume: bool, settings: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Open the run's folder: (epochs done, the checkpoint's state, history), the weights loaded into ``model``.
-
-    The first process holds the folder's lock until ``held`` is closed.
+    """Open the run's folder, locked until ``held`` ends: (epochs done, state, history), the weights in ``model``.
 
     Raises:
         RunError: in all processes, whichever one finds what is wrong; see `checkpoints`.
