@@ -85,7 +85,7 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
 
 
 def is_code(spec: str) -> bool:
-    """Whether the name is ``pkg.mod:factory``, which stands for code that is run."""
+    """True for a name ``pkg.mod:factory``, which stands for code that is run."""
     return re.fullmatch(r"(?!(folder|images|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
 
 

@@ -127,12 +127,13 @@ async def _refuse(send: Send, status: int) -> None:
 STATIC = {"explore.js": "text/javascript; charset=utf-8", "explore.css": "text/css; charset=utf-8"}
 
 
-def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
+def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callable[[], bool] = bool) -> Guard:
     """The ASGI application for one or two opened runs.
 
     Args:
         runs: from `lipkit.explorer.open_runs`.
         allowed: values of the Host header that are answered.
+        ends: true once the server is to end: attacks that wait are then dropped.
 
     Raises:
         OptionError: fastapi or jinja2 is not installed.
@@ -179,7 +180,7 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str]) -> Guard:
 
     async def _attack(request: Any, number: int, index: int, eps: float) -> Any:
         async with one:  # waiting takes no thread: other requests are answered meanwhile
-            if await request.is_disconnected():
+            if ends() or await request.is_disconnected():
                 return Response(status_code=499)
             return await asyncio.to_thread(_chosen(number).attack, index, eps)
 
@@ -236,11 +237,9 @@ def serve(runs: Sequence[ExploredRun], listener: socket.socket, host: str = "127
     import uvicorn
 
     with listener:
-        app = make_app(runs, authorities(host, listener.getsockname()[1]))
-        config = uvicorn.Config(
-            app, log_level="warning", server_header=False, lifespan="off", timeout_graceful_shutdown=1
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        app = make_app(runs, authorities(host, listener.getsockname()[1]), lambda: server.should_exit)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off"))
+        server.run(sockets=[listener])
 
 
 def _text(name: str) -> str:
