@@ -35,7 +35,6 @@ COMMANDS = {
     "wasserstein": [["their/samples.npy", "their/samples.npy", "--steps", "1"]],
     "list": [["networks"]],
     "recipe": [["show", "their/recipe.yaml"]],
-    "reproduce": [["cayley_1", "--records", "their"]],
     "export": [["their", "--to", form] for form in ("safetensors", "hub")],
     "explore": [["their"]],
 }
