@@ -51,6 +51,11 @@ def _rank(rank: int | None, n: int) -> int:
     return rank
 
 
+def _directions(layer: BroLinear | BroConv2d) -> Tensor:
+    """V, (n, m, kh, kw), in float32 or better."""
+    return near_identity(at_least_float32(layer.free), at_least_float32(layer.scale), layer.depth)
+
+
 class BroLinear(ConstrainedLinear):
     r"""Dense layer by one block reflector: ``y = W x + b``, :math:`W = I - 2V(V^\top V)^{-1}V^\top`, cut to size.
 
@@ -83,9 +88,7 @@ class BroLinear(ConstrainedLinear):
         self.rank, self.depth = _rank(rank, n), depth
         self.free, self.scale = residual_parameters((n, self.rank, 1, 1), device, dtype)
 
-    def directions(self) -> Tensor:
-        """V, (n, m, 1, 1)."""
-        return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
+    directions = _directions
 
     def weight(self) -> Tensor:
         return block_reflector(self.directions().flatten(1), self.out_features, self.in_features)
@@ -136,7 +139,7 @@ class BroConv2d(SymbolConv2d):
         self.rank, self.depth = _rank(rank, n), depth
         self.free, self.scale = residual_parameters((n, self.rank, *self.kernel_size), device, dtype)
 
-    directions = BroLinear.directions
+    directions = _directions
 
     def symbol(self, height: int, width: int) -> Symbol:
         raw = kernel_symbol(self.directions(), height, width)

@@ -67,10 +67,10 @@ APART = 1e-2
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
-    """What ``make`` makes of a layer, made in float64 and rounded once, if the layer makes the same in its own format.
+    """Constrained objects of a layer, made in float64 and rounded once: those of its own format but for rounding.
 
     Args:
-        size: of the image after downsampling, for the message alone.
+        make: from a layer to its objects. size: of the image after downsampling, for the message alone.
 
     Raises:
         OptionError: the layer's format loses so much of the parameters that the export would be another function.
@@ -105,7 +105,7 @@ def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
     """``nn.Linear`` with the constrained matrix as it is now."""
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
-    return linear_module(*exactly(layer, lambda made: [made.weight()]), layer.bias)
+    return linear_module(exactly(layer, lambda made: [made.weight()])[0], layer.bias)
 
 
 def linear_module(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -133,7 +133,7 @@ def export_symbol_conv(layer: SymbolConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and a :class:`FourierConv2d` with the symbol as it is now; one strided product if pointwise."""
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
-        return patch_module(*exactly(layer, lambda made: [made.matrix()]), layer.stride, layer.bias)
+        return patch_module(exactly(layer, lambda made: [made.matrix()])[0], layer.stride, layer.bias)
     symbol = Symbol(*exactly(layer, lambda made: made.symbol(*size), size))
     return nn.Sequential(*stride_modules(layer), FourierConv2d.from_symbol(symbol, *size, layer.bias))
 
@@ -158,7 +158,7 @@ def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now; one if pointwise."""
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
-        return patch_module(*exactly(layer, lambda made: [made.kernel().flatten(1)]), layer.stride, layer.bias)
+        return patch_module(exactly(layer, lambda made: [made.kernel().flatten(1)])[0], layer.stride, layer.bias)
     (kernel,) = exactly(layer, lambda made: [fold(made.kernel(), *size)])
     return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
 
