@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lipkit.certificates.certificate_file import data_sha256
 from lipkit.errors import DataError, OptionError
 from lipkit.modules import (
     Affine,
@@ -566,3 +567,14 @@ def test_loading_runs_nothing_that_a_file_names(folder: Path, monkeypatch: pytes
         edit(folder, module(3, type=kind))
         refused(folder, "unknown or missing")
     assert called == []
+
+
+def test_a_number_that_lies_apart_has_the_hash_of_its_bytes() -> None:
+    # A stride of a lone entry means nothing, and torch keeps whatever it was.
+    def hashed(value: Tensor) -> str:
+        return sha256(Network([Affine(value, value)], (1, 2)))
+
+    values = torch.tensor([[0.5, 1.0], [2.0, 3.0]])
+    assert hashed(torch.tensor(0.5).expand(1)) == hashed(values[:1, 0]) == hashed(torch.tensor([0.5]))
+    x = values[:1, 1:]
+    assert data_sha256(x, torch.zeros(1).long()) == data_sha256(x.clone(), torch.zeros(1).long())
