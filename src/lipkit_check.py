@@ -1876,8 +1876,11 @@ def main(arguments=None):
             return int(check(given.run, given.data, given.root, given.samples, given.exact)[1] > 0)
     except Refused as reason:
         print(f"REFUSED  {reason}".encode("ascii", "replace").decode()[:300])
+    except OSError as error:
+        print(f"REFUSED  {error.filename}: {error.strerror}".encode("ascii", "replace").decode()[:300])
     except Exception as error:  # whatever a file makes fail is not confirmed
-        print(f"REFUSED  {type(error).__name__}: {error}".encode("ascii", "replace").decode()[:300])
+        kind = "missing entry" if isinstance(error, KeyError) else type(error).__name__
+        print(f"REFUSED  {kind}: {error}".encode("ascii", "replace").decode()[:300])
     return 1
 
 

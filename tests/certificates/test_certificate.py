@@ -18,7 +18,9 @@ from lipkit.attacks import pgd
 from lipkit.certificates import certify, certify_regression
 from lipkit.certificates.certificate_file import describe, verify
 from lipkit.certificates.measurement import float64_device
+from lipkit.data import Split
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.evaluation import Attack, evaluate
 
 
 def linear_network(seed: int = 0, features: int = 6, classes: int = 4) -> modules.Network:
@@ -145,17 +147,13 @@ def test_batch_size_does_not_matter() -> None:
     )
 
 
-def test_wrong_labels_ties_and_nan_get_no_radius() -> None:
+def test_wrong_labels_and_ties_get_no_radius() -> None:
     network = linear_network()
     x, y = samples(network)
     wrong = certify(network, x, (y + 1) % 4)
     assert wrong.radius.eq(0).all()
     assert wrong.clean_accuracy == 0
     assert (wrong.margin < 0).all()
-    x[0] = math.nan
-    spoilt = certify(network, x, y)
-    assert spoilt.radius[0] == 0
-    assert spoilt.prediction[0] == -1
     last = nn.Linear(2, 2)
     last.weight.data, last.bias.data = torch.ones(2, 2), torch.zeros(2)
     tied = certify(modules.Network([last], (2,)), torch.rand(9, 2), torch.zeros(9, dtype=torch.int64))
@@ -167,7 +165,7 @@ def test_a_constant_network_is_certified_at_every_radius() -> None:
     last.weight.data, last.bias.data = torch.zeros(2, 2), torch.tensor([1.0, 0.0])
     certificate = certify(modules.Network([last], (2,)), torch.rand(3, 2), torch.tensor([0, 0, 1]))
     assert certificate.radius.tolist() == [math.inf, math.inf, 0.0]
-    assert certificate.accuracy(1e9) == pytest.approx(2 / 3)
+    assert certificate.accuracy(1e9, large_eps=True) == pytest.approx(2 / 3)
 
 
 def test_accuracy_counts_radii_strictly_above() -> None:
@@ -181,6 +179,61 @@ def test_accuracy_counts_radii_strictly_above() -> None:
         certificate.accuracy(-1)
     with pytest.raises(OptionError, match="got nan"):
         certificate.accuracy(math.nan)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_samples_that_are_not_finite_are_refused(value: float) -> None:
+    network = linear_network()
+    x, y = samples(network)
+    x[3, 1] = value
+    with pytest.raises(OptionError, match="expected finite inputs, got NaN or infinity"):
+        certify(network, x, y)
+    with pytest.raises(OptionError, match="expected finite inputs"):
+        certify_regression(network, x, network(x), delta=0.1)
+
+
+def image_network() -> modules.Network:
+    torch.manual_seed(0)
+    return modules.Network([nn.Flatten(), nn.Linear(48, 3)], (3, 4, 4))
+
+
+def test_a_radius_that_forgets_its_255_is_warned_of_where_the_range_is_not_known() -> None:
+    """36 for 36/255 was 0.0 in silence. Samples of a sensor, in their own units, have radii in these."""
+    network = linear_network()
+    x, y = samples(network)
+    certificate = certify(network, x, y)
+    with pytest.warns(UserWarning, match=r"got 36 for samples in \[0\.\d+, 0\.\d+\]; did you mean 36/255\?"):
+        assert certificate.accuracy(36) == 0
+    assert certificate.accuracy(36, large_eps=True) == 0  # warnings are errors in this suite
+    assert certify(network, 100 * x - 50, y).accuracy(36) < 1
+    with pytest.warns(UserWarning, match="did you mean 36/255"):
+        evaluate(network, Split(x, y), eps=(36.0,), attack=Attack(eps=()))
+    network.input_range = (0.0, 1.0)
+    with pytest.raises(OptionError, match="did you mean 36/255"):
+        certify(network, x, y).accuracy(36)
+
+
+def test_images_from_0_to_255_are_warned_of_where_the_range_is_not_known() -> None:
+    network = image_network()
+    x = torch.linspace(0, 255, 2 * 48).reshape(2, 3, 4, 4)
+    y = torch.tensor([0, 1])
+    with pytest.warns(UserWarning, match=r"expected images in \[0, 1\], got values up to 255: x / 255, or network"):
+        certify(network, x, y)
+    certify(network, x - 128, y)  # a sensor's
+    network.input_range = (0.0, 255.0)
+    certify(network, x, y)
+
+
+def test_one_hot_labels_and_channels_last_arrays_are_named() -> None:
+    network = image_network()
+    x, y = torch.rand(2, 3, 4, 4), torch.tensor([0, 1])
+    hot = nn.functional.one_hot(y, 3)
+    with pytest.raises(ShapeError, match=r"got \(2, 3\) \(one-hot labels: y.argmax\(1\)\)"):
+        certify(network, x, hot)
+    with pytest.raises(OptionError, match=r"got float32 \(one-hot labels: y.argmax\(1\)\)"):
+        certify(network, x, hot.float())
+    with pytest.raises(ShapeError, match=r"\(channels last: x.permute\(0, 3, 1, 2\)\)"):
+        certify(network, x.permute(0, 2, 3, 1), y)
 
 
 def test_certificate_is_frozen_and_names_its_network() -> None:

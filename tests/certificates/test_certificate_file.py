@@ -55,7 +55,7 @@ def same(a: CertificateFile, b: CertificateFile) -> None:
         if isinstance(left, Tensor):
             assert left.dtype == right.dtype
             assert torch.equal(left, right)
-        else:
+        elif field.name != "sample_range":  # a file does not hold the samples
             assert left == right, field.name
     assert dict(a.data) == dict(b.data)
 

@@ -268,6 +268,20 @@ def test_samples_outside_the_range_of_the_network(run: Path, tmp_path: Path, cap
         assert "samples outside" in capsys.readouterr().out
 
 
+def test_data_that_are_missing_are_named(run: Path, tmp_path: Path, capsys: Any) -> None:
+    np.savez(tmp_path / "other.npz", a=1)
+    for name, reason in {
+        "nothing": "nothing.npz: No such file or directory",
+        "other": "missing entry: 'x_test",
+    }.items():
+        assert k.main([str(run), str(tmp_path / f"{name}.npz")]) == 1
+        found = capsys.readouterr().out
+        assert found.startswith("REFUSED  ")
+        assert reason in found
+        assert "Error" not in found
+        assert "Errno" not in found
+
+
 def test_the_first_samples_alone(run: Path, capsys: Any) -> None:
     assert verdict(run, "--samples", "3") == 0
     assert "3 radii confirmed" in capsys.readouterr().out

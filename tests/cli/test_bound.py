@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ import lipkit
 from lipkit.analysis import analyze
 from lipkit.cli.bound import parse_shape
 from lipkit.cli.main import main
+from lipkit.report import read_record
 
 SOURCE = """
 import torch
@@ -152,3 +154,20 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
     assert main(["certify", "own_test_network:factory", "mnist", "--input-shape", "1,8,8"]) != 0
     assert main(["certify", str(tmp_path / "nowhere")]) != 0
+
+
+def test_windows_of_sensors_are_certified_in_a_range_of_their_own(module, tmp_path, capsys) -> None:
+    """Samples (C, H, W) that are no images: without a range they are refused, and the message names the key."""
+    x = np.random.default_rng(0).uniform(-20, 60, (24, 1, 8, 8)).astype(np.float32)
+    y = np.arange(24) % 2
+    np.savez("windows.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    arguments = ["certify", f"{module}:factory", "npz:windows.npz", "--input-shape", "1,8,8", "--out", "out"]
+    quick = ["certify.attack_samples=4", "certify.attack_steps=2", "certify.eps=1"]
+    assert main([*arguments, *quick]) == 2
+    assert "data.range=LOW,HIGH" in capsys.readouterr().err
+    assert main([*arguments, *quick, "data.range=-20,60"]) == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    assert lipkit.load(folder / "network").input_range == (-20.0, 60.0)
+    assert read_record(folder).attack.box == (-20.0, 60.0)
+    assert main(["check", str(folder / "certificate.jsonl"), str(folder / "network"), "npz:windows.npz"]) == 0
+    assert main(["attack", str(folder), "--eps", "1", "--steps", "2", "--samples", "4"]) == 0

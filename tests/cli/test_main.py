@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 
 import click
 import pytest
@@ -119,6 +120,11 @@ def test_wrong_usage_is_one_line_and_code_2(arguments, message, capsys):
     assert re.search(message, line), line
 
 
+def test_a_missing_certificate_is_said_without_the_number_of_an_error(capsys):
+    assert main(["check", "/nowhere", "/nowhere", "digits"]) == 2
+    assert capsys.readouterr().err == "lipkit: /nowhere: expected a certificate, got: No such file or directory\n"
+
+
 @pytest.fixture
 def train(monkeypatch):
     def put(action):
@@ -127,6 +133,19 @@ def train(monkeypatch):
         )
 
     return put
+
+
+def test_an_error_of_the_system_and_a_warning_are_a_line_each(train, capsys):
+    def act():
+        warnings.warn("mind the gap", stacklevel=1)
+        open("/nowhere")  # noqa: SIM115
+
+    train(act)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["train"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["lipkit: warning: mind the gap", "lipkit: /nowhere: No such file or directory"]
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "train"], ["train", "--debug"]])
@@ -146,7 +165,7 @@ def test_debug_shows_the_traceback(train, capsys, arguments):
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (FileNotFoundError(2, "No such file or directory", "/x"), 2, "No such file or directory: '/x'"),
+        (FileNotFoundError(2, "No such file or directory", "/x"), 2, "/x: No such file or directory"),
         (MemoryError(), 2, "MemoryError"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "not enough memory: DefaultCPUAllocator"),
         (

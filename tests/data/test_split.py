@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -90,8 +92,21 @@ def test_data_refuses_splits_that_do_not_fit():
 def test_float_images_outside_the_unit_interval_are_refused(value):
     good = Split(torch.full((1, 1, 2, 2), 0.5), torch.zeros(1, dtype=torch.int64))
     bad = Split(torch.full((1, 1, 2, 2), value), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"test images in \[0, 1\]"):
+    with pytest.raises(DataError, match=r"test samples in \[0, 1\]"):
         Data("d", good, bad, ("a",))
+
+
+def test_samples_that_are_no_images_have_limits_of_their_own():
+    windows = Split(torch.tensor([[[[-3.0, 40.0]]]]), torch.zeros(1, dtype=torch.int64))
+    assert Data("d", windows, windows, ("a",), (-4.0, 41.0)).take(1).input_range == (-4.0, 41.0)
+    assert Data("d", windows, windows, ("a",), (-math.inf, math.inf)).input_range is None
+    with pytest.raises(
+        DataError, match=r"training samples in \[0, 40\], got values from -3 to 40 .*data.range=LOW,HIGH"
+    ):
+        Data("d", windows, windows, ("a",), (0.0, 40.0))
+    pixels = Split(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(DataError, match=r"in \[0, 0.5\], got values from 0 to 1"):  # uint8 is divided by 255
+        Data("d", pixels, pixels, ("a",), (0.0, 0.5))
 
 
 def test_float_vectors_may_take_any_value():

@@ -15,8 +15,8 @@ from lipkit.attacks import Found, run_attack
 from lipkit.attacks.ascent import Model
 from lipkit.certificates import certify, format_radius
 from lipkit.certificates.intervals import clopper_pearson, share
-from lipkit.data import Split
-from lipkit.errors import CertificateViolation, OptionError
+from lipkit.data import Data, Split
+from lipkit.errors import CertificateViolation, DataError, OptionError
 from lipkit.evaluation import (
     Attack,
     attack,
@@ -246,3 +246,13 @@ def test_a_class_without_samples_has_no_accuracy() -> None:
 def test_format_radius() -> None:
     shown = [format_radius(eps) for eps in (36 / 255, 108 / 255, 255 / 255, 0.0, 0.1, 1.5, 2, 1e-5, 510.5 / 255)]
     assert shown == ["36/255", "108/255", "1", "0", "0.1", "1.5", "2", "1e-05", "2.00196"]
+
+
+def test_a_pair_is_taken_and_a_data_set_is_named() -> None:
+    torch.manual_seed(0)
+    network = modules.Network([nn.Linear(2, 3)], (2,))
+    x, y = torch.rand(5, 2), torch.arange(5) % 3
+    found = evaluate(network, (x.numpy(), y), eps=(0.1,), attack=Attack(eps=()))
+    assert found.metrics() == evaluate(network, Split(x, y), eps=(0.1,), attack=Attack(eps=())).metrics()
+    with pytest.raises(DataError, match=r"expected a pair \(x, y\) .*, got Data"):
+        evaluate(network, Data("d", Split(x, y), Split(x, y), ("a", "b", "c")), eps=(0.1,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -169,9 +170,13 @@ def test_a_network_of_images_in_the_unit_interval_refuses_others(tmp_path: Path)
             lipkit.certificates.certify_regression(loaded, wrong, torch.rand(5, 3), delta=0.1)
         with pytest.raises(OptionError, match=r"expected inputs in \[0, 1\]"):
             evaluate(loaded, Split(wrong, y), eps=[0.1])
-        lipkit.certify(unknown, wrong, y)
-    loaded.input_range = None
-    lipkit.certify(loaded, 255 * x, y)
+    for other in (2 * x, x - 0.5, 300 * x):  # of a sensor, perhaps
+        lipkit.certify(unknown, other, y)
+    x[0, 0, 0, :2] = torch.tensor([0.0, 1.0])
+    with pytest.warns(UserWarning, match="got values up to 255: x / 255"):
+        lipkit.certify(unknown, 255 * x, y)
+    unknown.input_range = (0.0, 255.0)
+    lipkit.certify(unknown, 255 * x, y)
 
 
 def test_accuracies_at_a_slip_are_refused() -> None:
@@ -184,7 +189,8 @@ def test_accuracies_at_a_slip_are_refused() -> None:
             evaluate(network, Split(x, y), eps=[eps])
     assert certificate.accuracy(10, large_eps=True) == 0
     network.input_range = None
-    assert lipkit.certify(network, x, y).accuracy(36) == 0
+    with pytest.warns(UserWarning, match="did you mean 36/255"):
+        assert lipkit.certify(network, x, y).accuracy(36) == 0
 
 
 @pytest.mark.parametrize("value", [[1, 0], [0, 0], [0], 3, "01", [0, 1e999], [0, True], [None, 1], {}])
@@ -268,7 +274,10 @@ def test_a_run_of_the_first_schema_still_opens(run: Path, capsys: pytest.Capture
     assert main(["check", str(run / "certificate.jsonl"), str(run / "network"), "digits", "--limit", "12"]) == 0
     assert "certified(36/255)  25.00 %" in capsys.readouterr().out
     assert main(["report", str(run)]) == 0
-    assert "36/255       25.00 %" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.search(r"36/255 +25.00 %", shown)
+    assert "certified (all 12)" in shown
+    assert "PGD (4 of them)" in shown
     model = from_pretrained(run / "hub")
     x = load("digits", limit=12).test.batch(slice(None))[0]
     torch.testing.assert_close(model(x), network(x), rtol=1e-5, atol=1e-6)

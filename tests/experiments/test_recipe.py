@@ -56,6 +56,18 @@ def test_fractions_and_exponents_are_numbers_everywhere(tmp_path):
     assert (recipe.train.lr, recipe.train.weight_decay) == (0.001, 0.005)
 
 
+def test_the_range_of_data_is_two_numbers(tmp_path):
+    plain = load_recipe()
+    assert "range" not in recipes.to_yaml(plain)  # the text of older recipes, by which a table finds its runs
+    for given, expected in {"-1,1/2": (-1.0, 0.5), "[0, 40]": (0.0, 40.0), "null": None}.items():
+        recipe = load_recipe("digits_cayley", [f"data.range={given}"])
+        assert recipe.data.range == expected
+        assert load_recipe(write(tmp_path, recipes.to_yaml(recipe))) == recipe
+    for given in ("5", "1,2,3", "wide"):
+        with pytest.raises(RecipeError, match=r"data\.range"):
+            load_recipe("digits_cayley", [f"data.range={given}"])
+
+
 def test_numbers_are_parsed_not_evaluated():
     assert parse_number("-3/4") == -0.75
     assert parse_number(" 1.5e-2 / 3 ") == 0.005

@@ -21,10 +21,11 @@ from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.report import save_evaluation, write_report
 from lipkit.report.html import flatten
-from lipkit.report.plots import accuracy_curve, training_curves
+from lipkit.report.plots import _accuracy, accuracy_curve, training_curves
 from lipkit.report.record import Record, from_evaluation, read_record
 from lipkit.report.run_files import read_radii
-from lipkit.report.tables import class_rows, summary
+from lipkit.report.schema import ShareRecord
+from lipkit.report.tables import accuracy_rows, class_rows, summary
 from lipkit.text import table
 
 pytestmark = pytest.mark.thorough
@@ -236,6 +237,27 @@ def test_tables(run: Path) -> None:
     assert table(*class_rows(record), markdown=True).count("\n") == 4
     with pytest.raises(ShapeError, match="rows of 2 cells, got 1"):
         table(["a", "b"], [["1"]])
+
+
+def test_a_part_that_was_attacked_is_counted_beside_all(run: Path) -> None:
+    """12 % certified of all beside 0 % under attack of a part looked like a contradiction."""
+    record = read_record(run)
+    total = record.clean.total
+    assert accuracy_rows(record)[0][:4] == ["l2 radius", "certified", "95 % interval", "PGD"]  # all were attacked
+    share = ShareRecord(value=0.0, count=0, total=total // 2, low=0.0, high=0.5)
+    part = [row.model_copy(update={"share": share, "certified": share}) for row in record.attacked]
+    header, _ = accuracy_rows(record.model_copy(update={"attacked": part}))
+    assert header[1] == f"certified (all {total})"
+    assert header[3] == f"PGD ({total // 2} of them)"
+
+
+def test_no_line_joins_the_points_of_an_attack(run: Path) -> None:
+    record = read_record(run)
+    for radii in (None, read_radii(run)):
+        lines = [line for line in _accuracy(record, radii, False).axes[0].lines if line.get_marker() == "o"]
+        assert lines
+        assert {line.get_linestyle() for line in lines} == {"None"}
+    assert f"PGD ({record.attacked[0].share.total} attacked)" in accuracy_curve(record)
 
 
 def test_flatten_keeps_order_and_empty_settings() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 from lipkit import training
 from lipkit.data import Split, random_crop
@@ -329,7 +329,13 @@ def test_precision_is_fabrics():
         ),
         ({"loss": "hing"}, OptionError, "expected loss as one of"),
         ({"schedule": "no"}, OptionError, "expected schedule as one of"),
-        ({"epoch": 3}, OptionError, "expected options among epochs, .*, got 'epoch'"),
+        ({"epoch": 3}, OptionError, "unknown option 'epoch', did you mean 'epochs'"),
+        ({"colour": 3}, OptionError, "unknown option 'colour', expected one of epochs, "),
+        ({"options": torch.zeros(3)}, OptionError, "options by name, got Tensor"),
+        ({"options": {"epochs": 1}}, OptionError, r"expected fit\(module, \(x, y\), epochs=10\), .*got dict"),
+        ({"model": network}, OptionError, "got function"),
+        ({"train": DataLoader([0])}, DataError, "got DataLoader: pass its dataset"),
+        ({"train": torch.zeros(3, 2)}, DataError, r"got Tensor: pass \(x, y\)"),
         ({"resume": True}, OptionError, "expected run_dir with resume=True"),
         ({"precision": "8"}, OptionError, "expected devices that Lightning Fabric can use"),
         ({"accelerator": "abacus"}, OptionError, "expected devices that Lightning Fabric can use"),
@@ -341,3 +347,58 @@ def test_refusals(change, error, message):
     arguments = {"model": network(), "train": blobs(), "epochs": 1, "lr": 0.1, **COMMON} | change
     with pytest.raises(error, match=message):
         training.fit(arguments.pop("model"), arguments.pop("train"), **arguments)
+
+
+LABELS, IMAGES = torch.arange(8) % 4, torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "loss", "message"),
+    [
+        (IMAGES, LABELS, "hinge", "expected labels below the number of outputs 3, got 3"),
+        (IMAGES, LABELS, "cross_entropy", "expected labels below the number of outputs 3, got 3"),
+        (IMAGES, nn.functional.one_hot(LABELS).float(), "hinge", r"labels \(int64\).*one-hot: y.argmax\(1\)"),
+        (IMAGES, nn.functional.one_hot(LABELS), "hinge", r"one-hot labels: y.argmax\(1\)"),
+        (IMAGES, LABELS.float(), "cross_entropy", "a regression: loss='mse'"),
+        (IMAGES.permute(0, 2, 3, 1), LABELS % 3, "hinge", r"\(8, 4, 4, 3\) \(channels last: x.permute"),
+    ],
+)
+def test_data_that_do_not_fit_the_network_or_the_loss_are_named(x, y, loss, message):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    sources = [(x, y)] if y.ndim == 2 else [(x, y), ConcatDataset([TensorDataset(x, y)])]
+    for train in sources:  # tensors, whose labels are all known, and items
+        with pytest.raises(DataError, match=message):
+            training.fit(model, train, loss=loss, epochs=1, accelerator="cpu")
+
+
+def test_a_loss_of_ones_own_keeps_its_error():
+    def loss(outputs, targets):
+        raise RuntimeError("of my own")
+
+    with pytest.raises(RuntimeError, match="of my own"):
+        training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss=loss, epochs=1, accelerator="cpu")
+    with pytest.raises(OptionError, match=r"expected targets of shape \(8, 3\), got \(8, 1\)"):
+        training.fit(nn.Linear(2, 3), (torch.rand(8, 2), torch.rand(8)), loss="mse", epochs=1, accelerator="cpu")
+    with pytest.raises(DataError, match="expected labels below the number of outputs 3, got 3"):
+        training.fit(
+            nn.Linear(2, 3), (torch.rand(8, 2), LABELS), loss=nn.CrossEntropyLoss(), epochs=1, accelerator="cpu"
+        )
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "message"),
+    [
+        (torch.linspace(0, 255, 8 * 48).reshape(8, 3, 4, 4), LABELS % 3, {}, "got values up to 255: x / 255 or uint8"),
+        (IMAGES, 0 * LABELS, {}, "expected labels of several classes, got 0 alone"),
+        (IMAGES, LABELS % 3, {"batch_size": 9}, "batch_size: 9 for 8 samples is one step an epoch"),
+    ],
+)
+def test_data_that_are_probably_wrong_are_warned_of(x, y, options, message):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    with pytest.warns(UserWarning, match=message):
+        training.fit(model, (x, y), epochs=1, accelerator="cpu", **options)
+
+
+def test_samples_of_a_sensor_are_taken_without_a_word():
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    training.fit(model, (300 * IMAGES - 20, LABELS % 3), epochs=1, accelerator="cpu")  # warnings are errors here

@@ -245,8 +245,12 @@ def test_assignment_by_trying_all():
     assert assignment(x, y) == pytest.approx(best, rel=1e-12)
     with pytest.raises(ShapeError, match="two samples of one shape"):
         assignment(x, y[:4])
-    with pytest.raises(OptionError, match="1 to 4096 samples, got 0"):
+    assert assignment(x.numpy(), y.float().numpy()) == pytest.approx(best, rel=1e-6)
+    assert assignment(np.array([0.0, 1.0]), np.zeros(2)) == 0.5  # samples (n,), as `distance` takes them
+    with pytest.raises(DataError, match="at least 1 samples"):
         assignment(x[:0], y[:0])
+    with pytest.raises(DataError, match="finite samples"):
+        assignment(x * math.nan, y)
 
 
 def test_assignment_in_one_dimension_is_sorting():

@@ -42,6 +42,7 @@ class Certificate:
             logits taken as exact.
         evaluator: the evaluation that `radius` holds for, and the settings it was made under.
         input_range: of the network (`lipkit.modules.Network`); None where it is not known.
+        sample_range: (low, high) of the entries of the samples; None where they are not at hand.
     """
 
     radius: Tensor
@@ -58,6 +59,7 @@ class Certificate:
     rounding: str
     evaluator: Evaluator
     input_range: tuple[float, float] | None = None
+    sample_range: tuple[float, float] | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -92,7 +94,7 @@ class Certificate:
             OptionError: see `certified`; or an ``eps`` that the range of the inputs makes a slip (36 for 36/255), see
                 `lipkit.certificates.intervals.check_radii`: ``large_eps`` asks for a large one.
         """
-        check_radii([eps], self.input_shape, self.input_range, large=large_eps)
+        check_radii([eps], self.input_shape, self.input_range, seen=self.sample_range, large=large_eps)
         return float(self.certified(eps, rounding=rounding).double().mean())
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
@@ -159,9 +161,9 @@ def certify(
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
         OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample or one outside of the network's ``input_range``, an unknown ``rounding`` or ``evaluator``,
-            settings of torch under which the evaluator's arithmetic is not IEEE, or a ``proof`` of another network or
-            evaluation.
+            no sample, one that is not finite or not in the network's ``input_range``, an unknown ``rounding`` or
+            ``evaluator``, settings of torch under which the evaluator's arithmetic is not IEEE, or a ``proof`` of
+            another network or evaluation.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
@@ -169,7 +171,7 @@ def certify(
     """
     # Without y only so that a lone DataLoader is told what is expected.
     x, y = as_tensors(x, y)
-    check_inputs(network, x, batch_size)
+    seen = check_inputs(network, x, batch_size)
     _check_labels(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
@@ -197,6 +199,7 @@ def certify(
         rounding=rounding,
         evaluator=measured.evaluator,
         input_range=network.input_range,
+        sample_range=seen,
     )
 
 
@@ -215,10 +218,11 @@ def _check_outputs(outputs: Tensor) -> None:
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:
+    hint = " (one-hot labels: y.argmax(1))" if y.ndim == 2 else ""
     if y.is_floating_point():
         raise OptionError(
-            f"expected integer class labels (int64), got {dtype_name(y)}: certify regression targets by "
+            f"expected integer class labels (int64), got {dtype_name(y)}{hint}: certify regression targets by "
             "lipkit.certificates.certify_regression"
         )
     if y.shape != x.shape[:1]:
-        raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}")
+        raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}{hint}")

@@ -156,7 +156,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
             rows = _rows(path, stream, header["data"]["samples"])
             columns = list(zip(*rows, strict=True))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: expected a certificate, got: {error}") from None
+        raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
     tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
     certificate = Certificate(
         label=tensors[1].long(),

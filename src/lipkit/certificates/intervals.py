@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable
 
 from scipy.special import betaincinv
@@ -96,6 +97,7 @@ def check_radii(
     input_shape: tuple[int, ...],
     input_range: tuple[float, float] | None,
     *,
+    seen: tuple[float, float] | None = None,
     name: str = "eps",
     norm: str = "l2",
     large: bool = False,
@@ -108,6 +110,7 @@ def check_radii(
         radii: in units of the input.
         input_shape: of one input.
         input_range: (low, high) of every entry; None for inputs without limits, of which nothing is known.
+        seen: (low, high) of the samples: without an ``input_range``, large radii beside it are warned of.
         name: of the radii in a message.
         norm: l2 or linf.
         large: whether a radius above LARGE (times ``high - low``) is meant.
@@ -125,6 +128,11 @@ def check_radii(
     >>> check_radii([16], (1, 28, 28), (0.0, 1.0), large=True)
     """
     if input_range is None:
+        low, high = seen or (-math.inf, math.inf)
+        for eps in radii:
+            if LARGE * (high - low) < eps < math.inf and not large:
+                hint = f"; did you mean {eps:g}/255?" if 0 <= low <= high <= 1 else ""
+                warnings.warn(f"{name}: got {eps:g} for samples in [{low:g}, {high:g}]{hint}", stacklevel=3)
         return
     low, high = interval("input_range", input_range, finite=False)
     diameter = (high - low) * (math.sqrt(math.prod(input_shape)) if norm == "l2" else 1.0)
@@ -133,7 +141,7 @@ def check_radii(
         if eps > diameter:
             raise OptionError(
                 f"{name}: expected at most the diameter {diameter:.6g} of inputs in [{low:g}, {high:g}], got {eps:g}"
-                + (f": {meant}" if eps <= 255 * diameter else "")
+                + (f": {meant}" if eps <= 255 * diameter and high <= 1 else "")
             )
         if eps > LARGE * (high - low) and not large:
             raise OptionError(

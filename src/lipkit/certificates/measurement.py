@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import evaluators, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
+from lipkit.data.split import warn_of_bytes
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
@@ -292,27 +294,33 @@ def check_network(network: object, verb: str) -> None:
         )
 
 
-def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> None:
-    """Raise unless ``network`` is exported and ``x`` holds at least one floating-point input of its shape and range."""
+def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[float, float]:
+    """Raise unless ``network`` is exported and ``x`` holds finite inputs of its shape and range; theirs is returned."""
     check_network(network, "certify")
     shape = tuple(network.input_shape)
     if tuple(x.shape[1:]) != shape or x.ndim != len(shape) + 1:
-        raise ShapeError(f"expected inputs of shape (N, {', '.join(map(str, shape))}), got {tuple(x.shape)}")
+        hint = " (channels last: x.permute(0, 3, 1, 2))" if (*x.shape[3:], *x.shape[1:3]) == shape else ""
+        raise ShapeError(f"expected inputs of shape (N, {', '.join(map(str, shape))}), got {tuple(x.shape)}{hint}")
     if not x.is_floating_point():
         raise OptionError(f"expected floating-point inputs (images in [0, 1]), got {dtype_name(x)}")
     if len(x) == 0:
         raise OptionError("expected at least one sample to certify, got 0")
-    if network.input_range is not None:
+    least, most = (float(value) for value in torch.aminmax(x.detach()))
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise OptionError("expected finite inputs, got NaN or infinity")
+    if network.input_range is None:
+        warn_of_bytes(x, "x / 255, or network.input_range = (0, 255) if the network takes them so")
+    else:
         low, high = interval("input_range", network.input_range, finite=False)
-        found = [float(value) for value in torch.aminmax(x.detach())]
         slack = 1e-6 * (high - low)  # of whoever scaled them
-        if found[0] < low - slack or found[1] > high + slack:
+        if least < low - slack or most > high + slack:
             raise OptionError(
-                f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {found[0]:g} "
-                f"to {found[1]:g}: rescale them (8-bit images: / 255), or set network.input_range = None"
+                f"expected inputs in [{low:g}, {high:g}], for which the network was made, got values from {least:g} "
+                f"to {most:g}: rescale them (8-bit images: / 255), or set network.input_range = None"
             )
     if batch_size < 1:
         raise OptionError(f"expected batch_size >= 1, got {batch_size}")
+    return least, most
 
 
 def dtype_name(values: Tensor) -> str:

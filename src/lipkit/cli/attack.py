@@ -75,7 +75,7 @@ def attack_run(
 
     Raises:
         RunError: there is no exported network in the folder, or it is one of a regression.
-        OptionError: a radius that the data make a slip, or images outside of [0, 1].
+        OptionError: a radius that the data make a slip.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     import dataclasses
@@ -84,9 +84,9 @@ def attack_run(
     from lipkit.certificates import certify
     from lipkit.certificates.intervals import check_radii
     from lipkit.cli.train import data_root
-    from lipkit.errors import OptionError, RunError
+    from lipkit.errors import RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
-    from lipkit.experiments.build import input_range, load_data
+    from lipkit.experiments.build import load_data
     from lipkit.experiments.run import load_network, read_recipe
     from lipkit.report.attack_page import save_attack
     from lipkit.text import printable
@@ -99,13 +99,11 @@ def attack_run(
     radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
     device_here(device)
     data = load_data(recipe)
-    box = input_range(data)
+    box = data.input_range
     name_of_radii = "certify.eps" if eps is None else "--eps"
     check_radii(radii, data.input_shape, box, name=name_of_radii, norm=norm, large=large_eps)
     numbers = choose_samples(len(data.test), samples, seed)
     x, y = data.test.batch(numbers)
-    if box is not None and not bool(((x >= box[0]) & (x <= box[1])).all()):
-        raise OptionError(f"expected images in {box}, got values from {float(x.min()):g} to {float(x.max()):g}")
     attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)
     note(f"certifying and attacking {len(x)} of {len(data.test)} test samples")
     certificate = certify(network, x, y, batch_size=batch_size, device=device)

@@ -43,7 +43,8 @@ def command(
     run). It becomes a run in RUNS.
 
     An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
-    certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200
+    certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples
+    (C, H, W) that are no images in [0, 1].
     """
     data = changes[0] if changes and "=" not in changes[0] else None
     for change in changes[data is not None :]:

@@ -48,7 +48,6 @@ def command(
     from lipkit.certificates.intervals import check_radii
     from lipkit.errors import OptionError
     from lipkit.evaluation import EPS
-    from lipkit.experiments.build import input_range
     from lipkit.experiments.recipe_schema import parse_number
 
     try:
@@ -57,8 +56,8 @@ def command(
         raise OptionError(f"--eps: {error}") from None
     file = read_certificate(certificate)
     stored = modules.load(network)
-    loaded = datasets.load(data, root=root, limit=limit)
-    check_radii(radii if eps else (), loaded.input_shape, input_range(loaded), name="--eps", large=large_eps)
+    loaded = datasets.load(data, root=root, limit=limit, limits=stored.input_range)
+    check_radii(radii if eps else (), loaded.input_shape, loaded.input_range, name="--eps", large=large_eps)
     x, y = loaded.test.batch(torch.arange(len(loaded.test)))
     confirmed = verify(file, stored, x, y)
     click.echo(report(file, confirmed, loaded.name, radii))

@@ -47,7 +47,7 @@ def command(
     """
     from lipkit.cli.train import data_root
     from lipkit.experiments import run as pipeline
-    from lipkit.experiments.build import input_range, load_data
+    from lipkit.experiments.build import load_data
     from lipkit.interop import check_runtime
     from lipkit.text import printable
 
@@ -55,7 +55,7 @@ def command(
     recipe = pipeline.read_recipe(run, changes, allow_code=allow_code, build=form == "hub")
     network = pipeline.load_network(run)
     data = load_data(recipe)
-    network.input_range = input_range(data)
+    network.input_range = data.input_range
     target, runtime = _write(run, form, out, licence, network)
     import torch
 
@@ -112,7 +112,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
     from lipkit import interop
     from lipkit.errors import RunError
     from lipkit.experiments import run as pipeline
-    from lipkit.experiments.build import build_model, input_range, load_data
+    from lipkit.experiments.build import build_model, load_data
     from lipkit.report import read_record
     from lipkit.training import checkpoints
 
@@ -132,7 +132,7 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
         name=recipe.model.name,
         options={"input_shape": data.input_shape, "classes": outputs, **recipe.model.options},
         input_shape=data.input_shape,
-        input_range=input_range(data),
+        input_range=data.input_range,
         classes=data.classes,
         card=interop.model_card(read_record(run), folder=folder.name, licence=licence),
     )

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -139,7 +140,9 @@ def run(command: click.Command, arguments: Sequence[str], name: str) -> int:
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]
     try:
-        code = command.main(given, prog_name=name, standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: click.echo(f"lipkit: warning: {printable(message)}", err=True)
+            code = command.main(given, prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
@@ -155,7 +158,10 @@ def run(command: click.Command, arguments: Sequence[str], name: str) -> int:
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (LipkitError, OSError, MemoryError) as error:
+    except OSError as error:
+        _show(error, debug, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return 2
+    except (LipkitError, MemoryError) as error:
         _show(error, debug, str(error) or type(error).__name__)
         return 2
     except Exception as error:

@@ -19,12 +19,12 @@ NAMES = ("x_train", "y_train", "x_test", "y_test")
 SHOWN = 20  # names that a message lists
 
 
-def load_npz(path: Path) -> Data:
+def load_npz(path: Path, limits: tuple[float, float] | None = None) -> Data:
     """Load a .npz file with the arrays `x_train`, `y_train`, `x_test`, `y_test`.
 
     Integer `y` of shape (N,) is classification, with an optional array `classes` of names; floating-point
     `y` of shape (N,) or (N, d) is regression. Images are channels first, uint8 or floating point in [0, 1];
-    uint8 of shape (N, H, W) gets a channel axis.
+    uint8 of shape (N, H, W) gets a channel axis. Other samples of shape (C, H, W) need `limits`, see `Data`.
 
     Args:
         path: the file. No pickled array in it is read.
@@ -47,7 +47,7 @@ def load_npz(path: Path) -> Data:
     if classes.dtype.kind != "U" or classes.ndim != 1:
         raise DataError(f"{path}: expected classes as a list of strings, got {classes.dtype} of shape {classes.shape}")
     train, test = (as_split((arrays[f"x_{p}"], arrays[f"y_{p}"]), f"{path}: {p}") for p in ("train", "test"))
-    return as_data(f"npz:{path}", train, test, classes)
+    return as_data(f"npz:{path}", train, test, classes, limits)
 
 
 def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:

@@ -14,7 +14,13 @@ from lipkit.data.split import Data, Split
 from lipkit.errors import DataError
 
 
-def as_data(name: str, train: Split, test: Split, classes: Sequence[str] | np.ndarray = ()) -> Data:
+def as_data(
+    name: str,
+    train: Split,
+    test: Split,
+    classes: Sequence[str] | np.ndarray = (),
+    limits: tuple[float, float] | None = None,
+) -> Data:
     """Join two splits; the classes of a classification are numbered if they have no names.
 
     Raises:
@@ -26,7 +32,7 @@ def as_data(name: str, train: Split, test: Split, classes: Sequence[str] | np.nd
         raise DataError(f"{name}: expected at most {most} classes for {samples} samples, labels from 0 on, got {count}")
     if not len(classes) and len(labels) == 2:
         classes = [str(i) for i in range(count)]
-    return Data(name, train, test, tuple(map(str, classes)))
+    return Data(name, train, test, tuple(map(str, classes)), limits)
 
 
 def as_split(value: Any, name: str = "data") -> Split:
@@ -59,7 +65,7 @@ def as_split(value: Any, name: str = "data") -> Split:
         raise DataError(f"{name}: expected a pair (x, y) of tensors or a torch Dataset of such pairs, got {got}")
     x, y = _tensor(value[0], f"{name}: x"), _tensor(value[1], f"{name}: y")
     try:
-        return Split(_inputs(x, name), _targets(y))
+        return Split(_inputs(x, name), as_targets(y))
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
 
@@ -74,7 +80,8 @@ def _inputs(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def _targets(y: Tensor) -> Tensor:
+def as_targets(y: Tensor) -> Tensor:
+    """Labels as int64, targets of a regression as float32 (N, d)."""
     if y.is_floating_point():
         y = y.to(torch.float32)
         return y[:, None] if y.ndim == 1 else y

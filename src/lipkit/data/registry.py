@@ -44,7 +44,9 @@ def data_root(root: str | Path | None = None) -> Path:
     return Path(root or os.environ.get("LIPKIT_DATA") or "data").expanduser()
 
 
-def load(spec: str, *, root: str | Path | None = None, limit: int | None = None) -> Data:
+def load(
+    spec: str, *, root: str | Path | None = None, limit: int | None = None, limits: tuple[float, float] | None = None
+) -> Data:
     """Load a data set by name.
 
     Args:
@@ -54,6 +56,7 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
             PATH is relative to the working directory.
         root: where the data sets of the table lie; see `data_root`.
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.
+        limits: of the entries of samples, see `Data`; None leaves them as they are.
 
     Raises:
         OptionError: if `spec` is none of these, or `limit` is not a positive integer.
@@ -73,14 +76,15 @@ def load(spec: str, *, root: str | Path | None = None, limit: int | None = None)
         size, _, path = rest.partition(":")
         data = load_images(Path(path).expanduser(), int(size))
     elif kind == "npz" and rest:
-        data = load_npz(Path(rest).expanduser())
+        data = load_npz(Path(rest).expanduser(), limits)
     elif is_code(spec):
-        data = load_custom(spec)
+        data = load_custom(spec, limits)
     else:
         raise OptionError(
             f"expected a data set ({', '.join(DATASETS)}, folder:PATH, images:SIZE:PATH, npz:PATH or "
             f"pkg.mod:factory), got {spec!r}"
         )
+    data = replace(data, limits=limits or data.limits)
     return (data if limit is None else data.take(limit)).held(HELD_BYTES)
 
 
@@ -109,7 +113,7 @@ def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[...,
     return factory
 
 
-def load_custom(spec: str) -> Data:
+def load_custom(spec: str, limits: tuple[float, float] | None = None) -> Data:
     """Import `pkg.mod`, call `factory()` and turn what it returns into a Data.
 
     The factory takes no arguments and returns a Data, or a pair (train, test) of which each is a Split, a
@@ -131,4 +135,4 @@ def load_custom(spec: str) -> Data:
     if not isinstance(made, tuple | list) or len(made) != 2:
         got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
         raise DataError(f"{spec}: expected a lipkit.data.Data or a pair (train, test), got {got}")
-    return as_data(spec, as_split(made[0], f"{spec}: train"), as_split(made[1], f"{spec}: test"))
+    return as_data(spec, as_split(made[0], f"{spec}: train"), as_split(made[1], f"{spec}: test"), limits=limits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +50,7 @@ class Split:
         if not (y.dtype == torch.int64 and y.ndim == 1) and not (y.is_floating_point() and y.ndim == 2):
             raise DataError(
                 f"expected y as int64 labels of shape (N,) or floating-point targets of shape (N, d), "
-                f"got {_describe(y)}"
+                f"got {_describe(y)}{' (one-hot labels: y.argmax(1))' if y.ndim == 2 else ''}"
             )
         if len(x) != len(y) or len(x) == 0:
             raise DataError(
@@ -112,17 +114,20 @@ class Data:
         train: samples to train on.
         test: held-out samples, of the same shape and dtype.
         classes: the name of each class, in label order; empty for regression.
+        limits: (low, high) of every entry, infinite for none; None: (0, 1) of samples of shape (C, H, W), which are
+            taken for images, none of others.
 
     Raises:
         ShapeError: if the splits differ in the shape of a sample or of a target.
-        DataError: if the splits differ in dtype, a label has no class name, or floating-point images of shape
-            (C, H, W) leave [0, 1] (normalisation is a layer of the model, so that radii are in pixel units).
+        DataError: if the splits differ in dtype, a label has no class name, or samples leave the limits
+            (normalisation is a layer of the model, so that radii are in pixel units).
     """
 
     name: str
     train: Split
     test: Split
     classes: tuple[str, ...] = ()
+    limits: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         train, test = self.train, self.test
@@ -149,18 +154,28 @@ class Data:
                 f"{self.name}: expected {part} labels below the number of classes {len(self.classes)}, "
                 f"got {int(split.y.max())}"
             )
-        if isinstance(split.x, Tensor) and split.x.is_floating_point() and split.x.ndim == 4:
-            low, high = (float(v) for v in torch.aminmax(split.x))
-            if low < 0 or high > 1:
+        if self.input_range is not None:
+            (least, most), x = self.input_range, split.x
+            low, high = 0.0, 1.0  # of 8 bits, which are divided by 255
+            if isinstance(x, Tensor) and x.is_floating_point():
+                low, high = (float(v) for v in torch.aminmax(x))
+            if low < least or high > most:
                 raise DataError(
-                    f"{self.name}: expected {part} images in [0, 1], got values from {low:g} to {high:g} "
-                    "(store uint8 or rescale; normalisation is a layer of the model)"
+                    f"{self.name}: expected {part} samples in [{least:g}, {most:g}], got values from {low:g} to "
+                    f"{high:g} (images: store uint8 or rescale; normalisation is a layer of the model; data that are "
+                    "no images: data.range=LOW,HIGH, in Python limits=)"
                 )
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one sample, without the batch."""
         return tuple(self.train.x.shape[1:])
+
+    @property
+    def input_range(self) -> tuple[float, float] | None:
+        """(low, high) of every entry, where attacks stay; None without limits."""
+        low, high = self.limits or ((0.0, 1.0) if len(self.input_shape) == 3 else (-math.inf, math.inf))
+        return (low, high) if math.isfinite(high - low) else None
 
     @property
     def task(self) -> str:
@@ -206,6 +221,13 @@ def fixed_permutation(n: int, seed: int) -> np.ndarray:
         array([3, 2, 1, 0, 4])
     """
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
+
+
+def warn_of_bytes(x: Tensor, remedy: str) -> None:
+    """Warn of floating-point images of 1 or 3 channels from about 0 to about 255: a / 255 was forgotten."""
+    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}
+    if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
+        warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)
 
 
 def _describe(t: Tensor | ImageFiles) -> str:

@@ -6,18 +6,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from lipkit import modules
 from lipkit.certificates import Certificate, certify, format_radius
 from lipkit.certificates.intervals import Share, check_radii, share
+from lipkit.data import as_split
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
-
-if TYPE_CHECKING:
-    from lipkit.data import Split
 
 EPS = (36 / 255, 72 / 255, 108 / 255, 255 / 255)
 """The radii of the field's tables, in units of images in [0, 1]."""
@@ -64,7 +62,7 @@ class Evaluation:
 
 def evaluate(
     network: modules.Network,
-    split: Split,
+    split: Any,
     *,
     eps: Sequence[float] = EPS,
     attack: Attack | None = None,
@@ -86,7 +84,7 @@ def evaluate(
 
     Args:
         network: an exported network (`lipkit.export`).
-        split: samples and int64 labels; ``split.batch(index)`` gives inputs and labels.
+        split: samples and int64 labels, as `lipkit.data.as_split` takes them: a pair (x, y), say.
         eps: l2 radii for certified accuracy, in units of the input.
         attack: what to run, in l2; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` is none.
         classes: class names, one for each logit; empty names them 0, 1, ...
@@ -104,13 +102,14 @@ def evaluate(
     attack = Attack() if attack is None else attack
     eps = _radii("eps", eps)
     radii = eps if attack.eps is None else _radii("eps of the attack", attack.eps)
-    check_radii((*eps, *radii), network.input_shape, network.input_range, large=large_eps)
     if attack.norm != "l2":
         raise OptionError(f"expected an attack in l2, got {attack.norm!r}: lipkit.evaluation.attack_samples takes both")
     if attack.samples is not None and attack.samples < 0:
         raise OptionError(f"expected samples >= 0 of the attack, or None, got {attack.samples}")
     start = time.perf_counter()
-    x, y = split.batch(slice(None))  # a slice does not copy what is in memory already
+    x, y = as_split(split).batch(slice(None))  # a slice does not copy what is in memory already
+    seen = (float(x.min()), float(x.max()))
+    check_radii((*eps, *radii), network.input_shape, network.input_range, seen=seen, large=large_eps)
     attack = dataclasses.replace(attack, eps=radii, box=resolved_box(attack.box, x))
     certificate = certify(network, x, y, batch_size=batch_size, device=device)
     certified_at = time.perf_counter()

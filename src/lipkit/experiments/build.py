@@ -30,15 +30,11 @@ def load_data(recipe: Recipe) -> datasets.Data:
         RecipeError: the data is not for the recipe's task.
     """
     section = recipe.data
-    data = datasets.load(section.spec, root=None if section.root is None else Path(section.root), limit=section.limit)
+    root = None if section.root is None else Path(section.root)
+    data = datasets.load(section.spec, root=root, limit=section.limit, limits=section.range)
     if data.task != recipe.task:
         raise RecipeError(f"expected data for task {recipe.task}, got {section.spec!r}, which is for {data.task}")
     return data
-
-
-def input_range(data: datasets.Data) -> tuple[float, float] | None:
-    """Where inputs lie, and attacks stay: images are in [0, 1], other inputs have no limits."""
-    return (0.0, 1.0) if len(data.input_shape) == 3 else None
 
 
 def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
@@ -47,7 +43,7 @@ def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
     Raises:
         OptionError: the message names the key.
     """
-    shape, box, section = data.input_shape, input_range(data), recipe.certify
+    shape, box, section = data.input_shape, data.input_range, recipe.certify
     names = ("eps", "attack_eps") if recipe.task == "classification" else ("delta",)
     for name in names:
         radii = getattr(section, name)
@@ -110,10 +106,10 @@ def penalty(section: PenaltySection | None) -> LipschitzPenalty | None:
 
 
 def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdversary | None:
-    """The recipe's training attack, or None; on images it stays in [0, 1]."""
+    """The recipe's training attack, or None; it stays in the range of the data."""
     if section is None:
         return None
-    return PgdAdversary(**section.model_dump(), box=input_range(data))
+    return PgdAdversary(**section.model_dump(), box=data.input_range)
 
 
 def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> Tensor:

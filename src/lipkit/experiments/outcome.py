@@ -14,7 +14,6 @@ from lipkit import modules
 from lipkit.certificates.certificate_file import describe, write_certificate
 from lipkit.data import Data, Split
 from lipkit.evaluation import Attack, evaluate, evaluate_regression, latency
-from lipkit.experiments.build import input_range
 from lipkit.experiments.recipe import Recipe, to_yaml
 from lipkit.files import write_atomic
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
@@ -117,7 +116,7 @@ def _classification(
         steps=section.attack_steps,
         restarts=section.attack_restarts,
         samples=section.attack_samples,
-        box=input_range(data),
+        box=data.input_range,
         seed=recipe.train.seed,
     )
     evaluation = evaluate(
@@ -129,7 +128,7 @@ def _classification(
         confidence=section.confidence,
         batch_size=section.batch_size,
         device=device,
-        large_eps=True,  # whoever read the recipe has checked its radii
+        large_eps=data.input_range is not None,  # then whoever read the recipe has checked its radii
     )
     target, name = place(folder, recipe)
     record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)

@@ -91,7 +91,7 @@ def check(content: dict[str, Any], origin: str) -> Recipe:
         raise RecipeError(f"recipe {origin}: {_sentences(error.errors())}") from None
 
 
-LATER = frozenset({"budget", "manifold_lr"})
+LATER = frozenset({"budget", "manifold_lr", "range"})
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -101,7 +101,8 @@ def to_yaml(recipe: Recipe) -> str:
     table are found again, stays what it was.
     """
     content = recipe.plain()
-    content["train"] = {key: value for key, value in content["train"].items() if key not in LATER or value is not None}
+    for part in ("train", "data"):
+        content[part] = {key: value for key, value in content[part].items() if key not in LATER or value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
 
 

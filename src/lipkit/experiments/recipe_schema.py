@@ -63,6 +63,10 @@ class DataSection(Section):
     root: StrictStr | None = Field(
         default=None, description="folder of the data sets; default $LIPKIT_DATA, else ./data"
     )
+    range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = Field(
+        default=None,
+        description="LOW,HIGH of every entry, where attacks stay; null: 0,1 for (C, H, W), taken for images, else none",
+    )
     limit: Count | None = Field(
         default=None, description="at most this many samples of each split, drawn with a fixed seed"
     )

@@ -27,7 +27,7 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, input_range, load_data, penalty
+from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, load_data, penalty
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
@@ -128,7 +128,7 @@ def _train(
     display.note(_pace(run.history, seconds))
 
     network = export(run.result, data.input_shape)
-    network.input_range = input_range(data)
+    network.input_range = data.input_range
     modules.save(network, folder / NETWORK)
     facts: Facts = {
         "claimed": float(lipschitz(run.result, data.input_shape).detach()),
@@ -231,7 +231,7 @@ def certify_network(
             f"expected a network from inputs of shape {data.input_shape} to {len(data.classes)} classes, as the data "
             f"{data.name}, got one from {network.input_shape} to {outputs}"
         )
-    network.input_range = input_range(data)
+    network.input_range = data.input_range
     folder = checkpoints.create(Path(out), recipe.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / RECIPE, to_yaml(recipe).encode())
@@ -316,10 +316,11 @@ def _monitor(recipe: Recipe, data: Data) -> Callable[[nn.Module], Mapping[str, f
         if recipe.task == "regression":
             return {"test_mse": _mse(network, split)}
         device = next(model.parameters()).device
-        batch_size = recipe.certify.batch_size
+        section, network.input_range = recipe.certify, data.input_range
         return evaluate(
-            network, split, eps=recipe.certify.eps, attack=Attack(eps=()), batch_size=batch_size, device=device
-        ).metrics()
+            network, split, eps=section.eps, attack=Attack(eps=()), batch_size=section.batch_size, device=device,
+            large_eps=True,  # they were checked with the recipe
+        ).metrics()  # fmt: skip
 
     return measure
 

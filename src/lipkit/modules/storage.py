@@ -155,7 +155,7 @@ def load(folder: str | Path) -> Network:
         hint = f"; {' and '.join(map(str, inner))} has them" if inner else suggestion(str(folder), names())
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got no {error.filename}{hint}") from None
     except OSError as error:
-        raise DataError(f"{folder}: {CONFIG} and {WEIGHTS} cannot be read: {error}") from None
+        raise DataError(f"{folder}: {CONFIG} and {WEIGHTS} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError, SafetensorError) as error:
         raise DataError(f"{folder}: not a saved network: {error}") from None
     if not isinstance(config, dict) or config.get("schema_version") != SCHEMA_VERSION:

@@ -113,7 +113,7 @@ _ACCURACY = re.compile(r"acc|clean|certified|pgd|robust", re.IGNORECASE)
 
 
 def accuracy_curve(record: Record, radii: Radii | None = None) -> str:
-    """Certified accuracy against the l2 radius as a curve (from all radii) and PGD accuracy at the attacked radii.
+    """Certified accuracy against the l2 radius as a curve (from all radii), PGD accuracy as points at its radii.
 
     Bars are Clopper-Pearson intervals. The true robust accuracy of the network lies between the two.
     """
@@ -133,7 +133,7 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
         axis.plot(eps, radii.certified(eps), color=SERIES[0], label="certified (proved)", gid="certified-curve")
     points: Sequence[tuple[str, str, Sequence]] = (
         ("certified" if radii is None else "", SERIES[0], record.certified),
-        ("PGD (found by attack)", SERIES[1], record.attacked),
+        (f"PGD ({max([0, *(r.share.total for r in record.attacked)])} attacked)", SERIES[1], record.attacked),
     )
     for label, colour, rows in points:
         if not rows:
@@ -148,8 +148,7 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
             color=colour,
             marker="o",
             markersize=4,
-            linestyle="--" if label else "none",
-            linewidth=1.2,
+            linestyle="none",  # nothing is known between two radii
             capsize=3,
             label=label or None,
         )

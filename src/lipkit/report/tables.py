@@ -40,10 +40,12 @@ def seconds(value: float) -> str:
 
 
 def accuracy_rows(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the accuracy table: clean, then one row for each radius."""
+    """Header and rows of the accuracy table: clean, then one row for each radius; counts where a part was attacked."""
     level = f"{100 * record.confidence:g} % interval"
-    header = ["l2 radius", "certified", level, "PGD", level]
     attacked = {row.eps: row for row in record.attacked}
+    total, part = record.clean.total, min((row.share.total for row in record.attacked), default=record.clean.total)
+    whole, some = (f" (all {total})", f" ({part} of them)") if part < total else ("", "")
+    header = ["l2 radius", f"certified{whole}", level, f"PGD{some}", level]
     rows = [["0 (clean)", percent(record.clean.value), interval(record.clean), "", ""]]
     both = any(row.ignored is not None for row in record.certified)
     if both:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lipkit.errors import DataError, LipkitError, lacks_memory
 from lipkit.layers import after_step
 from lipkit.modules import Shape
 from lipkit.training import saving
@@ -23,7 +24,7 @@ from lipkit.training.clocks import Budget, Clock
 from lipkit.training.options import Penalty, TrainOptions
 from lipkit.training.progress import Totals
 from lipkit.training.schedules import Schedule
-from lipkit.training.sources import Source, attack_generator, augment_generator, batches, share
+from lipkit.training.sources import Source, attack_generator, augment_generator, batches, mistake, share
 from lipkit.training.trainee import Trainee, update
 
 Ended = Literal["", "stop", "end"]
@@ -79,8 +80,15 @@ def take_step(
         if objective.adversary is not None:
             part, targets = attacked_batch(fabric, objective.adversary, model, part, targets, attack)
         with fabric.no_backward_sync(trainee.wrapped, enabled=not last):
-            outputs = trainee.wrapped(part)
-            value = objective.loss(outputs, targets)
+            outputs = None
+            try:
+                outputs = trainee.wrapped(part)
+                value = objective.loss(outputs, targets)
+            except (RuntimeError, IndexError, ValueError) as error:
+                clear = lacks_memory(error) or (isinstance(error, LipkitError) and outputs is not None)
+                if clear or not (found := mistake(part, outputs, targets, objective.loss)):
+                    raise
+                raise DataError(found) from error
             sums.append(_sums(value.detach(), outputs.detach()[-rows:], targets[-rows:], own))
             weight = own * fabric.world_size / size
             if weight != 1:

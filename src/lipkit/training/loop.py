@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -103,6 +104,9 @@ def fit(
     >>> run.epochs_done, abs(run.model.weight.item() - 3) < 0.1
     (40, True)
     """
+    for given, kind in ((model, nn.Module), (options, TrainOptions | None)):
+        if not isinstance(given, kind):
+            raise OptionError(f"expected fit(module, (x, y), epochs=10), options by name, got {type(given).__name__}")
     options = TrainOptions(**changes) if options is None else options.changed(**changes)
     for name, wanted in (("resume", resume), ("tensorboard", options.tensorboard)):
         if wanted and run_dir is None:
@@ -110,6 +114,8 @@ def fit(
     if options.tensorboard:
         tensorboard(Path(str(run_dir)))  # refused before training
     train = source(data)
+    if changes.get("batch_size", 0) > len(train):
+        warnings.warn(f"batch_size: {options.batch_size} for {len(train)} samples is one step an epoch", stacklevel=2)
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError(f"expected a model with parameters to train, got {type(model).__name__} without any")
     fabric = fabric or make_fabric(options)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from torch import Tensor, nn
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, suggestion
 from lipkit.text import printable
 from lipkit.training import losses, schedules
 from lipkit.training.adversarial import Adversary
@@ -253,7 +253,7 @@ def _sentence(error: ValidationError, known: list[str]) -> str:
     if found["type"] == "missing":
         return f"expected the option {key}, got none"
     if found["type"] == "extra_forbidden":
-        return f"expected options among {', '.join(known)}, got {key!r}"
+        return f"unknown option {key!r}" + (suggestion(key, known) or f", expected one of {', '.join(known)}")
     return worded(key, found["msg"], found["input"])
 
 

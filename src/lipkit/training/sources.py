@@ -5,6 +5,7 @@ Random numbers depend on (seed, epoch) alone; torch's global random state is giv
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,10 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from lipkit.data import Split, as_split
+from lipkit.data import Data, Split, as_split
+from lipkit.data.convert import as_targets
+from lipkit.data.split import warn_of_bytes
 from lipkit.errors import DataError
+from lipkit.training.losses import LOSSES
 
 
 def derived_seed(seed: int, *stream: int) -> int:
@@ -131,10 +135,7 @@ class DatasetSource:
         x, y = default_collate(items)
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             raise DataError(f"expected items (x, y) of tensors or numbers, got {_kind(x)} and {_kind(y)}")
-        x = x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32)
-        if y.is_floating_point():
-            return x, y.to(torch.float32)[:, None] if y.ndim == 1 else y.to(torch.float32)
-        return x, y.to(torch.int64)
+        return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32), as_targets(y)
 
 
 def source(train: object) -> Source:
@@ -153,10 +154,28 @@ def source(train: object) -> Source:
     if isinstance(train, Split):
         return train
     if isinstance(train, tuple | list | TensorDataset):
-        return as_split(train, "train")
+        split = as_split(train, "train")
+        if isinstance(split.x, Tensor):
+            warn_of_bytes(split.x, "x / 255 or uint8")
+        if not split.y.is_floating_point() and len(split) > 1 and bool((split.y == split.y[0]).all()):
+            warnings.warn(f"expected labels of several classes, got {int(split.y[0])} alone", stacklevel=3)
+        return split
     if isinstance(train, Dataset):
         return DatasetSource(train)
-    raise DataError(f"expected a data.Split, a pair (x, y) of tensors or a torch Dataset, got {_kind(train)}")
+    hint = {DataLoader: ": pass its dataset", Data: ": pass its train", Tensor: ": pass (x, y)"}.get(type(train), "")
+    raise DataError(f"expected a data.Split, a pair (x, y) of tensors or a torch Dataset, got {_kind(train)}{hint}")
+
+
+def mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
+    """The usual mistake behind a failure of the network (``outputs`` is None) or of the loss, or an empty string."""
+    if outputs is None:
+        last = x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
+        return f"expected (N, C, H, W), got {tuple(x.shape)} (channels last: x.permute(0, 3, 1, 2))" if last else ""
+    if y.is_floating_point():
+        got = f"got {tuple(y.shape)} floating point (one-hot: y.argmax(1); a regression: loss='mse')"
+        return f"expected labels (int64), {got}" if getattr(loss, "func", None) in LOSSES.values() else ""
+    wrong = outputs.ndim == 2 and int(y.max()) >= outputs.shape[1]
+    return f"expected labels below the number of outputs {outputs.shape[1]}, got {int(y.max())}" if wrong else ""
 
 
 def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:

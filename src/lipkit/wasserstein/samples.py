@@ -14,11 +14,11 @@ from torch import Tensor
 from lipkit.errors import DataError, OptionError, ShapeError
 
 
-def as_samples(values: Any, name: str) -> Tensor:
+def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
     """Samples as a floating-point tensor (n, *shape): uint8 images are divided by 255, vectors may come as (n,).
 
     Raises:
-        DataError: not an array of finite floating-point numbers or uint8, or fewer than 4 samples.
+        DataError: not an array of finite floating-point numbers or uint8, or fewer than ``least`` samples.
         ShapeError: a 0-d array.
 
     >>> as_samples(np.zeros(5), "x").shape
@@ -37,20 +37,20 @@ def as_samples(values: Any, name: str) -> Tensor:
         values = values.to(torch.float32) / 255
     elif not values.is_floating_point():
         raise DataError(f"{name}: expected floating-point samples or uint8 images, got dtype {values.dtype}")
-    if len(values) < 4 or values.numel() == 0:
-        raise DataError(f"{name}: expected at least 4 samples of at least one number, got shape {tuple(values.shape)}")
+    if len(values) < least or values.numel() == 0:
+        raise DataError(f"{name}: expected at least {least} samples of at least one number, got {tuple(values.shape)}")
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"{name}: expected finite samples, got NaN or infinity")
     return values[:, None] if values.ndim == 1 else values
 
 
-def as_pair(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
     """Both samples; their shapes must agree but for the number.
 
     Raises:
         ShapeError: they differ. DataError: see `as_samples`.
     """
-    first, second = as_samples(x, "x"), as_samples(y, "y")
+    first, second = as_samples(x, "x", least), as_samples(y, "y", least)
     if first.shape[1:] != second.shape[1:]:
         raise ShapeError(f"expected x and y of one shape, got {tuple(first.shape[1:])} and {tuple(second.shape[1:])}")
     return first, second
@@ -73,7 +73,7 @@ def check_positive(**values: float) -> None:
 MAX_SAMPLES = 4096
 
 
-def assignment(x: Tensor, y: Tensor) -> float:
+def assignment(x: Any, y: Any) -> float:
     r"""W1 of the two empirical distributions of n samples each (l2 cost).
 
     .. math:: W_1(P_n, Q_n) = \min_\pi \frac1n \sum_i \lVert x_i - y_{\pi(i)} \rVert_2
@@ -86,11 +86,11 @@ def assignment(x: Tensor, y: Tensor) -> float:
         :math:`O(n^3)` time and :math:`8 n^2` bytes; a second for n = 2000.
 
     Args:
-        x: samples of P, (n, *shape) with n <= MAX_SAMPLES.
+        x: samples of P, tensor or array (n, *shape) with n <= MAX_SAMPLES, as in `distance`.
         y: samples of Q, of the same shape.
 
     Raises:
-        ShapeError: the shapes differ. OptionError: no samples, or too many.
+        ShapeError: the shapes differ. OptionError: too many samples. DataError: none, or see `as_samples`.
 
     >>> import torch
     >>> assignment(torch.tensor([[0.0], [1.0]]), torch.tensor([[3.0], [0.0]]))
@@ -99,11 +99,12 @@ def assignment(x: Tensor, y: Tensor) -> float:
     References:
         Crouse, "On implementing 2D rectangular assignment algorithms", IEEE TAES 52 (2016), as in SciPy.
     """
+    x, y = as_pair(x, y, least=1)
     if x.shape != y.shape:
         raise ShapeError(f"expected two samples of one shape, got {tuple(x.shape)} and {tuple(y.shape)}")
-    if not 1 <= len(x) <= MAX_SAMPLES:
-        raise OptionError(f"expected 1 to {MAX_SAMPLES} samples, got {len(x)}")
-    a, b = (t.detach().cpu().double().flatten(1).numpy() for t in (x, y))
+    if len(x) > MAX_SAMPLES:
+        raise OptionError(f"expected at most {MAX_SAMPLES} samples, got {len(x)}")
+    a, b = (t.cpu().double().flatten(1).numpy() for t in (x, y))
     cost = np.empty((len(a), len(b)))
     for i, row in enumerate(a):  # differences first: the expanded square would cancel for close samples
         cost[i] = np.linalg.norm(b - row, axis=1)
