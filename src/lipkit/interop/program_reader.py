@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import operator
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import DataError, NoRuleError
-from lipkit.files import read_bytes
-from lipkit.interop.reading import load
+from lipkit.files import open_regular
+from lipkit.interop.reading import LARGEST, load
 from lipkit.modules import Network
 
 # Major version of the schema, of which the letters and numbers below are.
@@ -69,6 +67,10 @@ def _group_norm(
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
+def _product(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, weight, bias=None, **options: function(input, weight, bias, **options)
+
+
 # Operators of aten by name, with the arguments of their schemas. A trailing underscore (in place) is looked up without.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool2d.default": lambda self, output_size: F.adaptive_avg_pool2d(self, tuple(output_size)),
@@ -82,9 +84,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "clamp.default": lambda self, min=None, max=None: self.clamp(min, max),
     "clone.default": lambda self, memory_format=None: self.clone(),
     "contiguous.default": lambda self, memory_format=None: self.contiguous(),
-    "conv1d.default": F.conv1d,
-    "conv2d.default": F.conv2d,
-    "conv2d.padding": F.conv2d,
+    "conv1d.default": _product(F.conv1d),
+    "conv2d.default": _product(F.conv2d),
+    "conv2d.padding": _product(F.conv2d),
     "conv_transpose2d.input": F.conv_transpose2d,
     "detach.default": lambda self: self.detach(),
     "detach_.default": lambda self: self.detach(),
@@ -100,7 +102,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "hardtanh.default": lambda self, min_val=-1.0, max_val=1.0: F.hardtanh(self, min_val, max_val),
     "layer_norm.default": _layer_norm,
     "leaky_relu.default": lambda self, negative_slope=0.01: F.leaky_relu(self, negative_slope),
-    "linear.default": F.linear,
+    "linear.default": _product(F.linear),
     "matmul.default": lambda self, other: torch.matmul(self, other),
     "max_pool2d.default": lambda self, kernel_size, stride=(), *args, **kwargs: F.max_pool2d(
         self, kernel_size, stride or None, *args, **kwargs
@@ -142,7 +144,11 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     ),
     "view.default": lambda self, size: self.view(*size),
 }
-_OF_SIZES = {"_operator.add": operator.add, "_operator.mul": operator.mul, "_operator.floordiv": operator.floordiv}
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    "_operator.add": lambda a, b: a + b,
+    "_operator.floordiv": lambda a, b: a // b,
+    "_operator.mul": lambda a, b: a * b,
+}
 # In place, what is read later through another name changes too: these are called as such, and export looks at it.
 _IN_PLACE: dict[str, Callable[..., Any]] = {
     "add_.Tensor": lambda self, other, alpha=1: self.add_(other, alpha=alpha),
@@ -177,7 +183,7 @@ class ProgramNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[tuple[Callable[..., Any], list[tuple[str | None, Any]], list[str], bool]] = []
+        self.steps: list[tuple[Callable[..., Any], dict[str, Any], list[str], bool]] = []
         self.names: dict[str, str] = {}
         self.source = self.result = ""
 
@@ -185,8 +191,7 @@ class ProgramNetwork(nn.Module):
         values: dict[str, Any] = {name: getattr(self, attribute) for name, attribute in self.names.items()}
         values[self.source] = x
         for function, arguments, outputs, several in self.steps:
-            given = [(name, _value(argument, values)) for name, argument in arguments]
-            made = function(*(v for name, v in given if name is None), **{name: v for name, v in given if name})
+            made = function(**{name: _value(argument, values) for name, argument in arguments.items()})
             values.update(zip(outputs, made, strict=True) if several else [(outputs[0], made)])
         return values[self.result]
 
@@ -218,12 +223,13 @@ def read_program(path: str | Path) -> ProgramNetwork:
             a program that changes its buffers (one that was exported in training mode).
     """
     try:
-        archive = zipfile.ZipFile(io.BytesIO(read_bytes(path)))
-        program = _json(archive, r"models/", path)
-        if (major := program["schema_version"]["major"]) != SCHEMA:
-            raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
-        stored = {**_tensors(archive, "weights", path), **_tensors(archive, "constants", path)}
-        return _network(program["graph_module"], stored, path)
+        with open_regular(path) as file:
+            archive = zipfile.ZipFile(file)
+            program = _json(archive, r"models/", path)
+            if (major := program["schema_version"]["major"]) != SCHEMA:
+                raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
+            stored = {**_tensors(archive, "weights", path), **_tensors(archive, "constants", path)}
+            return _network(program["graph_module"], stored, path)
     except (DataError, NoRuleError):
         raise
     except FileNotFoundError:
@@ -270,9 +276,9 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
             raise NoRuleError(
                 f"{path}: no rule for the operator {node['target']}{f' in {where[0].strip()!r}' * bool(where)}"
             )
-        # What has no schema of aten (arithmetic of sizes) is given by position.
-        positional = name in _OF_SIZES or name in ("conv1d.default", "conv2d.default", "linear.default")
-        arguments = [(None if positional else item["name"], item["arg"]) for item in node["inputs"]]
+        arguments = {item["name"]: item["arg"] for item in node["inputs"]}
+        if len(arguments) < len(node["inputs"]):
+            raise DataError(f"{path}: expected each argument of {node['target']} once, got {node['inputs']}")
         made: Any
         kind, made = next(iter(node["outputs"][0].items())) if len(node["outputs"]) == 1 else ("several", None)
         if kind not in ("as_tensor", "as_tensors", "as_sym_int"):
@@ -315,29 +321,30 @@ def _json(archive: zipfile.ZipFile, folder: str, path: str | Path, end: str = ".
 
 def _entry(archive: zipfile.ZipFile, name: str, path: str | Path) -> bytes:
     info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-        raise DataError(f"{path}: expected entries that are not compressed, as torch writes them, got {name}")
+    if info.compress_type != zipfile.ZIP_STORED or not info.compress_size == info.file_size <= 8 * LARGEST:
+        raise DataError(f"{path}: expected entries that are not compressed, of at most {8 * LARGEST} bytes, got {name}")
     return archive.read(info)
 
 
 def _tensors(archive: zipfile.ZipFile, kind: str, path: str | Path) -> dict[str, Tensor]:
     """The numbers of the archive by name."""
     found: dict[str, Tensor] = {}
+    total = 0
     for name, entry in _json(archive, f"data/{kind}/", path, f"_{kind}_config.json")["config"].items():
         meta = entry["tensor_meta"]
         if entry["use_pickle"] or meta is None:
             raise NoRuleError(f"{path}: expected numbers as bytes, got {name!r} pickled, which is not read")
+        sizes, strides = ([one["as_int"] for one in meta[key]] for key in ("sizes", "strides"))
+        if (total := total + abs(math.prod(sizes))) > LARGEST:
+            raise DataError(f"{path}: expected at most {LARGEST} stored numbers, got {total}")
         folder = next(n for n in archive.namelist() if f"/data/{kind}/" in n).partition("/data/")[0]
         content, dtype = _entry(archive, f"{folder}/data/{kind}/{entry['path_name']}", path), _DTYPES[meta["dtype"]]
-        sizes, strides = ([one["as_int"] for one in meta[key]] for key in ("sizes", "strides"))
         offset = meta["storage_offset"]["as_int"]
         if min([*sizes, *strides, offset, 0]) < 0 or meta["layout"] != 7:
             raise DataError(f"{path}: expected a dense tensor with sizes from 0 on, got {name!r}: {sizes}, {strides}")
         flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.zeros(0, dtype=dtype)
         last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        if math.prod(sizes) > 0 and last >= len(flat):
-            raise DataError(f"{path}: expected {last + 1} numbers for {name!r}, got {len(flat)}")
-        if math.prod(sizes) > len(flat):
-            raise DataError(f"{path}: expected at most {len(flat)} numbers in {name!r}, got sizes {sizes}")
+        if (wanted := max(math.prod(sizes), last + 1 if math.prod(sizes) else 0)) > len(flat):
+            raise DataError(f"{path}: expected {wanted} numbers for {name!r} of sizes {sizes}, got {len(flat)}")
         found[name] = flat.as_strided(sizes, strides, offset).clone()
     return found
