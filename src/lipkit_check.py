@@ -1035,7 +1035,7 @@ def _moves(config, shape):
             if sizes.count(-1) == 1:
                 sizes[sizes.index(-1)] = whole // max(-math.prod(sizes), 1)
             out = (*shape[:start], *sizes, *shape[end + 1 :])
-        need(math.prod(out) == math.prod(shape) and min(out) >= 1, f"{kind} of {shape} to {out}")
+        need(math.prod(out) == math.prod(shape) and min(out, default=0) >= 1, f"{kind} of {shape} to {out}")
         return lambda c: c.reshape(len(c), *out)
     if kind == "Permute":
         dims = config["dims"]

@@ -187,7 +187,7 @@ def bad(**changes: object) -> dict[str, object]:
         ({"x": torch.zeros(20, 3, dtype=torch.int64)}, OptionError, "expected floating-point inputs"),
         ({"x": torch.zeros(0, 3), "y": torch.zeros(0, 3)}, OptionError, "at least one sample"),
         ({"y": torch.zeros(20, dtype=torch.int64)}, OptionError, "floating-point targets .* by lipkit.certify"),
-        ({"y": torch.zeros(20)}, ShapeError, r"targets of shape \(20, d\), got \(20,\)"),
+        ({"y": torch.zeros(20)}, ShapeError, r"expected targets of shape \(20, 3\) as the outputs, got \(20,\)"),
         ({"y": torch.zeros(19, 3)}, ShapeError, r"targets of shape \(20, d\), got \(19, 3\)"),
         ({"y": torch.zeros(20, 2)}, ShapeError, r"expected targets of shape \(20, 3\) as the outputs, got \(20, 2\)"),
         ({"y": torch.full((20, 3), math.nan)}, OptionError, "finite targets"),

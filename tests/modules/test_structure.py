@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import copy
+import itertools
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit import export, lipschitz
+import lipkit_check
+from lipkit import analyze, certify, export, lipschitz, load, save
+from lipkit.certificates import certify_regression
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.modules import function_module
+from lipkit.modules import function_module, registry
 from lipkit.modules.functional import FUNCTIONAL
 
 V, M, I = (4,), (3, 4), (2, 6, 6)  # noqa: E741
@@ -24,6 +30,8 @@ Forward = Callable[[Any, Tensor], Any]
 
 class Net(nn.Module):
     """A forward pass in one function of the parts and the input."""
+
+    total = 0
 
     def __init__(self, f: Forward) -> None:
         super().__init__()
@@ -143,18 +151,253 @@ TRICKS: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "type, where": (V, by_where, "traced graph.*the network calls gt"),
     "type, clamp": (V, by_clamp, "traced graph.*calls"),
     "is tracing": (V, by_tracing, "traced graph.*calls"),
-    "error": (V, by_error, r"Tensor\.max|traced graph"),
-    "any error": (V, by_any_error, r"getitem|traced graph"),
-    "length": (V, by_length, "traced graph.*calls mul"),
-    "list of calls": (V, by_call, "traced graph.*calls mul, the graph other arguments"),
+    "error": (V, by_error, "control flow.*number of Python"),
+    "any error": (V, by_any_error, "control flow.*decides"),
+    "length": (V, by_length, "control flow.*length of a tensor"),
+    "list of calls": (V, by_call, "changes 'seen'"),
     "tensor kept in a list": (V, by_memory, "traced graph|depends on the size|any size"),
-    "random": (V, by_chance, "traced graph.*mul"),
-    "numpy random": (V, by_numpy_chance, "traced graph.*add"),
+    "random": (V, by_chance, "random numbers"),
+    "numpy random": (V, by_numpy_chance, "random numbers"),
     "own generator": (V, by_generator, "traced graph|copied|changes|add"),
     "autocast where it is not traced": (V, by_lower_precision, "traced graph|autocast"),
     "overrides disabled": (V, by_disabled_overrides, "traced graph|record"),
     "power in place": (V, power, "traced graph|pow"),
 }
+
+# What looks at the size of the batch: the same for the batches that are traced, another function for a larger one.
+
+
+def table_of_batches(s: Net, x: Tensor) -> Tensor:
+    return x * {100: 100.0}.get(x.shape[0], 1.0)
+
+
+def whole_number(s: Net, x: Tensor) -> Tensor:
+    return 9 * x if isinstance(x.shape[0], int) and x.shape[0] > 99 else x
+
+
+def caught(s: Net, x: Tensor) -> Tensor:
+    try:
+        return 9 * x if int(x.shape[0]) > 99 else s.a(x)
+    except Exception:
+        return s.a(x)
+
+
+def filled(s: Net, x: Tensor) -> Tensor:
+    y = torch.zeros((), device=x.device)
+    y.add_(x.shape[0] // 99)
+    return 9 * x if y > 0 else x
+
+
+def filled_by_values(s: Net, x: Tensor) -> Tensor:
+    y = torch.zeros((), device=x.device)
+    y.add_(F.relu(x.sum() - 1000))
+    return 9 * x if y > 0 else x
+
+
+def rows_filled(s: Net, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y.add_(x.shape[0] // 99)
+    return x + y
+
+
+MADE = "made from the size of the batch"
+LOOKS: dict[str, tuple[Forward, str]] = {
+    "quotient": (lambda s, x: x * (1 + 100 * (x.shape[0] // 4)), f"operator.mul: .*'add', {MADE}"),
+    "shift": (lambda s, x: x * (1 + (x.size(0) >> 2)), MADE),
+    "entries": (lambda s, x: x * (1 + x.numel() // 399), MADE),
+    "entries of a constant": (lambda s, x: x * (1 + torch.arange(x.shape[0]).numel() // 5), MADE),
+    "sum of ones": (lambda s, x: x * (1 + 100 * F.relu(torch.ones(x.shape[0]).sum() - 3)), MADE),
+    "sum of ones, added": (lambda s, x: x + 100 * F.relu(torch.ones(x.shape[0]).sum() - 3), MADE),
+    "limited sum": (lambda s, x: x * (torch.ones(x.shape[0]).sum().clamp(min=3) - 2), MADE),
+    "sum of rows": (lambda s, x: x * torch.zeros_like(x).sum().clamp(min=1), MADE),
+    "rows that are no rows": (lambda s, x: x + F.relu(torch.ones_like(x).cumsum(0) - 99), MADE),
+    "value of rows": (lambda s, x: x + x.new_full((x.shape[0], 1), x.shape[0] // 99), MADE),
+    "rows filled": (rows_filled, MADE),
+    "slices of samples": (lambda s, x: torch.cat([9 * x[: (n := x.shape[0] // 4 * 4)], x[n:]]), f"getitem.*{MADE}"),
+    "slices of a sample": (lambda s, x: F.pad(x[:, : 4 - (n := x.shape[0] // 99)], (0, n)), f"getitem.*{MADE}"),
+    "slice of a constant": (lambda s, x: x + s.w[: x.shape[0] // 99].sum(), MADE),
+    "size of a constant": (lambda s, x: x * x.new_zeros(4, x.shape[0] // 99 + 1).shape[1], MADE),
+    "dimensions": (lambda s, x: x * torch.zeros([1] * (x.shape[0] // 99 + 1)).dim(), MADE),
+    "other rows": (lambda s, x: x.view((n := x.shape[0]) - n // 99 * 50, -1).softmax(1).view(n, -1), f"view.*{MADE}"),
+    "another size": (lambda s, x: x[:, :1].expand((n := x.shape[0]), 4 + n // 99)[:, :4], f"expand.*{MADE}"),
+    "list": (lambda s, x: x * (1 + sum([1] * (x.shape[0] // 99))), "control flow.*iterated"),
+    "table": (table_of_batches, "traced graph.*__hash__"),
+    "table by words": (lambda s, x: x * {"100": 100.0}.get(f"{x.shape[0]}", 1.0), "traced graph.*__format__"),
+    "whole number": (whole_number, "traced graph.*__gt__"),
+    "caught": (caught, "control flow.*number of Python"),
+    "condition on what is filled": (filled, "control flow.*in-place"),
+    "condition on what values fill": (filled_by_values, "control flow.*in-place"),
+}
+
+
+# What keeps something outside of parameters and buffers, or asks for the mode.
+COUNTS = [0]
+
+
+def in_a_list(s: Net, x: Tensor) -> Tensor:
+    s.seen.append(1)
+    return x * (1 + 100 * (len(s.seen) > 99))
+
+
+def in_a_nest(s: Net, x: Tensor) -> Tensor:
+    s.seen = s.seen or [{"a": collections.deque([set()])}]
+    s.seen[0]["a"][0].add(len(s.seen[0]["a"][0]))
+    return x
+
+
+def in_an_iterator(s: Net, x: Tensor) -> Tensor:
+    s.seen = s.seen or [itertools.count()]
+    return x * (1 + 100 * (next(s.seen[0]) > 99))
+
+
+def in_a_global(s: Net, x: Tensor) -> Tensor:
+    COUNTS[0] += 1
+    return x * (1 + 100 * (COUNTS[0] > 9999))
+
+
+def in_the_class(s: Net, x: Tensor) -> Tensor:
+    Net.total += 1
+    return x
+
+
+def behind_the_counter(s: Net, x: Tensor) -> Tensor:
+    s.mid.data.mul_(1.001)  # no version tells
+    return x * s.mid
+
+
+def in_a_default(s: Net, x: Tensor, memory: list[int] = [0]) -> Tensor:  # noqa: B006
+    memory[0] += 1
+    return x * (1 + 100 * (memory[0] > 999))
+
+
+def in_a_closure() -> Forward:
+    count = 0
+
+    def forward(s: Net, x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * (1 + 100 * (count > 999))
+
+    return forward
+
+
+KEEPS: dict[str, tuple[Forward, str]] = {
+    "list": (in_a_list, "changes 'seen'"),
+    "nested": (in_a_nest, "changes 'seen'"),
+    "iterator": (in_an_iterator, "changes 'seen'"),
+    "global": (in_a_global, "changes"),
+    "class": (in_the_class, "changes 'total'"),
+    "default": (in_a_default, "changes 'f'"),
+    "closure": (in_a_closure(), "changes 'f'"),
+    "buffer": (behind_the_counter, "changes 'mid'"),
+    "random numbers unused": (lambda s, x: _first(x, torch.rand(1)), "random numbers"),
+    "inference": (lambda s, x: 9 * x if torch.is_inference_mode_enabled() else x, "inference mode"),
+    "inference, large values": (lambda s, x: x.clamp(-50, 50) if torch.is_inference_mode_enabled() else x, "inference"),
+    "derivatives, large values": (lambda s, x: x.clamp(-50, 50) if torch.is_grad_enabled() else x, "derivatives"),
+    "derivatives of weights": (lambda s, x: 9 * x if s.w.requires_grad else x, "derivatives"),
+}
+
+
+@pytest.mark.parametrize("function", [export, lipschitz, lambda model, shape: analyze(model, shape, restarts=0)])
+@pytest.mark.parametrize("name", [*(("looks", name) for name in LOOKS), *(("keeps", name) for name in KEEPS)])
+def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: Callable[..., Any]) -> None:
+    forward, message = (LOOKS if name[0] == "looks" else KEEPS)[name[1]]
+    with pytest.raises(NoRuleError, match=message):
+        function(Net(forward).eval(), V)
+
+
+class Peeks(nn.Module):
+    """Has a rule, and looks at the batch all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + x.shape[0] // self.most)
+
+    most = 5
+
+
+@pytest.mark.parametrize(("most", "message"), [(5, "3 and 8 samples differ"), (60, "8 and 65 samples differ")])
+def test_larger_batches_are_a_second_line(monkeypatch: pytest.MonkeyPatch, most: int, message: str) -> None:
+    monkeypatch.setattr(Peeks, "most", most)
+    monkeypatch.setitem(registry._LIPSCHITZ, Peeks, lambda module, input_shape: 1.0)
+    network = Net(lambda s, x: s.same(x) + x)
+    network.same = Peeks()
+    with pytest.raises(NoRuleError, match=message):
+        lipschitz(network.eval(), V)
+
+
+def test_training_mode_is_named() -> None:
+    for forward, shape in (
+        (lambda s, x: s.norm(s.conv(x)) + x, I),
+        (lambda s, x: F.dropout(x, 0.5, s.training) + x, V),
+        (lambda s, x: 9 * x if s.training else x, V),
+    ):
+        with pytest.raises(NoRuleError, match=r"in training mode: call model\.eval\(\)"):
+            export(Net(forward), shape)
+        export(Net(forward).eval(), shape)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.LSTM(4, 4), "LSTM.*recurrent networks have no rule.*fixed number of steps"),
+        (nn.GRU(4, 4), "GRU.*recurrent"),
+        (nn.RNN(4, 4), "RNN.*recurrent"),
+        (nn.MultiheadAttention(4, 2), r"MultiheadAttention.*on a box only.*box=\(low, high\)"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "TransformerEncoderLayer.*on a box only"),
+    ],
+)
+def test_modules_of_torch_without_a_rule_say_what_is_missing(module: nn.Module, message: str) -> None:
+    one = isinstance(module, nn.TransformerEncoderLayer)
+    network = Net(lambda s, x: s.same(x) if one else s.same(*[x] * (3 if "Attention" in message else 1))[0])
+    network.same = module
+    for found in (network.eval(), nn.Sequential(module).eval()):
+        with pytest.raises(NoRuleError, match=message):
+            export(found, M)
+
+
+# Outputs (N,).
+NUMBERS: dict[str, Forward] = {
+    "squeezed": lambda s, x: s.a(x)[:, :1].squeeze(-1),
+    "first": lambda s, x: s.a(x)[:, 0],
+    "flattened": lambda s, x: s.a(x)[:, :1].flatten(),
+    "sum": lambda s, x: s.a(x).sum(1),
+    "mean": lambda s, x: s.a(x).mean(-1),
+    "mean of everything": lambda s, x: s.a(x).view(-1, 2, 2).mean((1, 2)),
+    "by its size": lambda s, x: s.a(x)[:, :1].view(x.shape[0]),
+    "smaller of two": lambda s, x: torch.min(s.a(x)[:, 0], 2 * s.a(x)[:, 1] - 1).tanh() * s.mid[0],
+    "and back": lambda s, x: torch.stack([s.a(x)[:, 0], s.a(x).sum(1)], 1),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_outputs_without_dimensions(name: str, tmp_path: Path) -> None:
+    model = Net(NUMBERS[name]).eval()
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
+    plain = export(model, V)
+    expected = model(x).detach()
+    assert torch.allclose(plain(x), expected, atol=1e-6)
+    assert plain(x).shape == expected.shape
+    truth = max(slope(copy.deepcopy(plain).double(), point) for point in x.double())
+    assert truth <= float(lipschitz(plain, V)) <= float(lipschitz(model, V).detach()) * (1 + 1e-6)
+    assert analyze(model, V, restarts=1, steps=3).upper >= truth
+    assert torch.equal(load(save(plain, tmp_path / "network"))(x), plain(x))
+    if expected.ndim == 1:
+        with pytest.raises(ShapeError, match=r"K >= 2 classes, got \(9,\): .*certify_regression"):
+            certify(plain, x, torch.zeros(9, dtype=torch.int64))
+        with pytest.raises(lipkit_check.Refused, match=r"Reshape of \(1,\) to \(\)"):  # it is no classifier
+            lipkit_check._moves({"type": "Reshape", "shape": []}, (1,))
+        found, beside = (certify_regression(plain, x, y, delta=0.1) for y in (expected, expected[:, None]))
+        moved = plain.double()(x.double() + 0.05)  # by 0.1
+        assert bool(((moved - expected).abs() <= found.output_deviation[0] + 1e-6).all())
+        assert torch.equal(found.worst_error, beside.worst_error)
+
+
+def test_numbers_are_no_channels() -> None:
+    network = Net(lambda s, x: s.same(x[:, 0]))
+    network.same = nn.Softmax(-1)
+    with pytest.raises(NoRuleError, match=r"Softmax.*got numbers \(N,\)"):
+        analyze(network.eval(), V)
+
 
 # Calls without a plain form, or with arguments that their rules do not cover.
 REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
@@ -289,7 +532,6 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "own attribute": (V, lambda s, x: _first(s.a(x), s.__setattr__("calls", s.calls + 1)), "changes 'calls'"),
     "two outputs": (V, lambda s, x: (x, s.a(x)), "one output tensor"),
     "constant output": (V, lambda s, x: x.new_ones(3, 4) * s.mid, "any size|each sample alone|row per"),
-    "samples without dimensions": (V, lambda s, x: x.mean(1), "Mean.*one output per sample"),
     "copies by numpy": (V, lambda s, x: torch.from_numpy(x.numpy().copy()), "record"),
     "value as a number": (V, lambda s, x: x * x.sum().item(), "Tensor.sum|item"),
     "loop over the batch": (V, lambda s, x: torch.stack([row * 2 for row in x]), "control flow|iterated"),
@@ -369,6 +611,8 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "rolled": (M, lambda s, x: torch.roll(x, (-1, 2), (1, -1))),
     "cut by padding": (I, lambda s, x: F.pad(x, (1, -2, 0, 1, 1, 0))),
     "sizes by arithmetic": (M, lambda s, x: x.view(x.shape[0], x.shape[1] * x.shape[2] // 2, 2)),
+    "sizes of the batch": (V, lambda s, x: x.view(x.shape[0], 2, -1).reshape(x.size(0), -1).expand(x.size(0), 4)),
+    "sizes that are kept": (V, lambda s, x: _first(s.a(x), s.__setattr__("last", x.shape))),
     "sizes of everything": (M, lambda s, x: x.view(x.numel() // 12, 12).view_as(x.flatten(1))),
     "squeezed": ((1, 4), lambda s, x: x.squeeze(1).unflatten(1, (2, 2)).unsqueeze(-1)),
     "expanded": ((1, 4), lambda s, x: x.expand(-1, 3, 4).expand(x.size(0), 3, 4)),

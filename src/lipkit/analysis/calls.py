@@ -88,7 +88,7 @@ class Call(FunctionCall):
 
     def module(self, x: Operand, module: nn.Module, method: str = "rule of its module") -> Form:
         """The map that ``module`` computes, by the rule of its type."""
-        return self.scale(x, self.bound(module, self.operand(x).shape), method)
+        return self.scale(x, self.bound(module, self.operand(x).shape or (1,)), method)
 
     def broadcast(self, x: Operand) -> Form:
         """The operand repeated to the shape of the result, as elementwise functions do."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lipkit.analysis import functions as functions
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
-from lipkit.errors import CertificateViolation, LipkitError, NoRuleError, OptionError, ShapeError, first_line
+from lipkit.errors import CertificateViolation, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import Shape, export
-from lipkit.modules.running import BATCHES, check_outputs, constant_copy, observe, sample, stays_float64
+from lipkit.modules.running import BATCHES, check_accepts, check_outputs, constant_copy, observe, sample, stays_float64
 from lipkit.modules.tracing import Root, trace
 from lipkit.text import table
 
@@ -175,16 +175,7 @@ def _accepted(root: Root, input_shape: Shape) -> Shape:
         raise ShapeError(
             f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
         )
-    name = type(root.net).__qualname__
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            root(sample(root, shape, BATCHES[0]))
-    except LipkitError:
-        raise
-    except TypeError as error:
-        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
-    except Exception as error:  # the forward pass is the user's and may raise anything
-        raise ShapeError(f"{name} does not accept inputs of shape {shape}: {first_line(error)}") from error
+    check_accepts(root, shape)
     return shape
 
 

@@ -273,7 +273,7 @@ class Propagation(Walk):
         """The bound of this layer alone."""
         key = (id(module), x.shape)
         if key not in self._bounds:
-            self._bounds[key] = self._bound(module, x.shape)
+            self._bounds[key] = self._bound(module, x.shape or (1,))
         bound, method = self._bounds[key]
         constant = bound.detach().clone().requires_grad_()
         return x.form.scaled(constant), _Row(path_of(node), type(module).__qualname__, method, constant)

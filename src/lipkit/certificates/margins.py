@@ -175,7 +175,10 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
 def check_logits(logits: Tensor, labels: Tensor) -> None:
     """Raise unless ``logits`` is (N, K >= 2) and ``labels`` holds N integers in [0, K)."""
     if logits.ndim != 2 or logits.shape[1] < 2:
-        raise ShapeError(f"expected logits of shape (N, K) with K >= 2 classes, got {tuple(logits.shape)}")
+        raise ShapeError(
+            f"expected logits of shape (N, K) with K >= 2 classes, got {tuple(logits.shape)}: numbers are certified by "
+            "lipkit.certificates.certify_regression"
+        )
     if labels.shape != logits.shape[:1]:
         raise ShapeError(f"expected {len(logits)} labels of shape ({len(logits)},), got {tuple(labels.shape)}")
     if labels.dtype != torch.int64:

@@ -147,7 +147,7 @@ def certify_regression(
     Args:
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
-        y: (N, d) floating-point targets, as `x`.
+        y: (N, d) floating-point targets, as `x`; or (N,) for one output.
         delta: l2 norm of the input deviation, >= 0 and finite.
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation is meant, as in `lipkit.certify`.
@@ -173,7 +173,8 @@ def certify_regression(
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
     )
-    prediction, target = measured.outputs, y.detach().cpu().double()
+    # Outputs and targets (N,) are vectors of one entry.
+    prediction, target = (t[:, None] if t.ndim == 1 else t for t in (measured.outputs, y.detach().cpu().double()))
     if prediction.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(prediction.isfinite().all()):
@@ -267,7 +268,7 @@ def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:
             f"expected floating-point targets for an output deviation, got {dtype_name(y)}: class labels are "
             "certified by lipkit.certify"
         )
-    if y.ndim != 2 or len(y) != len(x):
+    if y.ndim not in (1, 2) or len(y) != len(x):
         raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")
     if not bool(y.isfinite().all()):
         raise OptionError("expected finite targets, got NaN or infinity")

@@ -183,8 +183,9 @@ def output_errors(
     peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
     overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]
     if logits.own64 is None or logits.own_at is None or logits.own_slope is None or weight is None:
-        centre = walk.centre_error[:, None].expand_as(logits.values)
-        machine = grow(walk.error.at + walk.error.slope * distance)[:, None].expand_as(logits.values)
+        shape = logits.values.shape if logits.values.ndim > 1 else (-1, 1)
+        centre = walk.centre_error[:, None].expand(shape)
+        machine = grow(walk.error.at + walk.error.slope * distance)[:, None].expand(shape)
         return centre, machine + overflow
     norms, spread = size(weight), walk.spread
     centre = grow(logits.own64 + norms * walk.centre_error[:, None])

@@ -8,22 +8,30 @@ for the values of that batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lipkit.modules.tracing import METADATA, METADATA_METHODS
+from lipkit.modules.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 
 # Tracing answers these itself.
-_METADATA = {*METADATA, *METADATA_METHODS, "len"}
+_METADATA = {*METADATA, *METADATA_METHODS}
+_SIZES = ("shape", "size", "numel", "nelement")
+# What Python does with a whole number; `operator.index` leaves no trace.
+_OPERATORS = set(vars(int)) - set(vars(object)) - {"__getnewargs__", "__index__"}
+_OPERATORS |= {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "repr", "format")}
+_OPERATORS = {name for name in _OPERATORS if callable(getattr(int, name))}
 
 
 class Calls(TorchFunctionMode):
     """The calls with an argument that depends on ``x``, while the mode is on: ``made``, in order.
+
+    What Python computes from the size of the batch, compares with it or looks up by it counts as a call.
 
     >>> x = torch.ones(2)
     >>> with Calls(x) as calls:
@@ -35,8 +43,25 @@ class Calls(TorchFunctionMode):
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.made: list[tuple[Any, ...]] = []
+        self._inside = 0
+        self._size = type("int", (int,), {name: self._recorder(name) for name in _OPERATORS})
         self._moving = WeakIdKeyDictionary()
         self._moving[x] = True
+
+    @contextmanager
+    def leaves(self, root: nn.Module) -> Iterator[None]:
+        """Counts each module of ``root`` with a rule as one call, whatever it does inside."""
+        with ExitStack() as hooks:
+            for module in filter(is_leaf, root.modules()):
+                hooks.enter_context(module.register_forward_pre_hook(lambda m, args: self._step(m, args, 1)))
+                hooks.enter_context(module.register_forward_hook(lambda m, args, result: self._step(m, result, -1)))
+            yield
+
+    def _step(self, module: nn.Module, value: Any, into: int) -> None:
+        self._inside += into > 0  # sizes are plain numbers inside
+        if self._inside == 1:
+            self.made.append((type(module).__name__, self._summary(value)))
+        self._inside -= into < 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,15 +71,29 @@ class Calls(TorchFunctionMode):
         if not any(t in self._moving for t in given):
             return func(*args, **kwargs)
         name = _name(func)
-        what = None if name in _METADATA else (name, self._summary(args), self._summary(kwargs))
-        before = [t._version for t in given]
+        recorded = not self._inside
+        what = (name, self._summary(args), self._summary(kwargs)) if recorded and name not in _METADATA else None
+        # Tensors of inference mode count no versions.
+        before = [(t, t._version) for t in given if not t.is_inference()]
         result = func(*args, **kwargs)
-        changed = [t for t, version in zip(given, before, strict=True) if t._version != version]
+        changed = [t for t, version in before if t._version != version]
         for t in (*tensors(result), *changed):
             self._moving[t] = True
         if what is not None:
             self.made.append((*what, self._summary(result)))
+        if recorded and name in _SIZES:
+            sizes = [self._size(n) if i == 0 else n for i, n in enumerate(args[0].shape)]
+            if isinstance(result, torch.Size):
+                return torch.Size(sizes)
+            return sizes[(*args[1:], *kwargs.values())[0]] if name == "size" else self._size(result)
         return result
+
+    def _recorder(self, name: str) -> Callable[..., Any]:
+        def method(number: int, *args: Any) -> Any:
+            self.made.append((name,))
+            return getattr(int, name)(number, *args)
+
+        return method
 
     def _summary(self, value: Any) -> Any:
         """Of arguments and results: what two calls that compute the same have in common."""
@@ -65,6 +104,8 @@ class Calls(TorchFunctionMode):
             # Sums of a constant tell it from another one.
             numbers = value.detach().double()
             return (*form, float(numbers.sum()), float(numbers.abs().sum()))
+        if type(value) is self._size:
+            return "the size of the batch"
         if isinstance(value, dict):
             return [(key, self._summary(item)) for key, item in value.items()]
         if isinstance(value, slice):
@@ -85,11 +126,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 def tensors(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in tensors(item)] if isinstance(value, (tuple, list)) else []
+    return [t for t in flat(value) if isinstance(t, Tensor)]
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -84,6 +84,24 @@ def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
     return {kind: (kind in _LIPSCHITZ, kind in _EXPORT) for kind in {**_LIPSCHITZ, **_EXPORT}}
 
 
+def what_is_missing(module: nn.Module) -> str | None:
+    """Why a module of torch has no rule and what to write instead, where that is known."""
+    kind = type_name(type(module))
+    if type(module) in _LIPSCHITZ:
+        return None
+    if kind.startswith("torch.nn.modules.rnn."):
+        return (
+            "recurrent networks have no rule, because their state goes through all steps and their gates multiply "
+            "values: write a fixed number of steps with nn.Linear and activations (gates need box=(low, high))"
+        )
+    if not kind.endswith("Attention") and not kind.startswith("torch.nn.modules.transformer."):
+        return None
+    return (
+        "attention multiplies values that depend on the input and has a constant on a box only: write it with "
+        "nn.Linear, torch.matmul and torch.softmax, and export with box=(low, high)"
+    )
+
+
 def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) -> Rule:
     if not isinstance(module, nn.Module):
         raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
@@ -95,6 +113,8 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
     if kind not in rules() and not kind.__module__.startswith("torch.nn."):
         # Its own forward pass says what it computes.
         return _TRACED[function]
+    if why := what_is_missing(module):
+        raise NoRuleError(f"{function} has no rule for {type_name(kind)}: {why}")
     parents = [type_name(base) for base in kind.__mro__[1:] if base in table]
     why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
     raise NoRuleError(
@@ -263,7 +283,7 @@ def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
             raise
         reason = first_line(error)
         raise ShapeError(f"{type_name(type(module))} does not accept inputs of shape {input_shape}: {reason}") from None
-    if not isinstance(y, Tensor) or y.ndim < 2 or len(y) != len(zero):
+    if not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(zero):
         got = tuple(y.shape) if isinstance(y, Tensor) else type_name(type(y))
         raise ShapeError(
             f"{type_name(type(module))}: expected one output per sample of a batch of {len(zero)}, got {got}"

@@ -8,10 +8,20 @@ What runs is an independent copy with constant weights: weight and spectral norm
 from __future__ import annotations
 
 import copy
+import inspect
+import math
+import operator
+import pickle
+import random
+import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
@@ -20,11 +30,11 @@ from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
-from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.linalg.transforms import normalisations
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.recording import Calls, difference, tensors
-from lipkit.modules.tracing import Root, dependent_nodes, evaluate
+from lipkit.modules.tracing import VALUES, Root, dependence, evaluate, flat
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = normalisations()
@@ -89,9 +99,7 @@ def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
     first, second = (
         {
             **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
-            **dict(one.named_parameters()),
-            **dict(one.named_buffers()),
-            **_attributes(one),
+            **_kept(one),
         }
         for one in (model, twin)
     )
@@ -149,11 +157,15 @@ def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor
     return x.to(like.dtype)
 
 
+# The graph runs for two of them, the network itself for all.
 BATCHES = (2, 3)
+SAMPLES = (1, 2, 3, 8, 65)
+# Numbers in the inputs of the last run; larger ones leave it out.
+LARGEST = 2**14
 
 
 class Varies:
-    """Stands for a constant that is not the same in both runs: the size of the batch, or what is made from it."""
+    """Stands for the size of the batch, and for constants that are made from it, whatever the runs agree on."""
 
     def __repr__(self) -> str:
         return "a value that depends on the size of the batch"
@@ -177,19 +189,21 @@ class Observed:
     Attributes:
         values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for
             the others their value, or :data:`VARIES`.
+        how: of `lipkit.modules.tracing.dependence`.
         outputs: of both runs.
         calls: of the second run (`lipkit.modules.recording`).
     """
 
     values: dict[fx.Node, Any]
+    how: dict[fx.Node, str]
     outputs: tuple[Any, Any]
     calls: list[tuple[Any, ...]]
 
 
-def _changes_state(name: str) -> NoRuleError:
+def _changes_state(name: str, root: nn.Module) -> NoRuleError:
     return NoRuleError(
-        "analyze: expected a forward pass that leaves parameters, buffers and other tensors of the network as they "
-        f"are, got one that changes {name.removeprefix('net.')!r}"
+        "analyze: expected a forward pass that leaves parameters, buffers and whatever else the network keeps as they "
+        f"are, got one that changes {name.removeprefix('net.')!r}{_hint(root)}"
     )
 
 
@@ -226,20 +240,26 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
         for user in list(old.users):
             if position[user] > position[new]:
                 user.replace_input_with(old, new)
-    dependent = dependent_nodes(graph)
-    values = {n: _merged(n in dependent, runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
-    return Observed(values, (runs[0].output, runs[1].output), runs[1].calls.made)
+    how = dependence(graph)
+    values = {n: _merged(how.get(n), runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
+    # A condition is a constant; in-place calls may have changed it since.
+    if any(n.target is operator.truth and (n in how or value is VARIES) for n, value in values.items()):
+        raise NoRuleError(
+            "analyze: expected a forward pass without control flow on values or on the size of the batch, got a "
+            "condition on a tensor that in-place calls fill with them"
+        )
+    return Observed(values, how, (runs[0].output, runs[1].output), runs[1].calls.made)
 
 
 def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(graph.nodes):
         last.update(dict.fromkeys(node.all_input_nodes, i))
-    dependent = dependent_nodes(graph)
+    how = dependence(graph)
     live: dict[fx.Node, Any] = {}
     x = x.clone()
     run = _Run({}, [], None, Calls(x))
-    with torch.no_grad():
+    with torch.no_grad(), run.calls.leaves(root):
         for i, node in enumerate(graph.nodes):
             given = fx.node.map_arg((node.args, node.kwargs), live.__getitem__)
             if node.op == "output":
@@ -254,9 +274,9 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                 for n, versions in before.items():
                     if versions != [t._version for t in tensors(live[n])]:
                         if n.op == "get_attr":
-                            raise _changes_state(str(n.target))
+                            raise _changes_state(str(n.target), root)
                         run.rewrites += [(old, node) for old in _overwritten(node, n, live, last, i)]
-            run.values[node] = _summary(live[node], node in dependent)
+            run.values[node] = _summary(live[node], how.get(node) == VALUES)
             live = {n: v for n, v in live.items() if last.get(n, -1) > i or n is node}
     return run
 
@@ -299,104 +319,174 @@ def _summary(value: Any, dependent: bool) -> Any:
     return type(value).__name__
 
 
-def _merged(dependent: bool, a: Any, b: Any) -> Any:
+def _merged(how: str | None, a: Any, b: Any) -> Any:
     """The summaries of two runs as one."""
-    if dependent:
+    if how == VALUES:
         if isinstance(a, Sizes) and isinstance(b, Sizes):
             m, n = a.sample, b.sample
             kept = m and n and (m[0], n[0]) == BATCHES and m[1:] == n[1:] and a.dtype == b.dtype
             return Sizes(m[1:] if m and kept else None, a.dtype)
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-            return tuple(_merged(dependent, x, y) for x, y in zip(a, b, strict=True))
+            return tuple(_merged(how, x, y) for x, y in zip(a, b, strict=True))
         return str(a)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        # A constant that is not a number equals itself here: its rule sees it.
-        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
-        return a if same else VARIES
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
-        return type(a)(_merged(dependent, x, y) for x, y in zip(a, b, strict=True)) if type(a) in (tuple, list) else a
-    simple = isinstance(a, (int, float, complex, str, torch.dtype, torch.device, torch.layout, slice, type(None)))
-    return a if simple and type(a) is type(b) and a == b else VARIES
+    if how:
+        return VARIES
+    return a if _equal(_contents(a, {}), _contents(b, {})) else VARIES
+
+
+def check_accepts(root: Root, input_shape: tuple[int, ...]) -> None:
+    """Raise ``ShapeError`` for inputs that the network does not accept, ``NoRuleError`` if it takes not one tensor."""
+    name = type(root.net).__qualname__
+    try:
+        with torch.no_grad():
+            root(sample(root, input_shape, BATCHES[0]))
+    except LipkitError:
+        raise
+    except TypeError as error:
+        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
 
 
 def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) -> None:
-    """Compare the runs of the graph with the network itself.
+    """Compare the runs of the graph with the network itself, for other batches and in the other modes of torch.
 
     Raises:
-        NoRuleError: the network draws random numbers, changes its own state, mixes samples, or is not the function of
-            the graph.
+        NoRuleError: the network draws random numbers, changes what it keeps, mixes samples, asks for the size of the
+            batch or the mode, or is not the function of the graph.
     """
     x = sample(root, input_shape, BATCHES[1])
-    state = {name: (t, t._version) for name, t in (*root.named_parameters(), *root.named_buffers())}
-    before = torch.get_rng_state()
-    with torch.no_grad():
-        one, part, given = _alone(root, x[:1]), root(x[: BATCHES[0]].clone()), x.clone()
-        with Calls(given) as calls:
-            direct = root(given)
-    kept = _attributes(root)
-    again = _differentiable(root, x, direct)
-    if not torch.equal(before, torch.get_rng_state()):
-        raise NoRuleError("analyze: expected a forward pass without random numbers, got one that draws them")
-    for name, (tensor, version) in state.items():
-        if tensor._version != version:
-            raise _changes_state(name)
-    for name, value in _attributes(root).items():
+    more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])
+    sizes = [n for n in SAMPLES if n < SAMPLES[-1] or n * math.prod(input_shape) <= LARGEST]
+    before = _random_states()
+    inference = _recorded(root, x, torch.inference_mode())
+    kept = _kept(root)
+    derivatives = _recorded(root, x, torch.enable_grad())
+    batches: dict[int, Any] = {n: _alone(root, more[:n]) for n in sizes if n != len(x)}
+    direct, calls = _recorded(root, x, torch.no_grad()) or (None, [])
+    batches[len(x)] = direct
+    if before != _random_states():
+        raise NoRuleError(
+            f"analyze: expected a forward pass without random numbers, got one that draws them{_hint(root)}"
+        )
+    for name, value in _kept(root).items():
         if not _equal(value, kept.get(name)):
-            raise _changes_state(name)
+            raise _changes_state(name, root)
     if not isinstance(direct, Tensor) or not close(direct, observed.outputs[1]):
         raise NoRuleError(
             "analyze: expected the traced graph to compute the same as the network, got other outputs: its forward "
             "pass changes the network, or depends on the type of its argument"
         )
-    if other := difference(calls.made, observed.calls):
+    if other := difference(calls, observed.calls):
         raise NoRuleError(
             f"analyze: expected the traced graph to call the same functions as the network, got other ones: {other}; "
             "its forward pass depends on the values or the type of its argument, or changes from call to call"
         )
-    if not close(direct[: BATCHES[0]], part) or not close(direct[:1].flatten(), one.flatten()):
-        raise NoRuleError("analyze: expected an output for each sample alone, got one that depends on the whole batch")
-    if not close(direct, again):
-        raise NoRuleError(
-            "analyze: expected the same output with and without derivatives, got a forward pass that depends on "
-            "torch.is_grad_enabled() or on whether its input requires a gradient, or changes from call to call"
-        )
+    for few, many in pairwise(sizes):
+        # The output of one sample may lack dimensions.
+        if not close(batches[many][:few].flatten(), batches[few].flatten()):
+            raise NoRuleError(
+                "analyze: expected an output for each sample alone, got one that depends on the whole batch: "
+                f"{few} and {many} samples differ"
+            )
+    for name, found in (("with and without derivatives", derivatives), ("in and outside inference mode", inference)):
+        if found and not (isinstance(found[0], Tensor) and close(direct, found[0]) and not difference(calls, found[1])):
+            raise NoRuleError(
+                f"analyze: expected the same output {name}, got a forward pass that asks torch.is_grad_enabled() or "
+                "torch.is_inference_mode_enabled(), or whether a tensor requires a gradient"
+            )
+    evaluated = _recorded(copy.deepcopy(root).eval(), x, torch.no_grad()) if _hint(root) else None
+    if evaluated and difference(calls, evaluated[1]):
+        raise NoRuleError(f"analyze: expected the function of evaluation mode, got another one{_hint(root)}")
+
+
+def _hint(root: nn.Module) -> str:
+    return " in training mode: call model.eval()" if any(m.training for m in [*root.modules()][1:]) else ""
+
+
+def _random_states() -> tuple[Any, ...]:
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
 def _alone(root: Root, x: Tensor) -> Tensor:
     try:
-        return torch.as_tensor(root(x.clone()))
+        with torch.no_grad():
+            return torch.as_tensor(root(x.clone()))
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
-            "analyze: expected a forward pass for batches of any size, got one that fails for 1 sample: "
-            f"{first_line(error)}"
+            f"analyze: expected a forward pass for batches of any size, got one that fails for {len(x)} "
+            f"sample{'s' if len(x) > 1 else ''}: {first_line(error)}"
         ) from error
 
 
-def _differentiable(root: Root, x: Tensor, otherwise: Any) -> Any:
-    """The output where derivatives are recorded; ``otherwise`` where they cannot be, as for some in-place calls."""
+def _recorded(root: Root, x: Tensor, mode: AbstractContextManager[Any]) -> tuple[Any, list[tuple[Any, ...]]] | None:
+    """Output and calls of the network in a mode of torch; None where it forbids some, as in-place ones."""
     try:
-        with torch.enable_grad():
-            return root(x.clone().requires_grad_().clone())
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numbers taken from weights that require a gradient
+            for p in root.parameters():
+                p.requires_grad_(torch.is_grad_enabled() and p.is_floating_point())
+            given = x.clone().requires_grad_(torch.is_grad_enabled()).clone()
+            calls = Calls(given)
+            with calls.leaves(root), calls:
+                return root(given), list(calls.made)
     except RuntimeError:
-        return otherwise
+        return None
+    finally:
+        root.requires_grad_(False)
 
 
-def _attributes(root: nn.Module) -> dict[str, Any]:
-    """Copies of the numbers, strings and tensors that modules hold beside parameters and buffers."""
+_PLAIN = vars(nn.Module()).keys() - {"training"}
+
+
+def _kept(root: nn.Module) -> dict[str, Any]:
+    """Copies of what modules hold, and of what their own code reads elsewhere, by name."""
     found: dict[str, Any] = {}
+    seen: dict[int, Any] = {id(module): module for module in root.modules()}
     for path, module in root.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, (bool, int, float, str, Tensor)):
-                found[f"{path}.{name}"] = value.detach().clone() if isinstance(value, Tensor) else value
+        own: dict[str, Any] = {}
+        for kind in reversed(type(module).__mro__):
+            own |= {} if kind.__module__.startswith(("builtins", "lipkit", "torch")) else vars(kind)
+        own |= {name: value for name, value in vars(module).items() if name not in _PLAIN}
+        for name, value in (own | module._parameters | module._buffers).items():
+            found[f"{path}.{name}"] = _contents(value, seen)
     return found
 
 
+def _contents(value: Any, seen: dict[int, Any]) -> Any:
+    """The numbers, strings and tensors in a value, through containers, objects and functions, as nested lists."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, (int, float, complex, str, bytes)):
+        return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
+    if id(value) in seen or isinstance(value, (type, ModuleType)):
+        return type(value)
+    seen[id(value)] = value
+    parts: Any
+    try:
+        if isinstance(value, FunctionType):
+            used, home = inspect.getclosurevars(value), value.__module__
+            parts = [v for v in used.globals.values() if not isinstance(v, FunctionType) or v.__module__ == home]
+            parts += [*used.nonlocals.values(), value.__defaults__, value.__kwdefaults__, vars(value)]
+        elif isinstance(value, (tuple, list, dict)):
+            parts = value.items() if isinstance(value, dict) else value
+        elif isinstance(value, set):
+            parts = sorted(value, key=repr)
+        else:
+            parts = [list(p) if hasattr(p, "__next__") else p for p in value.__reduce_ex__(4)[1:]]
+    except Exception:  # what cannot be copied is not looked into
+        return type(value)
+    return [_contents(part, seen) for part in parts]
+
+
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
             return type(a) is type(b)  # refused wherever it holds a weight
         return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    return type(a) is type(b) and (a == b or a != a)
+    return type(a) is type(b) and bool(a == b or a != a)
 
 
 def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> bool:
@@ -409,14 +499,8 @@ def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> 
         run = _run(twin, graph, sample(twin, input_shape, BATCHES[0]).double())
     except Exception:  # the calls are the user's and may raise anything
         return False
-    dependent = dependent_nodes(graph)
-    return all(s.dtype == torch.float64 for n in dependent for s in _sizes(run.values.get(n)))
-
-
-def _sizes(summary: Any) -> list[Sizes]:
-    if isinstance(summary, list):
-        return [s for item in summary for s in _sizes(item)]
-    return [summary] if isinstance(summary, Sizes) else []
+    summaries = flat([run.values.get(n) for n, how in dependence(graph).items() if how == VALUES])
+    return all(s.dtype == torch.float64 for s in summaries if isinstance(s, Sizes))
 
 
 def close(a: Tensor, b: Tensor) -> bool:

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lipkit.errors import NoRuleError, ShapeError, first_line
+from lipkit.errors import NoRuleError
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.functional import FUNCTIONAL, covered, first_operand, with_tensors
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.registry import Shape
-from lipkit.modules.running import BATCHES, check_outputs, close, constant_copy, observe, sample
+from lipkit.modules.running import BATCHES, check_accepts, check_outputs, close, constant_copy, observe, sample
 from lipkit.modules.tracing import Root, fetch, trace
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.modules.visiting import FunctionCall, Operand, Walk, called
@@ -69,7 +69,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         try:
             root = Root(constant_copy(model))
-            _check_accepts(root, input_shape)
+            check_accepts(root, input_shape)
             graph = trace(root, sample(root, input_shape, BATCHES[0]))
             observed = observe(root, graph, input_shape)
             recorder = _Recorder(root, graph, observed, Root(model) if own else root)
@@ -80,17 +80,17 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
             raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None
     if output is None:
         raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")
-    chain = nn.Sequential(*recorder.wiring.chain(output.form))
+    chain = nn.Sequential(*recorder.wiring.chain(output.form), *([] if output.shape else [Reshape()]))
     if not own:
-        check_same(chain, root, input_shape)
+        check_same(chain, root, input_shape, observed.outputs[1])
     return chain
 
 
-def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape) -> None:
+def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected: Tensor | None = None) -> None:
     """Raise ``NoRuleError`` if two networks differ on a batch: no proof, but it finds a rule that is wrong."""
     x = sample(model, input_shape, BATCHES[1])
     with torch.no_grad():
-        found, expected = plain(x.clone()), model(x.clone())
+        found, expected = plain(x.clone()), model(x.clone()) if expected is None else expected
     if found.dtype != expected.dtype:  # a cast at the end
         found = found.to(expected.dtype)
     if not close(found, expected):
@@ -98,20 +98,6 @@ def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape) -> None:
             "export: expected plain modules that compute the same as the network, got other outputs: a rule of "
             "lipkit.modules.function_module or lipkit.modules.export_rule does not match its function"
         )
-
-
-def _check_accepts(root: Root, input_shape: Shape) -> None:
-    """As `lipkit.analyze` says it."""
-    name = type(root.net).__qualname__
-    try:
-        with torch.no_grad():
-            root(sample(root, input_shape, BATCHES[0]))
-    except (NoRuleError, ShapeError):
-        raise
-    except TypeError as error:
-        raise NoRuleError(f"expected a forward pass of one tensor, got {name}, for which {error}") from error
-    except Exception as error:  # the forward pass is the user's and may raise anything
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
 
 
 class _Recorder(Walk):
@@ -171,7 +157,8 @@ class Build(FunctionCall):
         return self.wiring.add(module, *values)
 
     def reshaped(self, value: int, before: Shape, after: Shape) -> int:
-        """A value under another shape of the same entries."""
+        """A value under another shape of the same entries; numbers of shape () are vectors of one entry."""
+        before, after = before or (1,), after or (1,)
         if before == after:
             return value
         return self.then(nn.Flatten() if len(after) == 1 else Reshape(*after), value)
@@ -202,7 +189,7 @@ class Build(FunctionCall):
         """``scale * x + shift``, repeated as torch would repeat them."""
         given = self.broadcast(x)
         numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
-        axes = len(given.shape)
+        axes = len(given.shape) or 1
         full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]
         if all(t.shape[1:].numel() == 1 for t in full):
             channels = max(t.shape[0] for t in full)
@@ -420,7 +407,9 @@ def _minimum(call: Build, x: Any, y: Any) -> int:
 @plain(torch.mean, "mean", torch.sum, "sum")
 def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> int:
     dims = sorted(set(call.dims(call.operand(x), dim)))
-    mean = call.add(Mean(*dims, keepdim=keepdim), x)
+    mean = call.add(Mean(*dims, keepdim=keepdim or not call.shape), x)
+    if not call.shape:
+        mean = call.reshaped(mean, (1,) * len(x.shape), ())
     if not call.name.endswith("sum"):
         return mean
     count = math.prod(x.shape[d - 1] for d in dims)

@@ -1,31 +1,39 @@
 """A network as a graph of calls (torch.fx), traced for inputs of one shape.
 
 The sizes of one sample are known while tracing, so that control flow which depends on them (shape checks, for
-instance) is followed; the size of the batch and all values stay symbols, and control flow on them is refused.
+instance) is followed; the size of the batch and all values stay symbols, and control flow on them is refused, even if
+the forward pass catches the error. What is made from the size of the batch is marked (`dependence`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.modules.network import Network
-from lipkit.modules.registry import rules
+from lipkit.modules.registry import _LIPSCHITZ
 
 # What a tensor tells without its values.
 METADATA = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")
 METADATA_METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device")
 # New tensors that take no more than that from an existing one.
-LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
+LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
 LIKE_METHODS = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 # Of these, what does not depend on the size of the batch either.
-_STATIC = ("ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")
+_STATIC = ("ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize", *LIKE_METHODS)
 _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
+
+# How a value depends on the input: by its values, as the size of the batch, as a constant tensor of equal rows, one for
+# each sample, or in any other way by the size of the batch.
+VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
+# What makes equal rows of a first size, and what keeps them equal.
+_FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
+_ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_")
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
@@ -40,23 +48,40 @@ def reads_metadata_only(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in (*METADATA_METHODS, *LIKE_METHODS)
 
 
-def dependent_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose value changes with the values of the network's input."""
-    found: set[fx.Node] = set()
+def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
+    """How the value of each node depends on the input; constants are not among them."""
+    found: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" or any(n in found for n in _read(node)):
-            found.add(node)
+        note_dependence(node, found)
     return found
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a call whose values its result may depend on."""
-    if not reads_metadata_only(node):
-        return node.all_input_nodes
-    # Of its first argument only: x.new_tensor(y) holds the values of y.
-    rest: list[fx.Node] = []
-    fx.node.map_arg((node.args[1:], node.kwargs), rest.append)
-    return rest
+def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
+    """Enter a node into ``found``, which holds those before it."""
+    given = flat((node.args, node.kwargs))
+    hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
+    # x.new_tensor(y) holds the values of y.
+    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:
+        found[node] = VALUES
+    elif node.op == "output" or not any(hows):
+        return
+    elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
+        kept = node.target in _ROWWISE and hows[0] == ROWS
+        if (given[1] if node.target is getattr else node.target) not in (*_STATIC, *_STATIC_METHODS):
+            like = kept or node.target in LIKE[:-1]
+            found[node] = SIZE if node.target == "size" else ROWS if like else BATCH
+    else:
+        made = [how for how in hows if how in (SIZE, BATCH)]
+        filled = node.target in _FILLED and made == [SIZE] and hows[node.op == "call_method"] == SIZE
+        found[node] = ROWS if filled else BATCH
+
+
+def flat(value: Any) -> list[Any]:
+    """The items of nested tuples, lists and dictionaries, and the ends of slices."""
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    value = tuple(value.values()) if isinstance(value, dict) else value
+    return [v for item in value for v in flat(item)] if isinstance(value, (tuple, list)) else [value]
 
 
 def fetch(root: nn.Module, path: str) -> Any:
@@ -85,7 +110,7 @@ def is_leaf(module: nn.Module) -> bool:
     if kind in (nn.Sequential, Network):
         # A run of layers that multipliers bound together is one unit.
         return isinstance(module, Network) and bool(module.multipliers())
-    return rules().get(kind, (False, False))[0] or kind.__module__.startswith("torch.nn.modules")
+    return kind in _LIPSCHITZ or kind.__module__.startswith("torch.nn.modules")
 
 
 class Root(nn.Module):
@@ -113,7 +138,11 @@ def trace(root: Root, x: Tensor) -> fx.Graph:
     """
     try:
         with torch.no_grad():
-            return _Tracer(x).trace(root)
+            tracer = _Tracer(x)
+            graph = tracer.trace(root)
+            if tracer.refusal is not None:  # caught by the forward pass
+                raise tracer.refusal
+            return graph
     except LipkitError:
         raise
     except fx.proxy.TraceError as error:
@@ -131,50 +160,55 @@ def trace(root: Root, x: Tensor) -> fx.Graph:
 class _Proxy(fx.Proxy):
     """A symbol whose sizes, the batch apart, are numbers; its in-place operators are recorded as such."""
 
+    tracer: _Tracer
+
+    def _shape(self) -> tuple[int, ...] | None:
+        """For the sample batch, if it is a tensor of as many dimensions for every batch."""
+        value = self.tracer.value(self.node)
+        return value.shape if isinstance(value, Tensor) and self.tracer.how.get(self.node) != BATCH else None
+
     def __getattr__(self, name: str) -> Any:
         if name == "shape":
             return self.size()
-        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
-        if name == "ndim" and isinstance(value, Tensor):
-            return value.ndim
-        return super().__getattr__(name)
+        shape = self._shape() if name == "ndim" else None
+        return super().__getattr__(name) if shape is None else len(shape)
 
     def __len__(self) -> int:
-        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
-        if isinstance(value, (tuple, list)):
+        value = self.tracer.value(self.node)
+        if isinstance(value, (tuple, list)) and self.tracer.how.get(self.node) != BATCH:
             return len(value)
-        raise fx.proxy.TraceError("the length of a tensor, which is the size of the batch, is asked for")
+        return self.tracer.refuse("the length of a tensor, which is the size of the batch, is asked for")
 
     def dim(self) -> Any:
-        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
-        return value.ndim if isinstance(value, Tensor) else super().__getattr__("dim")()
+        shape = self._shape()
+        return super().__getattr__("dim")() if shape is None else len(shape)
 
     def size(self, dim: int | None = None) -> Any:
-        value = self.tracer.value(self.node)  # type: ignore[attr-defined]
+        value = self.tracer.value(self.node)
         if not isinstance(value, Tensor):
             return super().__getattr__("size")(*(() if dim is None else (dim,)))
-        if dim is not None:
-            return self._first_size() if dim % max(value.ndim, 1) == 0 else value.shape[dim]
-        return (self._first_size(), *value.shape[1:]) if value.ndim else ()
+        if dim is None:
+            return tuple(self.size(d) for d in range(value.ndim))
+        if dim % max(value.ndim, 1) and self._shape() is not None:
+            return value.shape[dim]
+        return self.tracer.create_proxy("call_method", "size", (self, dim), {})
 
-    def _first_size(self) -> Any:
-        return self.tracer.create_proxy("call_method", "size", (self, 0), {})
+    def _number(self) -> Any:
+        self.tracer.refuse("a value, or what is made from the size of the batch, becomes a number of Python")
 
-    def __iadd__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
-
-    def __isub__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.isub, (self, other), {})
-
-    def __imul__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.imul, (self, other), {})
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
+    __int__ = __float__ = _number
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # The tensor changes: found, like every other change in place, when the graph is run.
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, other: x.tracer.create_proxy("call_function", function, (x, other), {})
+
+
+for _name in ("iadd", "isub", "imul", "itruediv"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class _Tracer(fx.Tracer):
@@ -183,8 +217,15 @@ class _Tracer(fx.Tracer):
         self._x = x
         self._values: dict[fx.Node, Any] = {}
         self._static: set[fx.Node] = set()
+        self.how: dict[fx.Node, str] = {}
+        self.refusal: fx.proxy.TraceError | None = None
         self._evaluating = False
         self._path: list[str] = []
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise an error that also counts if the forward pass catches it."""
+        self.refusal = fx.proxy.TraceError(why)
+        raise self.refusal
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node for the sample batch."""
@@ -211,6 +252,7 @@ class _Tracer(fx.Tracer):
         node = proxy.node
         node.meta["where"] = self._path[-1] if self._path else ""
         inputs = node.all_input_nodes
+        note_dependence(node, self.how)
         named_static = node.target in _STATIC_METHODS or (node.target is getattr and node.args[1] in _STATIC)
         if node.op == "get_attr" or named_static or (inputs and all(n in self._static for n in inputs)):
             self._static.add(node)
@@ -243,12 +285,13 @@ class _Tracer(fx.Tracer):
         return is_leaf(m)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        if obj.node in self._static:
-            return bool(self.value(obj.node))
-        return super().to_bool(obj)
+        if obj.node in self._static and obj.node not in self.how:
+            # A call of the graph, whose runs see what in-place calls have made of the value.
+            return bool(self.value(self.create_proxy("call_function", operator.truth, (obj,), {}).node))
+        return self.refuse("a value, or what is made from the size of the batch, decides what is computed")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         value = self.value(obj.node)
-        if isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list)) and self.how.get(obj.node) != BATCH:
             return iter([operator.getitem(obj, i) for i in range(len(value))])
-        return super().iter(obj)
+        return self.refuse("a tensor, or what is made from the size of the batch, is iterated over")

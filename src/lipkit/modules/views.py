@@ -23,7 +23,7 @@ class Reshape(nn.Module):
     """The numbers of each sample under another shape, in the same order.
 
     Args:
-        shape: of one sample.
+        shape: of one sample; none for outputs ``(N,)``.
 
     Raises:
         OptionError: sizes below 1. ShapeError: an input of another number of entries.
@@ -35,7 +35,7 @@ class Reshape(nn.Module):
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        if not shape or min(shape) < 1:
+        if min(shape, default=1) < 1:
             raise OptionError(f"Reshape: expected positive sizes, got {shape}")
         self.shape = tuple(shape)
 

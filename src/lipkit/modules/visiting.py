@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
-from lipkit.modules.registry import Shape
+from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.registry import Shape, what_is_missing
 from lipkit.modules.running import VARIES, Observed, Sizes, Varies
-from lipkit.modules.tracing import Root, fetch
+from lipkit.modules.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.proof.roundoff import root
 
+# What takes the sizes of its result.
+SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
 # Formats that torch computes in; the narrower ones only store numbers.
 FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -107,9 +110,9 @@ class FunctionCall:
 
     def constant(self, x: Any, name: str) -> Any:
         """``x`` if it is the same for every input and batch; refuses anything else."""
-        if any(isinstance(v, Operand) for v in _flat(x)):
+        if any(isinstance(v, Operand) for v in flat(x)):
             raise self.refuse(f"expected a constant {name}, got a tensor that depends on the input")
-        if any(v is VARIES for v in _flat(x)):
+        if any(v is VARIES for v in flat(x)):
             raise self.refuse(f"expected a constant {name}, got one that depends on the size of the batch")
         return x
 
@@ -133,7 +136,7 @@ class FunctionCall:
     def index(self, x: Operand, index: Any) -> list[Any]:
         """The parts of an index of slices, whole numbers and None behind that of the batch, which it leaves whole."""
         items = list(index) if isinstance(index, tuple) else [index]
-        self.constant([v for item in items for v in _ends(item)], "index")
+        self.constant(flat(items), "index")
         plain = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items)
         used = sum(type(item) in (int, slice) for item in items)
         whole = items[0] == slice(None) or (items[0] is Ellipsis and used < x.ndim)
@@ -154,14 +157,6 @@ class FunctionCall:
         return root(math.prod(self.shape) // max(math.prod(x.shape), 1))
 
 
-def _ends(item: Any) -> tuple[Any, ...]:
-    return (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
-
-
-def _flat(value: Any) -> list[Any]:
-    return [v for item in value for v in _flat(item)] if isinstance(value, (tuple, list)) else [value]
-
-
 def _kind(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
@@ -175,7 +170,7 @@ class Walk:
     """
 
     def __init__(self, root: Root, graph: fx.Graph, observed: Observed) -> None:
-        self.root, self.graph, self.values = root, graph, observed.values
+        self.root, self.graph, self.values, self.how = root, graph, observed.values, observed.how
         self.known: dict[fx.Node, Any] = {}
 
     def source(self) -> Any:
@@ -217,10 +212,17 @@ class Walk:
             raise NoRuleError(
                 f"analyze: {self.what(node)}: expected a tensor, got {value}, which depends on the values of the input"
             )
+        self._refuse_batch(node)
         given: list[Any] = [self.known[a] if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
-        if node.op == "call_module" and (len(given) != 1 or not isinstance(value, Sizes)):
-            got = f"{len(given)} arguments" if len(given) != 1 else f"{len(value)} results"
-            raise NoRuleError(f"analyze: {self.what(node)}: expected a module from one tensor to one, got {got}")
+        if node.op == "call_module":
+            module = fetch(self.root, str(node.target))
+            if why := what_is_missing(module):
+                raise NoRuleError(f"analyze: {self.what(node)}: {why}")
+            if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Sizes):
+                got = f"{len(given)} arguments" if len(given) != 1 else "a list, or several results"
+                raise NoRuleError(f"analyze: {self.what(node)}: expected a module from one tensor to one, got {got}")
+            if not given[0].shape and type(module) not in ACTIVATIONS:
+                raise NoRuleError(f"analyze: {self.what(node)}: expected samples with dimensions, got numbers (N,)")
         values = value if isinstance(value, tuple) else (value,)
         shapes = tuple(self._sample_shape(node, v) for v in values)
         dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
@@ -228,6 +230,17 @@ class Walk:
         if isinstance(value, tuple):
             return tuple(Operand(*known) for known in zip(found, shapes, dtypes, strict=True))
         return Operand(found, shapes[0], dtypes[0])
+
+    def _refuse_batch(self, node: fx.Node) -> None:
+        """Refuse what is made from the size of the batch, unless it is the first size of a result."""
+        made = [n for n in node.all_input_nodes if self.how.get(n) in (SIZE, BATCH)]
+        _, *sizes = flat((node.args, node.kwargs))
+        whole = made and (self.how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in sizes[1:]))
+        if made and not (whole and node.target in SHAPES and made == sizes[:1] and sizes.count(made[0]) == 1):
+            raise NoRuleError(
+                f"analyze: {self.what(node)}: expected constant arguments, got {made[0].name!r}, made from the size of "
+                "the batch: that may only be the first size of a shape, as in x.view(x.shape[0], -1)"
+            )
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, constants by their values."""
