@@ -72,8 +72,8 @@ def attack(
             # An attack of minimum norm runs once: it succeeds at every radius that its example is within.
             if found is None or not ATTACKS[name].minimum_norm:
                 found = run_attack(
-                    name, twin, clean, labels, eps=radius, norm=norm, steps=steps, restarts=restarts, box=box,
-                    generator=torch.Generator().manual_seed(seed),
+                    name, twin, clean, labels, eps=None if ATTACKS[name].minimum_norm else radius, norm=norm,
+                    steps=steps, restarts=restarts, box=box, generator=torch.Generator().manual_seed(seed),
                 )  # fmt: skip
             distance = (found.points.double() - clean.double()).flatten(1)
             size = distance.abs().amax(1) if norm == "linf" else distance.norm(dim=1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from lipkit.attacks import shrink
+from lipkit.attacks import ATTACKS, carlini_wagner, fab, run_attack, shrink
 from lipkit.attacks.ascent import misclassified
 from lipkit.errors import OptionError, ShapeError
 
@@ -28,6 +31,38 @@ def test_finds_the_boundary_on_the_segment_from_outside() -> None:
 def test_leaves_what_is_not_adversarial() -> None:
     x, other = torch.zeros(1, 2), torch.tensor([[0.4, 0.1]])
     assert torch.equal(shrink(threshold, x, other, torch.tensor([0])), other)
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "fab", "cw"])
+def test_what_lies_outside_eps_is_no_success(name: str) -> None:
+    x, y = torch.tensor([[0.1, 0.0], [0.4, 0.0]]), torch.zeros(2, dtype=torch.int64)
+    found = run_attack(name, threshold, x, y, eps=0.2).points
+    assert misclassified(threshold(found), y).tolist() == [False, True]
+    assert bool((torch.linalg.vector_norm(found - x, dim=1) <= 0.2).all())
+    own = run_attack(name, threshold, x, y, eps=torch.tensor([0.5, 0.05])).points
+    assert misclassified(threshold(own), y).tolist() == [True, False]
+    for eps in (-1.0, math.nan, math.inf, torch.tensor([0.1, -0.1])):
+        with pytest.raises(OptionError, match="expected every eps to be finite and >= 0"):
+            run_attack(name, threshold, x, y, eps=eps)
+    with pytest.raises(ShapeError, match="expected one eps or 2 of them"):
+        run_attack(name, threshold, x, y, eps=torch.ones(3))
+    if ATTACKS[name].minimum_norm:
+        assert misclassified(threshold(run_attack(name, threshold, x, y, eps=None).points), y).all()
+    else:
+        with pytest.raises(OptionError, match=f"expected a radius eps for the attack '{name}', got None"):
+            run_attack(name, threshold, x, y, eps=None)
+
+
+@pytest.mark.parametrize("attack", [fab, carlini_wagner])
+def test_networks_without_gradients_are_warned_of(attack: Callable[..., Tensor]) -> None:
+    def steps(x: Tensor) -> Tensor:
+        return threshold((x * 4).floor() / 4 + 0 * x)
+
+    x, y = torch.tensor([[0.1, 0.0], [0.9, 0.0]]), torch.zeros(2, dtype=torch.int64)
+    with pytest.warns(
+        UserWarning, match="could not search at 1 of 1 samples that it found no example for: the gradient"
+    ):
+        assert torch.equal(attack(steps, x, y, steps=3), x)
 
 
 def test_refusals() -> None:

@@ -46,6 +46,13 @@ def test_tables_list_what_there_is(page: str, heading: str, expected: Any) -> No
     assert sorted(found) == sorted(expected)
 
 
+def test_the_first_page_names_every_family() -> None:
+    listed = (
+        (ROOT / "README.md").read_text().partition("[docs/families.md](docs/families.md)): ")[2].partition(".\n")[0]
+    )
+    assert {name.strip().lower() for name in listed.split(",")} == {name.replace("_", "") for name in FAMILIES}
+
+
 def test_verbs_and_laws_are_all_listed() -> None:
     verbs = [code.split()[1] for code in _first_cells("docs/guide/command_line.md", "verb")]
     assert sorted(verbs) == sorted(VERBS)

@@ -68,7 +68,7 @@ def test_float64_stays_float64(tmp_path: Path) -> None:
 def test_a_runtime_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     exported = network("cayley")
     x, y = torch.rand(4, *SHAPE), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(CertificateViolation, match=r"within 0\.0001 of the network's, got a difference of 0\.001"):
+    with pytest.raises(CertificateViolation, match=r"of the network's, got a difference of 0\.001"):
         interop.check_runtime(exported, lambda part: exported(part) + 1e-3, x, y)
     with pytest.raises(CertificateViolation, match="got a difference of nan"):
         interop.check_runtime(exported, lambda part: exported(part) * torch.nan, x, y)
@@ -86,7 +86,7 @@ def test_the_margins_of_the_runtime_decide() -> None:
         linear.weight.copy_(weight)
     exported = modules.Network([linear], (2,))
     x, y = torch.tensor([[0.5, 0.0], [0.25, 0.0]]), torch.zeros(2, dtype=torch.int64)
-    push = torch.tensor([[-6e-5, 0.0]])
+    push = torch.tensor([[-4e-5, 0.0]])
     check = interop.check_runtime(exported, lambda part: exported(part) + push, x, y, eps=(0.24999,))
     assert check.certified == (1.0,)
     assert check.runtime == (0.5,)

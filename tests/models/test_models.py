@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
-from lipkit.models import build, kwlarge, small
+from lipkit.models import build, kwlarge, lipconvnet, small
 from lipkit.modules import export, lipschitz
 
 
@@ -56,6 +56,63 @@ def test_kwlarge_has_the_published_structure(shape: tuple[int, int, int], width:
 
 def test_kwlarge_on_cifar_has_about_two_point_four_million_parameters() -> None:
     assert parameters(kwlarge()) == 2_405_425
+
+
+# Channels and units in the order of computation, as the papers print them, and the number of parameters here.
+# KWLarge, ResNet9, WideResNet10-10: Trockman & Kolter, section 5 and published code. LipConvnet: ECO, table 1.
+# The others: LBDN, tables 4 to 6; SLL small: Araujo et al. 2023.
+PUBLISHED: list[tuple[str, dict[str, Any], list[int], int]] = [
+    ("kwlarge", {}, [32, 32, 64, 64, 512, 512, 10], 2_405_425),
+    ("kwlarge", {"width": 3}, [96, 96, 192, 192, 1536, 512, 10], 20_021_361),
+    (
+        "kwlarge",
+        {"layer": "aol", "pool": True, "dense": (640, 512), "classes": 100},
+        [32, 32, 64, 64, 640, 512, 100],
+        3_067_140,
+    ),
+    ("resnet9", {}, [64, 128, 128, 128, 256, 512, 512, 512, 512, 10], 7_619_990),
+    ("wide_resnet", {}, [16, 160, 160, 160, 320, 320, 320, 640, 640, 640, 640, 10], 8_561_273),
+    ("wrn_plain", {}, [16, *[160] * 9, *[320] * 9, *[640] * 9, 10], 36_479_194),
+    ("lipconvnet", {}, [64, 128, 256, 512, 1024, 10], 8_306_635),
+    ("lipconvnet", {"depth": 10}, [32, 64, 64, 128, 128, 256, 256, 512, 512, 1024, 10], 9_136_043),
+    (
+        "lipconvnet",
+        {"depth": 40, "layer": "soc"},
+        [n for first in (32, 64, 128, 256, 512) for n in [*[first] * 7, 2 * first]] + [10],
+        16_791_275,
+    ),
+    ("lbdn", {"hidden": (190, 190, 128), "input_shape": (784,), "classes": 10}, [190, 190, 128, 10], 300_378),
+    ("lbdn_conv", {}, [64, 64, 128, 128, 256, 256, 2048, 2048, 1024, 100], 25_806_390),
+    (
+        "lbdn_conv",
+        {"blocks": 4, "input_shape": (3, 64, 64), "classes": 200},
+        [64, 64, 128, 128, 256, 256, 512, 512, 2048, 2048, 1024, 200],
+        39_149_214,
+    ),
+    ("sllnet", {"classes": 100}, [45] * 20 + [2880] * 7, 41_357_052),
+    ("sllnet", {"size": "large", "classes": 100}, [90] * 50 + [5760] * 10, 118_208_760),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "widths", "count"), PUBLISHED)
+def test_models_of_the_papers_have_their_widths(
+    name: str, options: dict[str, Any], widths: list[int], count: int
+) -> None:
+    with torch.device("meta"):
+        model = build(name, **options)
+    layers = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+    sizes = [getattr(m, "out_channels", getattr(m, "out_features", None)) for m in layers]
+    assert [size for size in sizes if isinstance(size, int)] == widths
+    assert parameters(model) == count
+
+
+def test_blocks_of_lipconvnet_halve_the_image_as_printed() -> None:
+    with torch.device("meta"):
+        model = lipconvnet(10, layer="cayley")
+    convs = [m for m in model if isinstance(m, CayleyConv2d)]
+    kernels = [(3, 3)] * 7 + [(1, 1)] * 3  # one pixel is left from the last layer of block 4 on
+    assert [m.stride for m in convs] == [1, 2, 1, 2, 1, 2, 1, 3, 1, 1]
+    assert [m.kernel_size for m in convs] == kernels
 
 
 @pytest.mark.parametrize(("kernel", "strided"), [(1, 1), (2, 1), (3, 1), (5, 2), (7, 3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,19 @@ def test_record_recipe_and_certificate_belong_together(name: str) -> None:
         assert row.share.count == int(((found.label == found.prediction) & (found.radius > row.eps)).sum())
     assert record.rounding.rounding == found.rounding == "sound"
     assert load_recipe(folder / "recipe.yaml").data.spec == record.data.name
+
+
+def test_the_page_of_accuracies_speaks_of_the_network_that_is_shipped() -> None:
+    record = read_record(networks.folder("mnist-patchnet"))
+    assert isinstance(record, Record)
+    (line,) = (
+        row for row in (HERE.parents[1] / "docs/accuracy.md").read_text().splitlines() if row.startswith("MNIST")
+    )
+    clean, small, large, pgd = map(float, re.findall(r"(?:clean|36/255\)|108/255|PGD) (\d+\.\d+)", line))
+    assert clean == pytest.approx(100 * record.clean.value)
+    found = {round(255 * row.eps): 100 * row.share.value for row in record.certified}
+    assert (small, large) == pytest.approx((found[36], found[108]))
+    assert pgd == pytest.approx(100 * record.attacked[0].share.value)
 
 
 @pytest.mark.parametrize("name", CERTIFIED)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified
 from lipkit.attacks.balls import norms
 from lipkit.attacks.fab import shrink
-from lipkit.attacks.losses import correct_samples, nearest_rivals, rise
+from lipkit.attacks.losses import correct_samples, nearest_rivals, rise, warn_where_flat
 from lipkit.errors import OptionError
 
 # How far from the faces of the box the tanh starts, as a fraction of its half width: atanh(1) is infinite.
@@ -89,6 +89,7 @@ def carlini_wagner(
             model, centre, label, target, near, distance, steps, searches, rate, weight, confidence, box
         )
     found = distance.isfinite()
+    warn_where_flat("Carlini-Wagner", model, centre[~found], label[~found])
     if bool(found.any()):
         best[index[found]] = shrink(model, centre[found], near[found], label[found])
     return best

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lipkit.attacks.ascent import Box, Model, check_inputs, clip, like, misclassified, seeded
 from lipkit.attacks.balls import ball
-from lipkit.attacks.losses import correct_samples, rivals, value_and_gradient
+from lipkit.attacks.losses import correct_samples, rivals, value_and_gradient, warn_where_flat
 from lipkit.errors import OptionError, ShapeError
 
 
@@ -202,6 +202,7 @@ def fab(
                 wrong = keep(point)
                 point = torch.where(like(wrong, point), centre + _BACK * (point - centre), point)
     found = distance[index].isfinite()
+    warn_where_flat("FAB", model, centre[~found], label[~found])
     index, centre, label = index[found], centre[found], label[found]
     for turn in range(polish + 1 if len(index) else 0):
         near = shrink(model, centre, best[index], label)

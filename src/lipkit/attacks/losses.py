@@ -16,6 +16,7 @@ attacks", ICML 2020, equations 6 and 7.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -104,6 +105,14 @@ def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     logits = first_logits(model, x, y)
     index = (~misclassified(logits, y)).nonzero()[:, 0]
     return index, logits[index]
+
+
+def warn_where_flat(attack: str, model: Model, x: Tensor, y: Tensor) -> None:
+    """Warn of samples that no example was found for, and where the margin has no gradient to follow."""
+    flat = int((value_and_gradient(model, x, y, "margin")[2] == 0).flatten(1).all(dim=1).sum()) if len(x) else 0
+    if flat:
+        where = f"{flat} of {len(x)} samples that it found no example for"
+        warnings.warn(f"{attack} could not search at {where}: the gradient is 0; they may not be robust", stacklevel=3)
 
 
 def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lipkit.attacks.apgd import apgd_then_targeted
-from lipkit.attacks.ascent import Box, Model, check_choice
+from lipkit.attacks.ascent import Box, Model, check_choice, check_inputs, like
 from lipkit.attacks.autoattack import autoattack
+from lipkit.attacks.balls import ball
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab
 from lipkit.attacks.losses import first_logits
@@ -67,7 +68,7 @@ class Found:
     """The outcome of an attack.
 
     Attributes:
-        points: (N, ...) adversarial examples, or what came nearest to one.
+        points: (N, ...) adversarial examples, or what came nearest to one, within ``eps``.
         ran: which attack it was, in words.
     """
 
@@ -81,20 +82,21 @@ def run_attack(
     x: Tensor,
     y: Tensor,
     *,
-    eps: float | Tensor,
+    eps: float | Tensor | None,
     norm: str = "l2",
     steps: int | None = None,
     restarts: int | None = None,
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
 ) -> Found:
-    """Run one attack. ``fab`` and ``cw`` look for the closest example, which may lie outside ``eps``; the others do not
-    leave the ball.
+    """Run one attack. A point outside ``eps``, where ``fab`` and ``cw`` may find their closest one, is no success: its
+    sample is returned.
 
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),
             ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"``, or of it ``"autoattack_apgd"`` alone.
-        model, x, y, eps, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
+        model, x, y, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
+        eps: radii, see `lipkit.attacks.pgd`; None for the closest example of ``fab`` and ``cw``, whatever its distance.
         steps: see the attack; None for its default. AutoAttack has its own.
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).
 
@@ -118,9 +120,14 @@ def run_attack(
         raise OptionError(f"expected norm 'l2' for the attack {name!r}, got {norm!r}")
     if not len(x):
         raise OptionError("expected at least one sample to attack, got 0")
+    if eps is None and not attack.minimum_norm:
+        raise OptionError(f"expected a radius eps for the attack {name!r}, got None")
+    radius = check_inputs(x, y, 0.0 if eps is None else eps, 1, 1, box)
     first_logits(model, x[:1], y[:1])
     given = {"eps": eps, "norm": norm, "steps": steps, "restarts": restarts, "generator": generator}
     options = {key: value for key, value in given.items() if key in attack.takes and value is not None}
     points = attack.function(model, x, y, box=box, **options)
+    if eps is not None:
+        points = torch.where(like(ball(norm).distance(points, x) <= radius, points), points, x)
     version = f" ({attack.package} {importlib.metadata.version(attack.package)})" if attack.package else ""
     return Found(points, attack.words + version)

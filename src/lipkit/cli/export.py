@@ -15,7 +15,7 @@ from lipkit.cli.main import ALLOW_CODE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lipkit.interop.runtimes import Runtime
+    from lipkit.interop.check import Runtime
     from lipkit.modules import Network
 
 FORMS = ("onnx", "torch", "c", "safetensors", "hub", "robustbench")

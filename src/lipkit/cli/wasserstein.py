@@ -105,7 +105,8 @@ def describe(found: Estimate) -> str:
         [
             f"lower bound of W1: {found.value:.6g}, estimated on {found.held_out[0]} and {found.held_out[1]} "
             "held-out samples",
-            f"interval at {100 * found.confidence:g} %: {found.low:.6g} to {found.high:.6g}  ({kind})",
+            f"interval at {100 * found.confidence:g} %: {found.low:.6g} to {found.high:.6g}  ({kind}); of this lower "
+            "bound: W1 may lie above it",
             f"critics: {len(found.critics)}, constant {found.constant:.9g} (proved), "
             f"on their training samples {found.train_value:.6g}",
         ]

@@ -220,8 +220,9 @@ def attack_samples(
                 one_radius = ATTACKS[attack.name].package == "pyautoattack"
                 name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
                 found = run_attack(
-                    name, fast, clean[active].to(device), labels[active].to(device), eps=eps, norm=attack.norm,
-                    steps=attack.steps, restarts=attack.restarts, box=box, generator=generator,
+                    name, fast, clean[active].to(device), labels[active].to(device), norm=attack.norm, box=box,
+                    steps=attack.steps, restarts=attack.restarts, generator=generator,
+                    eps=None if minimum_norm else eps,
                 )  # fmt: skip
                 points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
                 ran[found.ran] = None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
 
+from lipkit import models
 from lipkit.data.registry import is_code
 from lipkit.errors import LipkitError, OptionError
 from lipkit.training import losses, schedules
@@ -77,6 +78,12 @@ class ModelSection(Section):
 
     name: StrictStr = Field(description="an architecture of lipkit.models, or pkg.mod:factory (your function)")
     options: Options = Field(default_factory=dict, description="its options, such as layer, width, mean, std")
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if ":" not in self.name:
+            _checked(lambda name, **options: models.check_names(name, options), self.name, self.options)
+        return self
 
 
 class AugmentSection(Section):

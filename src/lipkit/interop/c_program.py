@@ -19,9 +19,9 @@ from lipkit import modules
 from lipkit.certificates import sound
 from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.measurement import prove
-from lipkit.errors import OptionError, RunError
+from lipkit.errors import CertificateViolation, OptionError, RunError
 from lipkit.files import write_atomic
-from lipkit.interop.runtimes import Runtime
+from lipkit.interop.check import Runtime, random_inputs
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.integer import Blend, Fold, Linear, Move, Operation, Program, Sort
 from lipkit.modules.machine import entries
@@ -295,6 +295,7 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
     Raises:
         NoRuleError: a module that no integer program can compute.
         OptionError: no ``input_range``, one output, a prefix that is no C name, or a path without ``.c``.
+        CertificateViolation: compiled, it gives other bits for random inputs; no file is left.
     """
     if not (prefix.isascii() and prefix.isidentifier()):
         raise OptionError(f"prefix: expected a name of C, got {prefix!r}")
@@ -336,9 +337,18 @@ def write_c(network: modules.Network, path: str | Path, prefix: str = "lipkit") 
         *(_FUNCTIONS[name] for name in used),
         _API.format(**values),
     ]
+    files = {path.with_suffix(".h"): _HEADER.format(**values).encode(), path: "\n".join(parts).encode()}
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in files.items():
+            Path(folder, file.name).write_bytes(content)
+        x = random_inputs(network)
+        if compiler() is not None:
+            found = run_c(compile_c(Path(folder, path.name), Path(folder, "network"), ()), program.quantise(x)).logits
+            if not torch.equal(found.double() * 2.0**-program.fraction, program(x)):
+                raise CertificateViolation(f"expected {path} to compute the integer program bit for bit, it does not")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path.with_suffix(".h"), _HEADER.format(**values).encode())
-    write_atomic(path, "\n".join(parts).encode())
+    for file, content in files.items():
+        write_atomic(file, content)
     return path
 
 

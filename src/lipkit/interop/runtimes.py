@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit import modules
-from lipkit.errors import DataError, OptionError, first_line
+from lipkit.errors import DataError, LipkitError, OptionError, first_line
 from lipkit.files import write_atomic
+from lipkit.interop.check import Runtime, check_runtime, module_runtime
+from lipkit.modules.pooling import _pair
 
-# Inputs (N, *input_shape) to outputs, whatever computes them.
-Runtime = Callable[[Tensor], Tensor]
-OPSET = 18
+# The first ones with circular padding, and with torch's count of windows where ceil_mode adds some.
+OPSET, CEIL_OPSET = 19, 22
 
 
 def write_onnx(network: modules.Network, path: str | Path) -> Path:
     """Write an exported network as one ONNX file with a dynamic batch: real arithmetic and standard operators only.
 
     The numbers of the weights are those of the network, bit for bit; inputs are called ``input`` and outputs
-    ``output``, float32 or float64 as the network.
+    ``output``, float32 or float64 as the network. No file is left that ``onnx.checker`` refuses, or that gives other
+    outputs for random inputs in onnxruntime (where that lacks an operator, in the reference evaluator of onnx).
 
     Raises:
         OptionError: onnx or onnxscript is not installed, or the network is not an exported one.
+        DataError, CertificateViolation: torch wrote a file that is not valid, or another function.
     """
     _check_network(network)
     try:
+        import onnx
         import onnxscript  # noqa: F401  what torch writes ONNX with
     except ImportError as error:
         raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
@@ -41,7 +48,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
             _portable(network),
             (_example(network),),
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=CEIL_OPSET if any(getattr(m, "ceil_mode", False) for m in network.modules()) else OPSET,
             input_names=["input"],
             output_names=["output"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
@@ -49,10 +56,44 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
         )
     if program is None:
         raise OptionError("expected an ONNX program from torch.onnx.export, got None")
-    path = Path(path)
+    path, content = Path(path), program.model_proto.SerializeToString()
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, path.name)
+        draft.write_bytes(content)
+        try:
+            onnx.checker.check_model(program.model_proto, full_check=True)
+            check_runtime(network, _evaluator(draft), batch_size=3)
+        except LipkitError:
+            raise
+        except Exception as error:  # onnx has a class of its own for each kind of failure
+            raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, program.model_proto.SerializeToString())
+    write_atomic(path, content)
     return path
+
+
+def _evaluator(path: Path) -> Runtime:
+    try:
+        return onnx_runtime(path)
+    except DataError as error:
+        if "NOT_IMPLEMENTED" not in str(error):
+            raise
+    except OptionError:
+        pass
+    from onnx.reference import ReferenceEvaluator
+
+    run: Callable[..., Any] = ReferenceEvaluator(str(path)).run
+    return lambda x: torch.from_numpy(run(None, {"input": x.cpu().numpy()})[0])
+
+
+def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
+    """Padding, average and factor: torch.onnx drops a divisor."""
+    size, strides, paddings = (_pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
+    ends = [min(p + s - 1, k - 1) if pool.ceil_mode else p for k, s, p in zip(size, strides, paddings, strict=True)]
+    pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))
+    factor = torch.tensor([math.prod(size) / (pool.divisor_override or 1)], dtype=dtype)
+    mean = nn.AvgPool2d((size[0], size[1]), (strides[0], strides[1]))
+    return nn.Sequential(pad, mean, modules.Affine(factor, torch.zeros_like(factor)))
 
 
 class _PatchProduct(nn.Module):
@@ -68,11 +109,13 @@ class _PatchProduct(nn.Module):
 
 
 def _portable(network: modules.Network) -> nn.Module:
-    """The network to be written: in float64 without the convolutions that are products: onnxruntime has none."""
+    """The network to be written: without divisors, and in float64 without the convolutions that are products."""
     twin = copy.deepcopy(network)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Conv2d and child.weight.dtype == torch.float64 and _on_patches(child):
+            if type(child) is nn.AvgPool2d and child.divisor_override is not None:
+                setattr(parent, name, _without_divisor(child, _example(network).dtype))
+            elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64 and _on_patches(child):
                 setattr(parent, name, _PatchProduct(child))
     return twin
 
@@ -86,16 +129,20 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
     """Write an exported network as a ``torch.export`` program (``.pt2``) with a dynamic batch.
 
     Raises:
-        OptionError: the network is not an exported one.
+        OptionError: the network is not an exported one. CertificateViolation: torch wrote another function.
     """
     _check_network(network)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _quiet():
         program = torch.export.export(
             network, (_example(network),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
         )
-        torch.export.save(program, path)
+    path = Path(path)
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, path.name)
+        torch.export.save(program, draft)
+        check_runtime(network, program_runtime(draft), batch_size=3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, draft.read_bytes())
     return path
 
 
@@ -138,18 +185,6 @@ def program_runtime(path: str | Path) -> Runtime:
     except Exception as error:  # torch reports a broken archive by many classes
         raise DataError(f"{path}: expected a torch.export program, got {first_line(error)}") from error
     return module_runtime(module)
-
-
-def module_runtime(module: nn.Module) -> Runtime:
-    """A module of torch as it is, without gradients."""
-    first = next((t for t in module.state_dict().values() if t.is_floating_point()), torch.zeros(()))
-
-    def run(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            out: Tensor = module(x.to(device=first.device, dtype=first.dtype))
-        return out.cpu()
-
-    return run
 
 
 def _check_network(network: object) -> None:

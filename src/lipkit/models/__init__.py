@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.models._parts import split_gain
+from lipkit.models._parts import find, make_activation, split_gain
 from lipkit.models.bronet import bronet
 from lipkit.models.convert import Conversion, Converted, Kept, convert
 from lipkit.models.kwlarge import kwlarge, small
@@ -48,6 +48,22 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 """The architectures by the names that recipes give them."""
 
 
+def check_names(name: str, options: Mapping[str, Any]) -> None:
+    """Raise an OptionError for an architecture, option, layer or activation that nobody knows."""
+    if name not in MODELS:
+        raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    try:
+        inspect.signature(MODELS[name]).bind_partial(**{key: options[key] for key in options if key != "split"})
+    except TypeError as error:
+        raise OptionError(f"model {name}: {error}") from None
+    for key in ("layer", "first_blocks", "last_blocks"):
+        if options.get(key) is not None:
+            find(options[key])
+    activations = options.get("activation")
+    for activation in activations if isinstance(activations, list | tuple) else [activations]:
+        make_activation(activation)
+
+
 def build(name: str, **options: Any) -> nn.Module:
     """The architecture ``name`` with these options.
 
@@ -62,15 +78,13 @@ def build(name: str, **options: Any) -> nn.Module:
     >>> type(build("small", input_shape=(1, 8, 8), classes=10)).__name__
     'Sequential'
     """
-    if name not in MODELS:
-        raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    check_names(name, options)
     split = options.pop("split", False)
     if not isinstance(split, bool):
         raise OptionError(f"model {name}: expected true or false as split, got {split!r}")
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")
     try:
-        inspect.signature(MODELS[name]).bind(**options)
         model = MODELS[name](**options)
     except TypeError as error:
         raise OptionError(f"model {name}: {error}") from None

@@ -126,8 +126,9 @@ class ResizeChannels(nn.Module):
             raise ShapeError(
                 f"ResizeChannels: expected {self.in_channels} channels in dimension 1, got {tuple(x.shape)}"
             )
-        extra = self.out_channels - self.in_channels
-        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, extra])
+        if self.out_channels <= self.in_channels:
+            return x[:, : self.out_channels]
+        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, self.out_channels - self.in_channels])
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}"
