@@ -77,6 +77,7 @@ import itertools
 import json
 import math
 import os
+import re
 import stat
 import struct
 import sys
@@ -87,7 +88,8 @@ from pathlib import Path
 
 import numpy as np
 
-GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 27  # grid of scalars; binary places of --exact; numbers in one array
+GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 26  # grid of scalars; binary places of --exact; numbers in one array
+FREE, SHARE = 1 << 22, 1 << 10  # numbers that any network may make, and more for each that is stored
 PIECE = 1 << 22  # numbers of matrices that are squared together
 TOLERANCE = Fraction(1, 100_000)  # of radii and constants
 MARGIN = Fraction(1, 10**8)  # of claimed margins, relative to the logits: they were measured in floating point
@@ -100,6 +102,12 @@ class Refused(Exception):
 def need(condition, reason):
     if not condition:
         raise Refused(reason)
+
+
+def spend(count, what, work=0):
+    """Numbers that a configuration makes, and work besides, paid before they are made: files hold what is large."""
+    ops.left -= count + work
+    need(count <= LIMIT and ops.left >= 0, f"{what}: more than the stored numbers pay for")
 
 
 def up(x):
@@ -124,6 +132,7 @@ def gamma(n):
 class Floats:
     """float64, rounding errors by Theorem 1."""
 
+    left = math.inf  # what may still be spent; a network sets it
     unit = Fraction(1, 1 << 900)  # more than what underflow loses in one entry
     steps = 32  # squarings of a Gram matrix: at most a factor n^(2^-33) above the norm is left
 
@@ -183,6 +192,7 @@ class Floats:
 class Integers:
     """Integers that count 2^-44: no floating point. Products are floors, by halves of 22 bits."""
 
+    left = math.inf
     unit = Fraction(2, 1 << PLACES)
     steps = 25
 
@@ -273,6 +283,7 @@ def spectral(a, error=Fraction(0)):
     """Theorem 2: a bound of the norms of a stack (count, m, n) that is known up to ``error`` an entry."""
     a = a if a.shape[1] >= a.shape[2] else a.swapaxes(1, 2)
     step = max(1, PIECE // (a.shape[1] * a.shape[2]))
+    spend(0, f"a norm of {a.shape} numbers", (len(a) // step + 1 << 16) + a.size * (a.shape[2] // 64))
     norm = max(_powers(a[i : i + step]) for i in range(0, len(a), step))
     return up(norm + error * root(Fraction(a.shape[1] * a.shape[2])))
 
@@ -346,7 +357,7 @@ def wave(angle):
 def cosines(turns, n):
     """cos and sin of 2 pi ``turns`` / n, turns an integer array, as integers that count 2^-62."""
     which, place = np.unique(turns % n, return_inverse=True)
-    need(len(which) <= 1 << 18, "a transform of too many angles")
+    spend(len(which) << 8, "the angles of a transform")
     turn = _turn(1)
     waves = [wave(turn * k // n) for k in which.tolist()]
     table = np.array(waves, object).reshape(-1, 2)[place.reshape(-1)]
@@ -366,7 +377,8 @@ class Node:
     def __init__(self, shape, norm, forward, a=Fraction(0), b=Fraction(0), *, run=None, blocks=None, room=0):
         self.shape, self.norm, self.forward, self.a, self.b = shape, up(Fraction(norm)), forward, up(a), up(b)
         self.blocks, self.room, self.gain = blocks, max(room, math.prod(shape)), self.norm
-        need(self.room <= LIMIT and min(shape) >= 1, f"an activation of shape {shape}")
+        spend(self.room + 512, f"an activation of shape {shape}")
+        need(min(shape) >= 1 and self.norm < 1 << 1100, f"an activation of shape {shape} and constant below 2^1100")
         if run:
             self.run = run
 
@@ -422,7 +434,7 @@ def symbol(kernel, error, sides, starts, dilation, strides):
     (h, w), (kh, kw), (sh, sw) = sides, kernel.shape[3:], strides
     g, m, n = kernel.shape[:3]
     columns = w // 2 + 1 if sh * sw == 1 else w
-    need(4 * g * m * n * h * columns <= LIMIT and h * w * kh * kw <= LIMIT, f"a convolution on {h} x {w}")
+    spend(4 * g * m * n * h * columns + 16 * h * columns * kh * kw, f"a convolution on {h} x {w}")
     rows, cols = (np.arange(k) * d - p for k, d, p in zip((kh, kw), dilation, starts, strict=True))
     turns = np.add.outer(np.outer(np.arange(h), rows) * w, np.outer(np.arange(columns), cols) * h)
     waves, tau = ops.table(np.stack(cosines(turns.transpose(0, 2, 1, 3).reshape(-1, kh * kw), h * w)))
@@ -449,9 +461,9 @@ PAD = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate
 
 def geometry(config, shape):
     """Sides, kernel, stride and dilation of images, of one row in one dimension."""
-    flat, keys = config["type"].endswith("1d"), ("kernel_size", "stride", "dilation")
-    found = [config[k] if isinstance(config[k], list) else [config[k]] * 2 for k in keys]
-    return flat, (shape[0], 1, shape[1]) if flat else shape, *([1, v[-1]] if flat else v for v in found)
+    flat, found = config["type"].endswith("1d"), [config[k] for k in ("kernel_size", "stride", "dilation")]
+    need(len(shape) == 3 - flat, f"{config['type']} on {shape}")
+    return flat, (shape[0], 1, shape[1]) if flat else shape, *([1, *v] if flat else v for v in found)
 
 
 def convolution(config, get, shape):
@@ -460,12 +472,14 @@ def convolution(config, get, shape):
     cin, cout, sides = config["in_channels"], config["out_channels"], shape[1:]
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     if padding == "same":
+        need(set(stride) == {1}, "a stride of 1")
         pads = [(s // 2, s - s // 2) for s in spans]
     else:
-        padding = [0, 0] if padding == "valid" else padding if isinstance(padding, list) else [padding] * 2
-        pads = [(0, 0), (padding[-1],) * 2] if flat else [(p, p) for p in padding]
-    need(len(shape) == 3 and shape[0] == cin and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
-    need(all(0 <= p <= n for (p, _), n in zip(pads, sides, strict=True)), f"padding {padding}")
+        padding = [0] * (2 - flat) if padding == "valid" else padding
+        pads = [(p, p) for p in ([0, *padding] if flat else padding)]
+    need(shape[0] == cin and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
+    most = [n - (mode == "reflect") for n in sides]
+    need(all(0 <= p <= n for pad, n in zip(pads, most, strict=True) for p in pad), f"padding {padding}")
     padded = [n + left + right for n, (left, right) in zip(sides, pads, strict=True)]
     out = [(n - span - 1) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True)]
     need(all(n > span for n, span in zip(padded, spans, strict=True)), "a kernel larger than its input")
@@ -514,8 +528,7 @@ def convolution(config, get, shape):
 def transposed(config, get, shape):
     """The adjoint of a convolution of zero-padded images: zeros between the inputs, then the kernel turned."""
     flat, shape, kernel, stride, dilation = geometry(config, shape)
-    both = [config[k] if isinstance(config[k], list) else [config[k]] * 2 for k in ("padding", "output_padding")]
-    pads, more = ([0, v[-1]] if flat else v for v in both)
+    pads, more = ([0, *config[k]] if flat else config[k] for k in ("padding", "output_padding"))
     cin, cout, g = config["in_channels"], config["out_channels"], config["groups"]
     need(shape[0] == cin and g >= 1 and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
     edges = [(d * (k - 1) - p, d * (k - 1) - p + m) for d, k, p, m in zip(dilation, kernel, pads, more, strict=True)]
@@ -529,7 +542,7 @@ def transposed(config, get, shape):
     need(min(more) >= 0 and adjoint.shape == shape, f"an output padding below the stride, got {more}")
     tensors = {"weight": stored.swapaxes(1, 2)[..., ::-1, ::-1].reshape(cout, cin // g, *kernel)}
     tensors |= {"bias": get("bias", (cout,))} if config["bias"] else {}
-    turned |= {"in_channels": cin, "out_channels": cout, "stride": [1, 1], "padding": 0, "bias": config["bias"]}
+    turned |= {"in_channels": cin, "out_channels": cout, "stride": [1, 1], "padding": [0, 0], "bias": config["bias"]}
     plain, final = convolution(turned, Tensors(tensors), wide), (cout, out[1]) if flat else (cout, *out)
 
     def forward(c):
@@ -568,7 +581,8 @@ def fourier(config, get, shape):
     n, m, h, w = (config[k] for k in ("in_channels", "out_channels", "height", "width"))
     need(shape == (n, h, w), f"shape {(n, h, w)}, got {shape}")
     kh, kw = config.get("kernel_size", (h, w))
-    need(kh >= 1 and kw >= 1 and h % kh == 0 and w % kw == 0 and max(kh, kw) <= 2048, f"a kernel of {kh} x {kw}")
+    need(h % kh == 0 and w % kw == 0, f"a kernel of {kh} x {kw}")
+    spend((4 * m * n + 16) * kh * kw + 16 * kw * kw + 64 * kh * kh, f"a symbol of {kh} x {kw} frequencies")
     reals, pairs = frequencies(kh, kw)
     parts = 2 if config.get("complex_pairs", True) else 1
     real, error = ops.of(get("real", (len(reals), m, n)))
@@ -579,7 +593,6 @@ def fourier(config, get, shape):
     for q, (i, j) in enumerate(pairs):
         imaginary = pair[q, 1] if parts == 2 else zeros
         grid[i % kh, j % kw], grid[-i % kh, -j % kw] = (pair[q, 0], imaginary), (pair[q, 0], -imaginary)
-    need(4 * m * n * kh * half <= LIMIT, f"a symbol of {kh} x {kw} frequencies")
     cells = [grid[i, j] for j in range(half) for i in range(kh)]
     stack = complex_blocks(np.stack([cell[0] for cell in cells]), np.stack([cell[1] for cell in cells]))
     (wide, tau), (tall, _) = transform(kh, kw)
@@ -640,16 +653,24 @@ def taylor(config, get, shape):
         uneven = spectral(blocks, wave_error) / 2
     top = step.norm + uneven
     need(top <= 40, "an exponent above 40")
+    spend(terms * step.room + (terms**2 << 9), f"a polynomial of {terms} terms")
     # |P(it)|^2 = sum_m q_m t^2m, cell by cell: positive terms at the upper end, negative ones at the lower.
     inverse = [Fraction(1, math.factorial(k)) for k in range(terms + 1)]
     q = [Fraction(0)] * (terms + 1)
     for i, j in itertools.product(range(terms + 1), repeat=2):
         if (i + j) % 2 == 0:
             q[(i + j) // 2] += inverse[i] * inverse[j] * (1 if (i - j) % 4 == 0 else -1)
-    cells, high = 512, Fraction(0)
+    cells, high, scale = 512, Fraction(0), math.factorial(terms) ** 2
+
+    def terms_of(sign, x):
+        total, power = 0, 1  # exactly, in integers
+        for v in reversed(q):
+            total, power = total * x.numerator + int(max(sign * v * scale, 0)) * power, power * x.denominator
+        return Fraction(total * x.denominator, scale * power)
+
     for i in range(cells):
-        low, end = (top * (i + k) / cells for k in (0, 1))
-        high = max(high, up(sum(v * up(end**2) ** j if v > 0 else v * (low**2) ** j for j, v in enumerate(q))))
+        low, end = ((top * (i + k) / cells) ** 2 for k in (0, 1))
+        high = max(high, up(terms_of(1, end) - terms_of(-1, low)))
     grow = up(sum(inverse[k] * up(top) ** k for k in range(terms + 1)))
     norm = up(root(high) + uneven * grow)
     bias = get.bias(config, cout)
@@ -689,7 +710,7 @@ def unary(name, slope, function, exact=False, scale=1):
 
 
 def leaky(config, get, shape):
-    stored = get("weight", (config["num_parameters"],)) if "num_parameters" in config else [config["negative_slope"]]
+    stored = get("weight", (config["num_parameters"],)) if config["type"] == "PReLU" else [config["negative_slope"]]
     need(len(stored) in (1, shape[0]), f"{len(stored)} slopes, got {shape}")
     slope, error = ops.of(np.asarray(stored, np.float64).reshape(-1, *(1,) * (len(shape) - 1)))
     norm = max(Fraction(1), largest(slope) + error)
@@ -729,7 +750,7 @@ def _positive(key):
 
 
 def _clip(c, config):
-    need(config["min_val"] <= config["max_val"], "Hardtanh with its ends in order")
+    need(config["min_val"] < config["max_val"], "Hardtanh with its ends in order")
     return np.clip(c, config["min_val"], config["max_val"])
 
 
@@ -772,7 +793,7 @@ def maxmin(config, get, shape):
 
 def group_sort(config, get, shape):
     k = shape[0] if config["group_size"] is None else config["group_size"]
-    need(k >= min(2, shape[0]) and shape[0] % k == 0, f"groups of {k}, got {shape}")
+    need(config["group_size"] != 1 and shape[0] % k == 0, f"groups of {k}, got {shape}")
     return Node(shape, 1, lambda c: -np.sort(-c.reshape(len(c), -1, k, *shape[1:]), 2).reshape(c.shape))
 
 
@@ -799,7 +820,8 @@ def householder(config, get, shape):
     n, order = config["channels"], config["order"]
     need(n == shape[0] and n % 2 == 0 and order >= 1, f"{n} channels, got {shape}")
     angles = get("angles", (order, n // 2))
-    need(angles.size <= 1 << 16 and np.abs(angles).max() <= 8, "angles of modulus up to 8")
+    need(np.abs(angles).max() <= 8, "angles of modulus up to 8")
+    spend(angles.size << 11, f"{angles.size} angles")
     nodes = []
     for row in angles:
         units = [int(Fraction(v) * (1 << 199)) for v in row.tolist()]
@@ -820,8 +842,9 @@ def householder(config, get, shape):
 
 
 def softmax(config, get, shape):
-    need(isinstance(ops, Floats) and config["dim"], "a softmax along one dimension of a sample, in floating point")
-    axis = config["dim"]
+    axis = config["dim"] + (len(shape) + 1) * (config["dim"] < 0)
+    inside = isinstance(ops, Floats) and 1 <= axis <= len(shape)
+    need(inside, f"a softmax along a dimension of {shape}, in floating point, got {config['dim']}")
 
     def forward(c):
         y = np.exp(c - c.max(axis, keepdims=True))
@@ -846,6 +869,8 @@ def normalization(config, get, shape):
         channels = config["num_channels" if kind == "GroupNorm" else "num_features"]
         groups = config["num_groups"] if kind == "GroupNorm" else channels
         need(shape[0] == channels and channels % groups == 0, f"{channels} channels, got {shape}")
+        rank = len(shape) if kind == "GroupNorm" else int(kind[-2]) + 1
+        need(len(shape) == rank and math.prod(shape) > groups, f"{kind} of two numbers or more each, got {shape}")
         if config["affine"]:
             affected, b = (get(k, (channels,)).reshape(-1, *(1,) * (len(shape) - 1)) for k in ("weight", "bias"))
     n = math.prod(shape) // groups
@@ -881,6 +906,7 @@ def mean(config, get, shape):
     need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
     rest = [d for d in range(1, len(shape) + 1) if d not in dims]
     n = math.prod(shape[d - 1] for d in dims)
+    spend(16 * n, f"a mean of {n} numbers")
     table, tau = ops.table(np.array([[(1 << 62) // n] * n], object))
     out = tuple(1 if d in dims else shape[d - 1] for d in range(1, len(shape) + 1) if keep or d not in dims)
 
@@ -908,6 +934,7 @@ def bilinear(config, get, shape):
     need(all(f >= 1 and f & (f - 1) == 0 for f in factors), f"factors {factors} that are powers of two")
     c0, h, w = shape
     grown(c0, h, factors[0], w, factors[1])
+    spend(4 * (factors[0] * h * h + factors[1] * w * w), f"an enlargement by {factors}")
 
     def weights(n, f):
         # Multiples of 1 / 2f: exact.
@@ -925,7 +952,7 @@ def l2_pool(config, get, shape):
     need(len(shape) == 3, f"images, got {shape}")
     c0, h, w = shape
     p, q = _two(config["kernel_size"], [h, w])
-    need(p >= 1 and q >= 1 and h % p == 0 and w % q == 0, f"windows of {p} x {q} on {shape}")
+    need(not isinstance(config["kernel_size"], list) and h % p == 0 and w % q == 0, f"windows of {p} x {q} on {shape}")
 
     def forward(c):
         c = c.reshape(-1, c0, h // p, p, w // q, q).transpose(0, 1, 2, 4, 3, 5)
@@ -941,7 +968,9 @@ def max_pool(config, get, shape):
     need(len(shape) == 3, f"images, got {shape}")
     axes, shared = [], 1
     for n, k, s, p, d in zip(shape[1:], *keys, strict=True):
-        index = _windows(n, k, s, p, d, config["ceil_mode"])[:, None] + np.arange(k) * d
+        starts = _windows(n, k, s, p, d, config["ceil_mode"])
+        spend(4 * len(starts) * k, "pooling windows")
+        index = starts[:, None] + np.arange(k) * d
         inside = (index >= 0) & (index < n)
         need(bool(inside.any(1).all()), "pooling windows inside their input")
         shared *= int(np.bincount(index[inside]).max())
@@ -959,15 +988,16 @@ def average_pool(config, get, shape):
     need(len(shape) == 3, f"images, got {shape}")
     tables = []
     if config["type"] == "AdaptiveAvgPool2d":
+        need(config["output_size"] is not None, "an output size")
         for n, o in zip(shape[1:], _two(config["output_size"]), strict=True):
             o = n if o is None else o
-            need(o >= 1 and o * n <= LIMIT, f"an output size, got {o}")
+            spend(16 * o * n, f"an output size of {o}")
             tables.append((n, [(i * n // o, -(-(i + 1) * n // o)) for i in range(o)], None))
     else:
         keys = [_two(config[k], config["kernel_size"]) for k in ("kernel_size", "stride", "padding")]
         for n, k, s, p in zip(shape[1:], *keys, strict=True):
             starts = _windows(n, k, s, p, 1, config["ceil_mode"])
-            need(len(starts) * n <= LIMIT, "pooling windows")
+            spend(16 * len(starts) * n, "pooling windows")
             ends = [(int(i), min(int(i) + k, n + p)) for i in starts]
             spans = [b - a if config["count_include_pad"] else min(b, n) - max(a, 0) for a, b in ends]
             tables.append((n, [(max(a, 0), min(b, n)) for a, b in ends], spans))
@@ -996,7 +1026,8 @@ def average_pool(config, get, shape):
 
 def grown(*shape):
     """A shape that a configuration alone may ask for."""
-    need(len(shape) <= 8 and min(shape) >= 1 and math.prod(shape) <= LIMIT >> 3, f"an activation of shape {shape}")
+    need(len(shape) <= 8 and min(shape) >= 1, f"an activation of shape {shape}")
+    spend(2 * math.prod(shape), f"an activation of shape {shape}")
     return shape
 
 
@@ -1109,6 +1140,7 @@ class Join:
         if self.weights is None:
             return settled(given, known)
         total = {}
+        spend(sum(map(len, given)) << 6, "a sum of values of many pieces")
         for weight, form in zip(self.weights, given, strict=True):
             for s, a in form.items():
                 total[s] = up(total.get(s, 0) + weight * a)
@@ -1188,6 +1220,7 @@ def join(config, get, shapes):
 def settled(rows, known, whole=False):
     """One form for values beside each other: pieces become the value that was cut, the last one first."""
     while len(sources := set().union(*rows)) > 1 or (whole and sources - {()}):
+        spend(sum(map(len, rows)) << 6, "values of many pieces")
         key = max(s[:2] for s in sources)
         pieces = sorted(s for s in sources if s[:2] == key)
         rows = [{**row} for row in rows]
@@ -1257,13 +1290,13 @@ def graph(config, get, shape):
         need(read and all(type(j) is int and 0 <= j <= i for j in read), f"module {i} reads values {read}")
         given, below = [shapes[j] for j in read], get.at(f"nodes.{i}")
         if part.get("type") in JOINS:
-            part = Asked(part)
+            arguments(part)
             parts.append(join(part, below, given))
-            part.done()
         else:
             need(len(read) == 1, f"module {i}, no join, reads values {read}")
             parts.append(build(part, below, given[0]))
         shapes.append(parts[-1].shape)
+        spend(len(read) * parts[-1].room, f"an activation of shape {shapes[-1]}")
     return wired(shape, parts, sources)
 
 
@@ -1389,8 +1422,13 @@ def sequential(config, get, shape):
         nodes.append(build(part, get.at(str(i)), nodes[-1].shape if nodes else shape))
     node = chain(nodes or [Node(shape, 1, lambda c: c)])
     node.parts, node.multipliers = nodes, {}
-    for i, n in config.get("multipliers", {}).items():
-        node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
+    if config["type"] == "Network":
+        needless = {"Network", "Sequential", "Identity"} & {part["type"] for part in config["modules"]}
+        need(not needless, f"a network with {needless} in its chain")
+        places = {*map(str, range(len(nodes)))}
+        for i, n in config["multipliers"].items():
+            need(i in places and type(n) is int, f"multiplier {i} of {n!r:.80} numbers")
+            node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
     return node
 
 
@@ -1414,33 +1452,66 @@ for _name, (_slope, _function, *_scale) in SMOOTH.items():
     KINDS[_name] = unary(_name, _slope, _function, scale=_scale[0] if _scale else 1)
 
 
-class Asked(dict):
-    """An object of the configuration that knows which of its keys were asked for."""
+# Names of the arguments of each type. An integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
+# list of integers, / one or a word, | one or an integer, ~ the same or null, % a list that its rule reads, ! an object.
+ARGUMENTS = {
+    "Linear": "in_features out_features bias?", "Affine NActivation": "channels", "Elementwise": "scale* shift*",
+    "Conv1d Conv2d": "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?",
+    "ConvTranspose1d ConvTranspose2d":
+        "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*",
+    "FourierConv2d": "in_channels out_channels height width bias?", "Softmax Concatenate": "dim",
+    "PhaseConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
+    "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "PixelShuffle": "upscale_factor",
+    "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*", "PixelUnshuffle": "downscale_factor",
+    "SandwichBlock SlopeResidual": "channels first! activation! second!", "ConvexResidual": "body! shortcut!",
+    "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
+    "GroupNorm": "num_groups num_channels eps. affine?", "Mean": "dims* keepdim?",
+    "InstanceNorm1d InstanceNorm2d InstanceNorm3d": "num_features eps. affine?",
+    "AvgPool2d": "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~",
+    "MaxPool2d": "kernel_size| stride| padding| dilation| ceil_mode?", "L2NormPool2d": "kernel_size~",
+    "AdaptiveAvgPool2d": "output_size~", "GroupSort": "group_size~", "Householder": "channels order",
+    "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
+    "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
+    "ZeroPad2d Pad": "padding*", "Flatten": "start_dim end_dim", "Unflatten": "dim unflattened_size*",
+    "ResizeChannels": "in_channels out_channels", "Reshape Expand": "shape*", "Piece": "dim start stop step",
+    "Enlarge EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "Sequential Sum": "modules%", "Network": "modules% input_shape* multipliers!",
+}  # fmt: skip
+ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
+WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh")}
+SIGNED = {"padding", "output_padding", "start_dim", "end_dim", "dim", "unflattened_size", "start", "signs", "shift",
+          "divisor_override"}  # fmt: skip
 
-    def __init__(self, given):
-        super().__init__(given)
-        self.keys_asked = set()
 
-    def __getitem__(self, key):
-        self.keys_asked.add(key)
-        return super().__getitem__(key)
+def arguments(config):
+    """Exactly those of the type, each of its own type: what lipkit would not read has no meaning."""
+    kind, given = config["type"], {key: value for key, value in config.items() if key != "type"}
+    marks = {re.sub(r"\W", "", name): re.sub(r"\w", "", name) for name in ARGUMENTS.get(kind, ())}
+    need(given.keys() <= marks.keys(), f"{kind}: arguments {sorted(given.keys() - marks)} that it does not have")
+    need(given.keys() == marks.keys(), f"{kind}: no arguments {sorted(marks.keys() - given)}")
+    for key, value in given.items():
+        need(_fits(key, marks[key], value), f"{kind}: another value of {key}, got {value!r:.80}")
 
-    def get(self, key, default=None):
-        self.keys_asked.add(key)
-        return super().get(key, default)
 
-    def done(self):
-        unknown = sorted(set(self) - self.keys_asked)
-        need(not unknown, f"{self['type']}: arguments {unknown} that it does not have")
+def _fits(key, mark, value):
+    if mark == ".":
+        return type(value) in (int, float) and abs(value) < (1 << 53 if type(value) is int else 1e38)
+    if mark in ("?", "%", "!"):
+        return type(value) is {"?": bool, "%": list, "!": dict}[mark]
+    if isinstance(value, str):
+        return mark in ("'", "/") and value in WORDS[key]
+    least, several = -(1 << 31) if key in SIGNED else 1, isinstance(value, list)
+    fits = mark in (("*", "/", "|", "~") if several else ("", "|", "~")) and (not several or 1 <= len(value) <= 16)
+    entries = value if several else [value]
+    return fits and all((n is None and mark == "~") or (type(n) is int and least <= n < 1 << 31) for n in entries)
 
 
 def build(config, get, shape):
     need(isinstance(config, dict), "a module is no object")
-    config = Asked(config)
     kind = config.get("type")
     need(isinstance(kind, str) and kind in KINDS, f"no rule for a module of type {kind!r:.80}")
+    arguments(config)
     node = KINDS[kind](config, get, shape)
-    config.done()
     node.kind, node.config = kind, config
     return node
 
@@ -1475,8 +1546,9 @@ class Network:
 
     def __init__(self, config, tensors, claimed=None):
         need(config.get("type") == "Network" and config["modules"], "no Network at the top")
+        ops.left = FREE + SHARE * sum(a.size for a in tensors.values())
         get, shape = Tensors(tensors), tuple(config["input_shape"])
-        need(1 <= len(shape) <= 4 and all(type(n) is int and 0 < n <= LIMIT for n in shape), f"input shape {shape}")
+        spend(math.prod(shape), f"input shape {shape}")
         top = build(config, get, shape)
         self.nodes, multipliers = top.parts, top.multipliers
         unused = set(tensors) - get.used
@@ -1492,6 +1564,7 @@ class Network:
         self.rows = last.blocks[0][0] if last.kind == "Linear" and len(last.shape) == 1 else None
         self.body = up(math.prod(node.gain for node in self.nodes[:-1]))
         need(len(last.shape) == 1 and last.shape[0] >= 2, f"logits of shape {last.shape}")
+        spend(last.shape[0] ** 2 << 4, f"pairs of {last.shape[0]} classes")
 
     def _run(self, multipliers):
         """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
@@ -1532,8 +1605,6 @@ class Network:
 
 def lmi(layers, multipliers, target):
     """Theorem 8: the gain of a run of dense layers, a little above ``target``; None where that is not proved."""
-    if not all((m > 0).all() for m in multipliers):
-        return None
     w, given = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
     values = [ops.of(m)[0] for m in multipliers]
     if not all((v > 0).all() for v in values):
@@ -1551,6 +1622,7 @@ def lmi(layers, multipliers, target):
         return a, h + steps * size
 
     ends, count = np.cumsum([0, *map(len, d)]), sum(map(len, d))
+    spend(8 * count * count, f"a matrix inequality of {count} rows")
     h, error = np.zeros((count, count), w[0].dtype), Fraction(0)
     for k, (value, s) in enumerate(zip(values, d, strict=True)):
         here = slice(ends[k], ends[k + 1])
@@ -1682,7 +1754,7 @@ def numbers(stored):
 
 def load_network(folder):
     """Configuration, tensors and recomputed hash of a saved network."""
-    config = parse(read(folder / "config.json", 1 << 26))
+    config = parse(read(folder / "config.json", 1 << 22))
     need(isinstance(config, dict) and config.get("schema_version") == 2, "config.json: schema_version 2 expected")
     tensors = numbers(safetensors(read(folder / "model.safetensors")))
     digest = hashlib.sha256(json.dumps(config["network"], sort_keys=True).encode())
@@ -1702,7 +1774,7 @@ def load_certificate(folder):
     """Header and rows."""
     paths = [p for p in (folder / "certificate.jsonl", folder / "certificate.jsonl.gz") if p.exists()]
     need(len(paths) == 1, f"{folder}: expected one certificate.jsonl or certificate.jsonl.gz, got {len(paths)}")
-    header, *rows = (parse(line) for line in read(paths[0], 1 << 28).decode().splitlines())
+    header, *rows = (parse(line) for line in read(paths[0], 1 << 26).decode().splitlines())
     for key, value in STATED.items():
         need(header.get(key) == value, f"certificate: expected {key} {value!r}, got {header.get(key)!r:.80}")
     for i, row in enumerate(rows):
@@ -1797,7 +1869,9 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     same = len(x) == len(rows) and data_hash(x, y) == header["data"]["sha256"]
     need(same, "samples: another hash than the certificate's")
     need(list(x.shape[1:]) == shape, f"samples of shape {x.shape[1:]}")
-    bounds = config.get("input_range") or [-math.inf, math.inf]
+    bounds = config.get("input_range", [-math.inf, math.inf])
+    sane = isinstance(bounds, list) and len(bounds) == 2 and all(type(b) in (int, float) for b in bounds)
+    need(sane and bounds[0] < bounds[1], f"input_range: two numbers, got {bounds!r:.80}")
     need(bounds[0] <= x.min() and x.max() <= bounds[1], f"samples outside {bounds}")
 
     for key in ("constant", "body_constant"):

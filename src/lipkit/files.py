@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MAX_BYTES = 1 << 34
 """The most that is read of one file, and the most memory that one array of it may take: 16 GiB."""
@@ -62,6 +64,25 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
         OSError: see `read_bytes`. ValueError: the file is not UTF-8.
     """
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON without NaN, infinities, and keys that stand twice: of these, people and programs may read different values.
+
+    Raises:
+        ValueError: any other text. RecursionError: it is nested too deeply.
+    """
+
+    def refuse(text: str) -> Any:
+        raise ValueError(f"a bare {text}")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            raise ValueError("a key twice")
+        return values
+
+    return json.loads(text, parse_constant=refuse, object_pairs_hook=once)
 
 
 @contextlib.contextmanager

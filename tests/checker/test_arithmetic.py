@@ -332,6 +332,29 @@ def test_norms_of_a_bad_machine_are_bounds(n: int) -> None:
         assert float(found) <= np.linalg.norm(a, 2) * 1.02
 
 
+class Coarse(k.Floats):
+    """A machine that loses a unit wherever it may, and nothing else."""
+
+    unit = Fraction(1, 1 << 20)
+
+    def rounding(self, n: int) -> Fraction:
+        return Fraction(0)
+
+    def dot(self, c: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return super().dot(c, a) - float(self.unit)
+
+    def shift(self, a: np.ndarray, s: int) -> np.ndarray:
+        return super().shift(a, s) - float(self.unit) * (s < 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_norms_of_a_machine_that_may_lose_a_unit_are_bounds(n: int) -> None:
+    k.ops = Coarse()
+    for size in (1, 1.5, 3, 16):  # the powers of ones / n lose in the direction of their norm
+        assert Fraction(size) <= k.spectral(np.full((1, n, n), size / n)) <= Fraction(size) * Fraction(1001, 1000)
+    k.ops = k.Floats()
+
+
 def test_balls_of_a_bad_machine_hold_the_exact_values() -> None:
     rng = np.random.default_rng(9)
     hold: dict[str, Any] = {"weight": rng.random((4, 3, 3, 3)), "bias": rng.random(4) * 20}

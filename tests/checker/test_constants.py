@@ -124,6 +124,13 @@ def test_joins_lose_what_their_arithmetic_loses() -> None:
     assert product.forward(values)[1] >= 50 * u
 
 
+def test_thresholds_far_above_the_number_lose_their_own_places() -> None:
+    node = k.build({"type": "NActivation", "channels": 1}, k.Tensors({"thresholds": np.array([[0.7], [0.7]])}), (1,))
+    got, e = node.run(np.array([[1e-17]]), Fraction(0))
+    off = abs(Fraction(got.item()) - (Fraction(1e-17) - 2 * Fraction(0.7)))
+    assert Fraction(1, 10**18) < off <= e
+
+
 def test_weights_of_one_value_add_up() -> None:
     total = k.join({"type": "Blend"}, k.Tensors({"share": np.array(-0.5)}), [(2,), (2,)])
     form = total.form([{(): Fraction(3)}, {(): Fraction(4)}], [])

@@ -129,3 +129,12 @@ def test_the_body_is_all_but_the_last_layer(run: Path) -> None:
     network = k.Network(config["network"], tensors)
     first = 2 * np.linalg.norm(tensors["1.weight"].astype(np.float64), 2)
     assert first * (1 - 1e-12) <= float(network.body) <= first * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("found", [[], 0, False, "01", [0], [0, "1"], [0, True], [0, 1, 2], {"0": 1}, [1, 0], [1, 1]])
+def test_a_range_of_inputs_is_two_numbers(found: Any, run: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    path = folder / "network" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"input_range": found}))
+    assert verdict(folder) == 1
+    assert "input_range" in capsys.readouterr().out

@@ -31,7 +31,7 @@ from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.measurement import Samples, as_tensors
 from lipkit.errors import CertificateViolation, DataError, OptionError
-from lipkit.files import open_regular, write_atomic
+from lipkit.files import open_regular, parse_json, write_atomic
 from lipkit.text import printable
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
@@ -188,23 +188,11 @@ def _parse(path: Path, number: int, line: bytes, longest: int) -> dict[str, Any]
     if len(line) > longest or not line.endswith(b"\n"):
         raise DataError(f"{path}, line {number}: expected a whole line of at most {longest} bytes, got {len(line)}")
     try:
-        values = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_once)
+        values = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: expected JSON, got: {error}") from None
     if not isinstance(values, dict):
         raise DataError(f"{path}, line {number}: expected an object, got {type(values).__name__}")
-    return values
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"a bare {text}")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of a key that stands in it twice, people and programs may read different ones."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a key twice")
     return values
 
 

@@ -130,7 +130,7 @@ def check_radii(
     if input_range is None:
         low, high = seen or (-math.inf, math.inf)
         for eps in radii:
-            if LARGE * (high - low) < eps < math.inf and not large:
+            if 0 < LARGE * (high - low) < eps < math.inf and not large:
                 hint = f"; did you mean {eps:g}/255?" if 0 <= low <= high <= 1 else ""
                 warnings.warn(f"{name}: got {eps:g} for samples in [{low:g}, {high:g}]{hint}", stacklevel=3)
         return

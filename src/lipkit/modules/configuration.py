@@ -30,12 +30,13 @@ def real(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def whole(least: int = -(2**31), most: int = 2**31) -> Accepts:
-    """An integer, or up to 16 of them."""
+def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None) -> Accepts:
+    """An integer, or up to 16 of them; with ``count``, just as many."""
 
     def accepts(value: Any) -> bool:
         if isinstance(value, tuple):
-            return len(value) <= 16 and all(not isinstance(v, tuple) and accepts(v) for v in value)
+            fits = len(value) <= 16 and count in (len(value), None)
+            return fits and all(not isinstance(v, tuple) and accepts(v) for v in value)
         return type(value) is int and least <= value <= most
 
     return accepts
@@ -186,5 +187,5 @@ def _build(config: Any, depth: int) -> nn.Module:
             given[key] = tuple(_build(part, depth + 1) for part in given[key])
     try:
         return entry.make(**given)
-    except (AttributeError, TypeError, ValueError, RuntimeError, KeyError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"network configuration: {name} cannot be built: {error}") from None

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds import circular, polyphase, symbol_sup
-from lipkit.errors import NoRuleError, ShapeError
-from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
+from lipkit.errors import NoRuleError
+from lipkit.modules.configuration import COUNT, Accepts, either, flag, stored, whole
 from lipkit.modules.dense import inner_products
 from lipkit.modules.machine import Measure, entries, rounding_rule
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
@@ -37,12 +37,6 @@ from lipkit.proof.roundoff import up
 _Conv = nn.Conv1d | nn.Conv2d
 
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d
-
-
-def _check_dims(module: nn.Module, input_shape: Shape | None, dims: int) -> None:
-    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
-    if input_shape is not None and len(input_shape) != dims:
-        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
 
 
 def _kernel(module: nn.Module) -> Tensor:
@@ -91,7 +85,6 @@ def _on_plane(module: _Conv | _Transposed) -> Tensor:
 def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
     name = f"nn.{type(module).__name__}"
     axes = module.weight.ndim - 2
-    _check_dims(module, input_shape, axes + 1)
     kernel, groups, mode = _kernel(module), module.groups, module.padding_mode
     if mode == "zeros":
         return _on_plane(module)
@@ -125,7 +118,6 @@ def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
 @lipschitz_rule(nn.ConvTranspose1d, nn.ConvTranspose2d)
 def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
     # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
-    _check_dims(module, input_shape, module.weight.ndim - 1)
     if module.padding_mode != "zeros":
         raise NoRuleError(f"nn.{type(module).__name__}: expected padding_mode 'zeros', got {module.padding_mode!r}")
     return _on_plane(module)
@@ -150,7 +142,6 @@ def _three(module: nn.Module) -> NoRuleError:
 
 @export_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    _check_dims(module, input_shape, module.weight.ndim - 1)  # type: ignore[arg-type, operator]
     output_shape(module, input_shape)
     return copy.deepcopy(module)
 
@@ -207,30 +198,14 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
     )
 
 
-for _kind in (nn.Conv1d, nn.Conv2d):
-    stored(
-        _kind,
-        in_channels=COUNT,
-        out_channels=COUNT,
-        kernel_size=COUNT,
-        stride=COUNT,
-        padding=either(INTEGER, "same", "valid"),
-        dilation=COUNT,
-        groups=COUNT,
-        padding_mode=either(None, "zeros", "reflect", "replicate", "circular"),
-        bias=flag,
-    )
+def _padding(sizes: Accepts) -> Accepts:
+    return lambda value: value in ("same", "valid") if isinstance(value, str) else sizes(value)
 
-for _turned in (nn.ConvTranspose1d, nn.ConvTranspose2d):
-    stored(
-        _turned,
-        in_channels=COUNT,
-        out_channels=COUNT,
-        kernel_size=COUNT,
-        stride=COUNT,
-        padding=INTEGER,
-        output_padding=INTEGER,
-        groups=COUNT,
-        bias=flag,
-        dilation=COUNT,
-    )
+
+for _number, _kind, _turned in ((1, nn.Conv1d, nn.ConvTranspose1d), (2, nn.Conv2d, nn.ConvTranspose2d)):
+    _counts, _sizes = whole(1, count=_number), whole(0, count=_number)
+    _both = {"in_channels": COUNT, "out_channels": COUNT, "kernel_size": _counts, "stride": _counts, "bias": flag}
+    _both |= {"dilation": _counts, "groups": COUNT}
+    _modes = either(None, "zeros", "reflect", "replicate", "circular")
+    stored(_kind, None, None, **_both, padding=_padding(_sizes), padding_mode=_modes)
+    stored(_turned, None, None, **_both, padding=_sizes, output_padding=_sizes)

@@ -15,8 +15,8 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, real, stored
 from lipkit.modules.dense import Affine, _has_subnormal, scaling
 from lipkit.modules.guarding import guard
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import _check_dims, export_copy, export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.rearrange import export_copy, export_same
+from lipkit.modules.registry import Shape, check_dims, export_rule, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow_number, size
 from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
 
@@ -24,7 +24,7 @@ _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 _InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
-_AXES = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
@@ -133,11 +133,8 @@ def _group_norm(module: nn.GroupNorm, input_shape: Shape | None) -> Tensor:
     return own_constant(module)
 
 
-@lipschitz_rule(*_AXES)
+@lipschitz_rule(*_INSTANCE)
 def _instance_norm(module: _InstanceNorm, input_shape: Shape | None) -> Tensor:
-    axes = _AXES[type(module)]
-    # One dimension less and torch takes the batch for the channels.
-    _check_dims(module, input_shape, axes + 1, axes + 1)
     if module.track_running_stats:
         return torch.as_tensor(_batch_norm(module, input_shape), dtype=torch.float64)
     return own_constant(module)
@@ -310,7 +307,7 @@ class LayerCenter(nn.Module):
 
 @lipschitz_rule(LayerCenter)
 def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
-    _check_dims(module, input_shape, max(module.dims))
+    check_dims(module, input_shape, max(module.dims))
     return 1.0
 
 
@@ -348,11 +345,10 @@ def _export_batch_lip_norm(module: BatchLipNorm, input_shape: Shape) -> nn.Modul
     return Affine(scale.expand_as(mean).to(mean.dtype), shift.to(mean.dtype))
 
 
-@export_rule(*_AXES)
+@export_rule(*_INSTANCE)
 def _export_instance_norm(module: _InstanceNorm, input_shape: Shape) -> nn.Module:
     if not module.track_running_stats:
         return export_copy(module, input_shape)
-    _check_dims(module, input_shape, _AXES[type(module)] + 1, _AXES[type(module)] + 1)
     return _export_batch_norm(module, input_shape)
 
 
@@ -449,5 +445,5 @@ def _instance_norm_error(module: nn.InstanceNorm2d, input_shape: Shape, arithmet
 stored(LayerCenter, lambda m: {"dims": m.dims}, lambda dims: LayerCenter(*dims), dims=COUNT)
 stored(nn.LayerNorm, normalized_shape=INTEGER, eps=real, elementwise_affine=flag, bias=flag)
 stored(nn.GroupNorm, num_groups=COUNT, num_channels=COUNT, eps=real, affine=flag)
-for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+for _kind in _INSTANCE:
     stored(_kind, num_features=COUNT, eps=real, affine=flag)

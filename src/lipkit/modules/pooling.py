@@ -11,8 +11,8 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
 from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import _check_dims, export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.rearrange import export_same
+from lipkit.modules.registry import Shape, check_dims, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma
@@ -88,7 +88,6 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
 
 @lipschitz_rule(nn.MaxPool2d)
 def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
-    _check_dims(module, input_shape, 2)
     if module.return_indices:
         raise NoRuleError("nn.MaxPool2d: expected return_indices=False, got True: indices are not Lipschitz")
     return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
@@ -97,7 +96,6 @@ def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
 @lipschitz_rule(nn.AvgPool2d)
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     kernels, strides, paddings = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
-    _check_dims(module, input_shape, 2)
     axes = list(zip(kernels, strides, paddings, strict=True))
     if module.divisor_override is not None:
         # Every window then divides by the same number: the plain windows with counted padding, rescaled.
@@ -114,7 +112,6 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
 
 @lipschitz_rule(nn.AdaptiveAvgPool2d)
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
-    _check_dims(module, input_shape, 2)
     if input_shape is None:
         raise ShapeError(
             "nn.AdaptiveAvgPool2d: expected an input_shape, because its constant depends on the image, got none: "
@@ -163,7 +160,7 @@ class Mean(nn.Module):
 def _mean(module: Mean, input_shape: Shape | None) -> float:
     if input_shape is None:
         raise ShapeError("Mean: expected an input_shape, because its constant depends on the sizes, got none")
-    _check_dims(module, input_shape, max(module.dims))
+    check_dims(module, input_shape, max(module.dims))
     return 1 / math.sqrt(math.prod(input_shape[dim - 1] for dim in module.dims)) * (1 + gamma(4))
 
 

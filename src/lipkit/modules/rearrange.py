@@ -17,53 +17,9 @@ from lipkit.proof.arithmetic import Arithmetic
 RESHAPES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d)
 
 
-def _check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
-    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
-    if input_shape is not None and not least <= len(input_shape) <= most:
-        dims = f"{least}" if least == most else f"at least {least}"
-        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
-
-
-def _check_keeps_batch(module: nn.Module, dim: object, input_shape: Shape | None, last_is_safe: bool) -> None:
-    """``NoRuleError`` unless dimension ``dim`` (batch included) is known not to be the batch."""
-    if isinstance(dim, int) and not isinstance(dim, bool):
-        if dim > 0 or (dim == -1 and last_is_safe):
-            return
-        if dim < 0 and input_shape is not None and -dim <= len(input_shape):
-            return
-    raise NoRuleError(
-        f"nn.{type(module).__name__}: expected dimensions that leave the batch (dimension 0) alone, got {dim!r} for "
-        f"inputs of shape {input_shape}: its output would mix samples; count from 1"
-    )
-
-
-@lipschitz_rule(nn.Identity)
-def _identity(module: nn.Identity, input_shape: Shape | None) -> float:
-    return 1.0
-
-
-@lipschitz_rule(nn.Flatten)
-def _flatten(module: nn.Flatten, input_shape: Shape | None) -> float:
-    _check_keeps_batch(module, module.start_dim, input_shape, last_is_safe=True)
-    return 1.0
-
-
-@lipschitz_rule(nn.Unflatten)
-def _unflatten(module: nn.Unflatten, input_shape: Shape | None) -> float:
-    _check_keeps_batch(module, module.dim, input_shape, last_is_safe=True)
-    return 1.0
-
-
-@lipschitz_rule(nn.PixelShuffle, nn.PixelUnshuffle)
-def _pixel_shuffle(module: nn.Module, input_shape: Shape | None) -> float:
-    _check_dims(module, input_shape, 3)
-    return 1.0
-
-
-@lipschitz_rule(nn.ZeroPad2d)
-def _zero_pad(module: nn.ZeroPad2d, input_shape: Shape | None) -> float:
+@lipschitz_rule(*RESHAPES)
+def _reshape(module: nn.Module, input_shape: Shape | None) -> float:
     # Negative padding crops: still at most 1.
-    _check_dims(module, input_shape, 2)
     return 1.0
 
 

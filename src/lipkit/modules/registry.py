@@ -159,6 +159,42 @@ def _checked(input_shape: Shape) -> Shape:
     return shape
 
 
+# Dimensions of a sample, at least and at most: with fewer, torch takes the batch for channels or pixels.
+_DIMS: dict[type[nn.Module], tuple[int, int]] = {
+    **dict.fromkeys((nn.Conv1d, nn.ConvTranspose1d, nn.InstanceNorm1d), (2, 2)),
+    **dict.fromkeys((nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d), (3, 3)),
+    **dict.fromkeys((nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d), (2, 3)),
+    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle), (3, 9)),
+    nn.InstanceNorm3d: (4, 4),
+    nn.ZeroPad2d: (2, 9),
+}
+
+
+def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
+    """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
+    if input_shape is not None and not least <= len(input_shape) <= most:
+        dims = f"{least}" if least == most else f"at least {least}"
+        raise ShapeError(f"nn.{type(module).__name__}: expected {dims} dimensions without the batch, got {input_shape}")
+
+
+def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
+    """Refuse modules of torch that would mix samples of this shape, or take the batch for channels.
+
+    >>> check_samples_apart(nn.Softmax(dim=-2), (3,))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    lipkit.errors.NoRuleError: nn.Softmax: expected dimensions that leave the batch (dimension 0) alone, got -2 ...
+    """
+    check_dims(module, input_shape, *_DIMS.get(type(module), (0,)))
+    if isinstance(module, nn.Softmax | nn.Flatten | nn.Unflatten):
+        dim = module.start_dim if isinstance(module, nn.Flatten) else module.dim
+        least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
+        if type(dim) is not int or dim == 0 or not -least <= dim <= most:
+            raise NoRuleError(
+                f"nn.{type(module).__name__}: expected dimensions that leave the batch (dimension 0) alone, got "
+                f"{dim!r} for inputs of shape {input_shape}: its output would mix samples; count from 1"
+            )
+
+
 def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     r"""Upper bound of the l2 Lipschitz constant of ``module``: what the mathematics promises.
 
@@ -189,8 +225,10 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     rule = _rule(_LIPSCHITZ, module, "lipschitz")
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     check_underflow(workers=any(t.numel() >= SERIAL for t in own))
+    shape = None if input_shape is None else _checked(input_shape)
+    check_samples_apart(module, shape)
     with without_autocast():
-        value = rule(module, None if input_shape is None else _checked(input_shape))
+        value = rule(module, shape)
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
     if bool(bound < 0):
         raise NoRuleError(f"the rule of {type_name(type(module))} gave {float(bound.detach())}, expected a bound >= 0")
@@ -251,7 +289,9 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
-            return Network([rule(module, _checked(input_shape))], _checked(input_shape))
+            shape = _checked(input_shape)
+            check_samples_apart(module, shape)
+            return Network([rule(module, shape)], shape)
         except torch.linalg.LinAlgError as error:
             # I + Z is invertible, but beside a huge Z the identity is rounded away.
             largest = max((float(p.detach().abs().amax()) for p in module.parameters() if p.numel()), default=0.0)

@@ -17,13 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from torch import nn
+from torch import Tensor, nn
 
-from lipkit.errors import DataError, OptionError, first_line, suggestion
-from lipkit.files import read_bytes, read_text, write_atomic
+from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
+from lipkit.files import parse_json, read_bytes, read_text, write_atomic
 from lipkit.modules import fixed_point
 from lipkit.modules.configuration import build, describe
 from lipkit.modules.network import Network
+from lipkit.modules.registry import check_samples_apart
 from lipkit.networks import names, resolved
 from lipkit.proof.roundoff import WIDE
 
@@ -91,10 +92,6 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     return folder
 
 
-def _not_a_number(text: str) -> Any:
-    raise ValueError(f"expected numbers, got {text}")
-
-
 def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     """The network of a configuration without memory behind it, checked against the tensors it is to hold."""
     with torch.device("meta"):
@@ -114,12 +111,40 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
     if transforms > MAX_TRANSFORM:
         raise DataError(f"expected at most {MAX_TRANSFORM} numbers in Fourier transforms, got {transforms}")
     try:
-        skeleton(torch.empty(2, *skeleton.input_shape, device="meta"))
+        _check_batches(skeleton)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(
             f"the modules do not accept inputs of shape {skeleton.input_shape}: {first_line(error)}"
         ) from None
     return skeleton
+
+
+def _check_batches(skeleton: Network) -> None:
+    """Batches of one and two go through: each module takes and gives as many samples, of shapes that stay the same."""
+    runs: list[list[tuple[int, ...]]] = []
+
+    def before(module: nn.Module, values: tuple[Tensor, ...]) -> None:
+        shape = tuple(values[0].shape[1:])
+        check_samples_apart(module, shape)
+        if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d):  # without memory, torch does not look at these
+            steps = map(max, module.stride, module.dilation)
+            if shape[0] != module.in_channels or any(p >= s for p, s in zip(module.output_padding, steps, strict=True)):
+                raise ShapeError(f"{module}: expected other channels or a smaller output_padding, got {shape}")
+
+    def after(module: nn.Module, values: tuple[Tensor, ...], y: Tensor) -> None:
+        if len(y) != len(runs) or min(y.shape) < 1:
+            raise ShapeError(f"{type(module).__name__}: expected one output for each sample, got {tuple(y.shape)}")
+        runs[-1].append(tuple(y.shape[1:]))
+
+    hooks = [m.register_forward_pre_hook(before) for m in skeleton.modules()]
+    hooks += [m.register_forward_hook(after) for m in skeleton.modules()]
+    for batch in (1, 2):
+        runs.append([])
+        skeleton(torch.empty(batch, *skeleton.input_shape, device="meta"))
+    for hook in hooks:
+        hook.remove()
+    if runs[0] != runs[1]:
+        raise ShapeError("the shape of an output depends on the number of samples")
 
 
 def _input_range(config: dict[str, Any]) -> tuple[float, float] | None:
@@ -148,7 +173,7 @@ def load(folder: str | Path) -> Network:
     found = resolved(folder)
     folder = found if found == Path(folder) else found / "network"
     try:
-        config = json.loads(read_text(folder / CONFIG), parse_constant=_not_a_number)
+        config = parse_json(read_text(folder / CONFIG))
         tensors = load_safetensors(read_bytes(folder / WEIGHTS))
     except FileNotFoundError as error:
         inner = [path.parent for path in sorted(folder.glob(f"*/{CONFIG}"))]  # a run keeps its network in a folder
