@@ -1,13 +1,14 @@
 """Claim: no bound lies below the truth, and no point inside a sound radius is classified otherwise by the machine.
 
-    python benchmarks/soundness.py --minutes 10          # draws until the time is over, or a failure
-    python benchmarks/soundness.py --only 417            # one draw again
+    python -m benchmarks.soundness --minutes 10          # draws until the time is over, or a failure
+    python -m benchmarks.soundness --only 417            # one draw again
 
 Each draw makes something extreme from its own seed: parameters and inputs from the whole range of a number format,
 settings of torch, functions that change dtypes. A sentence of lipkit (`LipkitError`) is a fair answer; a raw error, a
 bound below a dense norm or a finite difference, or a point inside a radius that breaks it, is a failure.
 `lipschitz` is compared with singular values and finite differences, `analyze` with finite differences, `certify` with
-an attack in the evaluator's own arithmetic.
+an attack in the evaluator's own arithmetic. Integer programs, products on a box, modules at odd ranks and forward
+passes that look at the batch are in `benchmarks.soundness_modules`.
 """
 
 from __future__ import annotations
@@ -21,61 +22,29 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from benchmarks.soundness_draws import (
+    EXPONENTS,
+    FORMATS,
+    Failure,
+    entries,
+    extreme,
+    linear,
+    norm_of,
+    not_above,
+    setting,
+)
 from torch import Tensor, nn
 
 import lipkit
+from benchmarks import soundness_modules
 from lipkit.errors import LipkitError
 from lipkit.layers import families
 from lipkit.modules import Affine, GroupSort, MaxMin, Network
 from lipkit.testing import dense_matrix
-
-FORMATS = {"float64": torch.float64, "float32": torch.float32}
-# Exponents of two where formats change: below the normal range of either, near 1, near the largest numbers.
-EXPONENTS = {
-    torch.float64: (-1071, -1055, -1040, -1022, -600, -140, -60, -20, -3, 0, 3, 20, 60, 100, 600, 1000, 1020),
-    torch.float32: (-146, -142, -138, -134, -126, -100, -60, -20, -3, 0, 3, 20, 60, 100, 120),
-}
-
-
-class Failure(AssertionError):
-    """A claim that does not hold, with the numbers."""
-
-
-def extreme(draw: random.Random, dtype: torch.dtype, signed: bool = True) -> float:
-    """A number of the format: zero, subnormal, ordinary or huge."""
-    if draw.random() < 0.05:
-        return 0.0
-    if draw.random() < 0.3:
-        value = draw.choice((0.01, 0.1, 0.5, 1.0, 1.5, 3.0, 10.0, 20.0, 1000.0)) * draw.uniform(0.9, 1.1)
-    else:
-        value = math.ldexp(draw.uniform(1, 2), min(draw.choice(EXPONENTS[dtype]) + draw.randint(-3, 3), 1020))
-        value = min(value, float(torch.finfo(dtype).max) / 8)
-    value = -value if signed and draw.random() < 0.4 else value
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype)) if dtype == torch.float32 else value
-
-
-def entries(draw: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
-    """A tensor of the format whose entries share a scale, or have one each."""
-    generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    mixed = draw.random() < 0.3
-    scale = [extreme(draw, dtype) for _ in range(math.prod(shape) if mixed else 1)]
-    base = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return (base * torch.tensor(scale, dtype=torch.float64).reshape(shape if mixed else ())).to(dtype).nan_to_num()
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A dense layer with these numbers."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
-    made.weight.data = weight
-    if bias is not None:
-        made.bias.data = bias
-    return made
 
 
 def activation(draw: random.Random, dtype: torch.dtype, width: int) -> nn.Module:
@@ -106,61 +75,6 @@ def activation(draw: random.Random, dtype: torch.dtype, width: int) -> nn.Module
         lambda: nn.LayerNorm(width, eps=abs(number()) or 1e-5, dtype=dtype),
     ]
     return draw.choice(made)()
-
-
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "flush_denormal": (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
-    "float64 default": (
-        lambda: torch.set_default_dtype(torch.float64),
-        lambda: torch.set_default_dtype(torch.float32),
-    ),
-    "medium products": (
-        lambda: torch.set_float32_matmul_precision("medium"),
-        lambda: torch.set_float32_matmul_precision("highest"),
-    ),
-    "deterministic": (
-        lambda: torch.use_deterministic_algorithms(True),
-        lambda: torch.use_deterministic_algorithms(False),
-    ),
-}
-
-
-@contextlib.contextmanager
-def setting(draw: random.Random) -> Iterator[str]:
-    """One time in four, a setting of torch that changes arithmetic or defaults."""
-    name = draw.choice(("autocast", "inference", *SETTINGS)) if draw.random() < 0.25 else ""
-    if name == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            yield name
-    elif name == "inference":
-        with torch.inference_mode():
-            yield name
-    elif name:
-        put, back = SETTINGS[name]
-        put()
-        try:
-            yield name
-        finally:
-            back()
-    else:
-        yield name
-
-
-def not_above(truth: float, exponent: int, bound: float, what: str, slack: float = 1e-12) -> None:
-    """Raise unless ``truth 2^exponent <= bound``, in rational arithmetic: either number may leave float64."""
-    if math.isnan(bound):
-        raise Failure(f"{what}: expected a number, got nan")
-    if math.isinf(bound):
-        return
-    if Fraction(truth) * (1 - Fraction(slack)) * Fraction(2) ** exponent > Fraction(bound):
-        raise Failure(f"{what}: {truth} 2^{exponent} is above the bound {bound}")
-
-
-def norm_of(matrix: Tensor) -> tuple[float, int]:
-    """Largest singular value, as a number and an exponent of two: entries are brought near 1 exactly."""
-    array = matrix.double().numpy()
-    exponent = int(np.frexp(np.abs(array).max())[1])
-    return float(np.linalg.norm(np.ldexp(array, -exponent), 2)), exponent
 
 
 def matrix_norms(draw: random.Random) -> None:
@@ -410,7 +324,7 @@ def graphs(draw: random.Random) -> None:
                 raise Failure(f"{model.names}: {float(moved[at])} over {float(distance[at])}, bound {bound}")
 
 
-KINDS = (matrix_norms, layers, networks, networks, graphs)
+KINDS = (matrix_norms, layers, networks, networks, graphs, *soundness_modules.KINDS)
 
 
 def attempt(seed: int, index: int, kinds: Sequence[Callable[[random.Random], None]] = KINDS) -> tuple[str, str]:

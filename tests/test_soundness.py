@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lipkit
-
-SPEC = importlib.util.spec_from_file_location("soundness", Path(__file__).parents[1] / "benchmarks/soundness.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-soundness = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(soundness)
+from benchmarks import soundness, soundness_modules
 
 
 def draws(count: int, seed: int = 0, **options: Any) -> list[tuple[str, str]]:
@@ -28,10 +22,15 @@ def draws(count: int, seed: int = 0, **options: Any) -> list[tuple[str, str]]:
 @pytest.mark.thorough
 def test_the_first_draws_hold() -> None:
     found = draws(150)
-    for kind in ("matrix_norms", "layers", "networks"):
-        assert (kind, "held") in found
-    assert ("graphs", "held") in found
-    assert ("graphs", "refused") in found
+    for kind in soundness.KINDS:
+        assert (kind.__name__, "held") in found
+    for kind in (soundness.graphs, soundness_modules.ranks, soundness_modules.forward):
+        assert (kind.__name__, "refused") in found
+
+
+@pytest.mark.parametrize("kind", soundness_modules.KINDS, ids=lambda kind: kind.__name__)
+def test_the_first_draws_of_odd_options_hold(kind: Any) -> None:
+    assert len(draws(4, kinds=[kind])) == 4
 
 
 @pytest.mark.slow
@@ -70,3 +69,64 @@ def test_it_sees_a_graph_whose_bound_is_too_small(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lipkit, "analyze", wrong, raising=False)
     with pytest.raises(soundness.Failure, match="bound"):
         draws(100, kinds=[soundness.graphs])
+
+
+def test_it_sees_a_quotient_that_passes_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = soundness_modules.integer_program
+
+    def wrong(network: lipkit.modules.Network) -> Any:
+        program, proof = right(network)
+        operations = []
+        for operation, reads in program.operations:
+            if isinstance(operation, lipkit.modules.integer.Linear):
+                operation = dataclasses.replace(operation, weight=operation.weight.float().long())
+            operations.append((operation, reads))
+        return dataclasses.replace(program, operations=tuple(operations)), proof
+
+    monkeypatch.setattr(soundness_modules, "integer_program", wrong)
+    with pytest.raises(soundness.Failure, match="times the error that is proved"):
+        draws(20, kinds=[soundness_modules.integer_programs])
+
+
+def test_it_sees_a_radius_of_integers_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lipkit.certify
+
+    def wrong(*given: Any, **options: Any) -> lipkit.certificates.Certificate:
+        found = right(*given, **options)
+        return dataclasses.replace(found, radius=found.radius * (1 + 1e-6))
+
+    monkeypatch.setattr(lipkit, "certify", wrong, raising=False)
+    with pytest.raises(soundness.Failure, match="another at"):
+        draws(20, kinds=[soundness_modules.integer_programs])
+
+
+def test_it_sees_a_product_whose_range_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lipkit.export
+
+    def wrong(*given: Any, **options: Any) -> lipkit.modules.Network:
+        found = right(*given, **options)
+        for name, value in found.named_buffers():
+            if name.endswith("limits"):
+                value.mul_(0.5)
+        return found
+
+    monkeypatch.setattr(lipkit, "export", wrong, raising=False)
+    with pytest.raises(soundness.Failure, match="the export is another function"):
+        draws(30, kinds=[soundness_modules.boxes])
+
+
+def test_it_sees_a_softmax_over_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.softmax(0)
+
+    monkeypatch.setattr(soundness_modules, "_module", lambda draw, n: Wrong())
+    monkeypatch.setattr(lipkit, "export", lambda module, shape: lipkit.modules.Network([nn.ReLU()], shape))
+    with pytest.raises(soundness.Failure, match="does not compute sample by sample"):
+        draws(5, kinds=[soundness_modules.ranks])
+
+
+def test_it_sees_a_network_that_looks_at_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lipkit, "export", lambda module, shape: lipkit.modules.Network([nn.Linear(4, 4)], shape))
+    with pytest.raises(soundness.Failure, match="export: bounded by"):
+        draws(10, kinds=[soundness_modules.forward])

@@ -15,8 +15,8 @@ from lipkit.analysis.propagation import LayerBound, Propagation, check_method
 from lipkit.errors import CertificateViolation, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules import Shape, export
-from lipkit.modules.running import BATCHES, check_accepts, check_outputs, constant_copy, observe, sample, stays_float64
-from lipkit.modules.tracing import Root, trace
+from lipkit.modules.running import check_outputs, constant_copy, observe, sample, stays_float64, traced
+from lipkit.modules.tracing import Root
 from lipkit.text import table
 
 
@@ -146,11 +146,11 @@ def analyze(
     # it draws (and is refused for) are not the caller's.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         root = Root(constant_copy(model))
-        input_shape = _accepted(root, input_shape)
-        graph = trace(root, sample(root, input_shape, BATCHES[0]))
+        input_shape = _checked(input_shape)
+        graph, other_way = traced(root, input_shape)
         observed = observe(root, graph, input_shape)
         upper, layers = Propagation(root, graph, observed, method, tolerance).result()
-        check_outputs(root, observed, input_shape)
+        check_outputs(root, observed, input_shape, model, other_way)
         lower = 0.0
         if restarts and stays_float64(root, graph, input_shape):
             lower = _search(_Copied(root), input_shape, box, restarts, steps, seed)
@@ -165,8 +165,8 @@ def analyze(
     return NetworkBound(upper, min(lower, upper), layers, input_shape, box)
 
 
-def _accepted(root: Root, input_shape: Shape) -> Shape:
-    """The shape as a tuple, if the network takes inputs of it."""
+def _checked(input_shape: Shape) -> Shape:
+    """The shape as a tuple of positive sizes."""
     try:
         shape = tuple(operator.index(n) for n in input_shape)
     except TypeError:
@@ -175,7 +175,6 @@ def _accepted(root: Root, input_shape: Shape) -> Shape:
         raise ShapeError(
             f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
         )
-    check_accepts(root, shape)
     return shape
 
 

@@ -45,6 +45,9 @@ class Calls(TorchFunctionMode):
         self.made: list[tuple[Any, ...]] = []
         self._inside = 0
         self._size = type("int", (int,), {name: self._recorder(name) for name in _OPERATORS})
+        # torch.Size writes its numbers itself.
+        words = {f"__{name}__": self._recorder(f"__{name}__", tuple) for name in ("repr", "format", "hash")}
+        self._shape = type("Size", (tuple,), {"numel": lambda sizes: math.prod(sizes), **words})
         self._moving = WeakIdKeyDictionary()
         self._moving[x] = True
 
@@ -84,14 +87,14 @@ class Calls(TorchFunctionMode):
         if recorded and name in _SIZES:
             sizes = [self._size(n) if i == 0 else n for i, n in enumerate(args[0].shape)]
             if isinstance(result, torch.Size):
-                return torch.Size(sizes)
+                return self._shape(sizes)
             return sizes[(*args[1:], *kwargs.values())[0]] if name == "size" else self._size(result)
         return result
 
-    def _recorder(self, name: str) -> Callable[..., Any]:
-        def method(number: int, *args: Any) -> Any:
+    def _recorder(self, name: str, kind: type = int) -> Callable[..., Any]:
+        def method(number: Any, *args: Any) -> Any:
             self.made.append((name,))
-            return getattr(int, name)(number, *args)
+            return getattr(kind, name)(number, *args)
 
         return method
 

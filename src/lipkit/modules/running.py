@@ -15,7 +15,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FunctionType, ModuleType
@@ -34,7 +34,7 @@ from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.linalg.transforms import normalisations
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.recording import Calls, difference, tensors
-from lipkit.modules.tracing import VALUES, Root, dependence, evaluate, flat
+from lipkit.modules.tracing import VALUES, Path, Root, dependence, evaluate, flat, trace
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = normalisations()
@@ -334,11 +334,16 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
     return a if _equal(_contents(a, {}), _contents(b, {})) else VARIES
 
 
-def check_accepts(root: Root, input_shape: tuple[int, ...]) -> None:
-    """Raise ``ShapeError`` for inputs that the network does not accept, ``NoRuleError`` if it takes not one tensor."""
+def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
+    """The graph of a network that takes one tensor of this shape, and what of its code goes another way when traced.
+
+    Raises:
+        ShapeError: inputs that the network does not accept.
+        NoRuleError: it takes not one tensor, or cannot be traced.
+    """
     name = type(root.net).__qualname__
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Path(root) as direct:
             root(sample(root, input_shape, BATCHES[0]))
     except LipkitError:
         raise
@@ -346,10 +351,22 @@ def check_accepts(root: Root, input_shape: tuple[int, ...]) -> None:
         raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
+    with Path(root) as symbolic:
+        graph = trace(root, sample(root, input_shape, BATCHES[0]))
+    return graph, direct.other(symbolic)
 
 
-def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) -> None:
+def check_outputs(
+    root: Root, observed: Observed, input_shape: tuple[int, ...], model: nn.Module, other_way: str | None
+) -> None:
     """Compare the runs of the graph with the network itself, for other batches and in the other modes of torch.
+
+    Args:
+        root: the copy that was traced.
+        observed: the runs of its graph.
+        input_shape: of one input.
+        model: what was copied. It runs once, after all that would change it was refused.
+        other_way: of `traced`.
 
     Raises:
         NoRuleError: the network draws random numbers, changes what it keeps, mixes samples, asks for the size of the
@@ -398,6 +415,24 @@ def check_outputs(root: Root, observed: Observed, input_shape: tuple[int, ...]) 
     evaluated = _recorded(copy.deepcopy(root).eval(), x, torch.no_grad()) if _hint(root) else None
     if evaluated and difference(calls, evaluated[1]):
         raise NoRuleError(f"analyze: expected the function of evaluation mode, got another one{_hint(root)}")
+    if other_way:
+        raise NoRuleError(
+            f"analyze: expected a forward pass that goes the same way for a symbol and for a tensor, got {other_way}, "
+            "which goes another one: it asks for the type of a value, such as the size of the batch"
+        )
+    with torch.no_grad(), suppress(RuntimeError):  # a view of what is not contiguous may not exist
+        if not close(direct, root(torch.stack((x, x), -1)[..., 0])):
+            raise NoRuleError(
+                "analyze: expected the same output for an input that is not contiguous, got a forward pass that "
+                "writes into what is a copy for some inputs and the input itself for others, as contiguous() is"
+            )
+    at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)
+    with torch.no_grad():
+        if not close(direct, torch.as_tensor(model(x.to(at))).cpu()):
+            raise NoRuleError(
+                "analyze: expected a network whose copy computes the same, got one that asks for the identity or the "
+                "place of its own parts"
+            )
 
 
 def _hint(root: nn.Module) -> str:

@@ -26,8 +26,8 @@ from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.registry import Shape
-from lipkit.modules.running import BATCHES, check_accepts, check_outputs, close, constant_copy, observe, sample
-from lipkit.modules.tracing import Root, fetch, trace
+from lipkit.modules.running import BATCHES, check_outputs, close, constant_copy, observe, sample, traced
+from lipkit.modules.tracing import Root, fetch
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.modules.visiting import FunctionCall, Operand, Walk, called
 
@@ -69,12 +69,11 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         try:
             root = Root(constant_copy(model))
-            check_accepts(root, input_shape)
-            graph = trace(root, sample(root, input_shape, BATCHES[0]))
+            graph, other_way = traced(root, input_shape)
             observed = observe(root, graph, input_shape)
             recorder = _Recorder(root, graph, observed, Root(model) if own else root)
             output = recorder.output()
-            check_outputs(root, observed, input_shape)
+            check_outputs(root, observed, input_shape, model, other_way)
         except NoRuleError as error:
             # The same refusals serve bounds.
             raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None

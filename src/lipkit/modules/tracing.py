@@ -8,7 +8,9 @@ the forward pass catches the error. What is made from the size of the batch is m
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -126,6 +128,47 @@ class Root(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x)
+
+
+class Path:
+    """The instructions of Python that the network's own code executes, while it is on.
+
+    A condition such as ``isinstance(n, int) and len(range(n)) == 64``, n the size of the batch, is decided without a
+    trace of its values: tracing, in which n is a symbol, takes another way through it than a run.
+
+    Args:
+        root: its code is that of the Python modules in which its classes and their ``forward`` stand, torch and lipkit
+            apart.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
+        self._own = {name for name in homes if name.partition(".")[0] not in ("builtins", "torch", "lipkit")}
+        self._taken: dict[CodeType, list[int]] = {}
+
+    def __enter__(self) -> Path:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_globals.get("__name__") not in self._own:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._stepped
+
+    def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self._taken.setdefault(frame.f_code, []).append(frame.f_lasti)
+        return self._stepped
+
+    def other(self, path: Path) -> str | None:
+        """The first function that both paths enter and go through in another way; None if there is none."""
+        both = (code for code in self._taken if code in path._taken)
+        return next((code.co_qualname for code in both if self._taken[code] != path._taken[code]), None)
 
 
 def trace(root: Root, x: Tensor) -> fx.Graph:
