@@ -453,8 +453,9 @@ def main() -> None:
     end, wrong = time.monotonic() + 60 * given.minutes, 0
     for index, (kind, shape, source) in enumerate(bodies):
         word, found = attempt(kind, shape, source)
-        counts[word] += 1
-        if found:
+        # The identity of an integer, an iterator and a closure leave no trace: found by luck, and counted alone.
+        counts[f"{word}, not found" if found and kind == "hidden" else word] += 1
+        if found and kind != "hidden":
             wrong += 1
             print(f"draw {index} ({kind}): {found}: {source!r}", flush=True)
         if time.monotonic() > end:
