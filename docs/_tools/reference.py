@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from griffe import Alias, Extension, NameResolutionError
+from griffe import Alias, Extension, NameResolutionError, Parameter, ParameterKind, Parameters
 
 PACKAGE = Path(__file__).parents[2] / "src/lipkit"
 INDEX = "reference/index.md"
@@ -149,6 +149,8 @@ def _rewrite(obj: Any) -> None:
         except NameResolutionError:
             return f"lipkit.errors.{name}" if name in obj.package["errors"].members else name
 
+    if obj.is_function and any(str(mark.value).startswith("architecture(") for mark in obj.decorators):
+        _frame(obj)
     if obj.is_attribute and obj.endlineno - obj.lineno > LONGEST_TABLE:
         obj.value = None
     if obj.docstring is not None:
@@ -156,6 +158,26 @@ def _rewrite(obj: Any) -> None:
     for member in obj.members.values():
         if not member.is_alias and not member.is_module:
             _rewrite(member)
+
+
+def _frame(obj: Any) -> None:
+    """Give an architecture the parameters that `lipkit.models.frame.architecture` gives it, and their lines."""
+    members = obj.package["models.frame"].members
+    given = {argument.name: argument.value for mark in obj.decorators for argument in mark.value.arguments}
+    usual = {"input_shape": "(3, 32, 32)", "classes": "10", "lipschitz": "1.0", "mean": "None", "std": "None"}
+    own = [p for p in obj.parameters if p.name not in ("image", "common")]
+    common = [
+        Parameter(
+            name, annotation=field.annotation, kind=ParameterKind.keyword_only, default=given.get(name, usual[name])
+        )
+        for name, field in members["Common"].members.items()
+    ]
+    order = list(ParameterKind)
+    obj.parameters = Parameters(*sorted([*own, *common], key=lambda p: order.index(p.kind)))
+    obj.returns = "nn.Sequential"
+    lines = ast.literal_eval(str(members["DESCRIBED"].value))
+    text = re.sub("^    image: (.*)$", rf"    input_shape: \1\n{lines}", obj.docstring.value, flags=re.M)
+    obj.docstring.value = text
 
 
 def _uncover(module: Any) -> None:

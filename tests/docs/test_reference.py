@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from inspect import isclass, isfunction, ismodule
+from inspect import isclass, isfunction, ismodule, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,6 +78,16 @@ def test_no_docstring_shows_its_markup(pages: dict[str, str]) -> None:
         assert left is None, f"{name}: {text[max(0, left.start() - 80) : left.end() + 80]}"
         code = re.findall(r"<code>(.*?)</code>", page, re.S)
         assert not [c for c in code if re.search(r"\\(?:frac|sqrt|mathrm|top|_|\|)|:math:", c)], name
+
+
+def test_architectures_show_the_parameters_that_their_frame_adds(pages: dict[str, str]) -> None:
+    text = re.sub(r"<[^>]+>", "", pages["models"])
+    for name in ("bronet", "kwlarge"):
+        shown = re.search(rf"\n{name}\((.*?)\n\)", text, re.S)
+        assert shown is not None
+        stated = re.findall(r"^ *\**(\w+):", shown[1], re.M)
+        assert stated == list(signature(getattr(lipkit.models, name)).parameters)
+    assert text.count("mean, std: input normalisation") >= 13
 
 
 def test_sections_formulas_and_links(pages: dict[str, str]) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit.conv import circular_conv2d
-from lipkit.errors import OptionError
+from lipkit.errors import NoRuleError, OptionError
 from lipkit.layers import families
 from lipkit.linalg import cayley, polar
-from lipkit.models.convert import convert, kernel_size, obstacle, unstrided_kernel
-from lipkit.models.nearest import inverse_cayley, start_near
+from lipkit.models import convert
+from lipkit.models.constrained import inverse_cayley, kernel_size, obstacle, start_near, unstrided_kernel
 
 CONVERTIBLE = [name for name in families.names() if name not in ("sll", "cpl")]
 
@@ -214,6 +214,61 @@ def test_skip_refusals_and_unknown_words() -> None:
         convert(network(), "lot", wrong=1)
     with pytest.raises(OptionError, match="layer: expected one of"):
         convert(network(), "nonsense")
+
+
+def test_options_that_do_not_go_together() -> None:
+    net, shape = nn.Sequential(nn.Linear(2, 2)), (2,)
+    for options, words in (
+        ({"forward": "new"}, "forward: expected 'keep' or 'rebuild', got 'new'"),
+        ({"forward": "rebuild"}, "input_shape: expected the shape of one input, to run the model on, got None"),
+        ({"layer": None}, "input_shape: expected the shape of one input"),
+        ({"layer": None, "input_shape": shape, "forward": "rebuild"}, "layer: expected a family for forward='rebuild'"),
+        ({"layer": None, "input_shape": shape, "factor": 2}, "layer: expected a family for .*{'factor': 2}, got None"),
+        ({"input_shape": shape, "activation": "maxmin"}, "activation: expected None where the forward pass is kept"),
+        ({"input_shape": shape, "forward": "rebuild", "skip": ["0"]}, "skip: expected no names where .* rebuilt"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            convert(net, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_parametrised_layers_are_settled_first_and_layers_that_lie_are_kept(training: bool) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    other = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    model = nn.Sequential(spectral, nn.ReLU(), Doubled(4, 4), other, spectral).train(training)
+    before = copy.deepcopy(model.state_dict())
+    result = convert(model, "cayley", input_shape=(4,), skip=["3"])
+    assert [(row.name, row.new) for row in result.converted] == [("0", "CayleyLinear")]
+    assert [row.name for row in result.kept] == ["2", "3"]
+    assert result.model[0] is result.model[4]
+    assert type(result.model[2]) is Doubled
+    assert all(m.training is training for m in result.model.modules())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    with pytest.raises(NoRuleError, match=r"convert: .* got other outputs at '2', Doubled as Linear"):
+        convert(model, None, input_shape=(4,))
+    kept = convert(model, "cayley").kept
+    assert "with input_shape, it becomes a plain layer" in next(r.reason for r in kept if r.name == "0")
+
+
+def test_a_network_that_reads_its_layers_from_outside_is_not_settled() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (1 + hasattr(self.layer, "parametrizations"))
+
+    with pytest.raises(NoRuleError, match="got other outputs at the network"):
+        convert(Reads(), None, input_shape=(3,))
+    result = convert(Reads(), "cayley", input_shape=(3,))
+    assert not result.converted
+    assert hasattr(result.model.layer, "parametrizations")
 
 
 def test_sizes_that_do_not_fit_are_kept_and_hooks_removed() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,30 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
-from lipkit.models import build, kwlarge, lipconvnet, small
+from lipkit.models import MODELS, build, kwlarge, lipconvnet, small
 from lipkit.modules import export, lipschitz
+
+COMMON = ("input_shape", "classes", "lipschitz", "mean", "std")
+FRAMED = sorted(set(MODELS) - {"lbdn", "mlp", "rebuild"})
+
+
+@pytest.mark.parametrize("name", FRAMED)
+def test_every_architecture_for_images_has_the_common_keywords(name: str) -> None:
+    builder = MODELS[name]
+    found = inspect.signature(builder).parameters
+    assert [n for n in found if n in COMMON] == list(COMMON)
+    assert all(found[n].kind is inspect.Parameter.KEYWORD_ONLY for n in COMMON)
+    assert not {"image", "common"} & found.keys()
+    text = inspect.getdoc(builder) or ""
+    undescribed = [n for n in found if not re.search(rf"^    (\w+, )*{n}(, \w+)*: ", text, re.M)]
+    assert not undescribed
+    assert name in {test.name.rpartition(".")[2] for test in doctest.DocTestFinder().find(inspect.getmodule(builder))}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        builder(colour=3)
+    with pytest.raises(ShapeError, match=rf"^{name}: expected an input shape \(C, H, W\).*, got \(8, 8\)$"):
+        builder(input_shape=(8, 8))
+    with pytest.raises(OptionError, match="classes: expected an integer of at least 2, got 1"):
+        builder(classes=1)
 
 
 def parameters(model: nn.Module) -> int:

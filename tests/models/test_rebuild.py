@@ -12,7 +12,7 @@ from torch import nn
 from lipkit import certify, export, lipschitz, save
 from lipkit.errors import OptionError
 from lipkit.layers import CayleyConv2d, ConvexSum, ScaledAvgPool2d
-from lipkit.models import build, rebuild
+from lipkit.models import build, convert
 from lipkit.modules import Blend, Concatenate, Graph, MaxMin
 
 
@@ -20,7 +20,7 @@ from lipkit.modules import Blend, Concatenate, Graph, MaxMin
 def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
     shape = NETWORKS[name][1]
     torch.manual_seed(10)
-    result = rebuild(SMALL[name]().eval(), "cayley", input_shape=shape, activation="maxmin")
+    result = convert(SMALL[name]().eval(), "cayley", input_shape=shape, forward="rebuild", activation="maxmin")
     assert result.kept == ()
     plain = export(result.model, shape)
     assert 0.5 < float(lipschitz(plain)) < 1 + 1e-5
@@ -36,18 +36,20 @@ def test_blocks_of_a_transposed_convolution_are_a_convolution_and_a_shuffle() ->
     q, _ = torch.linalg.qr(torch.randn(4, 4))
     q[0] *= torch.linalg.det(q).sign()  # a Cayley transform is a rotation
     up.weight.data = q.view_as(up.weight)
-    result = rebuild(up.eval(), "cayley", input_shape=(4, 3, 3))
+    result = convert(up.eval(), "cayley", input_shape=(4, 3, 3), forward="rebuild")
     x = torch.randn(2, 4, 3, 3)
     # An orthogonal map is its own nearest: the same function, the bias included.
     assert torch.allclose(result.model(x), up(x), atol=1e-5)
-    overlapping = rebuild(nn.ConvTranspose2d(4, 1, 3, stride=2).eval(), "cayley", input_shape=(4, 3, 3))
+    overlapping = convert(
+        nn.ConvTranspose2d(4, 1, 3, stride=2).eval(), "cayley", input_shape=(4, 3, 3), forward="rebuild"
+    )
     assert [row.kind for row in overlapping.kept] in ([], ["ConvTranspose2d"])
     assert any(isinstance(m, nn.ConvTranspose2d) for m in overlapping.model.modules())
 
 
 def test_what_keeps_a_larger_constant_is_reported() -> None:
     shape = NETWORKS["SqueezeNet"][1]
-    result = rebuild(SMALL["SqueezeNet"]().eval(), "cayley", input_shape=shape)
+    result = convert(SMALL["SqueezeNet"]().eval(), "cayley", input_shape=shape, forward="rebuild")
     assert {row.kind for row in result.kept} == {"Conv2d", "MaxPool2d"}
     assert "its constant is 2" in str(result)
     assert float(lipschitz(result.model, shape).detach()) > 1
@@ -56,7 +58,9 @@ def test_what_keeps_a_larger_constant_is_reported() -> None:
 def test_it_trains_and_its_shares_are_learnt() -> None:
     torch.manual_seed(0)
     shape = NETWORKS["ResNet-18"][1]
-    model = rebuild(SMALL["ResNet-18"]().eval(), "cayley", input_shape=shape, activation="maxmin").model
+    model = convert(
+        SMALL["ResNet-18"]().eval(), "cayley", input_shape=shape, forward="rebuild", activation="maxmin"
+    ).model
     assert any(isinstance(m, CayleyConv2d) for m in model.modules())
     assert any(isinstance(m, MaxMin) for m in model.modules())
     assert any(isinstance(m, ScaledAvgPool2d) for m in model.modules())
@@ -84,7 +88,7 @@ def test_concatenations_are_divided_by_the_root_of_their_number() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x, torch.relu(x), x.tanh()], 1)
 
-    result = rebuild(Wide(), "cayley", input_shape=(4,))
+    result = convert(Wide(), "cayley", input_shape=(4,), forward="rebuild")
     assert isinstance(result.model[0], Graph)
     assert any(isinstance(m, Concatenate) for m in result.model[0].nodes)
     assert float(lipschitz(result.model, (4,))) == pytest.approx(1.0, abs=1e-6)
@@ -102,6 +106,6 @@ def test_recipes_name_it_with_a_folder(tmp_path: Path) -> None:
 def test_refusals() -> None:
     for options, word in (({"layer": "cpl"}, "bare linear maps"), ({"activation": "relu"}, "'maxmin' or None")):
         with pytest.raises(OptionError, match=word):
-            rebuild(nn.Linear(2, 2), input_shape=(2,), **options)  # type: ignore[arg-type]
+            convert(nn.Linear(2, 2), input_shape=(2,), forward="rebuild", **options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="strictly between"):
         ConvexSum(1.0)

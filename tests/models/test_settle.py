@@ -15,8 +15,12 @@ from torch.nn.utils import parametrizations, parametrize
 
 import lipkit
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.models import settle
+from lipkit.models import convert
 from lipkit.models.settle import plain_form
+
+
+def settle(model: nn.Module, x: Tensor) -> nn.Module:
+    return convert(model, None, input_shape=x.shape[1:]).model
 
 
 class Symmetric(nn.Module):

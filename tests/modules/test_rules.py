@@ -621,7 +621,7 @@ def test_what_is_not_the_module_its_type_names_is_refused(name: str, deep: bool)
 def test_messages_name_the_remedy() -> None:
     for name, word in {
         "hook": "remove them",
-        "spectral norm": "lipkit.models.settle",
+        "spectral norm": "lipkit.convert",
         "instance forward": "subclass with its own rule",
         "unknown": "input_shape",
         "root mean square norm": "lipschitz_rule",

@@ -326,7 +326,7 @@ class _Reader:
         return tensor
 
     def numbers(self, name: str, index: int) -> Any:
-        """What older versions have as an attribute and newer ones as an operand: onnx has checked which it is."""
+        """An attribute in older versions, an operand in newer ones: onnx has checked which it is."""
         given, tensor = self.take(name, None), self.weight(index)
         return given if tensor is None else tensor.tolist()
 

@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.models._parts import find, make_activation, split_gain
+from lipkit.models._parts import check_flag, find, make_activation
 from lipkit.models.bronet import bronet
-from lipkit.models.convert import Conversion, Converted, Kept, convert
+from lipkit.models.constrained import Converted, Kept
+from lipkit.models.convert import Conversion, convert, rebuilt_network
+from lipkit.models.frame import split_gain
 from lipkit.models.kwlarge import kwlarge, small
 from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.lbdn_conv import lbdn_conv
@@ -20,9 +22,7 @@ from lipkit.models.liresnet import liresnet
 from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
-from lipkit.models.rebuild import rebuild, rebuilt
 from lipkit.models.resnet9 import resnet9
-from lipkit.models.settle import settle
 from lipkit.models.sllnet import sllnet
 from lipkit.models.unet import autoencoder, denoiser, unet
 from lipkit.models.wide_resnet import wide_resnet
@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "liresnet": liresnet,
     "mlp": mlp,
     "patchnet": patchnet,
-    "rebuild": rebuilt,
+    "rebuild": rebuilt_network,
     "resnet9": resnet9,
     "resnet_plain": resnet_plain,
     "sllnet": sllnet,
@@ -80,8 +80,7 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     check_names(name, options)
     split = options.pop("split", False)
-    if not isinstance(split, bool):
-        raise OptionError(f"model {name}: expected true or false as split, got {split!r}")
+    check_flag(split=split)
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")
     try:
@@ -111,10 +110,8 @@ __all__ = [
     "liresnet",
     "mlp",
     "patchnet",
-    "rebuild",
     "resnet9",
     "resnet_plain",
-    "settle",
     "sllnet",
     "small",
     "unet",

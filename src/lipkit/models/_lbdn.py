@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers.base import check_positive, half_through_float32
+from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
+from lipkit.models._parts import check_sizes
 from lipkit.modules import Network, Shape, export_rule, lipschitz, lipschitz_rule
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
@@ -151,7 +152,7 @@ class LBDN(nn.Module):
 def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or len(sizes) < 2:
         raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
-    check_positive(**{f"sizes[{i}]": n for i, n in enumerate(sizes)})
+    check_sizes(sizes=tuple(sizes))
     return tuple(sizes)
 
 

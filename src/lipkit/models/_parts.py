@@ -1,4 +1,4 @@
-"""Parts of the architectures: checked options, head and tail of the target constant, unconstrained counterparts."""
+"""Parts of the architectures: checked options, activations, families and their unconstrained counterparts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
+from lipkit.layers import CayleyLinear, Family, MaxMin, families
+from lipkit.layers.base import check_positive
 from lipkit.modules import GroupSort, HalfAbs, Shape
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
@@ -22,69 +23,25 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
-    """(C, H, W), or ``ShapeError`` unless H and W are multiples of ``multiple``."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    sizes = len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)
-    if not sizes or shape[1] % multiple or shape[2] % multiple:
-        raise ShapeError(
-            f"{model}: expected an input shape (C, H, W) with H and W multiples of {multiple}, got {input_shape}"
-        )
-    return shape[0], shape[1], shape[2]
+def check_sizes(**sizes: Any) -> None:
+    """Raise ``OptionError`` unless each size, or each in a list of them, is an integer of at least 1.
 
-
-def check_classes(classes: int) -> None:
-    """Raise ``OptionError`` unless there are at least two classes."""
-    if type(classes) is not int or classes < 2:
-        raise OptionError(f"classes: expected an integer of at least 2, got {classes!r}")
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ``OptionError`` for options that would reach only the convolutions and so break the model."""
-    for name in ("device", "dtype"):
-        if name in options:
-            raise OptionError(f"{name}: expected no such option, got {options[name]}: move the whole model with .to()")
-
-
-def bounded(
-    layers: Sequence[nn.Module],
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    channels: int | None = None,
-) -> nn.Sequential:
-    """A chain with an optional input normalisation in front and a gain of ``lipschitz`` after it.
-
-    The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
-    by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
+    >>> check_sizes(width=3, dense=[16, 0])
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: dense[1]: expected an integer of at least 1, got 0
     """
-    head: list[nn.Module] = []
-    if (mean is None) != (std is None):
-        raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
-    if mean is not None and std is not None:
-        if channels is not None and len(mean) != channels:
-            raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
-        head.append(Normalize(mean, std))
-    if lipschitz != 1.0:
-        head.append(Scale(lipschitz))
-    return nn.Sequential(*head, *layers)
+    for name, value in sizes.items():
+        if isinstance(value, list | tuple):
+            check_sizes(**{f"{name}[{i}]": each for i, each in enumerate(value)})
+        else:
+            check_positive(**{name: value})
 
 
-def split_gain(model: nn.Module) -> nn.Module:
-    """A chain whose gain is in equal parts: the m-th root of L in front of each of its m layers with parameters.
-
-    A residual block is one layer. Without biases the function is the same where activations are homogeneous.
-
-    References:
-        [Cayley] section 5.1, "Ensuring Lipschitz constraints".
-    """
-    gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
-    if gain is None:  # of 1
-        return model
-    layers = [layer for layer in model.children() if layer is not gain]
-    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
-    part = float(gain.gamma()) ** (1 / len(owners))
-    return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
+def check_flag(**flags: Any) -> None:
+    """Raise ``OptionError`` unless each is a boolean."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}: expected true or false, got {value!r}")
 
 
 def flat_size(input_shape: Shape) -> int:
@@ -111,16 +68,6 @@ def make_activation(activation: str | nn.Module | None) -> nn.Module:
     raise OptionError(
         f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, or a module of these types, got {activation!r}"
     )
-
-
-def activated(family: Family, layer: nn.Module, activation: str | nn.Module | None = None) -> list[nn.Module]:
-    """The layer and an activation after it (MaxMin by default), or the layer alone if it contains its own."""
-    return [layer] if family.own_activation else [layer, make_activation(activation)]
-
-
-def dense_options(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a convolution's options that goes to the dense layers too: the activation they contain."""
-    return {k: v for k, v in options.items() if family.own_activation and k == "activation"}
 
 
 def plain_conv2d(
@@ -173,10 +120,46 @@ def find(name: str) -> Family:
         raise OptionError(str(error).replace(", got ", f", {', '.join(UNCONSTRAINED)}, got ", 1)) from None
 
 
-def strided_kernel(family: Family, kernel_size: int, emulated: int) -> int:
-    """Kernel of a strided layer: ``emulated`` where the stride is an invertible downsampling, else the usual one.
+class Layers:
+    """Layers of a family, each with an activation behind it unless they contain their own.
 
-    >>> strided_kernel(find("cayley"), 3, 1), strided_kernel(find("plain"), 3, 1)
-    (1, 3)
+    Args:
+        name: of the family, see `find`.
+        options: of its convolutions; an activation that they contain is that of the dense layers, too.
+        activation: name or module; None for MaxMin.
+
+    >>> made = Layers("cayley", {})
+    >>> made.linear(4, 2), made.strided(5), Layers("plain", {}).strided(5)
+    ([CayleyLinear(4, 2, bias=True), MaxMin()], 2, 5)
     """
-    return kernel_size if family.name in UNCONSTRAINED else emulated
+
+    def __init__(self, name: str, options: Mapping[str, Any], activation: str | nn.Module | None = None) -> None:
+        self.family = find(name)
+        self.outer: list[nn.Module] = [] if self.family.own_activation else [make_activation(activation)]
+        inner = {"activation": activation} if self.family.own_activation and activation is not None else {}
+        self.options = {**options, **inner}
+        self.inner = {k: v for k, v in self.options.items() if self.family.own_activation and k == "activation"}
+
+    def conv(self, cin: int, cout: int, kernel_size: int, stride: int = 1) -> list[nn.Module]:
+        return [self.bare(cin, cout, kernel_size, stride), *self.behind()]
+
+    def bare(self, cin: int, cout: int, kernel_size: int, stride: int = 1) -> nn.Module:
+        """A convolution without anything behind it."""
+        return self.family.conv(cin, cout, kernel_size, stride=stride, **self.options)
+
+    def linear(self, inputs: int, outputs: int) -> list[nn.Module]:
+        return [self.family.linear(inputs, outputs, **self.inner), *self.behind()]
+
+    def last(self, inputs: int, outputs: int) -> nn.Module:
+        return self.family.last(inputs, outputs)
+
+    def behind(self) -> list[nn.Module]:
+        """The activation, or nothing."""
+        return copy.deepcopy(self.outer)
+
+    def strided(self, kernel_size: int, emulated: int | None = None) -> int:
+        """Kernel of a strided layer, which is an invertible downsampling, then half of the kernel, rounded down, or
+        ``emulated``; that of an unconstrained layer, which has a stride, is the whole.
+        """
+        half = max(1, kernel_size // 2) if emulated is None else emulated
+        return kernel_size if self.family.name in UNCONSTRAINED else half

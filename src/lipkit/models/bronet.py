@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import BroConv2d, CholeskyConv2d, CholeskyLinear, MaxMin, NormalizedLinear
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image
-from lipkit.modules import L2NormPool2d, Shape
+from lipkit.models._parts import check_sizes
+from lipkit.models.frame import Common, Image, architecture
+from lipkit.modules import L2NormPool2d
 
 
 def backbone(
+    image: Image,
     block: Callable[[int], list[nn.Module]],
     patch: int,
     width: int,
     blocks: int,
     neck: int | None,
     dense: Sequence[int],
-    input_shape: Shape,
-    classes: int,
 ) -> list[nn.Module]:
     """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows.
 
     Raises:
         OptionError: sizes that are no integers of at least 1, or no dense layer. ShapeError: another input shape.
     """
-    check_positive(patch=patch, width=width, blocks=blocks, **({} if neck is None else {"neck": neck}))
-    check_positive(**{f"dense[{i}]": n for i, n in enumerate(dense)})
+    check_sizes(patch=patch, width=width, blocks=blocks, neck=2 if neck is None else neck, dense=dense)
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
-    check_classes(classes)
     factor = patch if neck is None else 2 * patch
-    channels, rows, columns = check_image(input_shape, factor, "backbone")
-    layers: list[nn.Module] = [CholeskyConv2d(channels, width, 1, patch), MaxMin()]
+    pixels = image.pixels(factor)
+    layers: list[nn.Module] = [CholeskyConv2d(image.channels, width, 1, patch), MaxMin()]
     for _ in range(blocks):
         layers += block(width)
     if neck is None:
         layers.append(L2NormPool2d())
     else:
         layers += [CholeskyConv2d(width, neck, 1, 2), MaxMin()]
-        width = neck * (rows // factor) * (columns // factor)
+        width = neck * pixels
     layers.append(nn.Flatten())
     for units in dense:
         layers += [CholeskyLinear(width, units), MaxMin()]
         width = units
-    return [*layers, NormalizedLinear(width, classes)]
+    return [*layers, NormalizedLinear(width, image.classes)]
 
 
+@architecture()
 def bronet(
+    image: Image,
     patch: int = 4,
     width: int = 64,
     blocks: int = 6,
@@ -58,12 +58,8 @@ def bronet(
     rank: int | None = None,
     neck: int | None = 64,
     dense: Sequence[int] = (512,),
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     r"""Orthogonal 3 x 3 convolutions by block reflectors between a stem on patches and a neck of Cholesky layers.
 
     ========== ======================================================================================================
@@ -80,10 +76,7 @@ def bronet(
         rank: of the reflectors, half of the width by default.
         neck: channels behind the 2 x 2 patches; None for pooling.
         dense: units of the hidden dense layers.
-        input_shape: (C, H, W) with H and W multiples of 2 p (of p with pooling).
-        classes: number of outputs.
-        lipschitz: target constant of the network in front of its last layer.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
     Raises:
         OptionError: sizes that are not as above. ShapeError: another input shape.
@@ -100,5 +93,4 @@ def bronet(
     def block(n: int) -> list[nn.Module]:
         return [BroConv2d(n, n, 3, rank=rank, depth=blocks), MaxMin()]
 
-    layers = backbone(block, patch, width, blocks, neck, dense, input_shape, classes)
-    return bounded(layers, lipschitz, mean, std, input_shape[0])
+    return backbone(image, block, patch, width, blocks, neck, dense)

@@ -1,46 +1,27 @@
-"""``convert``: the constrained counterpart of an existing network, and a report of what has none.
-
-Geometry comes last: which convolutions have a constrained counterpart of the same shapes, and with which kernel.
-"""
+"""``convert``: the constrained counterpart of a network, and a report of what has none."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils import parametrize
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import families
-from lipkit.models.nearest import start_near
-from lipkit.modules.guarding import guard, refuse_wrapper
-from lipkit.modules.registry import Shape, rules
+from lipkit.models.constrained import Converted, Converter, Kept
+from lipkit.models.rebuild import Builder
+from lipkit.models.settle import replaced, settled, watched
+from lipkit.modules import Shape, export, load, output_shape
+from lipkit.modules.guarding import refuse_wrapper
+from lipkit.modules.registry import rules
+from lipkit.modules.running import computed_tensors
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass(frozen=True)
-class Converted:
-    """A layer that was replaced: its name, the old and the new type, and where the new one starts."""
-
-    name: str
-    old: str
-    new: str
-    start: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A layer that was kept although it is not known to be 1-Lipschitz, and why."""
-
-    name: str
-    kind: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -62,301 +43,196 @@ class Conversion:
 
 def convert(
     model: nn.Module,
-    layer: str = "cayley",
+    layer: str | None = "cayley",
     *,
     input_shape: Shape | None = None,
+    forward: Literal["keep", "rebuild"] = "keep",
+    activation: Literal["maxmin"] | None = None,
     skip: Collection[str] = (),
     **options: Any,
 ) -> Conversion:
-    """A copy of ``model`` whose ``nn.Conv2d`` and ``nn.Linear`` are layers of one family, near their old weights.
+    r"""A copy of ``model`` whose convolutions and linear layers are those of one family, near their old weights.
 
-    Zero padding becomes circular padding, a stride becomes invertible downsampling (of an image that it divides), and
-    norms become at most 1: the new network computes another function, meant to be trained further. Everything that
-    is not such a layer is kept as it is; what is kept and not bounded by 1 is reported, never silently accepted. A
-    module that is used twice is replaced once.
+    It computes another function, meant to be trained further: zero padding becomes circular padding, a stride becomes
+    invertible downsampling (of an image that it divides), and norms become at most 1. What is left and not bounded by
+    1 is reported, never silently accepted.
+
+    =================== ================================================================================================
+    forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
+                        as they are; a module that is used twice is replaced once.
+    forward="rebuild"   makes an ``nn.Sequential`` of what the forward pass computes, 1-Lipschitz wherever it can be.
+                        The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
+                        convolution before it. Sums become convex combinations with a learnable share
+                        (`lipkit.layers.ConvexSum`), concatenations of k values are divided by :math:`\sqrt k`, nearest
+                        neighbours by the root of their factor; averages over windows that do not overlap get norm 1
+                        (`lipkit.layers.ScaledAvgPool2d`). A normalisation of the inputs becomes a translation, others
+                        that are left are dropped. Biases start at 0, but for a layer that computes the same as before.
+    layer=None          replaces no layer by a constrained one: what follows is all that is done.
+    =================== ================================================================================================
+
+    With ``input_shape``, layers with ``torch.nn.utils.parametrizations`` (or parametrisations of one's own), with the
+    older ``torch.nn.utils.spectral_norm``, of deel-torchlip or of orthogonium become plain ones with the weights that
+    they have in evaluation mode. Each, and the whole, is compared with the original on one random input. This is the
+    way in for such networks: with ``layer=None`` the function stays the same, and it can be bounded, exported and
+    certified.
 
     **Guarantee.** None about the whole: ask ``lipkit.lipschitz`` or ``lipkit.analyze`` of the result. Each converted
     layer has what its family claims.
 
     Args:
-        model: any module; it is not changed.
+        model: any module; it is not changed. In evaluation mode if its forward pass is rebuilt.
         layer: acronym of a family (``lipkit.layers.families``); 'sll' and 'cpl' contain their activation and cannot
             replace a bare linear layer, 'sandwich' does so without its activation.
-        input_shape: of one input, without the batch. If given, the image size at each convolution is found by one
-            evaluation of zeros, layers that do not accept it are kept, and the output shape is compared.
-        skip: names of modules to leave alone, with all inside them (``"head"`` leaves ``head.0`` alone too).
+        input_shape: of one input, without the batch. If the forward pass is kept, it may be missing; else the image
+            size at each convolution is found by one evaluation, layers that do not accept it are kept, and the output
+            shape is compared.
+        forward: whether the forward pass is kept or rebuilt.
+        activation: ``"maxmin"`` takes the place of scalar activations wherever the number of channels is even, in a
+            forward pass that is rebuilt; None keeps them.
+        skip: names of modules to leave alone, with all inside them (``"head"`` leaves ``head.0`` alone too), in a
+            forward pass that is kept.
         options: keyword options of the family's convolution, for instance ``orthogonalize="bjorck"`` of LOT.
 
     Returns:
-        A :class:`Conversion`; ``print`` it.
+        A :class:`Conversion`; ``print`` it. Its model is in evaluation mode where ``layer`` is None.
 
     Raises:
-        NoRuleError: a model that wraps the network, such as DataParallel: convert what it wraps.
+        NoRuleError: a model that wraps the network, such as DataParallel: convert what it wraps. With ``layer=None``, a
+            layer whose plain form computes something else. With ``forward="rebuild"``, what `lipkit.export` refuses.
         OptionError: an unknown family or option, a name in ``skip`` that the model does not have.
-        ShapeError: with ``input_shape``, a result that does not accept it, or ends in another shape.
+        ShapeError: a result that does not accept ``input_shape``, or ends in another shape.
 
     >>> conv = nn.Conv2d(3, 8, 3, padding=1)
     >>> net = nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
-    >>> result = convert(net, "lot", input_shape=(3, 8, 8))
-    >>> print(result)
+    >>> print(convert(net, "lot", input_shape=(3, 8, 8)))
     2 layers converted, 1 kept that need a look
       converted  0: Conv2d -> LotConv2d, nearest; zero padding became circular
       converted  4: Linear -> OrthogonalLinear, nearest
-      kept       1: BatchNorm2d: its constant depends on its statistics: leave it out, or use lipkit.models.rebuild
+      kept       1: BatchNorm2d: its constant depends on its statistics: leave it out, or use forward="rebuild"
+    >>> print(convert(net.eval(), "lot", input_shape=(3, 8, 8), forward="rebuild", activation="maxmin"))
+    2 layers converted, 0 kept that need a look
+      converted  0: Conv2d -> LotConv2d, nearest; zero padding became circular
+      converted  3: Linear -> OrthogonalLinear, nearest
+    >>> net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), nn.ReLU())
+    >>> print(convert(net, None, input_shape=(4,)))
+    1 layers converted, 0 kept that need a look
+      converted  0: ParametrizedLinear -> Linear, the same function
     """
-    family = families.get(layer)
-    if family.name in ("sll", "cpl"):
+    _check(model, layer, input_shape, forward, activation, skip, options)
+
+    def skipped(name: str) -> bool:
+        return any(name == s or name.startswith(f"{s}.") for s in skip)
+
+    rows: list[Converted] = []
+    if input_shape is None:
+        plain = copy.deepcopy(model, computed_tensors(model))
+    else:
+        plain, rows, errors = settled(model, input_shape, skipped)
+        if layer is None and errors:
+            raise errors[0]
+    if layer is None:
+        return Conversion(plain.eval(), tuple(rows), ())
+    if forward == "rebuild" and input_shape is not None:
+        builder = Builder(families.get(layer), options, activation)
+        made = builder.network(export(plain, input_shape))
+        return Conversion(made, tuple(builder.converted), tuple(builder.kept))
+    converter = Converter(families.get(layer), options)
+    result = _constrained(plain, converter, input_shape, skipped)
+    if input_shape is not None:
+        shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
+        if shapes[0] != shapes[1]:
+            raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
+    by_name = {row.name: row for row in (*rows, *converter.converted)}
+    return Conversion(result, tuple(by_name.values()), tuple(converter.kept))
+
+
+def _check(
+    model: nn.Module,
+    layer: str | None,
+    input_shape: Shape | None,
+    forward: str,
+    activation: str | None,
+    skip: Collection[str],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise ``NoRuleError`` for a wrapper, ``OptionError`` for options that are not as documented or do not fit."""
+    for module in model.modules():
+        refuse_wrapper(module, "convert")
+    if layer is not None and families.get(layer).name in ("sll", "cpl"):
         raise OptionError(
             f"layer: expected a family of bare linear maps, got {layer!r}, whose layers contain their activation"
         )
-    for module in model.modules():
-        refuse_wrapper(module, "convert")
-    names = {name for name, _ in model.named_modules()}
-    if unknown := sorted(set(skip) - names):
+    if forward not in ("keep", "rebuild"):
+        raise OptionError(f"forward: expected 'keep' or 'rebuild', got {forward!r}")
+    if activation not in (None, "maxmin"):
+        raise OptionError(f"activation: expected 'maxmin' or None, got {activation!r}")
+    if unknown := sorted(set(skip) - {name for name, _ in model.named_modules()}):
         raise OptionError(f"skip: expected names of modules of the model, got {unknown}")
-    result = copy.deepcopy(model)
-    sizes = _image_sizes(result, input_shape) if input_shape is not None else {}
-    converted: list[Converted] = []
-    kept: list[Kept] = []
-    replaced: dict[int, nn.Module] = {}
-    for name, module in list(result.named_modules()):
-        if any(name == s or name.startswith(f"{s}.") for s in skip):
-            if type(module) in (nn.Conv2d, nn.Linear):
-                kept.append(Kept(name, type(module).__name__, "skipped"))
-            continue
-        reason = _refusal(module, family, sizes.get(id(module)))
-        if reason is not None:
-            kept.append(Kept(name, type(module).__name__, reason))
-        elif type(module) in (nn.Conv2d, nn.Linear):
-            seen = sizes.get(id(module), set())
-            new, row = constrained(module, name, family, options, next(iter(seen)) if len(seen) == 1 else None)
-            replaced[id(module)] = new.train(module.training)
-            converted.append(row)
-    result = _replace(result, replaced)
+    new = forward == "rebuild"
+    if input_shape is None and (new or layer is None):
+        raise OptionError("input_shape: expected the shape of one input, to run the model on, got None")
+    if layer is None and (new or options):
+        raise OptionError(f"layer: expected a family for forward={forward!r} and {dict(options)}, got None")
+    if activation is not None and not new:
+        raise OptionError(f"activation: expected None where the forward pass is kept, got {activation!r}")
+    if skip and new:
+        raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
+
+
+def _constrained(
+    model: nn.Module, converter: Converter, input_shape: Shape | None, skipped: Callable[[str], bool]
+) -> nn.Module:
+    """The model with its layers replaced in place."""
+    sizes: dict[nn.Module, set[tuple[int, int]]] = {}
     if input_shape is not None:
-        _compare(model, result, input_shape)
-    return Conversion(result, tuple(converted), tuple(kept))
+        _, calls = watched(model, input_shape, [m for m in model.modules() if type(m) is nn.Conv2d])
+        sizes = {conv: {(x.shape[-2], x.shape[-1]) for x, _ in seen} for conv, seen in calls.items()}
+    new: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():
+        if skipped(name):
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                converter.keep(name, module, "skipped")
+        elif type(module) in (nn.Conv2d, nn.Linear):
+            new[module] = converter.layer(name, module, sizes.get(module, set()))
+        elif (reason := _reason(module)) is not None:
+            converter.keep(name, module, reason)
+    return replaced(model, new)
 
 
-def constrained(
-    module: nn.Module, name: str, family: families.Family, options: dict[str, Any], size: tuple[int, int] | None
-) -> tuple[nn.Module, Converted]:
-    """The layer of the family near a convolution or linear layer, and the row that reports it."""
-    new = _build(module, family, options)
-    start = start_near(new, _weight(module), size)
-    _copy_bias(new, module)
-    note = ""
-    if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) and module.padding_mode != "circular":
-        note = f"{module.padding_mode.removesuffix('s')} padding became circular"
-    return new, Converted(name, type(module).__name__, type(new).__name__, start, note)
-
-
-def obstacle_of(module: nn.Module, family: families.Family, sizes: set[tuple[int, int]] | None) -> str | None:
-    """The reason why no layer of the family replaces this convolution or linear layer, or None."""
-    try:
-        guard(module)
-    except NoRuleError as error:
-        return str(error)
-    if not isinstance(module, nn.Conv2d):
-        return None
-    if (why := obstacle(module)) is not None:
-        return why
-    k, step = kernel_size(module), module.stride[0]
-    for h, w in sorted(sizes or ()):
-        if h % step or w % step:
-            return f"the stride {step} does not divide its image of {h} x {w}"
-        if not all(family.accepts(side, h // step, w // step) for side in k):
-            return f"{family.name} accepts {family.sizes}, got a kernel of {k} for {h // step} x {w // step}"
-    if not sizes and not all(family.accepts(side, side, side) for side in k):
-        return f"{family.name} accepts {family.sizes}, got a kernel of {k}"
-    return None
-
-
-def _refusal(module: nn.Module, family: families.Family, sizes: set[tuple[int, int]] | None) -> str | None:
-    """Why a module is kept and reported; None if it can be converted or needs no change."""
-    kind = type(module)
-    if kind in (nn.Conv2d, nn.Linear):
-        return obstacle_of(module, family, sizes)
+def _reason(module: nn.Module) -> str | None:
+    """Why a module that is no linear layer is reported; None if its constant is at most 1 or found by its rule."""
     if isinstance(module, BATCH_NORMS):
-        return "its constant depends on its statistics: leave it out, or use lipkit.models.rebuild"
+        return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
+    if parametrize.is_parametrized(module):
+        return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     leaf = not any(True for _ in module.children())
-    if (leaf or own) and not rules().get(kind, (False, False))[0]:
+    if (leaf or own) and not rules().get(type(module), (False, False))[0]:
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
 
 
-def _weight(module: nn.Module) -> Tensor:
-    if isinstance(module, nn.Conv2d):
-        return unstrided_kernel(module)
-    return module.get_parameter("weight").detach()
+def rebuilt_network(
+    network: str,
+    input_shape: Shape,
+    classes: int | None = None,
+    layer: str = "cayley",
+    activation: Literal["maxmin"] | None = "maxmin",
+    **options: Any,
+) -> nn.Module:
+    """`convert` of a saved network, forward pass included: ``model: {name: rebuild, options: {network: RUN/network}}``.
 
+    Args:
+        network: a folder of `lipkit.save`, or the name of a network of the package.
+        input_shape, classes: of the data.
+        layer, activation, options: as of `convert`.
 
-def _build(module: nn.Module, family: families.Family, options: dict[str, Any]) -> nn.Module:
-    weight = module.get_parameter("weight")
-    # Half precision cannot hold a constraint: such a layer becomes float32.
-    dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
-    common: dict[str, Any] = {
-        "bias": getattr(module, "bias", None) is not None,
-        "device": weight.device,
-        "dtype": dtype,
-    }
-    try:
-        if isinstance(module, nn.Conv2d):
-            bare = {"activation": None} if family.own_activation else {}
-            return family.conv(
-                module.in_channels,
-                module.out_channels,
-                kernel_size(module),
-                stride=module.stride[0],
-                **{**common, **bare, **options},
-            )
-        assert isinstance(module, nn.Linear)
-        return family.last(module.in_features, module.out_features, **common)
-    except TypeError as error:
-        raise OptionError(f"expected options of the family {family.name!r}, got {sorted(options)} ({error})") from None
-
-
-def _copy_bias(new: nn.Module, old: nn.Module) -> None:
-    bias, target = getattr(old, "bias", None), getattr(new, "bias", None)
-    if isinstance(bias, Tensor) and isinstance(target, Tensor) and bias.shape == target.shape:
-        with torch.no_grad():
-            target.copy_(bias)
-
-
-def _replace(model: nn.Module, replaced: dict[int, nn.Module]) -> nn.Module:
-    if id(model) in replaced:
-        return replaced[id(model)]
-    for module in list(model.modules()):
-        # Not named_children, which names a child that is used twice only once.
-        for name, child in list(module._modules.items()):
-            if id(child) in replaced:
-                setattr(module, name, replaced[id(child)])
-    return model
-
-
-def _evaluated(model: nn.Module, input_shape: Shape) -> Tensor:
-    """The output for one input of zeros, in evaluation mode; modes are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    try:
-        with torch.no_grad():
-            out = model.eval()(torch.zeros(1, *input_shape, device=first.device, dtype=first.dtype))
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    if not isinstance(out, Tensor):
-        raise OptionError(f"expected a model that returns a tensor, got {type(out).__name__}")
-    return out
-
-
-def _image_sizes(model: nn.Module, input_shape: Shape) -> dict[int, set[tuple[int, int]]]:
-    """Heights and widths that each convolution sees, by the module's id."""
-    sizes: dict[int, set[tuple[int, int]]] = {}
-
-    def watch(module: nn.Module) -> Callable[..., None]:
-        def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            sizes.setdefault(id(module), set()).add((inputs[0].shape[-2], inputs[0].shape[-1]))
-
-        return note
-
-    handles = [m.register_forward_pre_hook(watch(m)) for m in model.modules() if type(m) is nn.Conv2d]
-    try:
-        _evaluated(model, input_shape)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sizes
-
-
-def _compare(old: nn.Module, new: nn.Module, input_shape: Shape) -> None:
-    """Raise unless both models end in the same shape."""
-    shapes = [tuple(_evaluated(model, input_shape).shape) for model in (old, new)]
-    if shapes[0] != shapes[1]:
-        raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
-
-
-def obstacle(conv: nn.Conv2d) -> str | None:
-    """Why no layer of the library maps the same shapes as this convolution, or None.
-
-    Constrained convolutions keep the image size, or divide it by an emulated stride s (the image must be a multiple
-    of s): :math:`\\lfloor (H + 2p - k)/s \\rfloor + 1 = H/s` for all such H iff
-    :math:`\\lfloor (2p - k)/s \\rfloor = -1` on both axes.
-
-    >>> obstacle(nn.Conv2d(3, 8, 3, stride=2, padding=1)) is None
-    True
-    >>> obstacle(nn.Conv2d(3, 8, 3))
-    'padding 0 with kernel_size 3 and stride 1 changes the image size, expected padding 1'
+    Raises:
+        OptionError: the network has other outputs. ShapeError, DataError: see `lipkit.export` and `lipkit.load`.
     """
-    if conv.groups != 1:
-        return f"groups={conv.groups}, expected 1"
-    if conv.dilation != (1, 1):
-        return f"dilation={conv.dilation}, expected (1, 1)"
-    if len(set(conv.stride)) != 1:
-        return f"stride={conv.stride}, expected the same on both axes"
-    step = conv.stride[0]
-    if isinstance(conv.padding, str):
-        return (
-            None if conv.padding == "same" or conv.kernel_size == (1, 1) else "padding='valid' changes the image size"
-        )
-    for k, p in zip(conv.kernel_size, conv.padding, strict=True):
-        if (2 * p - k) // step != -1:
-            return (
-                f"padding {p} with kernel_size {k} and stride {step} changes the image size, "
-                f"expected padding {max(0, (k - step + 1) // 2)}"
-            )
-    return None
-
-
-def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """Pixels before the first one on each axis: the tap that sits on the pixel itself.
-
-    >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
-    ((2, 2), (1, 1))
-    """
-    if isinstance(conv.padding, str):
-        rows, cols = ((k - 1) // 2 for k in conv.kernel_size)
-        return rows, cols
-    rows, cols = conv.padding
-    return int(rows), int(cols)
-
-
-def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
-    """Taps that the same convolution has after downsampling by its stride (odd, so that the centre is a pixel).
-
-    A tap at offset d from the pixel lies in the patch ``floor(d / s)``. Without a stride the kernel keeps its size.
-
-    >>> kernel_size(nn.Conv2d(3, 8, 7, stride=2, padding=3)), kernel_size(nn.Conv2d(3, 8, 2, stride=2))
-    ((5, 5), (1, 1))
-    """
-    step = conv.stride[0]
-    if step == 1:
-        rows, cols = conv.kernel_size
-        return rows, cols
-    sizes = []
-    for k, p in zip(conv.kernel_size, left_padding(conv), strict=True):
-        reach = max(-(-p // step), (k - 1 - p) // step)
-        sizes.append(2 * reach + 1)
-    return sizes[0], sizes[1]
-
-
-def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
-    """The kernel ``(cout, s^2 cin, kh, kw)`` that gives the same map after invertible downsampling.
-
-    Equal to the convolution itself away from the border, and everywhere if its padding is circular.
-
-    >>> unstrided_kernel(nn.Conv2d(3, 8, 3, stride=2, padding=1)).shape
-    torch.Size([8, 12, 3, 3])
-    """
-    step = conv.stride[0]
-    weight = conv.weight.detach()
-    if step == 1:
-        return weight.clone()
-    cout, cin, kh, kw = weight.shape
-    (rows, cols), (top, left) = kernel_size(conv), left_padding(conv)
-    kernel = torch.zeros(cout, cin, step, step, rows, cols, device=weight.device, dtype=weight.dtype)
-    for i in range(kh):
-        for j in range(kw):
-            (patch_i, inner_i), (patch_j, inner_j) = divmod(i - top, step), divmod(j - left, step)
-            kernel[:, :, inner_i, inner_j, patch_i + rows // 2, patch_j + cols // 2] = weight[:, :, i, j]
-    return kernel.flatten(1, 3)
+    plain = load(network)
+    outputs = output_shape(plain, plain.input_shape)
+    if classes is not None and outputs != (classes,):
+        raise OptionError(f"network {network}: expected {classes} outputs, got {outputs}")
+    shape = tuple(input_shape)
+    return convert(plain, layer, input_shape=shape, forward="rebuild", activation=activation, **options).model

@@ -14,7 +14,8 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import OptionError
 from lipkit.layers.sandwich import SandwichLinear
 from lipkit.models._lbdn import LBDN, Activations
-from lipkit.models._parts import bounded, flat_size
+from lipkit.models._parts import flat_size
+from lipkit.models.frame import bounded
 from lipkit.modules import Network, Shape
 from lipkit.modules.activations import slope_restricted
 

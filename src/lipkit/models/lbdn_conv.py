@@ -7,23 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import (
-    activated,
-    bounded,
-    check_classes,
-    check_image,
-    check_options,
-    dense_options,
-    find,
-    strided_kernel,
-)
-from lipkit.modules import Shape
+from lipkit.models._parts import Layers, check_flag, check_sizes
+from lipkit.models.frame import Image, architecture
 
 
+@architecture(classes=100)
 def lbdn_conv(
+    image: Image,
     layer: str = "sandwich",
     blocks: int = 3,
     width: int = 64,
@@ -31,13 +22,8 @@ def lbdn_conv(
     hidden: Sequence[int] = (2048, 2048, 1024),
     last_layer_normalization: bool = True,
     kernel_size: int = 3,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 100,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
     **options: Any,
-) -> nn.Sequential:
+) -> list[nn.Module]:
     """Blocks of conv w, conv w /2 with w = 64, 128, 256 (, 512), then linear 2048, 2048, 1024 and a last layer of
     unit rows.
 
@@ -51,10 +37,7 @@ def lbdn_conv(
             then not 1-Lipschitz; the pairwise certificate takes the last layer's rows into account). False: a
             layer of the family.
         kernel_size: of the layers of stride 1; strided layers have half of it, rounded down, after downsampling.
-        input_shape: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
-        classes: number of outputs.
-        lipschitz: target constant of the layers before the last one.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
         options: options of the family's convolution.
 
     Raises:
@@ -67,26 +50,20 @@ def lbdn_conv(
     References:
         [LBDN] table 6, section 5.2; Singla, Singla & Feizi, ICLR 2022 (last-layer normalisation).
     """
-    family = find(layer)
-    check_positive(blocks=blocks, width=width, kernel_size=kernel_size)
-    check_positive(**{f"hidden[{i}]": n for i, n in enumerate(hidden)})
-    channels, rows, columns = check_image(input_shape, 2**blocks, "lbdn_conv")
-    check_classes(classes)
-    check_options(options)
-    if not isinstance(last_layer_normalization, bool):
-        raise OptionError(f"last_layer_normalization: expected true or false, got {last_layer_normalization!r}")
-    strided = strided_kernel(family, kernel_size, max(1, kernel_size // 2))
+    check_sizes(blocks=blocks, width=width, kernel_size=kernel_size, hidden=hidden)
+    check_flag(last_layer_normalization=last_layer_normalization)
+    made, pixels = Layers(layer, options), image.pixels(2**blocks)
     layers: list[nn.Module] = []
-    current = channels
+    current = image.channels
     for block in range(blocks):
         target = width * 2**block
-        layers += activated(family, family.conv(current, target, kernel_size, **options))
-        layers += activated(family, family.conv(target, target, strided, stride=2, **options))
+        layers += made.conv(current, target, kernel_size)
+        layers += made.conv(target, target, made.strided(kernel_size), 2)
         current = target
     layers.append(nn.Flatten())
-    current *= rows * columns // 4**blocks
+    current *= pixels
     for units in hidden:
-        layers += activated(family, family.linear(current, units, **dense_options(family, options)))
+        layers += made.linear(current, units)
         current = units
-    layers.append(NormalizedLinear(current, classes) if last_layer_normalization else family.last(current, classes))
-    return bounded(layers, lipschitz, mean, std, channels)
+    last = NormalizedLinear if last_layer_normalization else made.last
+    return [*layers, last(current, image.classes)]

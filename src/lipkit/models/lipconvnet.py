@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import activated, bounded, check_classes, check_image, find, strided_kernel
-from lipkit.modules import Shape
+from lipkit.models._parts import Layers, check_sizes
+from lipkit.models.frame import Common, Image, architecture
 
 # (channels of group 1, channels of group 2, stride of group 2) of each block.
 BLOCKS = ((32, 64, 2), (64, 128, 2), (128, 256, 2), (256, 512, 3), (512, 1024, 1))
 
 
-class Ends(TypedDict, total=False):
-    """The parts before and behind the blocks."""
-
-    input_shape: Shape
-    classes: int
-    lipschitz: float
-    mean: Sequence[float] | None
-    std: Sequence[float] | None
-
-
+@architecture()
 def lipconvnet(
+    image: Image,
     depth: int = 5,
     first_blocks: str = "soc",
     last_blocks: str = "eco",
@@ -38,8 +29,8 @@ def lipconvnet(
     side: int = 24,
     first_options: Mapping[str, Any] | None = None,
     last_options: Mapping[str, Any] | None = None,
-    **ends: Unpack[Ends],
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     """Five blocks of depth / 5 convolutions with MaxMin after each, then one linear layer.
 
     Block b has depth / 5 - 1 layers of stride 1 and one that downsamples: 24 -> 12 -> 6 -> 3 -> 1 -> 1 pixels and 64,
@@ -48,6 +39,7 @@ def lipconvnet(
     Where one pixel is left (from the downsampling layer of block 4 on) a kernel is a single matrix, and its size is 1.
 
     Args:
+        image: (C, H, W) of any size.
         depth: number of convolutions, a multiple of 5.
         first_blocks, last_blocks: families of the first ``first`` blocks and of the others.
         first: l of the paper's ablation, 0 to 5.
@@ -57,9 +49,6 @@ def lipconvnet(
         kernel_size: of the convolutions on more than one pixel.
         side: working size, a multiple of 24.
         first_options, last_options: options of the two families' convolutions.
-        ends: input_shape (C, H, W), any size, by default (3, 32, 32); classes, the number of outputs (10); lipschitz,
-            target constant of the network behind the normalisation (1); mean and std, the input normalisation, part of
-            the network (None).
 
     Raises:
         OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
@@ -72,10 +61,7 @@ def lipconvnet(
     References:
         [ECO] Table 1, section 5.1; Singla & Feizi, ICML 2021.
     """
-    channels, rows, columns = check_image(ends.get("input_shape", (3, 32, 32)), 1, "lipconvnet")
-    classes = ends.get("classes", 10)
-    check_classes(classes)
-    check_positive(depth=depth)
+    check_sizes(depth=depth)
     if depth % 5:
         raise OptionError(f"depth: expected a multiple of 5, got {depth}")
     if not 0 <= first <= 5:
@@ -85,21 +71,19 @@ def lipconvnet(
     if layer is not None:
         first_blocks = last_blocks = layer
     layers: list[nn.Module] = []
-    if (rows, columns) != (side, side):
-        top, left = (side - rows) // 2, (side - columns) // 2
+    if (image.rows, image.columns) != (side, side):
+        top, left = (side - image.rows) // 2, (side - image.columns) // 2
         # Negative padding crops.
-        layers.append(nn.ZeroPad2d((left, side - columns - left, top, side - rows - top)))
-    current, size = channels, side
+        layers.append(nn.ZeroPad2d((left, side - image.columns - left, top, side - image.rows - top)))
+    front, back = Layers(first_blocks, first_options or {}), Layers(last_blocks, last_options or {})
+    current, size = image.channels, side
     for block, (inner, last, stride) in enumerate(BLOCKS):
-        family = find(first_blocks if block < first else last_blocks)
-        options = (first_options if block < first else last_options) or {}
+        made = front if block < first else back
         steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]
         for target, step in steps:
             before, size = size, size // step
             cout = max(2, 2 * round(target * width / 2))
-            kernel = 1 if before == 1 else strided_kernel(family, kernel_size, kernel_size if size > 1 else 1)
-            layers += activated(family, family.conv(current, cout, kernel, stride=step, **options))
+            kernel = 1 if before == 1 else made.strided(kernel_size, kernel_size if size > 1 else 1)
+            layers += made.conv(current, cout, kernel, step)
             current = cout
-    head = find(last_blocks)
-    layers += [nn.Flatten(), head.last(current * size**2, classes)]
-    return bounded(layers, ends.get("lipschitz", 1.0), ends.get("mean"), ends.get("std"), channels)
+    return [*layers, nn.Flatten(), back.last(current * size**2, image.classes)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from torch import nn
 
 from lipkit.layers import LiResConv2d, MaxMin
-from lipkit.models._parts import bounded
 from lipkit.models.bronet import backbone
-from lipkit.modules import Center, Shape
+from lipkit.models.frame import Common, Image, architecture
+from lipkit.modules import Center
 
 
+@architecture()
 def liresnet(
+    image: Image,
     patch: int = 4,
     width: int = 64,
     blocks: int = 6,
@@ -21,12 +24,8 @@ def liresnet(
     center: bool = True,
     neck: int | None = 64,
     dense: Sequence[int] = (512,),
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     r"""Blocks ``MaxMin(K x + b - mean)`` with K = I + noise, each divided by a proved bound of its norm.
 
     Stem, neck and dense layers are those of `lipkit.models.bronet`; a block is `LiResConv2d` 3 x 3,
@@ -40,10 +39,7 @@ def liresnet(
         center: whether the blocks subtract the mean of each channel.
         neck: channels behind the 2 x 2 patches; None for l2 pooling of the whole image.
         dense: units of the hidden dense layers.
-        input_shape: (C, H, W) with H and W multiples of 2 p (of p with pooling).
-        classes: number of outputs.
-        lipschitz: target constant of the network in front of its last layer.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
     Raises:
         OptionError: sizes that are not as above. ShapeError: another input shape.
@@ -61,5 +57,4 @@ def liresnet(
         conv = LiResConv2d(n, n, 3, padding_mode=padding_mode, depth=blocks)
         return [conv, *([Center(n)] if center else []), MaxMin()]
 
-    layers = backbone(block, patch, width, blocks, neck, dense, input_shape, classes)
-    return bounded(layers, lipschitz, mean, std, input_shape[0])
+    return backbone(image, block, patch, width, blocks, neck, dense)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,8 +11,8 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Scale
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import bounded, check_options, find, flat_size, make_activation
+from lipkit.models._parts import Layers, check_sizes, flat_size
+from lipkit.models.frame import bounded, check_options
 from lipkit.modules import Shape
 
 
@@ -60,17 +59,12 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    family = find(layer)
     check_options(options)
     sizes = [flat_size(input_shape), *hidden, classes]
-    check_positive(**{f"hidden[{i}]": n for i, n in enumerate(hidden)}, classes=classes)
+    check_sizes(hidden=hidden, classes=classes)
     if not (math.isfinite(gamma) and gamma > 0):
         raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
-    between: nn.Module | None = None
-    if not family.own_activation:
-        between = make_activation(activation)
-    elif activation is not None:
-        options["activation"] = activation
+    made = Layers(layer, options, activation)
     share = math.sqrt(gamma)
     scaled = gamma != 1.0 or learnable_gamma
     layers: list[nn.Module] = [] if len(input_shape) == 1 else [nn.Flatten()]
@@ -79,7 +73,8 @@ def mlp(
         if scaled and (i == 0 or last):
             # The root of gamma is rounded: one dense layer carries gamma itself.
             layers.append(Scale(gamma if i == 0 and last else share, learnable_gamma))
-        layers.append(family.last(p, q, bias=bias) if last else family.linear(p, q, bias=bias, **options))
-        if not last and between is not None:
-            layers.append(copy.deepcopy(between))
+        if last:
+            layers.append(made.family.last(p, q, bias=bias))
+        else:
+            layers += [made.family.linear(p, q, bias=bias, **made.options), *made.behind()]
     return bounded(layers, 1.0, mean, std, input_shape[0])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear, StiefelConv2d, StiefelLinear
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image, make_activation
-from lipkit.modules import PositionCode, Shape, Shift2d
+from lipkit.models._parts import check_sizes, make_activation
+from lipkit.models.frame import Common, Image, architecture
+from lipkit.modules import PositionCode, Shift2d
 
 
+@architecture()
 def patchnet(
+    image: Image,
     patch: int = 4,
     stages: Sequence[Sequence[int]] = ((64, 4),),
     *,
@@ -22,12 +25,8 @@ def patchnet(
     moved: float = 1 / 16,
     activation: str | nn.Module | None = None,
     position: bool = False,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     r"""Patches, blocks of pointwise layers between which neighbours meet by shifts, dense layers, unit rows.
 
     ========== ======================================================================================================
@@ -49,10 +48,7 @@ def patchnet(
         moved: fraction of the channels that move in each of the four directions; 0 for none.
         activation: name such as 'halfabs', or a module, instead of MaxMin.
         position: whether a `lipkit.modules.PositionCode` follows the first layer.
-        input_shape: (C, H, W) with H and W multiples of p 2^(stages - 1).
-        classes: number of outputs.
-        lipschitz: target constant of the network in front of its last layer.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of p 2^(stages - 1).
 
     Raises:
         OptionError: sizes that are not as above. ShapeError: another input shape.
@@ -66,28 +62,25 @@ def patchnet(
     References:
         docs/accuracy.md, which compares it with the networks of the papers at equal time.
     """
-    check_positive(patch=patch, **({} if narrow is None else {"narrow": narrow}))
     plan = [tuple(stage) for stage in stages]
     if not plan or any(len(stage) != 2 for stage in plan):
         raise OptionError(f"stages: expected one or more pairs (channels, blocks), got {stages!r}")
-    check_positive(**{f"stages[{i}][{j}]": n for i, stage in enumerate(plan) for j, n in enumerate(stage)})
-    check_positive(**{f"dense[{i}]": n for i, n in enumerate(dense)})
+    check_sizes(patch=patch, stages=plan, narrow=1 if narrow is None else narrow, dense=dense)
     if not dense:
         raise OptionError("dense: expected the units of at least one layer, got none")
     if not 0 <= moved <= 0.25:
         raise OptionError(f"moved: expected a fraction from 0 to 1/4, got {moved}")
-    check_classes(classes)
     factor = patch * 2 ** (len(plan) - 1)
-    channels, rows, columns = check_image(input_shape, factor, "patchnet")
+    pixels = image.pixels(factor)
 
     layers: list[nn.Module] = []
-    width = channels
+    width = image.channels
     for number, (wide, blocks) in enumerate(plan):
         for block in range(blocks):
             stride = 1 if block else patch if number == 0 else 2
             layers.append(StiefelConv2d(width, wide, 1, stride))
             if position and not number and not block:
-                layers.append(PositionCode(wide, rows // patch, columns // patch))
+                layers.append(PositionCode(wide, *image.divided(patch)))
             layers.append(make_activation(activation))
             width = wide
             if (each := int(wide * moved)) > 0:
@@ -96,8 +89,8 @@ def patchnet(
         layers += [StiefelConv2d(width, narrow, 1), make_activation(activation)]
         width = narrow
     layers.append(nn.Flatten())
-    width *= (rows // factor) * (columns // factor)
+    width *= pixels
     for units in dense:
         layers += [StiefelLinear(width, units), make_activation(activation)]
         width = units
-    return bounded([*layers, NormalizedLinear(width, classes)], lipschitz, mean, std, channels)
+    return [*layers, NormalizedLinear(width, image.classes)]

@@ -3,64 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Sum
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import bounded, check_classes, check_image
-from lipkit.modules import Shape
+from lipkit.models._parts import check_flag, check_sizes
+from lipkit.models.frame import Common, Image, architecture
 
 
+@architecture(input_shape=(1, 8, 8))
 def convnet(
+    image: Image,
     width: int = 1,
     *,
-    input_shape: Shape = (1, 8, 8),
-    classes: int = 10,
     batch_norm: bool = True,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     """conv 16w, conv 32w /2, conv 32w /2, linear 64w, linear classes; 3 x 3 kernels, batch norm and ReLU between.
 
     Args:
         width: w, multiplies the channels.
-        input_shape: (C, H, W) with H and W multiples of 4.
-        classes: number of outputs.
+        image: (C, H, W) with H and W multiples of 4.
         batch_norm: whether batch norm follows each hidden layer (which then has no bias of its own).
-        mean, std: input normalisation, part of the network.
 
     >>> [type(m).__name__ for m in convnet(batch_norm=False)][:3], convnet()[-1].out_features
     (['Conv2d', 'ReLU', 'Conv2d'], 10)
     """
-    channels, rows, columns = check_image(input_shape, 4, "convnet")
-    check_classes(classes)
-    check_positive(width=width)
-    if not isinstance(batch_norm, bool):
-        raise OptionError(f"batch_norm: expected true or false, got {batch_norm!r}")
+    pixels = image.pixels(4)
+    check_sizes(width=width)
+    check_flag(batch_norm=batch_norm)
     layers: list[nn.Module] = []
-    cin = channels
+    cin = image.channels
     for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):
         layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))
         layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
         cin = cout
-    layers += [nn.Flatten(), nn.Linear(cin * rows * columns // 16, 64 * width, bias=not batch_norm)]
+    layers += [nn.Flatten(), nn.Linear(cin * pixels, 64 * width, bias=not batch_norm)]
     layers += [nn.BatchNorm1d(64 * width), nn.ReLU()] if batch_norm else [nn.ReLU()]
-    return bounded([*layers, nn.Linear(64 * width, classes)], 1.0, mean, std, channels)
+    return [*layers, nn.Linear(64 * width, image.classes)]
 
 
+@architecture()
 def wrn_plain(
+    image: Image,
     depth: int = 28,
     widen: int = 10,
     *,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
     dropout: float = 0.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     """WRN-depth-widen with batch norm and ReLU, and no bound: a chain of torch's modules and ``Sum``.
 
     conv 16; three groups of (depth - 4) / 6 blocks (norm, ReLU, conv, norm, ReLU, dropout, conv, added to their input)
@@ -70,10 +64,8 @@ def wrn_plain(
     Args:
         depth: 6 n + 4.
         widen: widening factor.
-        input_shape: (C, H, W) with H and W multiples of 4.
-        classes: number of outputs.
+        image: (C, H, W) with H and W multiples of 4.
         dropout: probability, in [0, 1).
-        mean, std: input normalisation, part of the network.
 
     Raises:
         OptionError: depth is not 6 n + 4 with n >= 1, or another option outside its range.
@@ -84,39 +76,30 @@ def wrn_plain(
     References:
         Zagoruyko & Komodakis, "Wide Residual Networks", BMVC 2016; WRN-28-10 is the network of [LipBound] section 6.
     """
-    channels, rows, columns = check_image(input_shape, 4, "wrn_plain")
-    check_classes(classes)
-    check_positive(depth=depth, widen=widen)
+    pool = nn.AvgPool2d(image.divided(4))
+    check_sizes(depth=depth, widen=widen)
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
     if not 0 <= dropout < 1:
         raise OptionError(f"dropout: expected a probability in [0, 1), got {dropout}")
 
-    layers: list[nn.Module] = [_conv(channels, 16, 3)]
+    layers: list[nn.Module] = [_conv(image.channels, 16, 3)]
     current = 16
     for group, stride in enumerate((1, 2, 2)):
         target = 16 * widen * 2**group
         for i in range((depth - 4) // 6):
             layers.append(_block(current, target, stride if i == 0 else 1, dropout))
             current = target
-    layers += [
-        *_activated(current),
-        nn.AvgPool2d((rows // 4, columns // 4)),
-        nn.Flatten(),
-        nn.Linear(current, classes),
-    ]
-    return bounded(layers, 1.0, mean, std, channels)
+    return [*layers, *_activated(current), pool, nn.Flatten(), nn.Linear(current, image.classes)]
 
 
+@architecture(input_shape=(3, 224, 224), classes=1000)
 def resnet_plain(
+    image: Image,
     blocks: Sequence[int] = (3, 4, 23, 3),
     width: int = 64,
-    *,
-    input_shape: Shape = (3, 224, 224),
-    classes: int = 1000,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> nn.Sequential:
+    **common: Unpack[Common],
+) -> list[nn.Module]:
     """ResNet of bottlenecks with batch norm and ReLU, and no bound: (3, 4, 23, 3) blocks are ResNet-101.
 
     conv 7 x 7 of ``width`` channels with stride 2, max pooling of 3 with stride 2; four stages of blocks (conv 1 x 1,
@@ -126,9 +109,7 @@ def resnet_plain(
     Args:
         blocks: of the four stages; (3, 4, 6, 3) is ResNet-50, (3, 8, 36, 3) ResNet-152.
         width: channels of the first layer, 64 in the paper.
-        input_shape: (C, H, W) with H and W multiples of 32.
-        classes: number of outputs.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 32.
 
     Raises:
         OptionError: not four stages of at least one block.
@@ -140,12 +121,11 @@ def resnet_plain(
         He, Zhang, Ren & Sun, "Deep Residual Learning for Image Recognition", CVPR 2016; ResNet-101 is the network of
         [LipBound] table 3.
     """
-    channels, rows, columns = check_image(input_shape, 32, "resnet_plain")
-    check_classes(classes)
+    pool = nn.AvgPool2d(image.divided(32))
     if len(blocks) != 4:
         raise OptionError(f"blocks: expected those of four stages, got {list(blocks)}")
-    check_positive(width=width, **{f"blocks[{i}]": n for i, n in enumerate(blocks)})
-    layers: list[nn.Module] = [_conv(channels, width, 7, 2), *_activated(width), nn.MaxPool2d(3, 2, 1)]
+    check_sizes(width=width, blocks=blocks)
+    layers: list[nn.Module] = [_conv(image.channels, width, 7, 2), *_activated(width), nn.MaxPool2d(3, 2, 1)]
     current = width
     for stage, count in enumerate(blocks):
         inner, cout = width * 2**stage, 4 * width * 2**stage
@@ -160,8 +140,7 @@ def resnet_plain(
             )  # fmt: skip
             layers += [Sum(nn.Sequential(*body), skip), nn.ReLU()]
             current = cout
-    layers += [nn.AvgPool2d((rows // 32, columns // 32)), nn.Flatten(), nn.Linear(current, classes)]
-    return bounded(layers, 1.0, mean, std, channels)
+    return [*layers, pool, nn.Flatten(), nn.Linear(current, image.classes)]
 
 
 def _conv(cin: int, cout: int, size: int, stride: int = 1) -> nn.Conv2d:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from lipkit.layers import Residual, ScaledAvgPool2d
-from lipkit.models._parts import activated, bounded, check_classes, check_image, check_options, dense_options, find
-from lipkit.modules import Shape
+from lipkit.models._parts import Layers
+from lipkit.models.frame import Image, architecture
 
 
+@architecture()
 def resnet9(
+    image: Image,
     layer: str = "cayley",
     width: int = 64,
     *,
     kernel_size: int = 3,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
     **options: Any,
-) -> nn.Sequential:
+) -> list[nn.Module]:
     """Six convolutions and two skips: w, 2w, pool, [2w, 2w], 4w, pool, 8w, pool, [8w, 8w], pool, two linear layers.
 
     The last pooling is 2 instead of 4, which leaves four times the features for the additional linear layer.
@@ -32,10 +28,7 @@ def resnet9(
         layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
         width: w, channels of the first layer.
         kernel_size: of every convolution.
-        input_shape: (C, H, W) with H and W multiples of 16.
-        classes: number of outputs.
-        lipschitz: target constant of the network behind the normalisation.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 16.
         options: options of the family's convolution.
 
     >>> from lipkit.modules import lipschitz
@@ -45,31 +38,23 @@ def resnet9(
     References:
         [Cayley] section 5 and Appendix B (1-Lipschitz ResNet9).
     """
-    family = find(layer)
-    channels, rows, columns = check_image(input_shape, 16, "resnet9")
-    check_classes(classes)
-    check_options(options)
-
-    def conv(cin: int, cout: int) -> list[nn.Module]:
-        return activated(family, family.conv(cin, cout, kernel_size, **options))
+    made, features = Layers(layer, options), 8 * width * image.pixels(16)
 
     def skip(c: int) -> nn.Module:
-        return Residual(nn.Sequential(*conv(c, c), *conv(c, c)))
+        return Residual(nn.Sequential(*made.conv(c, c, kernel_size), *made.conv(c, c, kernel_size)))
 
-    features = 8 * width * (rows // 16) * (columns // 16)
-    layers = [
-        *conv(channels, width),
-        *conv(width, 2 * width),
+    return [
+        *made.conv(image.channels, width, kernel_size),
+        *made.conv(width, 2 * width, kernel_size),
         ScaledAvgPool2d(2),
         skip(2 * width),
-        *conv(2 * width, 4 * width),
+        *made.conv(2 * width, 4 * width, kernel_size),
         ScaledAvgPool2d(2),
-        *conv(4 * width, 8 * width),
+        *made.conv(4 * width, 8 * width, kernel_size),
         ScaledAvgPool2d(2),
         skip(8 * width),
         ScaledAvgPool2d(2),
         nn.Flatten(),
-        *activated(family, family.linear(features, 8 * width, **dense_options(family, options))),
-        family.last(8 * width, classes),
+        *made.linear(features, 8 * width),
+        made.last(8 * width, image.classes),
     ]
-    return bounded(layers, lipschitz, mean, std, channels)

@@ -1,20 +1,23 @@
-"""``settle``: networks of other libraries' layers, or of parametrised ones, as plain layers with fixed numbers."""
+"""Layers of other libraries, and parametrised ones, as plain layers with fixed numbers."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipkit.errors import NoRuleError, ShapeError
+from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.layers.export import filled
 from lipkit.layers.structure import Scale
-from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin
+from lipkit.models.constrained import Converted
+from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
+from lipkit.modules.registry import rules
 from lipkit.modules.running import carry_out, computed_tensors
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -84,10 +87,11 @@ def plain_form(module: nn.Module) -> nn.Module | None:
         return known(module)
     base = next((k for k in PLAIN if isinstance(module, k)), None)
     dressed = kind is not base or bool(module._forward_pre_hooks)
-    if not dressed and base is not None:
+    if (not dressed and base is not None) or (kind not in PLAIN and rules().get(kind, (False, False))[0]):
         return None
     exported = getattr(module, "vanilla_export", None)
-    if callable(exported) and not _holds_layers(module):
+    leaf = all(name == "parametrizations" for name, _ in module.named_children())
+    if callable(exported) and leaf:
         result = exported()
         return result if isinstance(result, nn.Module) and result is not module else None
     if base is not None:
@@ -99,21 +103,11 @@ def plain_form(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _holds_layers(module: nn.Module) -> bool:
-    return any(name != "parametrizations" for name, _ in module.named_children())
-
-
 def _rebuilt(base: type[Any], module: Any) -> nn.Module:
     weight, bias = module.weight.detach(), module.bias
-    sizes: tuple[Any, ...] = (module.in_features, module.out_features) if base is nn.Linear else ()
-    options: dict[str, Any] = {}
-    if not sizes:
-        sizes = (module.in_channels, module.out_channels, module.kernel_size)
-        names = ["stride", "padding", "dilation", "groups", "padding_mode"]
-        if base in (nn.ConvTranspose1d, nn.ConvTranspose2d):
-            names.append("output_padding")
-        options = {name: getattr(module, name) for name in names}
-    plain = base(*sizes, bias=bias is not None, device=weight.device, dtype=weight.dtype, **options)
+    names = inspect.signature(base).parameters.keys() - {"bias", "device", "dtype"}
+    sizes = {name: getattr(module, name) for name in names}
+    plain = base(**sizes, bias=bias is not None, device=weight.device, dtype=weight.dtype)
     if plain.weight.shape != weight.shape:
         raise NoRuleError(
             f"{type(module).__name__}: expected a weight of shape {tuple(plain.weight.shape)}, as of "
@@ -122,57 +116,90 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
     return filled(plain, weight, bias)
 
 
-def settle(model: nn.Module, sample: Tensor) -> nn.Module:
-    """A copy of ``model`` in evaluation mode whose parametrised and foreign layers are plain ones with fixed numbers.
+def settled(
+    model: nn.Module, input_shape: Shape, skip: Callable[[str], bool]
+) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
+    """A copy whose parametrised and foreign layers are plain ones, a row for each, and errors of those that stay.
 
-    The way in for networks built with ``torch.nn.utils.parametrizations`` (or parametrisations of one's own),
-    the older ``torch.nn.utils.spectral_norm``, deel-torchlip or orthogonium: the result can be bounded, exported and
-    certified. Each layer that was replaced, and the whole, is compared with the original on ``sample``. That finds a
-    layer whose forward pass is not that of its base class; certificates need no trust in it, since they are
-    made from the numbers of the result.
-
-    Args:
-        model: left as it is.
-        sample: a batch of inputs that reaches every layer.
-
-    Raises:
-        NoRuleError: a layer whose plain form computes something else; it names the layer.
-        ShapeError: ``sample`` does not reach a layer that has to be replaced.
-
-    >>> import lipkit
-    >>> net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), nn.ReLU())
-    >>> settled = settle(net, torch.ones(1, 4))
-    >>> settled[0], bool(lipkit.lipschitz(settled) > 0.5)
-    (Linear(in_features=4, out_features=3, bias=True), True)
+    Each layer that is replaced, and the whole, is compared with the original on one random input. That finds a layer
+    whose forward pass is not that of its base class; certificates need no trust in it, since they are made from the
+    numbers of the result.
     """
-    twin = copy.deepcopy(model, computed_tensors(model)).eval()
-    forms: dict[str, nn.Module] = {}
+    twin = copy.deepcopy(model, computed_tensors(model))
+    modes = {module: module.training for module in twin.modules()}
+    forms: dict[str, tuple[nn.Module, nn.Module]] = {}
+    new: dict[nn.Module, nn.Module] = {}
+    rows: list[Converted] = []
+    errors: list[LipkitError] = []
     with torch.no_grad():
-        for name, module in twin.named_modules(remove_duplicate=False):
+        for name, module in twin.eval().named_modules():
             # What is inside of a replaced layer (its parametrisations, for instance) goes with it.
-            if not any(name.startswith(f"{outer}." if outer else "") for outer in forms):
-                form = plain_form(module)
-                if form is not None:
-                    forms[name] = form.eval()
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-        handles = [
-            twin.get_submodule(name).register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
-            for name in forms
-        ]
-        expected = twin(sample)
+            if not skip(name) and not any(name.startswith(f"{outer}." if outer else "") for outer in forms):
+                try:
+                    form = plain_form(module)
+                except LipkitError as error:
+                    errors.append(error)
+                else:
+                    forms |= {} if form is None else {name: (module, form.eval())}
+        expected, calls = watched(twin, input_shape, [m for m, _ in forms.values()]) if forms else (None, {})
+        for name, (module, form) in forms.items():
+            try:
+                if module not in calls:
+                    raise ShapeError(f"convert: expected an input that reaches every layer, got none at {name!r}")
+                x, y = calls[module][-1]
+                _compare(form(x), y, f"{name!r}, {type(module).__name__} as {form}")
+            except LipkitError as error:
+                errors.append(error)
+            else:
+                new[module] = form.train(modes[module])
+                rows.append(Converted(name, type(module).__name__, type(form).__name__, "the same function"))
+    for module, mode in modes.items():
+        module.training = mode
+    result = replaced(twin, new)
+    try:
+        if rows:
+            _compare(watched(result, input_shape)[0], expected, "the network")
+    except NoRuleError as error:
+        return copy.deepcopy(model, computed_tensors(model)), [], [error]
+    return result, rows, errors
+
+
+def replaced(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """The model with new modules in the places of old ones, or the new one of itself."""
+    if model in new:
+        return new[model]
+    for parent in list(model.modules()):
+        # Not named_children, which names a child that is used twice only once.
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in new:
+                setattr(parent, name, new[child])
+    return model
+
+
+def watched(
+    model: nn.Module, input_shape: Shape, modules: Iterable[nn.Module] = ()
+) -> tuple[Tensor, dict[nn.Module, list[tuple[Tensor, Tensor]]]]:
+    """The output for one random input in evaluation mode, and input and output of each call of these modules."""
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.setdefault(module, []).append((inputs[0], output))
+
+    modes = [(module, module.training) for module in model.modules()]
+    first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    x = torch.rand(1, *input_shape, generator=torch.Generator().manual_seed(0)).to(first)
+    handles = [module.register_forward_hook(note) for module in modules]
+    try:
+        with torch.no_grad():
+            out = model.eval()(x)
+    finally:
         for handle in handles:
             handle.remove()
-        for name, form in forms.items():
-            if name not in seen:
-                raise ShapeError(f"settle: expected a sample that reaches every layer, got none at {name!r}")
-            x, y = seen[name]
-            _compare(form(x), y, f"{name!r}, {type(twin.get_submodule(name)).__name__} as {form}")
-            parent, _, own = name.rpartition(".")
-            if name:
-                setattr(twin.get_submodule(parent), own, form)
-        settled = forms.get("", twin)
-        _compare(settled(sample), expected, "the network")
-    return settled
+        for module, mode in modes:
+            module.training = mode
+    if not isinstance(out, Tensor):
+        raise OptionError(f"expected a model that returns a tensor, got {type(out).__name__}")
+    return out, calls
 
 
 def _compare(found: Any, expected: Any, what: str) -> None:
@@ -183,6 +210,6 @@ def _compare(found: Any, expected: Any, what: str) -> None:
         same = bool((found - expected).abs().max() <= size)
     if not same:
         raise NoRuleError(
-            f"settle: expected a plain layer that computes the same, got other outputs at {what}: write the layer as "
+            f"convert: expected a plain layer that computes the same, got other outputs at {what}: write the layer as "
             "modules of torch or lipkit"
         )

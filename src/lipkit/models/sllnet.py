@@ -9,10 +9,9 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear
-from lipkit.layers.base import check_positive
 from lipkit.layers.sll import SllConv2d, SllLinear
-from lipkit.models._parts import bounded, check_classes, check_image, check_options
-from lipkit.modules import Shape
+from lipkit.models._parts import check_flag, check_sizes
+from lipkit.models.frame import Image, architecture
 from lipkit.modules.rearrange import ResizeChannels
 
 # Channels, convolutions, dense layers.
@@ -20,7 +19,9 @@ SIZES = {"small": (45, 20, 7), "medium": (60, 30, 10), "large": (90, 50, 10), "x
 POOL = 4
 
 
+@architecture()
 def sllnet(
+    image: Image,
     size: str = "small",
     *,
     channels: int | None = None,
@@ -28,13 +29,8 @@ def sllnet(
     dense: Sequence[int] | None = None,
     inner: int = 5,
     last_layer_normalization: bool = False,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
     **options: Any,
-) -> nn.Sequential:
+) -> list[nn.Module]:
     """Zeros as further channels, ``depth`` SLL convolutions, sums of 4 x 4 pixels over 4, SLL dense layers, classes.
 
     Every layer is a residual one of constant width. ``size`` stands for channels, convolutions and dense layers, the
@@ -49,10 +45,7 @@ def sllnet(
         inner: inner channels of each convolution.
         last_layer_normalization: whether a last layer with rows of unit norm and free otherwise follows. False: the
             first outputs are the classes, without parameters.
-        input_shape: (C, H, W) with H and W multiples of 4.
-        classes: number of outputs.
-        lipschitz: target constant of the network behind the normalisation (and before the last layer).
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 4.
         options: options of the layers: ``activation``.
 
     Raises:
@@ -68,29 +61,23 @@ def sllnet(
     """
     if size not in SIZES:
         raise OptionError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
-    if not isinstance(last_layer_normalization, bool):
-        raise OptionError(f"last_layer_normalization: expected true or false, got {last_layer_normalization!r}")
+    check_flag(last_layer_normalization=last_layer_normalization)
     width, convolutions, linears = SIZES[size]
     width = width if channels is None else channels
     convolutions = convolutions if depth is None else depth
     units = [2048] * linears if dense is None else list(dense)
-    check_positive(channels=width, depth=convolutions, inner=inner)
-    check_positive(**{f"dense[{i}]": n for i, n in enumerate(units)})
-    pixels, rows, columns = check_image(input_shape, POOL, "sllnet")
-    check_classes(classes)
-    check_options(options)
-    if width < pixels:
-        raise OptionError(f"channels: expected at least the {pixels} of the images, got {width}")
-    features = width * (rows // POOL) * (columns // POOL)
-    if features < classes:
-        raise OptionError(f"channels: expected at least as many features as the {classes} classes, got {features}")
-    layers: list[nn.Module] = [
-        SllConv2d(width if number else pixels, width, 3, hidden=inner, **options) for number in range(convolutions)
-    ]
+    check_sizes(channels=width, depth=convolutions, inner=inner, dense=units)
+    features = width * image.pixels(POOL)
+    if width < image.channels:
+        raise OptionError(f"channels: expected at least the {image.channels} of the images, got {width}")
+    if features < image.classes:
+        raise OptionError(
+            f"channels: expected at least as many features as the {image.classes} classes, got {features}"
+        )
+    inputs = [image.channels, *[width] * (convolutions - 1)]
+    layers: list[nn.Module] = [SllConv2d(n, width, 3, hidden=inner, **options) for n in inputs]
     # Of norm 1: sixteen weights of a quarter.
     layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]
     layers += [SllLinear(features, features, hidden=n, **options) for n in units]
-    layers.append(
-        NormalizedLinear(features, classes) if last_layer_normalization else ResizeChannels(features, classes)
-    )
-    return bounded(layers, lipschitz, mean, std, pixels)
+    last = NormalizedLinear if last_layer_normalization else ResizeChannels
+    return [*layers, last(features, image.classes)]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import Family, HalfThrough
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import activated, bounded, check_image, check_options, find
+from lipkit.layers import HalfThrough
+from lipkit.models._parts import Layers, check_sizes
+from lipkit.models.frame import bounded, check_image, check_options
 from lipkit.modules import ConvexResidual, Shape
 
 # What a product of proved constants may be above 1 in float32; a gain below 1 by as much leaves the denoiser proved.
@@ -69,20 +69,17 @@ def unet(
         Ronneberger et al., MICCAI 2015, for the shape; the split in place of a concatenation is that of reversible
         networks (Jacobsen et al., "i-RevNet", ICLR 2018).
     """
-    check_positive(channels=channels, blocks=blocks, patch=patch, kernel_size=kernel_size)
+    check_sizes(channels=channels, blocks=blocks, patch=patch, kernel_size=kernel_size)
     if type(depth) is not int or depth < 0:
         raise OptionError(f"depth: expected an integer of at least 0, got {depth!r}")
     if channels % 2:
         raise OptionError(f"channels: expected a multiple of 2, got {channels}")
-    options = dict(options or {})
-    check_options(options)
-    family = find(layer)
+    made = _layers(layer, options, activation)
     inputs = check_image(input_shape, patch * 2**depth, "unet")[0]
     pixels = inputs * patch**2
 
     def convolutions(*widths: int) -> list[nn.Module]:
-        pairs = pairwise(widths)
-        return [m for a, b in pairs for m in activated(family, family.conv(a, b, kernel_size, **options), activation)]
+        return [m for a, b in pairwise(widths) for m in made.conv(a, b, kernel_size)]
 
     def level(width: int, below: int) -> list[nn.Module]:
         side = [width] * (blocks + 1)
@@ -91,7 +88,7 @@ def unet(
         inner = nn.Sequential(nn.PixelUnshuffle(2), *level(2 * width, below - 1), nn.PixelShuffle(2))
         return [*convolutions(*side), HalfThrough(inner), *convolutions(*side)]
 
-    first, last = convolutions(pixels, channels), _linear(family, channels, pixels, kernel_size, options)
+    first, last = convolutions(pixels, channels), made.bare(channels, pixels, kernel_size)
     layers = [nn.PixelUnshuffle(patch), *first, *level(channels, depth), last, nn.PixelShuffle(patch)]
     if mean is None:
         return bounded(layers, lipschitz)
@@ -132,22 +129,17 @@ def autoencoder(
     """
     if not stages:
         raise OptionError("stages: expected the channels of at least one stage, got none")
-    check_positive(code=code, kernel_size=kernel_size, **{f"stages[{i}]": n for i, n in enumerate(stages)})
-    options = dict(options or {})
-    check_options(options)
-    family, current = find(layer), check_image(input_shape, 2 ** len(stages), "autoencoder")[0]
+    check_sizes(code=code, kernel_size=kernel_size, stages=stages)
+    made, current = _layers(layer, options, activation), check_image(input_shape, 2 ** len(stages), "autoencoder")[0]
     down: list[nn.Module] = []
     up: list[nn.Module] = []
     for i, width in enumerate(stages):
-        below = family.conv(4 * current, width, kernel_size, **options)
-        down += [nn.PixelUnshuffle(2), *activated(family, below, activation)]
-        back = family.conv(width, 4 * current, kernel_size, **options)
-        if i == 0:
-            back = _linear(family, width, 4 * current, kernel_size, options)
-        up = [*([back] if i == 0 else activated(family, back, activation)), nn.PixelShuffle(2), *up]
+        down += [nn.PixelUnshuffle(2), *made.conv(4 * current, width, kernel_size)]
+        back = made.conv(width, 4 * current, kernel_size)
+        up = [*(back if i else [made.bare(width, 4 * current, kernel_size)]), nn.PixelShuffle(2), *up]
         current = width
-    down.append(_linear(family, current, code, kernel_size, options))
-    up = [*activated(family, family.conv(code, current, kernel_size, **options), activation), *up]
+    down.append(made.bare(current, code, kernel_size))
+    up = [*made.conv(code, current, kernel_size), *up]
     net = nn.Sequential()
     net.add_module("encoder", bounded(down, lipschitz))
     net.add_module("decoder", nn.Sequential(*up))
@@ -188,11 +180,13 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
     return ConvexResidual(body, torch.tensor(0.5))
 
 
-def _linear(family: Family, before: int, after: int, kernel_size: int, options: Mapping[str, Any]) -> nn.Module:
-    """The last convolution; a family that contains its activation has no linear one, and is refused."""
-    if family.own_activation:
+def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:
+    """Layers of a family; one that contains its activation is refused: the last layer must reach all values."""
+    check_options(options or {})
+    made = Layers(name, options or {}, activation)
+    if made.family.own_activation:
         raise OptionError(
-            f"layer: expected a family of linear convolutions, got {family.name!r}, which contains its activation: the "
+            f"layer: expected a family of linear convolutions, got {name!r}, which contains its activation: the "
             "last layer of an image must reach all values"
         )
-    return family.conv(before, after, kernel_size, **options)
+    return made

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import MaxMin, Residual, ScaledAvgPool2d
-from lipkit.layers.base import check_positive
-from lipkit.models._parts import (
-    activated,
-    bounded,
-    check_classes,
-    check_image,
-    check_options,
-    dense_options,
-    find,
-    strided_kernel,
-)
-from lipkit.modules import Shape
+from lipkit.layers import Residual, ScaledAvgPool2d
+from lipkit.models._parts import Layers, check_sizes
+from lipkit.models.frame import Image, architecture
 
 
+@architecture()
 def wide_resnet(
+    image: Image,
     depth: int = 10,
     widen: int = 10,
     layer: str = "cayley",
     *,
     kernel_size: int = 3,
-    input_shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    lipschitz: float = 1.0,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
     **options: Any,
-) -> nn.Sequential:
+) -> list[nn.Module]:
     """WRN-depth-widen: 16 channels, then three groups of (depth - 4) / 6 blocks with 16, 32, 64 times ``widen``.
 
     Each block is MaxMin, conv, MaxMin, conv under a convex skip; where the shape changes, the skip is a 1 x 1 layer of
@@ -48,10 +34,7 @@ def wide_resnet(
         widen: widening factor.
         layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
         kernel_size: of the layers of stride 1.
-        input_shape: (C, H, W) with H and W multiples of 16.
-        classes: number of outputs.
-        lipschitz: target constant of the network behind the normalisation.
-        mean, std: input normalisation, part of the network.
+        image: (C, H, W) with H and W multiples of 16.
         options: options of the family's convolution.
 
     Raises:
@@ -64,45 +47,31 @@ def wide_resnet(
     References:
         [Cayley] section 5 (WideResNet10-10); Zagoruyko & Komodakis, BMVC 2016.
     """
-    family = find(layer)
-    channels, rows, columns = check_image(input_shape, 16, "wide_resnet")
-    check_classes(classes)
-    check_options(options)
-    check_positive(kernel_size=kernel_size)
+    made = Layers(layer, options)
+    rows, columns = image.divided(16)
+    check_sizes(kernel_size=kernel_size)
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, ...), got {depth}")
+    if rows != columns:
+        raise OptionError(
+            f"input_shape: expected a square image for the last pooling, got {image.rows} x {image.columns}"
+        )
     if widen < 1:
         raise OptionError(f"widen: expected at least 1, got {widen}")
-    half = strided_kernel(family, kernel_size, max(1, kernel_size // 2))
-    # Layers that contain their activation have none before them either.
-    before = [] if family.own_activation else [MaxMin()]
 
     def block(cin: int, cout: int, stride: int) -> nn.Module:
-        first = half if stride > 1 else kernel_size
-        body = nn.Sequential(
-            *before,
-            family.conv(cin, cout, first, stride=stride, **options),
-            *before,
-            family.conv(cout, cout, kernel_size, **options),
-        )
+        first = made.bare(cin, cout, made.strided(kernel_size) if stride > 1 else kernel_size, stride)
+        # Layers that contain their activation have none before them either.
+        body = nn.Sequential(*made.behind(), first, *made.behind(), made.bare(cout, cout, kernel_size))
         same = cin == cout and stride == 1
-        return Residual(body, shortcut=None if same else family.conv(cin, cout, 1, stride=stride, **options))
+        return Residual(body, shortcut=None if same else made.bare(cin, cout, 1, stride))
 
-    layers: list[nn.Module] = [family.conv(channels, 16, kernel_size, **options)]
+    layers: list[nn.Module] = [made.bare(image.channels, 16, kernel_size)]
     current = 16
     for group, stride in enumerate((1, 2, 2)):
         target = 16 * widen * 2**group
         for i in range((depth - 4) // 6):
             layers.append(block(current, target, stride if i == 0 else 1))
             current = target
-    pool_h, pool_w = rows // 8, columns // 8
-    if pool_h != pool_w:
-        raise OptionError(f"input_shape: expected a square image for the last pooling, got {rows} x {columns}")
-    layers += [
-        *before,
-        ScaledAvgPool2d(pool_h),
-        nn.Flatten(),
-        *activated(family, family.linear(current * 4, current, **dense_options(family, options))),
-        family.last(current, classes),
-    ]
-    return bounded(layers, lipschitz, mean, std, channels)
+    pool = [*made.behind(), ScaledAvgPool2d(2 * rows), nn.Flatten()]
+    return [*layers, *pool, *made.linear(current * 4, current), made.last(current, image.classes)]

@@ -75,7 +75,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
     if parametrize.is_parametrized(module):
         raise NoRuleError(
             f"{name} has parametrizations on {sorted(module.parametrizations)}, "  # type: ignore[arg-type]
-            "expected none: lipkit.models.settle(model, sample) makes a copy with the weights as they are now"
+            "expected none: lipkit.convert(model, None, input_shape=...) makes a copy with the weights as they are now"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise NoRuleError(

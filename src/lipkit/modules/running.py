@@ -115,7 +115,7 @@ def _materialise(name: str, module: nn.Module) -> None:
                     raise NoRuleError(
                         f"{_at(name)}parametrization {type(kind).__qualname__} of {tensor_name!r}: expected spectral "
                         "or weight normalisation or orthogonal of torch.nn.utils.parametrizations: make the weight "
-                        "constant with lipkit.models.settle(model, sample)"
+                        "constant with lipkit.convert(model, None, input_shape=...)"
                     )
                 if type(kind).__name__ == "_SpectralNorm" and kind.training:
                     raise _still_changing(name)

@@ -1,0 +1,303 @@
+"""One layer: its counterpart of a family, near its weight, or the reason why it has none.
+
+Geometry comes last: which convolutions have a constrained counterpart of the same shapes, and with which kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError
+from lipkit.layers import families
+from lipkit.layers.aol import AolConv2d, AolLinear
+from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
+from lipkit.layers.dense import BjorckLinear, OrthogonalLinear
+from lipkit.layers.lot import LotConv2d
+from lipkit.layers.ossn import OssnConv2d
+from lipkit.layers.rko import RkoConv2d
+from lipkit.layers.svcm import SvcmConv2d
+from lipkit.linalg import bjorck, newton_schulz, polar
+from lipkit.modules.guarding import guard
+
+# What `start_near` did, in the words of the report.
+NEAREST, DIRECTION, UNPROJECTED, OWN = "nearest", "rescaled", "not projected yet", "own start"
+# Limit of these functions: the semi-orthogonal matrix nearest to their argument.
+_POLAR = (polar, bjorck, newton_schulz)
+# Smallest singular value of I + Q for which the Cayley transform is inverted: beyond it float32 loses the matrix.
+_CAYLEY_GAP = 1e-3
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A layer that was replaced: its name, the old and the new type, and where the new one starts."""
+
+    name: str
+    old: str
+    new: str
+    start: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A layer that was kept although it is not known to be 1-Lipschitz, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+class Converter:
+    """Layers of one family in place of ordinary ones, and the rows that report them."""
+
+    def __init__(self, family: families.Family, options: dict[str, Any]) -> None:
+        self.family, self.options = family, options
+        self.converted: list[Converted] = []
+        self.kept: list[Kept] = []
+
+    def note(self, name: str, old: nn.Module, new: str, start: str, note: str = "") -> None:
+        self.converted.append(Converted(name, type(old).__name__, new, start, note))
+
+    def keep(self, name: str, module: nn.Module, reason: str) -> nn.Module:
+        self.kept.append(Kept(name, type(module).__name__, reason))
+        return module
+
+    def layer(self, name: str, module: nn.Module, sizes: set[tuple[int, int]]) -> nn.Module:
+        """The layer of the family near a convolution on images of these sizes or a linear layer, or the old one."""
+        reason = self._obstacle(module, sizes)
+        if reason is not None:
+            return self.keep(name, module, reason)
+        new, weight, note = self._made(module), module.get_parameter("weight").detach(), ""
+        if isinstance(module, nn.Conv2d):
+            weight = unstrided_kernel(module)
+            if module.kernel_size != (1, 1) and module.padding_mode != "circular":
+                note = f"{module.padding_mode.removesuffix('s')} padding became circular"
+        start = start_near(new, weight, next(iter(sizes)) if len(sizes) == 1 else None)
+        bias, target = getattr(module, "bias", None), getattr(new, "bias", None)
+        if isinstance(bias, Tensor) and isinstance(target, Tensor) and bias.shape == target.shape:
+            target.data.copy_(bias)
+        self.note(name, module, type(new).__name__, start, note)
+        return new.train(module.training)
+
+    def _obstacle(self, module: nn.Module, sizes: set[tuple[int, int]]) -> str | None:
+        """The reason why no layer of the family replaces this convolution or linear layer, or None."""
+        try:
+            guard(module)
+        except NoRuleError as error:
+            return str(error)
+        if not isinstance(module, nn.Conv2d):
+            return None
+        if (why := obstacle(module)) is not None:
+            return why
+        family, k, step = self.family, kernel_size(module), module.stride[0]
+        for h, w in sorted(sizes):
+            if h % step or w % step:
+                return f"the stride {step} does not divide its image of {h} x {w}"
+            if not all(family.accepts(side, h // step, w // step) for side in k):
+                return f"{family.name} accepts {family.sizes}, got a kernel of {k} for {h // step} x {w // step}"
+        if not sizes and not all(family.accepts(side, side, side) for side in k):
+            return f"{family.name} accepts {family.sizes}, got a kernel of {k}"
+        return None
+
+    def _made(self, module: nn.Module) -> nn.Module:
+        weight, family = module.get_parameter("weight"), self.family
+        # Half precision cannot hold a constraint: such a layer becomes float32.
+        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+        common: dict[str, Any] = {"bias": module.bias is not None, "device": weight.device, "dtype": dtype}
+        if isinstance(module, nn.Linear):
+            return family.last(module.in_features, module.out_features, **common)
+        assert isinstance(module, nn.Conv2d)
+        sizes = (module.in_channels, module.out_channels, kernel_size(module), module.stride[0])
+        bare = {"activation": None} if family.own_activation else {}
+        try:
+            return family.conv(*sizes, **{**common, **bare, **self.options})
+        except TypeError as error:
+            given = sorted(self.options)
+            raise OptionError(f"expected options of the family {family.name!r}, got {given} ({error})") from None
+
+
+def inverse_cayley(q: Tensor) -> Tensor | None:
+    r"""A matrix whose Cayley transform (``lipkit.linalg.cayley``) is the semi-orthogonal ``q``, or None.
+
+    For a tall :math:`Q = [Q_1; Q_2]`: :math:`X = (Q_1 + I)/2`, :math:`V = -\tfrac12 Q_2 X^{-1}` and
+    :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`.
+
+    Args:
+        q: ``(m, n)`` with orthonormal columns (m >= n) or rows.
+
+    Returns:
+        ``(m, n)``; None where I + Q_1 is singular or nearly so: no Cayley transform comes near (every orthogonal
+        matrix of determinant -1, for instance).
+
+    >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+    >>> from lipkit.linalg import cayley
+    >>> torch.allclose(cayley(inverse_cayley(turn)), turn, atol=1e-6)
+    True
+    >>> inverse_cayley(-torch.eye(2)) is None
+    True
+
+    References:
+        [Cayley] proposition A.7, solved for its argument.
+    """
+    m, n = q.shape
+    if m < n:
+        wide = inverse_cayley(q.mT)
+        return None if wide is None else wide.mT
+    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)
+    if float(torch.linalg.svdvals(top)[-1]) < _CAYLEY_GAP:
+        return None
+    inverse = 2 * torch.linalg.inv(top)
+    return torch.cat(((inverse - inverse.mT) / 4, -q[n:] @ inverse / 2))
+
+
+def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
+    """Set the free parameters of a constrained layer from the weight of an ordinary one.
+
+    =============================== ====================================================================================
+    nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar
+                                    factor), Cayley dense layers and 1 x 1 convolutions whose polar factor is a Cayley
+                                    transform; SVCM (by its projection on that image size)
+    rescaled                        OSSN, AOL: the weight itself, divided by the bound
+    not projected yet               SVCM of an unknown image size: the weight as it is
+    own start                       every other: its feasible set is not parameterised by a kernel of this size
+    =============================== ====================================================================================
+
+    Args:
+        layer: constrained, changed in place.
+        weight: ``(out, in)``, or the kernel ``(cout, s^2 cin, kh, kw)`` after downsampling.
+        size: height and width of the layer's input, before downsampling.
+
+    Returns:
+        The column of the table above.
+
+    >>> layer = BjorckLinear(2, 2)
+    >>> start_near(layer, torch.tensor([[0.0, -3.0], [2.0, 0.0]]))
+    'nearest'
+    >>> layer.weight().round(decimals=4).add(0.0).tolist()
+    [[0.0, -1.0], [1.0, 0.0]]
+    """
+    weight = weight.detach()
+    if not bool(torch.isfinite(weight).all()) or not bool(weight.any()):
+        return OWN
+    with torch.no_grad():
+        if type(layer) in (CayleyLinear, CayleyConv2d):
+            return _start_cayley(layer, weight)
+        if isinstance(layer, SvcmConv2d):
+            layer.free.copy_(weight)
+            if size is not None:
+                layer.project_(size)
+            return NEAREST if size is not None else UNPROJECTED
+        exact = type(layer) is BjorckLinear or (
+            type(layer) in (OrthogonalLinear, LotConv2d, RkoConv2d) and layer.orthogonalize in _POLAR
+        )
+        if not exact and type(layer) not in (OssnConv2d, AolConv2d, AolLinear):
+            return OWN
+        free = layer.get_parameter("free")
+        if type(layer) in (BjorckLinear, RkoConv2d):
+            # The iteration stops early for badly conditioned matrices: give it the limit itself.
+            free.copy_(polar(weight.double().flatten(1)).reshape(weight.shape))
+        else:
+            free.copy_(weight)
+        return NEAREST if exact else DIRECTION
+
+
+def _start_cayley(layer: nn.Module, weight: Tensor) -> str:
+    if weight.shape[2:].numel() != 1:
+        return OWN
+    raw = inverse_cayley(polar(weight.double().flatten(1)))
+    if raw is None:
+        return OWN
+    # The transform reads scale * free / ||free||.
+    layer.get_parameter("free").copy_(raw.reshape(weight.shape))
+    layer.get_parameter("scale").copy_(torch.linalg.vector_norm(raw))
+    return NEAREST
+
+
+def obstacle(conv: nn.Conv2d) -> str | None:
+    """Why no layer of the library maps the same shapes as this convolution, or None.
+
+    Constrained convolutions keep the image size, or divide it by an emulated stride s (the image must be a multiple
+    of s): :math:`\\lfloor (H + 2p - k)/s \\rfloor + 1 = H/s` for all such H iff
+    :math:`\\lfloor (2p - k)/s \\rfloor = -1` on both axes.
+
+    >>> obstacle(nn.Conv2d(3, 8, 3, stride=2, padding=1)) is None
+    True
+    >>> obstacle(nn.Conv2d(3, 8, 3))
+    'padding 0 with kernel_size 3 and stride 1 changes the image size, expected padding 1'
+    """
+    if conv.groups != 1:
+        return f"groups={conv.groups}, expected 1"
+    if conv.dilation != (1, 1):
+        return f"dilation={conv.dilation}, expected (1, 1)"
+    if len(set(conv.stride)) != 1:
+        return f"stride={conv.stride}, expected the same on both axes"
+    step = conv.stride[0]
+    if isinstance(conv.padding, str):
+        return (
+            None if conv.padding == "same" or conv.kernel_size == (1, 1) else "padding='valid' changes the image size"
+        )
+    for k, p in zip(conv.kernel_size, conv.padding, strict=True):
+        if (2 * p - k) // step != -1:
+            return (
+                f"padding {p} with kernel_size {k} and stride {step} changes the image size, "
+                f"expected padding {max(0, (k - step + 1) // 2)}"
+            )
+    return None
+
+
+def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
+    """Pixels before the first one on each axis: the tap that sits on the pixel itself.
+
+    >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
+    ((2, 2), (1, 1))
+    """
+    if isinstance(conv.padding, str):
+        rows, cols = ((k - 1) // 2 for k in conv.kernel_size)
+        return rows, cols
+    rows, cols = conv.padding
+    return int(rows), int(cols)
+
+
+def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
+    """Taps that the same convolution has after downsampling by its stride (odd, so that the centre is a pixel).
+
+    A tap at offset d from the pixel lies in the patch ``floor(d / s)``. Without a stride the kernel keeps its size.
+
+    >>> kernel_size(nn.Conv2d(3, 8, 7, stride=2, padding=3)), kernel_size(nn.Conv2d(3, 8, 2, stride=2))
+    ((5, 5), (1, 1))
+    """
+    step = conv.stride[0]
+    if step == 1:
+        rows, cols = conv.kernel_size
+        return rows, cols
+    sizes = []
+    for k, p in zip(conv.kernel_size, left_padding(conv), strict=True):
+        reach = max(-(-p // step), (k - 1 - p) // step)
+        sizes.append(2 * reach + 1)
+    return sizes[0], sizes[1]
+
+
+def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
+    """The kernel ``(cout, s^2 cin, kh, kw)`` that gives the same map after invertible downsampling.
+
+    Equal to the convolution itself away from the border, and everywhere if its padding is circular.
+
+    >>> unstrided_kernel(nn.Conv2d(3, 8, 3, stride=2, padding=1)).shape
+    torch.Size([8, 12, 3, 3])
+    """
+    step = conv.stride[0]
+    weight = conv.weight.detach()
+    if step == 1:
+        return weight.clone()
+    cout, cin, kh, kw = weight.shape
+    (rows, cols), (top, left) = kernel_size(conv), left_padding(conv)
+    kernel = torch.zeros(cout, cin, step, step, rows, cols, device=weight.device, dtype=weight.dtype)
+    for i in range(kh):
+        for j in range(kw):
+            (patch_i, inner_i), (patch_j, inner_j) = divmod(i - top, step), divmod(j - left, step)
+            kernel[:, :, inner_i, inner_j, patch_i + rows // 2, patch_j + cols // 2] = weight[:, :, i, j]
+    return kernel.flatten(1, 3)

@@ -1,0 +1,176 @@
+"""The frame of the architectures for images: five keywords, their checks, normalisation and gain in front.
+
+An architecture is a function from an `Image` to layers. `architecture` makes the builder of it that users call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypedDict, get_type_hints
+
+from torch import nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import Normalize, Scale
+from lipkit.modules import Shape
+
+P = ParamSpec("P")
+
+
+class Common(TypedDict, total=False):
+    """The keywords of every architecture; architectures without options of their own name them for type checkers."""
+
+    input_shape: Shape
+    classes: int
+    lipschitz: float
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+
+
+# Stands in the docstring of every builder, below the line of its images.
+DESCRIBED = """\
+    classes: number of outputs.
+    lipschitz: target constant behind the normalisation (without a last layer of unit rows), set by a gain in front.
+    mean, std: input normalisation, part of the network."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """The images that the layers are made for, their shape checked, and the number of classes."""
+
+    model: str
+    channels: int
+    rows: int
+    columns: int
+    classes: int
+
+    def divided(self, by: int) -> tuple[int, int]:
+        """Rows and columns divided by a factor; ``ShapeError`` unless it divides both."""
+        check_image((self.channels, self.rows, self.columns), by, self.model)
+        return self.rows // by, self.columns // by
+
+    def pixels(self, by: int) -> int:
+        """How many pixels are left of the image with both sides divided."""
+        rows, columns = self.divided(by)
+        return rows * columns
+
+
+def architecture(
+    input_shape: Shape = (3, 32, 32), classes: int = 10
+) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
+    """Decorate a function from an `Image` and options to layers: it gets the keywords of `Common` for the image.
+
+    ``image`` is the first parameter, with one line in the docstring. An architecture that hands no options on to its
+    layers ends in ``**common: Unpack[Common]``, for type checkers alone.
+
+    Args:
+        input_shape, classes: the defaults of the architecture.
+
+    >>> @architecture(classes=2)
+    ... def net(image, width=4):
+    ...     return [nn.Flatten(), nn.Linear(image.channels * image.pixels(1), width), nn.Linear(width, image.classes)]
+    >>> net(8, input_shape=(1, 4, 4), lipschitz=2.0)[0], inspect.signature(net).parameters["classes"]
+    (Scale(gamma=2, learnable=False), <Parameter "classes: int = 2">)
+    """
+    defaults: dict[str, Any] = {
+        "input_shape": input_shape,
+        "classes": classes,
+        "lipschitz": 1.0,
+        "mean": None,
+        "std": None,
+    }
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
+        for name, kind in get_type_hints(Common).items()
+    ]
+
+    def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
+        given = inspect.signature(layers).parameters.values()
+        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]
+        # In the order that Python asks for: what may be positional, keywords, options that are handed on.
+        signature = inspect.Signature(sorted([*own, *common], key=lambda p: p.kind), return_annotation=nn.Sequential)
+
+        @functools.wraps(layers)
+        def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
+            signature.bind(*args, **options)  # its TypeError counts the arguments that the caller sees
+            values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
+            shape, outputs, gain, mean, std = values
+            image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
+            check_classes(outputs)
+            check_options(options)
+            return bounded(layers(image, *args, **options), gain, mean, std, image.channels)
+
+        build.__signature__ = signature  # type: ignore[attr-defined]
+        described = rf"    input_shape: \1\n{DESCRIBED}"
+        build.__doc__ = re.sub("^    image: (.*)$", described, inspect.cleandoc(layers.__doc__ or ""), flags=re.M)
+        return build
+
+    return frame
+
+
+def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
+    """(C, H, W), or ``ShapeError`` unless H and W are multiples of ``multiple``."""
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    sizes = len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)
+    if not sizes or shape[1] % multiple or shape[2] % multiple:
+        sides = f"with H and W multiples of {multiple}" if multiple > 1 else "of positive integers"
+        raise ShapeError(f"{model}: expected an input shape (C, H, W) {sides}, got {input_shape}")
+    return shape[0], shape[1], shape[2]
+
+
+def check_classes(classes: int) -> None:
+    """Raise ``OptionError`` unless there are at least two classes."""
+    if type(classes) is not int or classes < 2:
+        raise OptionError(f"classes: expected an integer of at least 2, got {classes!r}")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ``OptionError`` for options that would reach only the convolutions and so break the model."""
+    for name in ("device", "dtype"):
+        if name in options:
+            raise OptionError(f"{name}: expected no such option, got {options[name]}: move the whole model with .to()")
+
+
+def bounded(
+    layers: Sequence[nn.Module],
+    lipschitz: float = 1.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    channels: int | None = None,
+) -> nn.Sequential:
+    """A chain with an optional input normalisation in front and a gain of ``lipschitz`` after it.
+
+    The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
+    by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
+    """
+    head: list[nn.Module] = []
+    if (mean is None) != (std is None):
+        raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
+    if mean is not None and std is not None:
+        if channels is not None and len(mean) != channels:
+            raise OptionError(f"mean and std: expected {channels} numbers, one per channel, got mean={mean}")
+        head.append(Normalize(mean, std))
+    if lipschitz != 1.0:
+        head.append(Scale(lipschitz))
+    return nn.Sequential(*head, *layers)
+
+
+def split_gain(model: nn.Module) -> nn.Module:
+    """A chain whose gain is in equal parts: the m-th root of L in front of each of its m layers with parameters.
+
+    A residual block is one layer. Without biases the function is the same where activations are homogeneous.
+
+    References:
+        [Cayley] section 5.1, "Ensuring Lipschitz constraints".
+    """
+    gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
+    if gain is None:  # of 1
+        return model
+    layers = [layer for layer in model.children() if layer is not gain]
+    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
+    part = float(gain.gamma()) ** (1 / len(owners))
+    return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
