@@ -348,7 +348,7 @@ def _slope(module: nn.Module, x: Tensor) -> float:
     with torch.no_grad():
         for _ in range(20):
             step = torch.randn_like(x) * 0.1
-            moved = (module(x + step) - module(x)).double().flatten(1).norm(dim=1)
+            moved = (module(x + step) - module(x)).double().reshape(len(x), -1).norm(dim=1)
             far = ((x + step) - x).double().flatten(1).norm(dim=1)
             worst = max(worst, float(((moved - 1e-5 * (1 + moved)) / far).max()))
     return worst
