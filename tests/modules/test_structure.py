@@ -325,7 +325,20 @@ def test_larger_batches_are_a_second_line(monkeypatch: pytest.MonkeyPatch, most:
         lipschitz(network.eval(), V)
 
 
+class Held(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x
+
+
 def test_training_mode_is_named() -> None:
+    # One value a channel: torch itself refuses a batch of one sample.
+    flat = nn.BatchNorm1d(4)
+    with pytest.raises(NoRuleError, match=r"Expected more than 1 value.* in training mode: call model\.eval\(\)"):
+        export(Held(flat), V)
     for forward, shape in (
         (lambda s, x: s.norm(s.conv(x)) + x, I),
         (lambda s, x: F.dropout(x, 0.5, s.training) + x, V),

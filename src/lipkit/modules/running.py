@@ -450,7 +450,7 @@ def _alone(root: Root, x: Tensor) -> Tensor:
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
             f"analyze: expected a forward pass for batches of any size, got one that fails for {len(x)} "
-            f"sample{'s' if len(x) > 1 else ''}: {first_line(error)}"
+            f"sample{'s' if len(x) > 1 else ''}: {first_line(error)}{_hint(root)}"
         ) from error
 
 
