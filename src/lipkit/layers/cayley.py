@@ -23,7 +23,6 @@ from lipkit.layers.export import (
 )
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
-from lipkit.linalg.transforms import transformed
 from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lipschitz_rule
 
 
@@ -40,36 +39,6 @@ def frobenius(free: Tensor) -> Tensor:
 _SMALLEST = 1e-12
 
 
-class _Rescaled(torch.autograd.Function):
-    """``scale * free / ||free||_F``: two passes over the weights in the derivative, which torch's own takes in six."""
-
-    @staticmethod
-    def forward(ctx: Any, free: Tensor, scale: Tensor) -> Tensor:
-        norm = frobenius(free)
-        ctx.save_for_backward(free, scale, norm)
-        return free * (scale / norm.clamp_min(_SMALLEST))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (g,) = grads
-        free, scale, norm = ctx.saved_tensors
-        if torch.is_grad_enabled() or transformed():
-            # The gradient itself is to be differentiated, or there is a batch of them.
-            found: tuple[Tensor, Tensor] = torch.func.vjp(_rescaled, free, scale)[1](g)
-            return found
-        least = norm.clamp_min(_SMALLEST)
-        along = torch.linalg.vecdot(g.flatten(), free.flatten()) / least
-        ratio = scale / least
-        # A norm that is clamped has no gradient.
-        inward = torch.where(norm < _SMALLEST, torch.zeros_like(norm), ratio * along / least)
-        return torch.mul(g, ratio).addcmul_(free, inward, value=-1), along
-
-
-def _rescaled(free: Tensor, scale: Tensor) -> Tensor:
-    """The function of :class:`_Rescaled`, by operations that every tracer and every derivative of torch knows."""
-    return free * (scale / frobenius(free).clamp_min(_SMALLEST))
-
-
 def rescaled(free: Tensor, scale: Tensor) -> Tensor:
     """``scale * free / ||free||_F``: the weight normalisation inside the transform; finite at zero.
 
@@ -77,10 +46,7 @@ def rescaled(free: Tensor, scale: Tensor) -> Tensor:
     [[6.0, 8.0]]
     """
     free, scale = at_least_float32(free), at_least_float32(scale)
-    if torch.compiler.is_compiling() or transformed():
-        return _rescaled(free, scale)
-    made: Tensor = _Rescaled.apply(free, scale)
-    return made
+    return free * (scale / frobenius(free).clamp_min(_SMALLEST))
 
 
 def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
