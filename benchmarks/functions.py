@@ -116,13 +116,12 @@ def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
 def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:
     """A first Cayley layer of three inputs."""
     x, kernel, bias = leaf(batch, 3, side, side), leaf(cout, 3, 3, 3, size=0.2), leaf(cout)
-    solution = few_inputs._solution(kernel.detach(), side, side).requires_grad_()
     yield Pair(
-        "first layer (few_inputs._Outputs)",
+        "first layer (few_inputs._Convolved)",
         f"3->{cout}@{side}, batch {batch}",
-        few_inputs._Outputs.apply,
+        lambda *t: few_inputs._Convolved.apply(*t, x.dtype),
         few_inputs._plain,
-        (solution, x, kernel, bias),
+        (kernel, x, bias),
     )
 
 

@@ -85,7 +85,11 @@ def _parts(a: Tensor) -> list[slice]:
 
 
 class _AddGram(torch.autograd.Function):
-    """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix."""
+    """``A + conj(W) W^T`` (wide) or ``A + W^T conj(W)``: the gradient of W is one product with a Hermitian matrix.
+
+    Gain (AMD EPYC): 1.2 to 1.7 by itself; a training step of a sandwich layer 1.16 to 1.29 at 256@8 and from 512
+    channels on, else 0.97 to 1.11, of a Cayley layer 1.00 to 1.02.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, w: Tensor, wide: bool) -> Tensor:

@@ -66,7 +66,10 @@ def _norm(matrix: Tensor) -> Tensor:
 
 
 class _QuickNorm(torch.autograd.Function):
-    """:func:`lipkit.proof.norms.quick_spectral_norm`, with second derivatives of :func:`gram_norm`."""
+    """:func:`lipkit.proof.norms.quick_spectral_norm`, with second derivatives of :func:`gram_norm`.
+
+    Gain over it (AMD EPYC): 0.96 to 3.6 by itself; a training step of SOC 1.29 at 256@8, 1.02 to 1.03 at smaller ones.
+    """
 
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -304,7 +304,8 @@ def _count(group: slice) -> int:
 class _TaylorExponential(torch.autograd.Function):
     """:func:`_taylor_exponential` of real matrices for a small degree, with half of its products.
 
-    The powers are returned so that the backward pass can have them; they carry no gradient.
+    The powers are returned so that the backward pass can have them; they carry no gradient. Gain (AMD EPYC): 1.6 to 2.2
+    by itself from 128 on; a training step of ECO 1.2 at 128@12, 2.0 at 512@3.
     """
 
     @staticmethod
