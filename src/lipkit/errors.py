@@ -8,8 +8,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LipkitError(Exception):
@@ -130,3 +134,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def warn_of_bytes(x: Tensor, remedy: str) -> None:
+    """Warn of floating-point images of 1 or 3 channels from about 0 to about 255: a / 255 was forgotten."""
+    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}
+    if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
+        warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)

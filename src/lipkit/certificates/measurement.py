@@ -16,8 +16,7 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import evaluators, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
-from lipkit.data.split import warn_of_bytes
-from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
+from lipkit.errors import NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.guarding import guard, refuse_wrapper

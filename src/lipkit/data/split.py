@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,13 +220,6 @@ def fixed_permutation(n: int, seed: int) -> np.ndarray:
         array([3, 2, 1, 0, 4])
     """
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
-
-
-def warn_of_bytes(x: Tensor, remedy: str) -> None:
-    """Warn of floating-point images of 1 or 3 channels from about 0 to about 255: a / 255 was forgotten."""
-    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}
-    if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
-        warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)
 
 
 def _describe(t: Tensor | ImageFiles) -> str:
