@@ -1,4 +1,4 @@
-"""A package imports only from lines above its own: read from the syntax tree of every file."""
+"""A package imports only from lines above its own, and no module from one that needs it: read from the syntax trees."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _home(file: Path) -> str:
     return file.relative_to(ROOT).with_suffix("").parts[0]
 
 
-def _imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    """Line and first name after ``lipkit.`` of every import in a module of ``package``, inside functions too."""
+def _imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import from lipkit in a module of ``package``, inside functions too."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -54,10 +54,36 @@ def _imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]
             function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if function in ("import_module", "__import__"):
                 names = [str(node.args[0].value)]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "lipkit" and len(parts) > 1:
-                yield node.lineno, parts[1]
+        yield from ((node.lineno, name) for name in names if name.startswith("lipkit."))
+
+
+def _imported(source: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line and first name after ``lipkit.`` of every import in a module of ``package``."""
+    return ((line, name.split(".")[1]) for line, name in _imports(source, package))
+
+
+def _graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules that it imports; a package is ``a.b.__init__`` and stands under ``a.b``."""
+    names = {name.removesuffix(".__init__"): name for name in sources}
+    graph = {}
+    for name, file in names.items():
+        found = {full for _, full in _imports(sources[file], tuple(file.split(".")[:-1]))}
+        # ``from lipkit.a import b`` imports the module lipkit.a.b, or a name of lipkit.a.
+        graph[name] = {full if full in names else full.rpartition(".")[0] for full in found} & {*names} - {name}
+    return graph
+
+
+def _circle(sources: dict[str, str]) -> list[str]:
+    """The modules that lie on a circle of imports, or between two."""
+    graph = _graph(sources)
+    while graph:
+        needed = set().union(*graph.values())
+        free = [name for name, needs in graph.items() if name not in needed or not needs & {*graph}]
+        if not free:
+            break
+        for name in free:
+            del graph[name]
+    return sorted(graph)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -87,6 +113,27 @@ def test_a_file_imports_only_from_above(file: Path) -> None:
 )
 def test_every_form_of_import_is_seen(source: str, found: str) -> None:
     assert [name for _, name in _imported(source, ("lipkit", "conv"))] == [found]
+
+
+def test_no_circle_of_imports() -> None:
+    """Inside functions and for annotations neither. ``lipkit`` itself names what others import, and imports nothing."""
+    assert (
+        _circle({".".join(("lipkit", *f.relative_to(ROOT).with_suffix("").parts)): f.read_text() for f in FILES}) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("b", "circle"),
+    [
+        ("def f():\n    from lipkit.p import a", ["lipkit.p.a", "lipkit.p.b"]),
+        ("from lipkit.p import A", ["lipkit.p", "lipkit.p.a", "lipkit.p.b"]),
+        ("if TYPE_CHECKING:\n    from .a import A", ["lipkit.p.a", "lipkit.p.b"]),
+        ("import math", []),
+    ],
+)
+def test_every_circle_is_seen(b: str, circle: list[str]) -> None:
+    sources = {"p.__init__": "from lipkit.p.a import A", "p.a": "from lipkit.p import b", "p.c": "import lipkit.p.a"}
+    assert _circle({f"lipkit.{name}": source for name, source in {**sources, "p.b": b}.items()}) == circle
 
 
 def test_the_order_is_complete() -> None:

@@ -22,6 +22,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT, stored
 from lipkit.modules.forms import Form, added
 from lipkit.modules.graph import Join, Joining, add_join, check_alike
+from lipkit.modules.registry import _LIMITS
 from lipkit.proof.arithmetic import Line, grow_number
 from lipkit.proof.roundoff import root, to_double
 
@@ -135,6 +136,9 @@ def refuse_unlimited(network: nn.Module) -> None:
                 "the input: such a product has no Lipschitz constant on all of space; "
                 "lipkit.export(model, input_shape, box=(0, 1)) limits it to what inputs in a box can reach"
             )
+
+
+_LIMITS["refused"] = refuse_unlimited
 
 
 def _form(join: Limited, forms: Sequence[Form]) -> Form:

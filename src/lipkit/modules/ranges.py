@@ -24,7 +24,7 @@ from lipkit.modules.network import Network
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.rearrange import RESHAPES
-from lipkit.modules.registry import lipschitz
+from lipkit.modules.registry import _LIMITS, lipschitz
 from lipkit.modules.views import VIEWS, Enlarge, EnlargeBilinear, Expand
 
 # Relative allowance for float64 rounding of a range.
@@ -167,3 +167,6 @@ def _joined(join: nn.Module, parts: list[Range]) -> Range:
         size = most[0] @ most[1]
         return Range(-size, size)
     raise NoRuleError(f"expected a join whose range is known, got {kind.__qualname__}")
+
+
+_LIMITS["limited"] = limited

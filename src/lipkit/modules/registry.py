@@ -123,28 +123,12 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
     )
 
 
-def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
-    if input_shape is None:
-        raise NoRuleError(
-            f"lipschitz: expected an input_shape, because {type_name(type(module))} has a forward pass of its own that "
-            "has to be traced, got none: lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
-        )
-    from lipkit.modules.structure import structure
+# What modules above this one fill in, so that it imports none of them. For modules with a forward pass of their own:
+# what `structure` does in place of a rule, by the name of the function.
+_TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {}
 
-    return lipschitz(structure(module, input_shape, own=True), input_shape)
-
-
-def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
-    from lipkit.modules.structure import check_same, structure
-
-    chain = structure(module, input_shape)
-    network = export_plain(chain, input_shape)
-    # An export is in evaluation mode; the chain is of copies.
-    check_same(network, chain.eval(), input_shape)
-    return network
-
-
-_TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {"lipschitz": _structure_constant, "export": _structure_export}
+# Products of two values: "limited" of a network and its box (`ranges`), "refused" without one (`products`).
+_LIMITS: dict[str, Callable[..., Any]] = {}
 
 
 def _checked(input_shape: Shape) -> Shape:
@@ -273,12 +257,9 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     limits = None if box is None else interval("box", box)
     network = export_plain(module, input_shape)
     if limits is not None:
-        from lipkit.modules.ranges import limited
-
-        return limited(network, limits)
-    from lipkit.modules.products import refuse_unlimited
-
-    refuse_unlimited(network)
+        limited: Network = _LIMITS["limited"](network, limits)
+        return limited
+    _LIMITS["refused"](network)
     return network
 
 

@@ -23,9 +23,10 @@ from lipkit.errors import NoRuleError
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.functional import FUNCTIONAL, covered, first_operand, with_tensors
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
+from lipkit.modules.guarding import type_name
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
-from lipkit.modules.registry import Shape
+from lipkit.modules.registry import _TRACED, Shape, export_plain, lipschitz
 from lipkit.modules.running import BATCHES, check_outputs, close, constant_copy, observe, sample, traced
 from lipkit.modules.tracing import Root, fetch
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
@@ -429,3 +430,23 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
 @plain(torch.clamp_min, "clamp_min", "clamp_min_")
 def _clamp_min(call: Build, x: Operand, limit: Any) -> Value:
     return _clamp(call, x, limit)
+
+
+def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
+    if input_shape is None:
+        raise NoRuleError(
+            f"lipschitz: expected an input_shape, because {type_name(type(module))} has a forward pass of its own that "
+            "has to be traced, got none: lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
+        )
+    return lipschitz(structure(module, input_shape, own=True), input_shape)
+
+
+def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
+    chain = structure(module, input_shape)
+    network = export_plain(chain, input_shape)
+    # An export is in evaluation mode; the chain is of copies.
+    check_same(network, chain.eval(), input_shape)
+    return network
+
+
+_TRACED.update(lipschitz=_structure_constant, export=_structure_export)

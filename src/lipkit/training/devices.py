@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipkit.errors import LipkitError, OptionError, RunError, first_line
+from lipkit.training.options import Numbers, check_precision
 
 if TYPE_CHECKING:
     import torch
 
-    from lipkit.training.options import Numbers
-
 T = TypeVar("T")
-# Parameters in these have too few digits for a constraint; autocast ("mixed") leaves them in float32.
-_LOW = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16", "nf4", "fp4", "int8")
 
 
 def make_fabric(options: Numbers) -> Any:
@@ -124,22 +119,6 @@ def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) ->
     return devices, nodes, "ddp" if strategy == "auto" and world > 1 else strategy
 
 
-def check_precision(precision: object) -> None:
-    """Raise OptionError for a precision whose parameters are not float32 or float64.
-
-    >>> check_precision("bf16-mixed")
-    >>> check_precision("bf16-true")
-    Traceback (most recent call last):
-    lipkit.errors.OptionError: expected parameters in float32 or float64, such as precision 32-true, 64-true or \
-bf16-mixed, got 'bf16-true': constraints do not hold in less
-    """
-    if str(precision).startswith(_LOW):
-        raise OptionError(
-            "expected parameters in float32 or float64, such as precision 32-true, 64-true or bf16-mixed, "
-            f"got {precision!r}: constraints do not hold in less"
-        )
-
-
 def on_first(fabric: Any, act: Callable[[], T]) -> T:
     """The result of ``act()`` in the first process, handed to all; its error is raised in all, so that none waits.
 
@@ -164,19 +143,3 @@ def on_first(fabric: Any, act: Callable[[], T]) -> T:
     if message is not None:
         raise RunError(message)
     return result
-
-
-def name_of(function: object) -> str | None:
-    """How settings record a function: its name and, for a partial or a dataclass, the options bound to it.
-
-    >>> name_of(functools.partial(round, ndigits=2)), name_of(None)
-    ('round(ndigits=2)', None)
-    """
-    if function is None:
-        return None
-    if is_dataclass(function):
-        return repr(function)
-    if isinstance(function, functools.partial):
-        bound = [repr(value) for value in function.args] + [f"{k}={v!r}" for k, v in function.keywords.items()]
-        return f"{name_of(function.func)}({', '.join(bound)})"
-    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -19,9 +19,9 @@ from lipkit.modules import Shape
 from lipkit.training import checkpoints, losses, saving, schedules
 from lipkit.training import trainee as trainees
 from lipkit.training.clocks import Budget, Clock
-from lipkit.training.devices import check_precision, make_fabric, on_first
+from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.epoch import Objective, Plan, run_epoch
-from lipkit.training.options import TrainOptions
+from lipkit.training.options import TrainOptions, check_precision
 from lipkit.training.progress import Divergence, Totals, finite, peak_memory, tensorboard
 from lipkit.training.sources import Augment, Source, derived_seed, kept_random_state, own_random_state, source
 from lipkit.training.trainee import Trainee

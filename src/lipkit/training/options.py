@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -24,7 +26,6 @@ from lipkit.text import printable
 from lipkit.training import losses, schedules
 from lipkit.training.adversarial import Adversary
 from lipkit.training.clocks import parse_budget
-from lipkit.training.devices import check_precision, name_of
 from lipkit.training.progress import Progress
 from lipkit.training.sources import Augment
 
@@ -34,6 +35,10 @@ Penalty = Callable[[nn.Module], Tensor]
 
 _DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 NUMBER = re.compile(rf"\s*({_DECIMAL})\s*(?:/\s*({_DECIMAL})\s*)?", re.ASCII)
+
+
+# Parameters in these have too few digits for a constraint; autocast ("mixed") leaves them in float32.
+_LOW = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16", "nf4", "fp4", "int8")
 
 
 def parse_number(value: Any) -> Any:
@@ -56,6 +61,38 @@ def parse_number(value: Any) -> Any:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         return value
     raise ValueError(f"expected a number such as 0.5 or 36/255, got {printable(repr(value), 80)}")
+
+
+def check_precision(precision: object) -> None:
+    """Raise OptionError for a precision whose parameters are not float32 or float64.
+
+    >>> check_precision("bf16-mixed")
+    >>> check_precision("bf16-true")
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: expected parameters in float32 or float64, such as precision 32-true, 64-true or \
+bf16-mixed, got 'bf16-true': constraints do not hold in less
+    """
+    if str(precision).startswith(_LOW):
+        raise OptionError(
+            "expected parameters in float32 or float64, such as precision 32-true, 64-true or bf16-mixed, "
+            f"got {precision!r}: constraints do not hold in less"
+        )
+
+
+def name_of(function: object) -> str | None:
+    """How settings record a function: its name and, for a partial or a dataclass, the options bound to it.
+
+    >>> name_of(functools.partial(round, ndigits=2)), name_of(None)
+    ('round(ndigits=2)', None)
+    """
+    if function is None:
+        return None
+    if is_dataclass(function):
+        return repr(function)
+    if isinstance(function, functools.partial):
+        bound = [repr(value) for value in function.args] + [f"{k}={v!r}" for k, v in function.keywords.items()]
+        return f"{name_of(function.func)}({', '.join(bound)})"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 Positive = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
