@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -171,4 +172,6 @@ def test_misclassified_samples_stay_and_nothing_found_is_the_sample() -> None:
 
     for label in (0, 1):
         for attack in (fab, carlini_wagner):
-            assert torch.equal(attack(constant, x, y + label, steps=3), x)
+            # Of class 0 all are right, and the margin is flat; of class 1 none is.
+            with nullcontext() if label else pytest.warns(UserWarning, match="could not search at 4 of 4 samples"):
+                assert torch.equal(attack(constant, x, y + label, steps=3), x)

@@ -244,7 +244,7 @@ def test_a_factory_of_the_users_own_is_trained(mine, tmp_path):
         ("{}:three", ShapeError, r"expected outputs of shape \(n, 10\), got \(n, 3\)"),
         ("{}:large", ShapeError, "784"),
         ("{}:Unknown", NoRuleError, "torch.sign"),
-        ("smal", OptionError, "expected one of"),
+        ("smal", RecipeError, "expected one of"),
         ("{{name: small, options: {{widht: 2}}}}", OptionError, "widht"),
         (
             "{{name: small, options: {{input_shape: [1, 28, 28]}}}}",

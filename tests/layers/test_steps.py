@@ -132,6 +132,7 @@ def test_the_command_line(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:the critics still rose")
 def test_critics():
     x = samples()[0]
     found = wasserstein.distance(x, 0.5 * x.flip(0), critic=network()[:-1].append(nn.Linear(36, 1)), steps=6, lr=0.05)

@@ -225,7 +225,7 @@ def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch,
     assert main(["t3", "--root", str(tmp_path), "--out", str(tmp_path / "runs")]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("not made") == 2
-    assert "cifar10: not there" in captured.err
+    assert "data set cifar10 not found: its rows are skipped" in captured.err
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ import operator
 import pickle
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -99,7 +99,7 @@ def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
     first, second = (
         {
             **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
-            **_kept(one),
+            **_kept(one, (*model.modules(), *twin.modules())),
         }
         for one in (model, twin)
     )
@@ -475,10 +475,10 @@ def _recorded(root: Root, x: Tensor, mode: AbstractContextManager[Any]) -> tuple
 _PLAIN = vars(nn.Module()).keys() - {"training"}
 
 
-def _kept(root: nn.Module) -> dict[str, Any]:
-    """Copies of what modules hold, and of what their own code reads elsewhere, by name."""
+def _kept(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
+    """Copies of what modules hold, and of what their own code reads elsewhere, by name; of ``known`` ones the type."""
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {id(module): module for module in root.modules()}
+    seen: dict[int, Any] = {id(module): module for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
         own: dict[str, Any] = {}
         for kind in reversed(type(module).__mro__):

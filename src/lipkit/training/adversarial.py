@@ -116,7 +116,7 @@ def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
         return model
     try:
         return export(model, input_shape)
-    except NoRuleError:  # the gradient is the same, only slower
+    except (NoRuleError, OptionError):  # the gradient is the same, only slower
         return model
 
 
