@@ -22,8 +22,8 @@ import torch
 
 import lipkit
 from lipkit.data import load
+from lipkit.integer.c_source import compile_c, run_c
 from lipkit.interop import integer_program, write_c, write_onnx
-from lipkit.interop.c_program import compile_c, run_c
 
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 FLAGS = (["-O0"], ["-O3"], ["-fsanitize=undefined,address", "-fno-sanitize-recover=all"])

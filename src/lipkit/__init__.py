@@ -41,6 +41,7 @@ _PACKAGES = (
     "evaluation",
     "experiments",
     "explorer",
+    "integer",
     "interop",
     "layers",
     "linalg",

@@ -19,7 +19,8 @@ from lipkit.attacks import pgd
 from lipkit.certificates.measurement import float64_copy
 from lipkit.data import load
 from lipkit.errors import CertificateViolation, OptionError, RunError
-from lipkit.interop import c_program, integer_program, write_c
+from lipkit.integer import c_source
+from lipkit.interop import integer_program, write_c
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
@@ -80,8 +81,8 @@ def test_the_bits_are_the_same_with_every_compiler_and_the_radii_those_of_the_ce
     program, _ = integer_program(network)
     x = images(network, 60)
     q = program.quantise(x)
-    compiled = c_program.compile_c(source, tmp_path / "network", [*STRICT, *FLAGS[flags]], cc)
-    answers = c_program.run_c(compiled, q)
+    compiled = c_source.compile_c(source, tmp_path / "network", [*STRICT, *FLAGS[flags]], cc)
+    answers = c_source.run_c(compiled, q)
     assert torch.equal(answers.logits, program.run(q))
     assert torch.equal(answers.label, answers.logits.argmax(1))
     certificate = lipkit.certify(network, x, answers.label, evaluator="integer")
@@ -100,21 +101,21 @@ def test_ties_equal_rows_and_unmovable_margins(tmp_path: Path) -> None:
         network[0].weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]))
         network[0].bias.copy_(torch.tensor([0.0, 0.5, 0.5]))
     program, _ = integer_program(network)
-    compiled = c_program.compile_c(write_c(network, tmp_path / "a.c"), tmp_path / "a")
-    tie = c_program.run_c(compiled, program.quantise(torch.rand(4, 2)))
+    compiled = c_source.compile_c(write_c(network, tmp_path / "a.c"), tmp_path / "a")
+    tie = c_source.run_c(compiled, program.quantise(torch.rand(4, 2)))
     assert tie.label.tolist() == [1] * 4
     assert tie.radius.tolist() == [0.0] * 4
     with torch.no_grad():
         network[0].bias.copy_(torch.tensor([0.0, 0.5, 0.25]))
-    compiled = c_program.compile_c(write_c(network, tmp_path / "b.c"), tmp_path / "b")
-    apart = c_program.run_c(compiled, program.quantise(torch.rand(4, 2)))
+    compiled = c_source.compile_c(write_c(network, tmp_path / "b.c"), tmp_path / "b")
+    apart = c_source.run_c(compiled, program.quantise(torch.rand(4, 2)))
     assert apart.radius.tolist() == [torch.inf] * 4
     assert lipkit.certify(network, torch.rand(4, 2), torch.ones(4).long(), evaluator="integer").radius.isinf().all()
 
 
 @needs_compiler
 def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, tmp_path: Path) -> None:
-    compiled = c_program.compile_c(source, tmp_path / "network")
+    compiled = c_source.compile_c(source, tmp_path / "network")
     low, high = integer_program(network)[0].ends
     n = len(integer_program(network)[0].quantise(images(network, 1))[0])
     for q, message in (
@@ -123,8 +124,8 @@ def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, t
         (torch.full((1, n - 1), high), f"status 4: expected whole inputs of {n} numbers"),
     ):
         with pytest.raises(RunError, match=message):
-            c_program.run_c(compiled, q)
-    assert len(c_program.run_c(compiled, torch.tensor([[low] * n, [high] * n])).label) == 2
+            c_source.run_c(compiled, q)
+    assert len(c_source.run_c(compiled, torch.tensor([[low] * n, [high] * n])).label) == 2
 
 
 @needs_compiler
@@ -159,11 +160,11 @@ def test_it_is_checked_like_any_runtime(tmp_path: Path) -> None:
 def test_without_a_compiler_torch_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = everything()
     path = write_c(network, tmp_path / "network.c")
-    monkeypatch.setattr(c_program, "compiler", lambda: None)
+    monkeypatch.setattr(c_source, "compiler", lambda: None)
     x = images(network, 3)
     assert torch.equal(interop.c_runtime(path, network, tmp_path)(x), integer_program(network)[0](x))
     with pytest.raises(OptionError, match="expected a C compiler called cc, gcc or clang, found none"):
-        c_program.compile_c(path, tmp_path / "network")
+        c_source.compile_c(path, tmp_path / "network")
 
 
 def test_the_file_has_no_floating_point_and_needs_nothing(network: modules.Network, source: Path) -> None:
@@ -224,8 +225,8 @@ def test_the_radius_behind_an_average_is_below_the_distance(tmp_path: Path) -> N
         network[2].weight.copy_(torch.tensor([[1.0], [-1.0]]))
         network[2].bias.copy_(torch.tensor([-0.4, 0.4]))
     program, _ = integer_program(network)
-    compiled = c_program.compile_c(write_c(network, tmp_path / "network.c"), tmp_path / "network")
-    answers = c_program.run_c(compiled, program.quantise(torch.full((1, 1, 1, 5), 0.9375)))
+    compiled = c_source.compile_c(write_c(network, tmp_path / "network.c"), tmp_path / "network")
+    answers = c_source.run_c(compiled, program.quantise(torch.full((1, 1, 1, 5), 0.9375)))
     distance = (0.9375 - float(network[2].bias.detach()[1])) * 5**0.5
     assert distance - 1e-7 < float(answers.radius) < distance
 
@@ -238,11 +239,11 @@ def test_no_attack_inside_a_radius_changes_the_class(tmp_path: Path) -> None:
     labels = program(x).argmax(1)
     radius = lipkit.certify(network, x, labels, evaluator="integer").radius
     assert bool((radius > 0).all())
-    compiled = c_program.compile_c(write_c(network, tmp_path / "network.c"), tmp_path / "network")
+    compiled = c_source.compile_c(write_c(network, tmp_path / "network.c"), tmp_path / "network")
     exact = float64_copy(network)
     for box in ((0.0, 1.0), (-2.0, 3.0)):  # numbers outside of the box are clamped by the program
         found = pgd(exact, x, labels, eps=radius * (1 - 1e-9), steps=20, restarts=2, box=box, stop_early=False)
-        assert torch.equal(c_program.run_c(compiled, program.quantise(found)).label, labels)
+        assert torch.equal(c_source.run_c(compiled, program.quantise(found)).label, labels)
     # The same attack finds other classes not far outside: what was certified is no empty claim.
     found = pgd(exact, x, labels, eps=2.5 * radius, steps=20, restarts=2, box=(0.0, 1.0))
-    assert int((c_program.run_c(compiled, program.quantise(found)).label != labels).sum()) >= 5
+    assert int((c_source.run_c(compiled, program.quantise(found)).label != labels).sum()) >= 5

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import lipkit
 from lipkit import interop, models, modules
 from lipkit.errors import CertificateViolation, DataError
-from lipkit.interop import c_program, runtimes
+from lipkit.integer import c_source
+from lipkit.interop import runtimes
 from lipkit.modules.configuration import stored_types
 
 IMAGE = (2, 8, 8)
@@ -335,12 +336,12 @@ def _exports(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda net, *given, **options: real(drops_the_divisor(net), *given, **options)
 
 
-@pytest.mark.skipif(c_program.compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(c_source.compiler() is None, reason="no C compiler")
 def test_a_c_file_of_another_function_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = modules.Network([nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)], (3,))
     network.input_range = (0.0, 1.0)
     monkeypatch.setitem(
-        c_program._FUNCTIONS, "fold", c_program._FUNCTIONS["fold"].replace(": x[i];", ": x[i] + (1 << 20);")
+        c_source._FUNCTIONS, "fold", c_source._FUNCTIONS["fold"].replace(": x[i];", ": x[i] + (1 << 20);")
     )
     with pytest.raises(CertificateViolation, match=r"expected .*network\.c to compute the integer program"):
         interop.write_c(network, tmp_path / "network.c")

@@ -17,12 +17,12 @@ import lipkit_check
 from lipkit.bounds import circular
 from lipkit.conv import circular_conv2d, kernel_symbol
 from lipkit.errors import OptionError
+from lipkit.integer.quantisation import quantise
 from lipkit.layers.cayley import CayleyConv2d
 from lipkit.modules import FourierConv2d, SpreadConv2d, lipschitz, local_error
 from lipkit.modules.chains import prove_chain
 from lipkit.modules.configuration import describe
 from lipkit.modules.network import Network
-from lipkit.modules.quantisation import quantise
 from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
 SHAPES = [(1, 3, 8, 8, (3, 3)), (2, 3, 5, 6, (3, 2)), (3, 5, 9, 10, (2, 3)), (2, 2, 3, 4, (3, 4))]

@@ -39,7 +39,7 @@ class Evaluator:
 
     Attributes:
         name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), ``"integer"`` (the
-            program `lipkit.modules.quantisation.quantise` returns), or ``"real"``: no machine, rounding was ignored.
+            program `lipkit.integer.quantisation.quantise` returns), or ``"real"``: no machine, rounding was ignored.
         dtype: format of numbers and operations.
         block: inner products of dense layers and convolutions are summed in blocks of this many terms; None for any
             order.

@@ -17,11 +17,11 @@ from lipkit import modules
 from lipkit.certificates import evaluators, sound
 from lipkit.certificates.evaluators import Evaluator, inner_products_only
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval, warn_of_bytes
+from lipkit.integer.program import Program
+from lipkit.integer.quantisation import quantise
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.guarding import guard, refuse_wrapper
-from lipkit.modules.integer import Program
-from lipkit.modules.quantisation import quantise
 from lipkit.proof.arithmetic import Arithmetic
 
 

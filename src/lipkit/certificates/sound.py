@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates.margins import round_down
+from lipkit.integer.program import Program
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer
-from lipkit.modules.integer import Program
 from lipkit.modules.machine import Walk, through
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
 

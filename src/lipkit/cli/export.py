@@ -70,7 +70,7 @@ def command(
 def _certify_integer(network: Network, x: Tensor, y: Tensor, eps: Sequence[float]) -> None:
     """Say what is certified for the C program."""
     from lipkit.certificates import certify, format_radius
-    from lipkit.interop.c_program import compiler
+    from lipkit.integer.c_source import compiler
 
     if compiler() is None:
         click.echo("no C compiler here (cc, gcc, clang): its operations were evaluated by torch")

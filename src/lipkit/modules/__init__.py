@@ -1,6 +1,6 @@
 """A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
 
-from lipkit.modules import chains, convolutions, integer_rules, ranges  # noqa: F401 (their rules are registered)
+from lipkit.modules import chains, convolutions, ranges  # noqa: F401 (their rules are registered)
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
 from lipkit.modules.configuration import stored
 from lipkit.modules.dense import Affine, Elementwise, PositionCode

@@ -1,6 +1,6 @@
 """Integer programs: operations on arrays of int32 with sums in int64, evaluated here bit for bit as everywhere.
 
-An array q of integers with the fraction f stands for 2^-f q. `lipkit.modules.quantisation` makes the program of a
+An array q of integers with the fraction f stands for 2^-f q. `lipkit.integer.quantisation` makes the program of a
 network, with the proof of its error and that no sum overflows; `lipkit.interop.write_c` writes it in C.
 """
 

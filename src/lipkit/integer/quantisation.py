@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, interval
+from lipkit.integer.program import WORD, Blend, Linear, Move, Operation, Program, rounded
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.guarding import type_name
-from lipkit.modules.integer import WORD, Blend, Linear, Move, Operation, Program, rounded
 from lipkit.modules.machine import entries
 from lipkit.modules.network import Network
 from lipkit.modules.registry import Shape, lipschitz
@@ -236,7 +236,7 @@ class Builder:
                 raise NoRuleError(
                     f"evaluator 'integer': expected modules that an integer program can compute "
                     f"({', '.join(kind.__name__ for kind in _RULES)}), got {type_name(type(module))}: certify for "
-                    "float64 or float32, or register a rule with lipkit.modules.quantisation.integer_rule"
+                    "float64 or float32, or register a rule with lipkit.integer.integer_rule"
                 )
             known = gain if gain is not None else gain_of(module, value.shape)
             value = _RULES[type(module)](self, module, value, known)

@@ -20,10 +20,10 @@ from lipkit import layers, modules
 from lipkit.certificates.measurement import float64_copy
 from lipkit.certificates.sound import integer_logits
 from lipkit.errors import NoRuleError, OptionError
+from lipkit.integer.program import WORD, Blend, Fold, Linear, Move, Operation, Program, Sort, rounded
+from lipkit.integer.quantisation import Builder, Value, gain_of
 from lipkit.interop import integer_program
-from lipkit.modules.integer import WORD, Blend, Fold, Linear, Move, Operation, Program, Sort, rounded
 from lipkit.modules.machine import entries
-from lipkit.modules.quantisation import Builder, Value, gain_of
 
 # The largest ratio of the proved error to one that is seen on a few inputs: the bound adds norms of roundings that
 # point nowhere in particular, layer after layer.

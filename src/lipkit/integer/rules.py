@@ -1,4 +1,4 @@
-"""The integer programs of single modules: what `lipkit.modules.quantisation` walks over.
+"""The integer programs of single modules: what `lipkit.integer.quantisation` walks over.
 
 A convolution is a move, which pads and puts windows side by side, and a product. Fourier and phase layers become
 circular convolutions with a kernel as large as the image, a Taylor polynomial a matrix: their numbers are responses to
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular
 from lipkit.errors import NoRuleError
+from lipkit.integer.program import Fold, Move, Sort
+from lipkit.integer.quantisation import Builder, Value, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.fourier import FourierConv2d, StoredSymbol
-from lipkit.modules.integer import Fold, Move, Sort
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import entries, local_error
 from lipkit.modules.phase import PhaseConv2d
 from lipkit.modules.pooling import Mean, _pair
-from lipkit.modules.quantisation import Builder, Value, integer_rule
 from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, lipschitz, output_shape
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum

@@ -1,0 +1,13 @@
+"""Programs in int32: a network with one rounding a number, the proof of its error, and its text in C."""
+
+from __future__ import annotations
+
+from lipkit.integer import rules as rules  # they are registered
+from lipkit.integer.program import Program
+from lipkit.integer.quantisation import Builder, Value, integer_rule, quantise
+
+__all__ = ["Builder", "Program", "Value", "integer_rule", "quantise"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
