@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.architectures import settle
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,21 +17,6 @@ from lipkit.analysis.propagation import folded_bound, shared_tolerances
 from lipkit.bounds import symbol_sup
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError
 from lipkit.testing.reference import dense_matrix
-
-
-def settle(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random batch statistics, as after training; evaluation mode, float64."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            for tensor, low, high in (
-                (module.running_mean, -1.0, 1.0),
-                (module.running_var, 0.3, 2.0),
-                (module.weight.data, -1.5, 1.5),
-                (module.bias.data, -1.0, 1.0),
-            ):
-                tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
-    return model.eval().double()
 
 
 def test_a_chain_is_the_product_of_its_layers() -> None:
