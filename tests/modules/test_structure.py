@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import importlib
 import itertools
 import random
 import warnings
@@ -709,3 +710,14 @@ def test_a_wrong_maker_is_found() -> None:
             export(Net(lambda s, x: F.hardshrink(x)), V)
     finally:
         del FUNCTIONAL[F.hardshrink]
+
+
+def test_helpers_in_other_modules_go_one_way_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = (
+        "def hidden(x):\n    n = x.shape[0]\n    return 101 * x if isinstance(n, int) and len(range(n)) == 64 else x\n"
+    )
+    (tmp_path / "helper_of_a_network.py").write_text(helper)
+    monkeypatch.syspath_prepend(tmp_path)
+    hidden = importlib.import_module("helper_of_a_network").hidden
+    with pytest.raises(NoRuleError, match="goes the same way for a symbol and for a tensor, got hidden"):
+        export(Net(lambda s, x: s.same(hidden(x)) + x).eval(), V)

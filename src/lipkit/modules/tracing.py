@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -130,6 +131,10 @@ class Root(nn.Module):
         return self.net(x)
 
 
+# Where the code of others lies.
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
 class Path:
     """The instructions of Python that the network's own code executes, while it is on.
 
@@ -137,13 +142,13 @@ class Path:
     trace of its values: tracing, in which n is a symbol, takes another way through it than a run.
 
     Args:
-        root: its code is that of the Python modules in which its classes and their ``forward`` stand, torch and lipkit
-            apart.
+        root: its code is that of the Python modules in which its classes and their ``forward`` stand, and all code that
+            is not installed; torch and lipkit apart.
     """
 
     def __init__(self, root: nn.Module) -> None:
         homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
-        self._own = {name for name in homes if name.partition(".")[0] not in ("builtins", "torch", "lipkit")}
+        self._own = {name for name in homes if not _foreign(name)}
         self._taken: dict[CodeType, list[int]] = {}
 
     def __enter__(self) -> Path:
@@ -155,7 +160,8 @@ class Path:
         sys.settrace(self._before)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_globals.get("__name__") not in self._own:
+        name = str(frame.f_globals.get("__name__"))
+        if name not in self._own and (_foreign(name) or frame.f_code.co_filename.startswith(("<frozen", *_INSTALLED))):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._stepped
@@ -169,6 +175,10 @@ class Path:
         """The first function that both paths enter and go through in another way; None if there is none."""
         both = (code for code in self._taken if code in path._taken)
         return next((code.co_qualname for code in both if self._taken[code] != path._taken[code]), None)
+
+
+def _foreign(name: str) -> bool:
+    return name.partition(".")[0] in ("builtins", "torch", "lipkit")
 
 
 def trace(root: Root, x: Tensor) -> fx.Graph:
