@@ -150,7 +150,8 @@ def test_never_below_for_adversarial_entries(
     a = torch.view_as_complex(entries.reshape(m, n, 2)) if complex_ else entries.reshape(m, n)
     bound, truth = float(spectral_norms(a)), exact_norm(a)
     assert mpmath.mpf(bound) >= truth
-    assert mpmath.mpf(bound) <= truth * (1 + mpmath.mpf("1e-10"))
+    # Below the normal range a number has fewer places: the bound may be one subnormal step above.
+    assert mpmath.mpf(bound) <= truth * (1 + mpmath.mpf("1e-10")) + mpmath.mpf(2) ** -1074
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (200, 30), (30, 200), (1, 500)])
