@@ -721,3 +721,14 @@ def test_helpers_in_other_modules_go_one_way_too(tmp_path: Path, monkeypatch: py
     hidden = importlib.import_module("helper_of_a_network").hidden
     with pytest.raises(NoRuleError, match="goes the same way for a symbol and for a tensor, got hidden"):
         export(Net(lambda s, x: s.same(hidden(x)) + x).eval(), V)
+
+
+def test_a_network_that_fails_where_its_copy_runs_is_refused_by_a_sentence() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x + (0 if id(self) != self.me else [][0])
+
+    network = Fails()
+    network.me = id(network)
+    with pytest.raises(NoRuleError, match="runs as its copy does, got IndexError: list index out of range"):
+        export(network.eval(), V)

@@ -420,15 +420,22 @@ def check_outputs(
             f"analyze: expected a forward pass that goes the same way for a symbol and for a tensor, got {other_way}, "
             "which goes another one: it asks for the type of a value, such as the size of the batch"
         )
-    with torch.no_grad(), suppress(RuntimeError):  # a view of what is not contiguous may not exist
-        if not close(direct, root(torch.stack((x, x), -1)[..., 0])):
-            raise NoRuleError(
-                "analyze: expected the same output for an input that is not contiguous, got a forward pass that "
-                "writes into what is a copy for some inputs and the input itself for others, as contiguous() is"
-            )
+    strided: Any = direct
+    with torch.no_grad(), suppress(Exception):  # a view of what is not contiguous may not exist
+        strided = root(torch.stack((x, x), -1)[..., 0])
+    if not close(direct, strided):
+        raise NoRuleError(
+            "analyze: expected the same output for an input that is not contiguous, got a forward pass that writes "
+            "into what is a copy for some inputs and the input itself for others, as contiguous() is"
+        )
     at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)
-    with torch.no_grad():
-        own = model(x.to(device=at))
+    try:
+        with torch.no_grad():
+            own = model(x.to(device=at))
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        raise NoRuleError(
+            f"analyze: expected a network that runs as its copy does, got {type(error).__name__}: {first_line(error)}"
+        ) from error
     if not (isinstance(own, Tensor) and close(direct, own.cpu())):
         raise NoRuleError(
             "analyze: expected a network whose copy computes the same, got one that asks for the identity or the place "
