@@ -23,7 +23,8 @@ from lipkit.attacks.balls import norms
 from lipkit.certificates import certify
 from lipkit.certificates.measurement import float64_copy
 from lipkit.layers import MaxMin, families
-from lipkit.modules import Network, export
+from lipkit.lowering import export
+from lipkit.modules import Network
 
 SHAPE = (1, 4, 4)
 

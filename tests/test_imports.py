@@ -16,7 +16,7 @@ import lipkit
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
     *("errors", "text", "files", "memory", "networks", "linalg", "conv", "proof", "bounds", "modules"),
-    "integer",
+    *("lowering", "integer"),
     *("layers", "models", "data"),
     "attacks",
     "analysis",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import RunError
 from lipkit.layers.families import Family
-from lipkit.modules import export
+from lipkit.lowering import export
 
 TOLERANCE = 1e-5
 MIXED = 2**-6

@@ -15,7 +15,7 @@ from benchmarks.speed.shapes import Shape
 from torch import Tensor, nn
 
 from lipkit.layers.families import Family
-from lipkit.modules import export
+from lipkit.lowering import export
 
 PHASES = ("train", "forward")
 REFERENCE = "conv"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
+from lipkit.lowering import export
 from lipkit.models import lipconvnet
 from lipkit.models.lipconvnet import BLOCKS
-from lipkit.modules import export
 from papers.measures.speed import benchmark
 
 

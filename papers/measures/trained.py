@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit import data as datasets
-from lipkit import modules
+from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.attacks import ATTACKS, Found, run_attack
@@ -226,7 +226,7 @@ def layer_gains(
     chain = [*copy.deepcopy(network).double()]
     places = [i for i, m in enumerate(chain) if isinstance(m, nn.Linear)]
     multipliers = network.multipliers()
-    gain = float(modules.lipschitz(network)) if multipliers else 1.0
+    gain = float(lowering.lipschitz(network)) if multipliers else 1.0
     figures: dict[str, float] = {}
     metric = math.sqrt(gain) * torch.eye(chain[places[0]].in_features, dtype=torch.float64)
     for k, i in enumerate(places):

@@ -21,8 +21,8 @@ __version__ = "0.1.0"
 # Public name -> the module it lives in.
 _HOME = {
     "analyze": "lipkit.analysis",
-    "lipschitz": "lipkit.modules",
-    "export": "lipkit.modules",
+    "lipschitz": "lipkit.lowering",
+    "export": "lipkit.lowering",
     "save": "lipkit.modules",
     "load": "lipkit.modules",
     "certify": "lipkit.certificates",
@@ -45,6 +45,7 @@ _PACKAGES = (
     "interop",
     "layers",
     "linalg",
+    "lowering",
     "models",
     "modules",
     "networks",
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
     from lipkit.analysis import analyze as analyze
     from lipkit.certificates import certify as certify
     from lipkit.certificates import prove as prove
+    from lipkit.lowering import export as export
+    from lipkit.lowering import lipschitz as lipschitz
     from lipkit.models import convert as convert
-    from lipkit.modules import export as export
-    from lipkit.modules import lipschitz as lipschitz
     from lipkit.modules import load as load
     from lipkit.modules import save as save
     from lipkit.training import fit as fit

@@ -14,7 +14,7 @@ from torch import nn
 
 from lipkit.errors import RunError
 from lipkit.layers.families import FAMILIES, get
-from lipkit.modules import export
+from lipkit.lowering import export
 from lipkit.testing.reference import dense_matrix
 
 SIZES = [(4, 4, 3, 1, 7), (3, 6, 3, 1, 6), (6, 3, 3, 1, 5), (2, 6, 1, 2, 8), (4, 5, 2, 1, 6)]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound, is_positive_semidefinite, lmi_matrix, proves_gain
 from lipkit.errors import OptionError, ShapeError
-from lipkit.modules import Network, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.modules import Network
 from lipkit.modules.chains import slope_runs
 
 

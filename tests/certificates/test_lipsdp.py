@@ -14,7 +14,8 @@ from torch import nn
 from lipkit.bounds.lmi import lmi_matrix
 from lipkit.certificates import lipsdp
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules import Affine, Network, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.modules import Affine, Network
 
 
 def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:

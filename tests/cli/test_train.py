@@ -14,7 +14,7 @@ from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.recipe_schema import Recipe
-from lipkit.modules import export
+from lipkit.lowering import export
 from lipkit.report import read_record
 from lipkit.training import checkpoints as run_folder
 

@@ -26,7 +26,8 @@ from lipkit.evaluation import (
     evaluate,
     per_class,
 )
-from lipkit.modules import chains, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.modules import chains
 
 
 def network(*, deep: bool = False) -> modules.Network:

@@ -15,7 +15,8 @@ from lipkit.data import Split
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.evaluation import evaluate_regression, latency
 from lipkit.evaluation.regression import check_slopes
-from lipkit.modules import chains, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.modules import chains
 
 QUICK = {"restarts": 8, "steps": 20}
 

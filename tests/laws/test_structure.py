@@ -26,7 +26,8 @@ from lipkit.layers import (
     Scale,
     ScaledAvgPool2d,
 )
-from lipkit.modules import lipschitz, output_shape
+from lipkit.lowering import lipschitz
+from lipkit.modules import output_shape
 from lipkit.testing import LAWS, Refusal, check_layer
 
 

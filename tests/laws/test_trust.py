@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from lipkit.errors import NoRuleError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Residual, Scale
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 
 
 class TenTimes(nn.Linear):

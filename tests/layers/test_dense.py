@@ -12,7 +12,7 @@ from scipy.stats import ortho_group
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import BjorckLinear, OrthogonalLinear
 from lipkit.linalg import ORTHOGONALIZE, bjorck, polar
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.testing import check_layer, linear_options, linear_refusals
 
 SIZES = [(5, 8), (8, 5), (6, 6), (1, 1)]

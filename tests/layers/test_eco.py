@@ -15,7 +15,8 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.eco import EcoConv2d
 from lipkit.linalg.exponential import taylor_range
 from lipkit.linalg.polar import polar
-from lipkit.modules import PhaseConv2d, export, lipschitz, load, save
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import PhaseConv2d, load, save
 from lipkit.testing import check_layer, dense_matrix
 
 SIZES = [(6, 3), (12, 3), (24, 3), (30, 3), (8, 2), (16, 2), (32, 2), (8, 4), (16, 4), (32, 4), (6, 2)]

@@ -8,7 +8,7 @@ import torch
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import OssnConv2d, families
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.testing import check_layer, dense_matrix
 
 LAYERS = [(3, 8, 3, 1), (8, 3, 3, 1), (2, 9, 3, 3), (3, 12, 2, 2)]

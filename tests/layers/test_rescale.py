@@ -10,7 +10,8 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Rescale
-from lipkit.modules import Affine, export, lipschitz
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import Affine
 
 
 def test_values_per_channel_of_vectors_and_images() -> None:

@@ -11,7 +11,7 @@ from lipkit.errors import OptionError
 from lipkit.layers import families
 from lipkit.layers.rko import RkoConv2d
 from lipkit.linalg import ORTHOGONALIZE, polar
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.testing import check_layer, dense_matrix
 
 LAYERS = [(3, 8, 3, 1), (8, 3, 3, 1), (2, 9, 3, 3), (3, 12, 2, 2)]

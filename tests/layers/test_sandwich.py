@@ -17,7 +17,8 @@ from lipkit.layers import MaxMin, SandwichConv2d, SandwichLinear
 from lipkit.layers.base import slope_activation
 from lipkit.layers.sandwich import ContractionLinear, free_pair
 from lipkit.linalg import cayley
-from lipkit.modules import FourierConv2d, SandwichBlock, export, lipschitz, load, save
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import FourierConv2d, SandwichBlock, load, save
 from lipkit.modules.activations import BY_NAME
 from lipkit.testing import dense_matrix
 

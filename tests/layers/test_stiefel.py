@@ -12,7 +12,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import StiefelConv2d, StiefelLinear, after_step
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.testing import check_layer
 
 LAWS = (1, 2, 3, 4, 5, 6, 7, 9, 10, 11)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound, lmi_matrix, proves_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin
+from lipkit.lowering import export, lipschitz
 from lipkit.models import LBDN, build, lbdn
 from lipkit.models.lbdn import from_network
-from lipkit.modules import Network, export, lipschitz, load, save
+from lipkit.modules import Network, load, save
 from lipkit.testing import check_layer
 
 DTYPES = (torch.float32, torch.float64)

@@ -8,8 +8,8 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import AolConv2d, CayleyConv2d, MaxMin, NormalizedLinear, SandwichConv2d, SandwichLinear
+from lipkit.lowering import export, lipschitz
 from lipkit.models import build, kwlarge, lbdn_conv
-from lipkit.modules import export, lipschitz
 
 
 def millions(name: str, **options: object) -> float:

@@ -8,8 +8,8 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, MaxMin, SandwichConv2d, SandwichLinear
+from lipkit.lowering import export, lipschitz
 from lipkit.models import build, mlp
-from lipkit.modules import export, lipschitz
 
 
 @pytest.mark.parametrize("layer", ["cayley", "rko", "lot", "sandwich", "aol", "sll", "cpl"])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, MaxMin, Normalize, Scale
+from lipkit.lowering import export, lipschitz
 from lipkit.models import MODELS, build, kwlarge, lipconvnet, small
-from lipkit.modules import export, lipschitz
 
 COMMON = ("input_shape", "classes", "lipschitz", "mean", "std")
 FRAMED = sorted(set(MODELS) - {"lbdn", "mlp", "rebuild"})

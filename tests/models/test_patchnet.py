@@ -18,8 +18,9 @@ from lipkit.data import load
 from lipkit.errors import OptionError, ShapeError
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers import StiefelConv2d, StiefelLinear
+from lipkit.lowering import lipschitz
 from lipkit.models import build, patchnet
-from lipkit.modules import Shift2d, lipschitz
+from lipkit.modules import Shift2d
 
 SMALL: dict[str, Any] = {"patch": 2, "stages": [(8, 2), (16, 1)], "narrow": 4, "dense": [12], "classes": 5}
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Sum
+from lipkit.lowering import export, lipschitz
 from lipkit.models import build, wrn_plain
-from lipkit.modules import export, lipschitz
 
 
 def test_wrn_28_10_has_the_published_size_and_depth() -> None:

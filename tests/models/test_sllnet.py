@@ -8,8 +8,9 @@ from torch import nn
 
 from lipkit.certificates import certify
 from lipkit.errors import OptionError, ShapeError
+from lipkit.lowering import export, lipschitz
 from lipkit.models import build, sllnet
-from lipkit.modules import export, lipschitz, load, save
+from lipkit.modules import load, save
 from lipkit.testing import dense_matrix
 
 

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lipkit import certify, modules
 from lipkit.errors import NoRuleError
 from lipkit.layers import CayleyLinear
-from lipkit.modules import export, guard, lipschitz
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import guard
 
 
 def refused(module: nn.Module, match: str, shape: tuple[int, ...] = (1, 4, 4)) -> None:

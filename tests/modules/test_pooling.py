@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.modules import lipschitz
+from lipkit.lowering import lipschitz
 from lipkit.modules.pooling import average_matrix, max_pool_constant, overlap
 
 

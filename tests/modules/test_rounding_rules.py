@@ -18,7 +18,8 @@ from lipkit.certificates.evaluators import machine
 from lipkit.conv import kernel_symbol
 from lipkit.errors import NoRuleError
 from lipkit.layers.families import FAMILIES, names
-from lipkit.modules import lipschitz, local_error, rounding_rule, rounding_rules
+from lipkit.lowering import lipschitz
+from lipkit.modules import local_error, rounding_rule, rounding_rules
 from lipkit.modules.blocked import blocked
 from lipkit.modules.configuration import stored_types
 from lipkit.modules.graph import JOINS

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import lipkit
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import CayleyConv2d, CayleyLinear, Normalize, Residual, Scale, ScaledAvgPool2d
+from lipkit.lowering import export, lipschitz
 from lipkit.modules import (
     Affine,
     ConvexResidual,
@@ -27,9 +28,7 @@ from lipkit.modules import (
     GroupSort,
     MaxMin,
     Network,
-    export,
     export_rule,
-    lipschitz,
     lipschitz_rule,
     output_shape,
     rules,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipkit.errors import NoRuleError
-from lipkit.modules import GroupSort, MaxMin, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.modules import GroupSort, MaxMin
 from lipkit.modules.activations import slope_restricted
 
 

@@ -19,7 +19,8 @@ from lipkit.conv import circular_conv2d, kernel_symbol
 from lipkit.errors import OptionError
 from lipkit.integer.quantisation import quantise
 from lipkit.layers.cayley import CayleyConv2d
-from lipkit.modules import FourierConv2d, SpreadConv2d, lipschitz, local_error
+from lipkit.lowering import lipschitz
+from lipkit.modules import FourierConv2d, SpreadConv2d, local_error
 from lipkit.modules.chains import prove_chain
 from lipkit.modules.configuration import describe
 from lipkit.modules.network import Network

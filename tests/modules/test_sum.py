@@ -12,7 +12,7 @@ from torch import nn
 from lipkit import modules
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
 from lipkit.layers import Sum
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 
 
 def block() -> nn.Sequential:

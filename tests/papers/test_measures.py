@@ -24,7 +24,7 @@ from papers.measures.trained import (
 )
 from torch import nn
 
-from lipkit import certify, modules
+from lipkit import certify, lowering, modules
 from lipkit.bounds import circular
 from lipkit.data import Data, Split
 from lipkit.errors import OptionError
@@ -211,7 +211,7 @@ def test_the_gain_of_a_layer_of_relu_is_found_where_all_units_are_open() -> None
 def test_gains_of_sandwich_layers_are_at_most_one_in_the_norms_of_their_multipliers() -> None:
     torch.manual_seed(0)
     free = nn.Sequential(nn.Flatten(), lbdn([16, 8, 8, 3], gamma=3.0)).double()
-    found = layer_gains(modules.export(free, SHAPE), data(), restarts=16, steps=200)
+    found = layer_gains(lowering.export(free, SHAPE), data(), restarts=16, steps=200)
     for k in range(3):
         assert 0.9 < found[f"layer_gain({k})"] <= 1 + 1e-6
         # In the l2 norm the layers are not contractions: this is what the multipliers are for.

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 from lipkit import training
 from lipkit.data import Split, random_crop
 from lipkit.errors import DataError, OptionError, RunError
-from lipkit.modules import export
+from lipkit.lowering import export
 from lipkit.training import checkpoints as run_folder
 from lipkit.training import schedules
 from lipkit.training.sources import batches

@@ -13,7 +13,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, MaxMin, StiefelConv2d, StiefelLinear
 from lipkit.linalg import orthogonality_residual
-from lipkit.modules import lipschitz
+from lipkit.lowering import lipschitz
 from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, TrainOptions, fit, optim
 from lipkit.training.trainee import make_optimizer
 

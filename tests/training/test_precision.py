@@ -8,7 +8,7 @@ from torch import nn
 
 from lipkit import training
 from lipkit.layers import families
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 
 MAKERS = ("weight", "kernel", "symbol", "phases", "unit_kernel")
 

@@ -15,7 +15,7 @@ from lightning_fabric.strategies import ModelParallelStrategy
 
 from lipkit import training
 from lipkit.errors import OptionError
-from lipkit.modules import lipschitz
+from lipkit.lowering import lipschitz
 from lipkit.training import checkpoints as run_folder
 from lipkit.training import devices, trainee
 

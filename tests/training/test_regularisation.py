@@ -13,8 +13,8 @@ from lipkit import training
 from lipkit.bounds import METHODS
 from lipkit.errors import NoRuleError, OptionError, RunError
 from lipkit.layers import CayleyConv2d
+from lipkit.lowering import lipschitz
 from lipkit.models import convnet, wrn_plain
-from lipkit.modules import lipschitz
 from lipkit.training import LipschitzPenalty
 from lipkit.training.regularisation import layer_bound, log_product, regularised
 

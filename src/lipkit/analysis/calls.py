@@ -1,7 +1,7 @@
 """The third registry: rules of functions and tensor methods, by the function itself or the method's name.
 
 A rule is called with the arguments of the function. Tensors that change with the network's input come as
-:class:`Operand`, everything else as its value (:data:`~lipkit.modules.running.VARIES` where that depends on the size
+:class:`Operand`, everything else as its value (:data:`~lipkit.lowering.running.VARIES` where that depends on the size
 of the batch), and it returns the bound of the result.
 """
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand
+from lipkit.lowering.visiting import FunctionCall, Operand, function_name
 from lipkit.modules import Shape
 from lipkit.modules.forms import Form
-from lipkit.modules.functional import FUNCTIONAL, covered, first_operand
-from lipkit.modules.visiting import FunctionCall, Operand, function_name
 
 Result = Form | tuple[Form, ...]
 FunctionRule = Callable[..., Result]

@@ -14,9 +14,10 @@ from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.analysis.propagation import LayerBound, Propagation, check_method
 from lipkit.errors import CertificateViolation, OptionError, ShapeError
 from lipkit.linalg.precision import check_underflow
-from lipkit.modules import Shape, export
-from lipkit.modules.running import check_outputs, constant_copy, observe, sample, stays_float64, traced
-from lipkit.modules.tracing import Root
+from lipkit.lowering import export
+from lipkit.lowering.running import check_outputs, constant_copy, observe, sample, stays_float64, traced
+from lipkit.lowering.tracing import Root
+from lipkit.modules import Shape
 from lipkit.text import table
 
 

@@ -15,13 +15,14 @@ from torch import Tensor, fx, nn
 from lipkit.analysis.calls import Call, Operand, apply
 from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules import Shape, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.lowering.running import Observed
+from lipkit.lowering.tracing import Root, fetch
+from lipkit.lowering.visiting import Walk, called, path_of
+from lipkit.modules import Shape
 from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form, source
 from lipkit.modules.guarding import guard
-from lipkit.modules.running import Observed
-from lipkit.modules.tracing import Root, fetch
-from lipkit.modules.visiting import Walk, called, path_of
 from lipkit.proof.roundoff import gamma, to_double, up
 
 
@@ -202,7 +203,7 @@ class Propagation(Walk):
 
     Args:
         root: the network.
-        graph, observed: as left by :func:`lipkit.modules.running.observe`.
+        graph, observed: as left by :func:`lipkit.lowering.running.observe`.
         method: of convolutions.
         tolerance: of those by `symbol_sup`, on average.
     """

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import proves_gain
 from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules import Network, lipschitz
+from lipkit.lowering import lipschitz
+from lipkit.modules import Network
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import SlopeRun, slope_runs
 

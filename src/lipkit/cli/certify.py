@@ -72,7 +72,7 @@ def command(
 def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
     """The exported network that MODEL names, and a name for its run."""
     from lipkit.cli.bound import parse_shape, read
-    from lipkit.modules import export
+    from lipkit.lowering import export
 
     network, shape = read(model, parse_shape(input_shape))
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(model.replace(":", "_")).stem)

@@ -18,7 +18,7 @@ from lipkit.data.registry import imported, is_code
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
 from lipkit.experiments.recipe import Recipe
 from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.training import LipschitzPenalty, PgdAdversary
 
 

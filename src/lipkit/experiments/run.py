@@ -32,7 +32,7 @@ from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duratio
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
 from lipkit.files import write_atomic
-from lipkit.modules import export, lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT
 from lipkit.report.record import RECORD, Facts

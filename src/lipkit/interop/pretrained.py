@@ -23,7 +23,8 @@ from torch import nn
 from lipkit import models, modules
 from lipkit.errors import DataError, LipkitError, OptionError, first_line
 from lipkit.files import read_bytes, read_text, write_atomic
-from lipkit.modules import Shape, export
+from lipkit.lowering import export
+from lipkit.modules import Shape
 
 SCHEMA_VERSION = 1
 CONFIG, WEIGHTS, NETWORK, CARD = "config.json", "model.safetensors", "network", "README.md"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
-from lipkit.modules import Network, export
+from lipkit.lowering import export
+from lipkit.modules import Network
 
 LARGEST = 2**28
 """Numbers that a file may store, 1 GB in float32."""

@@ -61,7 +61,7 @@ class OssnConv2d(ConstrainedConv2d):
         OptionError: an argument that is not supported. ShapeError: an input that does not fit, or ``lipschitz``
         without an input shape.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> layer = OssnConv2d(3, 8, 3)
     >>> 0.9999 < lipschitz(layer, (3, 7, 5)).item() < 1.001
     True

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import check_dtype, check_positive
-from lipkit.modules import Affine, ConvexResidual, Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import Affine, ConvexResidual, Shape, export_rule, lipschitz_rule, output_shape
 from lipkit.modules.graph import Join, add_join, blend_of, check_alike
 from lipkit.modules.residual import refuse_inplace
 from lipkit.proof.roundoff import reciprocal_up, up

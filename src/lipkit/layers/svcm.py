@@ -137,7 +137,7 @@ class SvcmConv2d(KernelConv2d, AfterStep):
         No claimed constant: ``lipschitz`` computes one from the numbers, for the input shape if it is given, else
         for every image size.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> layer = SvcmConv2d(2, 2, 3, orthogonal=False)
     >>> _ = torch.nn.init.normal_(layer.free)
     >>> layer.project_((6, 6))

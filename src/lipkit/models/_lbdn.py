@@ -31,8 +31,9 @@ from lipkit.layers.export import linear_module
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
+from lipkit.lowering import lipschitz
 from lipkit.models._parts import check_sizes
-from lipkit.modules import Network, Shape, export_rule, lipschitz, lipschitz_rule
+from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 
 Activations = str | nn.Module | Sequence[str | nn.Module]
 
@@ -64,7 +65,7 @@ class LBDN(nn.Module):
     Raises:
         OptionError: sizes, gamma or activations that are not as above.
 
-    >>> from lipkit.modules import export
+    >>> from lipkit.lowering import export
     >>> net = LBDN([12, 16, 16, 4], gamma=2.0, dtype=torch.float64)
     >>> plain = export(net, (12,))
     >>> [type(m).__name__ for m in plain], bool(lipschitz(plain) <= 2.0)

@@ -12,13 +12,14 @@ from torch.nn.utils import parametrize
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import families
+from lipkit.lowering import export
+from lipkit.lowering.running import computed_tensors
 from lipkit.models.constrained import Converted, Converter, Kept
 from lipkit.models.rebuild import Builder
 from lipkit.models.settle import replaced, settled, watched
-from lipkit.modules import Shape, export, load, output_shape
+from lipkit.modules import Shape, load, output_shape
 from lipkit.modules.guarding import refuse_wrapper
 from lipkit.modules.registry import rules
-from lipkit.modules.running import computed_tensors
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

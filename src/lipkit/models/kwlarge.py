@@ -39,7 +39,7 @@ def kwlarge(
         image: (C, H, W) with H and W multiples of 4.
         options: options of the family's convolution.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> float(lipschitz(kwlarge(input_shape=(3, 8, 8))))
     1.0
 

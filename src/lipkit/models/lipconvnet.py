@@ -54,7 +54,7 @@ def lipconvnet(
         OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
 
     >>> net = lipconvnet(5, layer="cayley", width=0.125)
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> lipschitz(net).item()
     1.0
 

@@ -51,7 +51,7 @@ def mlp(
     Raises:
         OptionError: sizes, a gain or an activation that are not as above. ShapeError: another input shape.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> net = mlp([16, 16], "sandwich", gamma=4.0, input_shape=(1, 4, 4), classes=3)
     >>> [type(m).__name__ for m in net], float(lipschitz(net))
     (['Flatten', 'Scale', 'SandwichLinear', 'SandwichLinear', 'Scale', 'SandwichLinear'], 4.0)

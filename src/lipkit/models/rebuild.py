@@ -13,6 +13,7 @@ from lipkit.errors import NoRuleError
 from lipkit.layers import Family
 from lipkit.layers.export import filled
 from lipkit.layers.structure import ConvexSum, ScaledAvgPool2d
+from lipkit.lowering import lipschitz
 from lipkit.models.constrained import Converter
 from lipkit.modules import (
     Add,
@@ -25,7 +26,6 @@ from lipkit.modules import (
     Mean,
     Network,
     Shape,
-    lipschitz,
     output_shape,
 )
 from lipkit.modules.activations import ACTIVATIONS

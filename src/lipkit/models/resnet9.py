@@ -31,7 +31,7 @@ def resnet9(
         image: (C, H, W) with H and W multiples of 16.
         options: options of the family's convolution.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> lipschitz(resnet9(width=4)).item()
     1.0
 

@@ -60,7 +60,7 @@ def unet(
     Raises:
         OptionError: sizes below 1, odd channels. ShapeError: another input shape.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> net = unet(8, depth=1, blocks=1, input_shape=(1, 8, 8))
     >>> net(torch.rand(2, 1, 8, 8)).shape, round(lipschitz(net, (1, 8, 8)).item(), 5)
     (torch.Size([2, 1, 8, 8]), 1.0)

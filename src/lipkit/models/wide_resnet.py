@@ -40,7 +40,7 @@ def wide_resnet(
     Raises:
         OptionError: depth is not 6 n + 4 with n >= 1, or widen is below 1.
 
-    >>> from lipkit.modules import lipschitz
+    >>> from lipkit.lowering import lipschitz
     >>> lipschitz(wide_resnet(10, 1, input_shape=(3, 16, 16))).item()
     1.0
 

@@ -5,7 +5,6 @@ from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activa
 from lipkit.modules.configuration import stored
 from lipkit.modules.dense import Affine, Elementwise, PositionCode
 from lipkit.modules.fourier import FourierConv2d
-from lipkit.modules.functional import function_module
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
@@ -16,12 +15,11 @@ from lipkit.modules.phase import PhaseConv2d
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.rearrange import ResizeChannels, Shift2d
-from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape, rules
+from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape, rules
 from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
 from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.spread import SpreadConv2d
 from lipkit.modules.storage import load, save, sha256
-from lipkit.modules.structure import structure
 from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
 
@@ -70,12 +68,9 @@ __all__ = [
     "Sum",
     "TaylorConv2d",
     "add_activation",
-    "export",
     "export_rule",
-    "function_module",
     "group_sort",
     "guard",
-    "lipschitz",
     "lipschitz_rule",
     "load",
     "local_error",
@@ -87,7 +82,6 @@ __all__ = [
     "save",
     "sha256",
     "stored",
-    "structure",
 ]
 
 

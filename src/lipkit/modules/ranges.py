@@ -64,7 +64,8 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
     Raises:
         NoRuleError: the range of a factor is not finite.
 
-    >>> from lipkit.modules import Graph, export
+    >>> from lipkit.lowering import export
+    >>> from lipkit.modules import Graph
     >>> square = Network([Graph([Product()], [[0, 0]])], (2,))
     >>> found = limited(square, (-1.0, 3.0))
     >>> round(float(found[0].nodes[0].limits.max()), 3), round(float(lipschitz(found)), 3)

@@ -187,7 +187,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     Args:
         module: a module with a rule: lipkit's layers and models, and the ``torch.nn`` modules listed by
             :func:`rules`; or one whose own forward pass can be traced down to such modules
-            (`lipkit.modules.structure`), which needs ``input_shape``.
+            (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
 
     Returns:
@@ -231,7 +231,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
     computed from its numbers.
 
     Args:
-        module: a module with a rule, or one whose own forward pass can be traced (`lipkit.modules.structure`). Batch
+        module: a module with a rule, or one whose own forward pass can be traced (`lipkit.lowering.structure`). Batch
             normalisation behind a convolution is folded into it.
         input_shape: shape of one input without the batch. The result accepts no other.
         box: (low, high) of every entry of the inputs that the network is for. Products of two values, such as those of

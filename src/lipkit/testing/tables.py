@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
-from lipkit.modules import export, output_shape
+from lipkit.lowering import export
+from lipkit.modules import output_shape
 from lipkit.testing.case import Refusal
 
 Make = Callable[..., nn.Module]

@@ -14,7 +14,7 @@ from lipkit.attacks.ascent import Box
 from lipkit.attacks.balls import BALLS
 from lipkit.attacks.pgd import LOSSES, pgd
 from lipkit.errors import NoRuleError, OptionError, interval
-from lipkit.modules import export
+from lipkit.lowering import export
 
 Adversary = Callable[[nn.Module, Tensor, Tensor, torch.Generator], Tensor]
 

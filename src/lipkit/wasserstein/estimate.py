@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
-from lipkit.modules import Network, export
+from lipkit.lowering import export
+from lipkit.modules import Network
 from lipkit.modules.chains import proved_bound
 from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics

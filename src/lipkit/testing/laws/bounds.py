@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lipkit.layers import after_step
-from lipkit.modules import Shape, export, lipschitz
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import Shape
 from lipkit.testing.case import Case, forward, require, require_same, states
 from lipkit.testing.reference import operators, singular_values, steepest_secant, tolerance
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
-from lipkit.modules import export, lipschitz, load, save
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import load, save
 from lipkit.modules.configuration import describe
 from lipkit.testing.case import Case, Refusal, forward, require, require_same
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import OptionError
-from lipkit.modules import export
+from lipkit.lowering import export
 from lipkit.testing.case import Case, distance, forward, require, require_same, require_small
 from lipkit.testing.reference import tolerance
 

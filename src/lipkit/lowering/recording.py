@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lipkit.modules.tracing import METADATA, METADATA_METHODS, flat, is_leaf
+from lipkit.lowering.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 
 # Tracing answers these itself.
 _METADATA = {*METADATA, *METADATA_METHODS}

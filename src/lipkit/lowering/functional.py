@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, NoRuleError
+from lipkit.lowering.visiting import FunctionCall, Operand, function_name
 from lipkit.modules.activations import ACTIVATIONS
-from lipkit.modules.visiting import FunctionCall, Operand, function_name
 
 Maker = Callable[..., nn.Module]
 

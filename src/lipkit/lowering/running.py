@@ -32,9 +32,9 @@ from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.linalg.transforms import normalisations
+from lipkit.lowering.recording import Calls, difference, tensors
+from lipkit.lowering.tracing import VALUES, Path, Root, dependence, evaluate, flat, trace
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-from lipkit.modules.recording import Calls, difference, tensors
-from lipkit.modules.tracing import VALUES, Path, Root, dependence, evaluate, flat, trace
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
 PARAMETRIZATIONS = normalisations()
@@ -189,9 +189,9 @@ class Observed:
     Attributes:
         values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for
             the others their value, or :data:`VARIES`.
-        how: of `lipkit.modules.tracing.dependence`.
+        how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
-        calls: of the second run (`lipkit.modules.recording`).
+        calls: of the second run (`lipkit.lowering.recording`).
     """
 
     values: dict[fx.Node, Any]

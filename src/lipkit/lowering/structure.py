@@ -1,8 +1,8 @@
 """A network with its own forward pass as a chain of modules, with a `Graph` wherever values branch.
 
-The forward pass is traced (`lipkit.modules.tracing`), run for two batch sizes and compared with the network
-(`lipkit.modules.running`). What it calls becomes modules: its own, those that compute the same as a function
-(`lipkit.modules.functional`), and for what only moves or joins numbers the ones below. Everything else is refused by
+The forward pass is traced (`lipkit.lowering.tracing`), run for two batch sizes and compared with the network
+(`lipkit.lowering.running`). What it calls becomes modules: its own, those that compute the same as a function
+(`lipkit.lowering.functional`), and for what only moves or joins numbers the ones below. Everything else is refused by
 name.
 """
 
@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_tensors
+from lipkit.lowering.running import BATCHES, check_outputs, close, constant_copy, observe, sample, traced
+from lipkit.lowering.tracing import Root, fetch
+from lipkit.lowering.visiting import FunctionCall, Operand, Walk, called
 from lipkit.modules.dense import Affine, Elementwise
-from lipkit.modules.functional import FUNCTIONAL, covered, first_operand, with_tensors
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.guarding import type_name
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.registry import _TRACED, Shape, export_plain, lipschitz
-from lipkit.modules.running import BATCHES, check_outputs, close, constant_copy, observe, sample, traced
-from lipkit.modules.tracing import Root, fetch
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
-from lipkit.modules.visiting import FunctionCall, Operand, Walk, called
 
 Value = int | tuple[int, ...]
 
@@ -96,7 +96,7 @@ def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected:
     if not close(found, expected):
         raise NoRuleError(
             "export: expected plain modules that compute the same as the network, got other outputs: a rule of "
-            "lipkit.modules.function_module or lipkit.modules.export_rule does not match its function"
+            "lipkit.lowering.function_module or lipkit.modules.export_rule does not match its function"
         )
 
 
@@ -129,7 +129,7 @@ class _Recorder(Walk):
         if target not in PLAIN:
             raise call.refuse(
                 "it has no plain form that could be exported; register the module that computes it with "
-                "lipkit.modules.function_module, or put it into a module with rules of its own (lipkit.analyze bounds "
+                "lipkit.lowering.function_module, or put it into a module with rules of its own (lipkit.analyze bounds "
                 "more functions than can be exported)"
             )
         value: Value = covered(call, PLAIN[target], args, kwargs)

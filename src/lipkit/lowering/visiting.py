@@ -1,6 +1,6 @@
 """A walk over a traced graph: every value that changes with the input becomes an operand, all others are constants.
 
-Bounds (`lipkit.analysis`) and plain networks (`lipkit.modules.structure`) are made by such walks, which differ in what
+Bounds (`lipkit.analysis`) and plain networks (`lipkit.lowering.structure`) are made by such walks, which differ in what
 they know of an operand.
 """
 
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
+from lipkit.lowering.running import VARIES, Observed, Sizes, Varies
+from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.registry import Shape, what_is_missing
-from lipkit.modules.running import VARIES, Observed, Sizes, Varies
-from lipkit.modules.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.proof.roundoff import root
 
 # What takes the sizes of its result.
@@ -166,7 +166,7 @@ class Walk:
 
     Args:
         root: the network.
-        graph, observed: as left by :func:`lipkit.modules.running.observe`.
+        graph, observed: as left by :func:`lipkit.lowering.running.observe`.
     """
 
     def __init__(self, root: Root, graph: fx.Graph, observed: Observed) -> None:

@@ -22,8 +22,9 @@ import lipkit_check
 from lipkit import analyze, certify, export, lipschitz, load, save
 from lipkit.certificates import certify_regression
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.modules import function_module, registry
-from lipkit.modules.functional import FUNCTIONAL
+from lipkit.lowering import function_module
+from lipkit.lowering.functional import FUNCTIONAL
+from lipkit.modules import registry
 
 V, M, I = (4,), (3, 4), (2, 6, 6)  # noqa: E741
 Forward = Callable[[Any, Tensor], Any]
