@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv.block import autocorrelation
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32
@@ -121,6 +122,7 @@ AOL = Family(
     title="Almost-orthogonal: columns rescaled by a diagonal bound",
     paper="Prach & Lampert, ECCV 2022",
     equation="theorems 1 and 2",
+    definition=definitions.aol,
     conv=AolConv2d,
     linear=AolLinear,
     claim="contraction",

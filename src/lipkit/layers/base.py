@@ -63,6 +63,7 @@ class Family:
         smooth: whether the layer is differentiable where singular values of a parameter coincide.
         own_activation: whether the layers contain their activation: a model puts none after them.
         affine: constructor of the affine dense layer that ends a network, where ``linear`` is not affine.
+        definition: ``(layer, x) -> y``, the paper's construction in plain torch (`lipkit.layers.definitions`).
     """
 
     name: str
@@ -81,6 +82,7 @@ class Family:
     smooth: bool = True
     own_activation: bool = False
     affine: Callable[..., nn.Module] | None = None
+    definition: Callable[[Any, Tensor], Tensor] | None = None
 
     def last(self, in_features: int, out_features: int, **options: Any) -> nn.Module:
         """The affine dense layer of this family: the last one of a network."""

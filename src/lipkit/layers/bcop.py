@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
 from lipkit.conv.block import bcop_kernel
+from lipkit.layers import definitions
 from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import BjorckLinear, orthogonal_free
@@ -105,6 +106,7 @@ BCOP = Family(
     title="Block convolution of projectors, by Björck iteration",
     paper="Li et al., NeurIPS 2019",
     equation="algorithm 1",
+    definition=definitions.bcop,
     conv=BcopConv2d,
     linear=BjorckLinear,
     options={"orthogonalize": ("bjorck", "cayley")},
@@ -114,6 +116,7 @@ CAYLEY_BCOP = Family(
     title="Block convolution of projectors, by the Cayley transform",
     paper="Trockman & Kolter, ICLR 2021",
     equation="section 5; Li et al. 2019, algorithm 1",
+    definition=definitions.bcop,
     conv=cayley_bcop,
     linear=CayleyLinear,
 )

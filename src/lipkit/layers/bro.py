@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, check_positive
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, block_reflector
@@ -157,6 +158,7 @@ BRO = Family(
     title="Block reflector of low rank at each frequency",
     paper="Lai et al., ICML 2025",
     equation="section 4",
+    definition=definitions.bro,
     conv=BroConv2d,
     linear=BroLinear,
     options={"rank": (1, 2), "depth": (1, 4)},

@@ -12,6 +12,7 @@ from lipkit.conv import Symbol, cayley_conv2d, cayley_linear, kernel_symbol
 from lipkit.conv.cayley_conv import solves_pay
 from lipkit.conv.few_inputs import spread_parts, spreading_pays
 from lipkit.conv.spectrum import as_complex, as_pair
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import (
     export_symbol_conv,
@@ -200,6 +201,7 @@ CAYLEY = Family(
     title="Cayley transform at each frequency",
     paper="Trockman & Kolter, ICLR 2021",
     equation="algorithm 1, proposition A.7",
+    definition=definitions.cayley,
     conv=CayleyConv2d,
     linear=CayleyLinear,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
 from lipkit.errors import OptionError
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, KernelConv2d
 from lipkit.layers.dense import orthogonal_free
 from lipkit.layers.export import register_one_lipschitz
@@ -96,6 +97,7 @@ CHOLESKY = Family(
     title="reshaped kernel, divided by its Cholesky factor and the root of its taps",
     paper="Hu et al., ICLR 2024",
     equation="dense layers of its neck",
+    definition=definitions.cholesky,
     conv=CholeskyConv2d,
     linear=CholeskyLinear,
     claim="contraction",

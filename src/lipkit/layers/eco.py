@@ -13,6 +13,7 @@ from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.phases import check_fits, dilated_conv2d, distinct_frequencies, kernel_of_symbol
 from lipkit.conv.spectrum import as_pair
 from lipkit.errors import OptionError
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import patch_module, resampled_size
@@ -254,6 +255,7 @@ ECO = Family(
     title="Exponential of skew matrices at the k^2 frequencies of a dilated kernel",
     paper="Yu, Li, Cai & Li, ICLR 2022",
     equation="algorithm 1, equations 14 to 17, appendices A and B",
+    definition=definitions.eco,
     conv=EcoConv2d,
     linear=CayleyLinear,
     sizes="kernels that divide the image (after downsampling), odd or even",

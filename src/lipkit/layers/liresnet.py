@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds import symbol_sup
+from lipkit.layers import definitions
 from lipkit.layers.base import NORM_TOLERANCE, Family, KernelConv2d, check_positive, half_through_float32
 from lipkit.layers.bro import near_identity, residual_parameters
 from lipkit.layers.cholesky import CholeskyLinear
@@ -101,6 +102,7 @@ LIRESNET = Family(
     title="Identity plus noise, divided by a proved bound of its norm",
     paper="Hu et al., NeurIPS 2023",
     equation="section 3",
+    definition=definitions.liresnet,
     conv=LiResConv2d,
     linear=CholeskyLinear,
     claim="contraction",

@@ -13,6 +13,7 @@ from lipkit.bounds import spectral_norm
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import ShapeError
+from lipkit.layers import definitions
 from lipkit.layers.base import Family, SymbolConv2d
 from lipkit.layers.dense import OrthogonalLinear
 from lipkit.layers.export import export_symbol_conv, resampled_size
@@ -101,6 +102,7 @@ LOT = Family(
     title="Polar factor at each frequency",
     paper="Xu, Li & Li, NeurIPS 2022",
     equation="equation 4, algorithm 1",
+    definition=definitions.lot,
     conv=LotConv2d,
     linear=partial(OrthogonalLinear, orthogonalize="polar"),
     options={"orthogonalize": ("polar", "bjorck", "newton_schulz", "cayley")},

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.strided import Size, aoc_channels, aoc_kernel, aol_scales, period, rko_factor
 from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import definitions
 from lipkit.layers.aol import safe_rsqrt
 from lipkit.layers.base import Biased, Family, Pair, check_dtype, check_positive, half_through_float32, new_bias
 from lipkit.layers.dense import BjorckLinear
@@ -490,6 +491,7 @@ AOC = Family(
     title="block convolution of projectors, then a matrix on patches: a stride of its own",
     paper="Boissin et al., ICML 2025",
     equation="BCOP, Li et al. 2019, algorithm 1, and RKO of kernel = stride",
+    definition=definitions.aoc,
     conv=aoc_conv2d,
     linear=BjorckLinear,
     sizes="any kernel at most twice as large as the image",

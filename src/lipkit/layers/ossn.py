@@ -11,6 +11,7 @@ from lipkit.bounds import circular
 from lipkit.bounds.power import krylov_lower_estimate
 from lipkit.conv import circular_conv2d, fold
 from lipkit.errors import ShapeError
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, check_positive, half_through_float32
 from lipkit.layers.dense import BjorckLinear
 from lipkit.layers.export import circular_module, resampled_size, stride_modules
@@ -117,6 +118,7 @@ OSSN = Family(
     title="divided by its norm, estimated by power and Krylov steps",
     paper="Gouk et al., Machine Learning 2021",
     equation="section 3",
+    definition=definitions.ossn,
     conv=OssnConv2d,
     linear=BjorckLinear,
     claim="none",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipkit.bounds import circular, reshaped, symbol_sup
 from lipkit.conv.patches import contraction_from_matrix, kernel_to_matrix
+from lipkit.layers import definitions
 from lipkit.layers.base import Family, KernelConv2d
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.dense import BjorckLinear, orthogonal_free
@@ -87,6 +88,7 @@ RKO = Family(
     title="reshaped kernel, Björck orthonormalisation, divided by the root of its taps",
     paper="Li et al., NeurIPS 2019",
     equation="section 4.1",
+    definition=definitions.rko,
     conv=RkoConv2d,
     linear=BjorckLinear,
     claim="contraction",
@@ -97,6 +99,7 @@ CRKO = Family(
     title="reshaped kernel, Cayley transform, divided by the root of its taps",
     paper="Trockman & Kolter, ICLR 2021",
     equation="section 6",
+    definition=definitions.rko,
     conv=crko_conv2d,
     linear=CayleyLinear,
     claim="contraction",

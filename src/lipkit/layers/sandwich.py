@@ -20,6 +20,7 @@ from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
 from lipkit.conv.normal_matrices import normal_matrices_of
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32, slope_activation
 from lipkit.layers.cayley import free_and_scale, rescaled
 from lipkit.layers.export import (
@@ -444,6 +445,7 @@ SANDWICH = Family(
     title="linear map, activation and linear map, from one Cayley transform at each frequency",
     paper="Wang & Manchester, ICML 2023",
     equation="equation 10, algorithm 1",
+    definition=definitions.sandwich,
     conv=SandwichConv2d,
     linear=SandwichLinear,
     claim="contraction",

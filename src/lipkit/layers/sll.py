@@ -20,6 +20,7 @@ from lipkit.bounds import spectral_norm, symbol_sup, symbol_sup_estimate
 from lipkit.conv import adjoint, circular_conv2d, fold
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
+from lipkit.layers import definitions
 from lipkit.layers.base import (
     NORM_TOLERANCE,
     Biased,
@@ -368,6 +369,7 @@ SLL = Family(
     title="Residual around an activation, weight used twice, diagonal bound",
     paper="Araujo et al., ICLR 2023",
     equation="theorem 3",
+    definition=definitions.sll,
     conv=SllConv2d,
     linear=SllLinear,
     claim="contraction",
@@ -384,6 +386,7 @@ CPL = Family(
     title="Residual around an activation, weight used twice, divided by its squared norm",
     paper="Meunier et al., ICML 2022",
     equation="equation 8",
+    definition=definitions.cpl,
     conv=CplConv2d,
     linear=CplLinear,
     claim="contraction",

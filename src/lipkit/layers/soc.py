@@ -13,6 +13,7 @@ from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
 from lipkit.conv.exponential_conv import skew, taylor_features, taylor_norm
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
+from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedConv2d, Family, half_through_float32
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import patch_module, resampled_size, stride_modules
@@ -245,6 +246,7 @@ SOC = Family(
     title="Exponential of a skew kernel, by Taylor terms",
     paper="Singla & Feizi, ICML 2021",
     equation="theorems 2 to 4, algorithm 1",
+    definition=definitions.soc,
     conv=SocConv2d,
     linear=CayleyLinear,
     sizes="odd kernels, any image",

@@ -10,6 +10,7 @@ from torch import Tensor
 from lipkit.bounds import circular, symbol_sup
 from lipkit.conv import fold, symbol
 from lipkit.errors import ShapeError
+from lipkit.layers import definitions
 from lipkit.layers.base import Family, KernelConv2d, check_positive
 from lipkit.layers.dense import BjorckLinear
 from lipkit.layers.export import export_kernel_conv, resampled_size
@@ -193,6 +194,7 @@ SVCM = Family(
     title="orthogonal by alternating projections between optimiser steps",
     paper="Sedghi, Gupta & Long, ICLR 2019",
     equation="clipped singular values; in turns with k x k kernels: Trockman & Kolter 2021, section 5",
+    definition=definitions.svcm,
     conv=SvcmConv2d,
     linear=BjorckLinear,
     claim="none",
