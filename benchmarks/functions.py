@@ -28,7 +28,11 @@ from lipkit.conv.normal_matrices import (
     normal_matrices,
 )
 from lipkit.conv.transform import transform_matrices
-from lipkit.linalg import gram_norm, skew_polynomial
+from lipkit.layers.soc import LARGE, _QuickNorm
+from lipkit.linalg import cayley_product, gram_norm, skew_polynomial
+from lipkit.linalg.cayley import _Cayley
+from lipkit.linalg.cayley import _plain as plain_cayley
+from lipkit.linalg.exponential import SQUARINGS
 from lipkit.linalg.polar import _TallPolar
 from lipkit.memory import keep_freed_memory
 from lipkit.modules import activations
@@ -132,8 +136,8 @@ def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
     yield Pair(
         "Taylor exponential (linalg.skew_polynomial)",
         size,
-        lambda u: skew_polynomial._TaylorExponential.apply(u, 5)[0],
-        lambda u: skew_polynomial._taylor_exponential(u, 5),
+        lambda u: skew_polynomial._TaylorExponential.apply(u, 5, SQUARINGS)[0],
+        lambda u: skew_polynomial._taylor_exponential(u, 5, SQUARINGS),
         (u,),
     )
 
@@ -142,6 +146,14 @@ def matrix_pairs(n: int, batch: int) -> Iterator[Pair]:
         return left @ right
 
     yield Pair("polar factor (linalg.polar)", size, lambda u: _TallPolar.apply(u)[0], plain_polar, (u,))
+    yield Pair("Cayley transform (linalg.cayley)", size, _Cayley.apply, plain_cayley, (u,))
+
+
+def dense_pairs(n: int, batch: int) -> Iterator[Pair]:
+    """A dense Cayley layer."""
+    w, x, bias = leaf(n, n, size=n**-0.5), leaf(batch, n), leaf(n)
+    product = (cayley_product._Product.apply, cayley_product._plain)
+    yield Pair("dense layer (linalg.cayley_product)", f"{n} x {n}, batch {batch}", *product, (w, x, bias))
 
 
 def norm_pairs(m: int, n: int) -> Iterator[Pair]:
@@ -154,6 +166,9 @@ def norm_pairs(m: int, n: int) -> Iterator[Pair]:
         gram_norm._plain,
         (a,),
     )
+    if m >= LARGE:
+        size, quick = f"{m} x {n}", lambda a: _QuickNorm.apply(a)[0]
+        yield Pair("norm by Lanczos steps (layers.soc)", size, quick, gram_norm.gram_norm, (a,))
 
 
 def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
@@ -185,6 +200,8 @@ def pairs() -> Iterator[Pair]:
         yield from phase_pairs(c, side, batch)
     for n, batch in ((64, 64), (128, 5), (512, 1)):
         yield from matrix_pairs(n, batch)
+    for n, batch in ((256, 128), (1024, 256)):
+        yield from dense_pairs(n, batch)
     for m, n in ((64, 576), (128, 1152), (512, 4608)):
         yield from norm_pairs(m, n)
 
