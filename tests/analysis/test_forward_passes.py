@@ -51,6 +51,7 @@ def marked(rows: list[dict[str, Any]]) -> list[Any]:
     return [pytest.param(row, id=row["name"], marks=[slow] if i % EVERY else []) for i, row in enumerate(rows)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", marked([row for row in SEEN if "varies" in row]))
 def test_refused_where_the_output_is_no_function_of_one_sample(row: dict[str, Any]) -> None:
     judged(row)

@@ -30,6 +30,7 @@ def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return model, shape
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_bounded_exported_certified_and_saved(name: str, tmp_path: Path) -> None:
     model, shape = network(name)
@@ -64,6 +65,7 @@ def test_bounded_exported_certified_and_saved(name: str, tmp_path: Path) -> None
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("DenseNet", "SqueezeNet", "ConvNeXt")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ResNet-18", *SLOW])
 def test_onnx_there_and_back(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -110,6 +112,7 @@ def test_files_of_plain_pytorch(name: str, opset: int, tmp_path: Path) -> None:
     assert torch.allclose(found(x), model(x), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["LeNet", "DenseNet"])
 def test_attacks_find_nothing_inside_radii(name: str) -> None:
     model, shape = network(name)
@@ -124,6 +127,7 @@ def test_attacks_find_nothing_inside_radii(name: str) -> None:
     assert found.cross_check.compared > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ON_A_BOX)
 def test_products_have_a_constant_on_a_box(name: str, tmp_path: Path) -> None:
     model, shape = network(name)

@@ -33,6 +33,7 @@ def test_leaves_what_is_not_adversarial() -> None:
     assert torch.equal(shrink(threshold, x, other, torch.tensor([0])), other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pgd", "apgd", "fab", "cw"])
 def test_what_lies_outside_eps_is_no_success(name: str) -> None:
     x, y = torch.tensor([[0.1, 0.0], [0.4, 0.0]]), torch.zeros(2, dtype=torch.int64)

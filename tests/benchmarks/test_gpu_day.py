@@ -40,6 +40,7 @@ def test_a_day_at_toy_size(tmp_path: Path) -> None:
         gpu_day.main([*start, "--step", "nothing"])
 
 
+@pytest.mark.thorough
 def test_what_is_cut_is_called_again(tmp_path: Path) -> None:
     gpu_day.main(["--out", str(tmp_path), "--toy", "--limit", "0"])
     assert "cut" in found(tmp_path, "checks")

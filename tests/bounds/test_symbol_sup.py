@@ -113,6 +113,7 @@ def test_zero_padding_on_sixteen_pixels(k: int) -> None:
     assert truth <= bound <= truth * 1.15
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("taps", [(2, 2), (3, 3), (1, 5), (5, 2), (7, 7)])
 @pytest.mark.parametrize("channels", [(1, 1), (3, 2), (4, 4)])
 def test_within_one_percent_of_the_supremum(taps: tuple[int, int], channels: tuple[int, int]) -> None:

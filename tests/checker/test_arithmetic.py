@@ -177,6 +177,7 @@ def test_the_transform_is_an_isometry(h: int, w: int, arithmetic: Any) -> None:
     assert tau <= Fraction(1, 1 << 43)
 
 
+@pytest.mark.thorough
 def test_slopes_are_bounds_and_attained() -> None:
     k.ops = k.Floats()
     x = np.concatenate((np.linspace(-8, 8, 400_001), [-3, 3, 0]))

@@ -80,6 +80,7 @@ def test_dimensions_are_counted_as_torch_does(dim: int, tmp_path: Path) -> None:
     assert set(seen) == {"loaded, checked"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", range(len(BASES)), ids=[type(module).__name__ for module, _ in BASES])
 @pytest.mark.parametrize("share", [0.02, pytest.param(0.15, marks=pytest.mark.thorough)])
 def test_no_forged_network_is_taken(case: int, share: float) -> None:

@@ -310,6 +310,7 @@ def model_of(name: str) -> tuple[nn.Module, Tensor]:
 LARGE = ("ResNet-50", "WRN-16-4", "ResNet-18")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in SMALL])
 def test_twelve_networks(name: str, tmp_path: Path, capsys: Any) -> None:
     certificate = write_run(tmp_path, *model_of(name))
@@ -372,6 +373,7 @@ def wiring(graph: dict[str, Any], tensors: dict[str, np.ndarray]) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("turn", range(23))
 def test_graphs_wired_otherwise_are_refused(turn: int, joined: Path, tmp_path: Path, capsys: Any) -> None:
     target = tmp_path / "run"

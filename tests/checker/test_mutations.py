@@ -9,6 +9,7 @@ import pytest
 from tests.checker.mutations import CHECKER, HARMLESS, MUTATIONS, changed, main
 
 
+@pytest.mark.thorough
 def test_each_change_is_one_of_the_checker_as_it_stands() -> None:
     assert len(MUTATIONS) >= 60
     pairs = [(old, new) for _, old, new in MUTATIONS]

@@ -90,12 +90,14 @@ def small(name: str) -> nn.Module:
     return models.small(layer=name, **({"kernel_size": 2} if name == "eco" else {}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in names()])
 def test_every_family(name: str, tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(1)
     confirmed(tmp_path, small(name), capsys, lost=1e-7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cayley", "eco", pytest.param("bcop", marks=pytest.mark.thorough)])
 def test_families_without_floating_point(name: str, tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(2)
@@ -113,6 +115,7 @@ def test_other_families_without_floating_point(name: str, tmp_path: Path, capsys
     confirmed(tmp_path, model, capsys, "--exact", lost=1e-5)
 
 
+@pytest.mark.thorough
 def test_every_activation(tmp_path: Path, capsys: Any) -> None:
     for i, activation in enumerate([*SMOOTH, *EXACT]):
         torch.manual_seed(i)
@@ -120,6 +123,7 @@ def test_every_activation(tmp_path: Path, capsys: Any) -> None:
         confirmed(tmp_path / str(i), model, capsys, *["--exact"] * (activation in EXACT))
 
 
+@pytest.mark.thorough
 def test_every_module_of_images(tmp_path: Path, capsys: Any) -> None:
     for i, module in enumerate([*IMAGES, *NORMALIZED]):
         torch.manual_seed(i)
@@ -292,6 +296,7 @@ def test_a_run_without_certificate(tmp_path: Path, capsys: Any) -> None:
     assert "expected one certificate.jsonl" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", range(len(CORRUPTIONS)), ids=[c.__name__ for c in CORRUPTIONS])
 def test_corruptions_are_refused(kind: int, run: Path, tmp_path: Path, capsys: Any) -> None:
     for turn in range(4):

@@ -133,6 +133,7 @@ def test_infinite_bounds_are_shown():
         assert "inf" in str(analyze(model, (1,), restarts=0))
 
 
+@pytest.mark.thorough
 def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_path, capsys) -> None:
     from lipkit.certificates.certificate_file import read_certificate
     from lipkit.experiments import read_recipe
@@ -156,6 +157,7 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["certify", str(tmp_path / "nowhere")]) != 0
 
 
+@pytest.mark.thorough
 def test_windows_of_sensors_are_certified_in_a_range_of_their_own(module, tmp_path, capsys) -> None:
     """Samples (C, H, W) that are no images: without a range they are refused, and the message names the key."""
     x = np.random.default_rng(0).uniform(-20, 60, (24, 1, 8, 8)).astype(np.float32)

@@ -25,6 +25,7 @@ def off(found: Tensor, exact: Tensor) -> float:
     return float((found.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("side", [1, 2, 5, 6, 8, 10, 13])
 @pytest.mark.parametrize(
     ("form", "cin", "cout"),

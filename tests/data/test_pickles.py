@@ -203,6 +203,7 @@ def read_or_refuse(path, blob: bytes) -> None:
     assert type(read) is dict
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(body=st.binary(max_size=60))
 def test_fuzz_random_bytes(scratch, body):

@@ -185,6 +185,7 @@ def corners(network: modules.Network) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.thorough
 def test_every_number_fits_into_its_word_and_the_outputs_are_those_of_exact_integers(
     made: tuple[modules.Network, Program],
 ) -> None:
@@ -219,6 +220,7 @@ def test_rounding_is_half_up(value: int, shift: int) -> None:
     assert rounded(torch.tensor(value), shift).item() == (2 * value + 2**shift) // 2 ** (shift + 1)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6),

@@ -72,6 +72,7 @@ def source(network: modules.Network, tmp_path_factory: pytest.TempPathFactory) -
     return write_c(network, tmp_path_factory.mktemp("c") / "network.c")
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("cc", COMPILERS)
@@ -113,6 +114,7 @@ def test_ties_equal_rows_and_unmovable_margins(tmp_path: Path) -> None:
     assert lipkit.certify(network, torch.rand(4, 2), torch.ones(4).long(), evaluator="integer").radius.isinf().all()
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, tmp_path: Path) -> None:
     compiled = c_source.compile_c(source, tmp_path / "network")
@@ -141,6 +143,7 @@ def test_pixels_become_the_nearest_numbers(source: Path, tmp_path: Path) -> None
     assert list(map(int, out.split())) == [(2 * i * 2**fraction + 255) // 510 for i in range(256)]
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_it_is_checked_like_any_runtime(tmp_path: Path) -> None:
     network = everything()
@@ -167,6 +170,7 @@ def test_without_a_compiler_torch_computes_the_same(tmp_path: Path, monkeypatch:
         c_source.compile_c(path, tmp_path / "network")
 
 
+@pytest.mark.thorough
 def test_the_file_has_no_floating_point_and_needs_nothing(network: modules.Network, source: Path) -> None:
     text = source.read_text().split("#ifdef LIPKIT_MAIN")[0]
     assert not re.search(r"\b(float|double|malloc|math\.h|stdlib)\b", text)
@@ -191,6 +195,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.05, 20), st.floats(-1, 1))
 def test_the_radius_of_a_linear_network_is_the_distance_and_holds(seed: int, scale: float, bias: float) -> None:
@@ -231,6 +236,7 @@ def test_the_radius_behind_an_average_is_below_the_distance(tmp_path: Path) -> N
     assert distance - 1e-7 < float(answers.radius) < distance
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_no_attack_inside_a_radius_changes_the_class(tmp_path: Path) -> None:
     network = lipkit.load("digits-cayley")

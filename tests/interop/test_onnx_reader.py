@@ -213,6 +213,7 @@ def gated():
     return [*nodes, *swish], stored
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("position", range(8))
 @pytest.mark.parametrize("defined", [True, False])
 def test_operators_of_another_domain_are_nowhere_taken_for_those_of_onnx(tmp_path, position, defined):
@@ -333,6 +334,7 @@ def test_values_have_a_budget_together(tmp_path):
         load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 4]))
 
 
+@pytest.mark.thorough
 def test_files_of_many_forms_are_read_as_the_runtime_reads_them_or_refused(tmp_path):
     verdicts = [onnx_files.check(seed, tmp_path) for seed in range(60)]
     assert 20 <= verdicts.count("read") <= 45
@@ -528,6 +530,7 @@ def test_damaged_files_raise_errors_of_ours(tmp_path, numbers):
     assert 40 <= refused < 120
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 @pytest.mark.parametrize("geometry", [{"padding": 1}, {"padding": 1, "stride": 2, "groups": 2}, {"padding": "same"}])
 def test_pixels_copied_around_images_become_the_padding_of_a_convolution(tmp_path, mode, geometry):

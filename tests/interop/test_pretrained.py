@@ -51,6 +51,7 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -33,6 +33,7 @@ def write(model: nn.Module, shape: tuple[int, ...], path: Path, dynamic: bool = 
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SMALL])
 def test_networks_of_others_have_the_same_constants(name: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
@@ -67,6 +68,7 @@ class Every(nn.Module):
         return self.slopes(F.dropout(e, 0.5, self.training)).tanh().div(2.0).sub(e, alpha=0.5).squeeze(0)
 
 
+@pytest.mark.thorough
 def test_every_other_operator_computes_the_same(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, shape = Every().eval(), (2, 10)

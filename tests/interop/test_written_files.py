@@ -307,6 +307,7 @@ def drops_the_divisor(network: modules.Network) -> nn.Module:
     return nn.Sequential(*(nn.AvgPool2d(4) if isinstance(m, nn.AvgPool2d) else m for m in network)).eval()
 
 
+@pytest.mark.thorough
 def test_a_file_of_another_function_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = modules.Network([nn.AvgPool2d(4, divisor_override=4), nn.Flatten()], (1, 8, 8))
     path = tmp_path / "network.onnx"

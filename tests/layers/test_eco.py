@@ -38,6 +38,7 @@ def values(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.
     return np.linalg.svd(dense_matrix(layer, shape, dtype), compute_uv=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_isometry_and_proved_norm_on_the_published_sizes(n: int, k: int) -> None:
     for options in KINDS:

@@ -20,6 +20,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize(

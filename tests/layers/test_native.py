@@ -130,6 +130,7 @@ PROFILE = settings(
 )
 
 
+@pytest.mark.thorough
 @given(geometries())
 @PROFILE
 def test_every_geometry_keeps_its_promise(g: Geometry) -> None:

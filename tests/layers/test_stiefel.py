@@ -18,6 +18,7 @@ from lipkit.testing import check_layer
 LAWS = (1, 2, 3, 4, 5, 6, 7, 9, 10, 11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(5, 5), (5, 7), (7, 4)])
 def test_dense_laws(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -25,6 +26,7 @@ def test_dense_laws(shape: tuple[int, int], dtype: torch.dtype) -> None:
     check_layer(make, input_shape=(shape[0],), dtype=dtype, laws=LAWS, claim="none", attained=0.999)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("cin", "cout", "stride"), [(3, 4, 1), (2, 8, 2), (3, 2, 1)])
 def test_convolution_laws(cin: int, cout: int, stride: int, dtype: torch.dtype) -> None:

@@ -72,6 +72,7 @@ def test_without_full_rank_the_norm_stays_at_most_1(name: str) -> None:
     assert float(torch.trace(reflector)) == pytest.approx(len(v) - 2 * rank, abs=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_gradients(dtype: torch.dtype) -> None:
     repeated = torch.linalg.qr(torch.randn(5, 3, dtype=dtype))[0]

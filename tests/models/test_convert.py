@@ -93,6 +93,7 @@ def test_what_changes_the_size_is_kept_and_named(conv: nn.Conv2d, word: str) -> 
     assert type(result.model[0]) is nn.Conv2d
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONVERTIBLE)
 def test_every_family_converts_a_network_with_its_own_forward(name: str) -> None:
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def test_the_body_keeps_norms(options: dict[str, Any], constant: float) -> None:
     torch.testing.assert_close(moved, torch.full((4,), constant, dtype=torch.float64), rtol=1e-3, atol=0)
 
 
+@pytest.mark.thorough
 def test_it_learns_and_its_certificate_holds() -> None:
     torch.manual_seed(0)
     data = load("digits")

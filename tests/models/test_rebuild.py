@@ -16,6 +16,7 @@ from lipkit.models import build, convert
 from lipkit.modules import Blend, Concatenate, Graph, MaxMin
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["VGG-11", "ResNet-18", "WRN-16-4", "DenseNet", "U-Net"])
 def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
     shape = NETWORKS[name][1]
@@ -55,6 +56,7 @@ def test_what_keeps_a_larger_constant_is_reported() -> None:
     assert float(lipschitz(result.model, shape).detach()) > 1
 
 
+@pytest.mark.thorough
 def test_it_trains_and_its_shares_are_learnt() -> None:
     torch.manual_seed(0)
     shape = NETWORKS["ResNet-18"][1]

@@ -36,6 +36,7 @@ NETS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NETS)
 def test_the_constant_is_above_every_jacobian(name: str) -> None:
     net = drawn(NETS[name]())
@@ -51,6 +52,7 @@ def test_the_constant_is_above_every_jacobian(name: str) -> None:
     assert float(lipkit.lipschitz(twice, (1, 8, 8))) == pytest.approx(2.5, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_levels_of_equal_layers_keep_every_length() -> None:
     # Channels that neither grow nor shrink: 12 numbers of a patch, 12 channels.
     net = drawn(unet(12, 1, 1, activation="halfabs", input_shape=(3, 8, 8)))
@@ -71,6 +73,7 @@ def test_half_through_is_as_lipschitz_as_its_half() -> None:
         layer(torch.zeros(1, 3, 2, 2))
 
 
+@pytest.mark.thorough
 def test_a_denoiser_is_firmly_non_expansive(tmp_path: Path) -> None:
     net, shape = drawn(denoiser(8, 1, 1, input_shape=(1, 8, 8))), (1, 8, 8)
     assert float(lipkit.lipschitz(lipkit.export(net.body.float(), shape))) <= 1

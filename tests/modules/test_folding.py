@@ -15,6 +15,7 @@ def norms(model: nn.Module) -> int:
     return sum("BatchNorm" in type(m).__name__ or type(m).__name__ == "Affine" for m in model.modules())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "left"), [("ResNet-18", 0), ("MobileNetV2", 0), ("U-Net", 0), ("WRN-16-4", 6)])
 def test_the_same_function_with_fewer_norms(name: str, left: int) -> None:
     torch.manual_seed(0)

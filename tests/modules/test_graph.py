@@ -96,6 +96,7 @@ def jacobian(module: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.thorough
 @given(st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
 def test_the_constant_is_above_every_jacobian(seed: int) -> None:
@@ -226,6 +227,7 @@ def broken(seed: int, name: str, points: int = 600) -> tuple[int, int, int]:
     return made, inside_sound, inside_ignored
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
 def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
     made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(16)), strict=True))

@@ -332,6 +332,7 @@ def test_no_folder(tmp_path: Path) -> None:
     refused(tmp_path / "file")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [

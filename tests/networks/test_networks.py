@@ -44,6 +44,7 @@ def test_a_network_is_whole_and_small(name: str) -> None:
         assert not file.is_file() or b'"root": "' not in file.read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_record_recipe_and_certificate_belong_together(name: str) -> None:
     folder = networks.folder(name)
@@ -73,6 +74,7 @@ def test_the_page_of_accuracies_speaks_of_the_network_that_is_shipped() -> None:
     assert pgd == pytest.approx(100 * record.attacked[0].share.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_samples_are_certified_again(name: str) -> None:
     """All of the digits, which come with the package; of the others the first test images."""

@@ -129,6 +129,7 @@ def test_times_on_another_machine_and_counts_of_parameters_are_no_results() -> N
 WITHOUT = {("cayley_1", "Cayley"): {"AutoAttack 36/255"}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLES)
 def test_full_records_have_the_figures_of_their_columns(name: str) -> None:
     for row in TABLES[name].rows:

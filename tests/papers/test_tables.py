@@ -184,6 +184,7 @@ def test_eco_ablation_has_the_papers_depths() -> None:
     assert published("eco_6")["ordinary, CIFAR-10"] == (75.21, 9.63, None)
 
 
+@pytest.mark.thorough
 def test_lbdn_tables_have_the_papers_networks() -> None:
     recipes = {run.row.label: run.recipe for run in plan(TABLES["lbdn_2"], Path("x/y"), seeds=1) if run.recipe}
     for label, recipe in recipes.items():

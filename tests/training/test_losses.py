@@ -279,6 +279,7 @@ def test_gloro_equals_its_formula() -> None:
         losses.gloro(y, t, lipschitz=0.0)
 
 
+@pytest.mark.thorough
 def test_gloro_trains_layers_without_a_constraint() -> None:
     torch.manual_seed(0)
     # Two classes on either side of a line, a margin of 1 apart: a constant of about 1 separates them.

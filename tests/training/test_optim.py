@@ -20,6 +20,7 @@ from lipkit.training.trainee import make_optimizer
 OPTIMISERS = {"spectral": lambda p: SpectralDescent(p, 0.05), "riemannian": lambda p: RiemannianAdam(p, 0.05)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3)])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_procrustes_is_solved(name: str, shape: tuple[int, int]) -> None:
@@ -72,6 +73,7 @@ def train(model: nn.Module | None = None, **options: Any) -> Run:
     return fit(network() if model is None else model, (x, y), loss="cross_entropy", accelerator="cpu", **given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"optimizer": "riemannian_adam"}, {"manifold_lr": 0.1}])
 def test_fit_learns_and_stays_on_the_manifold(options: dict[str, Any]) -> None:
     run = train(**options)
@@ -96,6 +98,7 @@ def test_both_rates_follow_the_schedule() -> None:
     assert run.history[0]["lr"] == 0.3 * 0.5
 
 
+@pytest.mark.thorough
 def test_a_cut_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole = train()
     part = train(run_dir=tmp_path, max_minutes=1e-9)

@@ -58,6 +58,7 @@ def test_shifted_gaussians(d, family):
     assert max(reached) <= 1 + 1e-6
 
 
+@pytest.mark.thorough
 def test_critics_that_still_rise_are_warned_of():
     """Two Gaussians of the plane, 3 apart: after 100 steps the whole interval lies below W1."""
     x, y = normal(0, 2000, 2), normal(1, 2000, 2, 3.0)
