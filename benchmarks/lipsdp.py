@@ -119,8 +119,14 @@ def clarabel_gain(network: Network) -> tuple[float, float]:
 INTRODUCTION = """# Time and size of LipSDP
 
 `lipsdp.solve` finds multipliers of the LMI by a barrier method that uses its structure, and proves the gain
-that they give. `lipsdp.verify` proves a gain with given multipliers, such as an LBDN's own. Made by
-`python benchmarks/lipsdp.py > docs/lipsdp.md`: process time on one thread of a shared 2-core x86-64
+that they give. `lipsdp.verify` proves a gain with given multipliers, such as an LBDN's own.
+
+Both take every run of dense layers with activations of slope in [0, 1] in a network: in a chain, between other
+modules, in the branches of a graph. What is linear between two activations (a product and a sum written apart,
+scalings, several products) counts as one layer. `lipsdp.attach` gives the multipliers to the network, and
+`lipkit.lipschitz` then uses them: for three public ACAS Xu networks the gain falls by factors of 51 to 572.
+
+Made by `python benchmarks/lipsdp.py > docs/lipsdp.md`: process time on one thread of a shared 2-core x86-64
 machine, random networks (entries of variance 1 / inputs, ReLU, float64). `N` is the total width, inputs and
 outputs included. (`solve` reduces inputs beyond the first hidden width, 784 to 190, by a QR factorisation.)
 `product` is that of the layers' norms; `ratio` is the product over the proved gain.

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import lipkit
 from lipkit.bounds.lmi import lmi_matrix
 from lipkit.certificates import lipsdp
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Affine, Network
+from lipkit.modules import Add, Affine, Elementwise, Graph, Network, Sum
 
 
 def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:
@@ -143,6 +144,115 @@ def test_scaling_around_the_run_counts() -> None:
     assert not lipsdp.verify(outer, proof.gain, scaled.multipliers)
 
 
+def same(found: float, expected: float, rel: float = 1e-9) -> bool:
+    return found == pytest.approx(expected, rel=rel)
+
+
+def test_linear_modules_that_follow_each_other_are_one_layer() -> None:
+    """Against the same network folded by hand, exactly: small integers."""
+    numbers = torch.Generator().manual_seed(5)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=numbers).double()
+
+    a, b, c, d, scale = whole(4, 3), whole(6, 4), whole(5, 6), whole(2, 5), torch.tensor([3.0, 1, 2, -1, 1, 4]).double()
+    first, second, third, last = (nn.Linear(*w.shape[::-1], bias=False, dtype=torch.float64) for w in (a, b, c, d))
+    for layer, weight in zip((first, second, third, last), (a, b, c, d), strict=True):
+        layer.weight.data = weight
+    chain = [
+        nn.Tanh(),
+        nn.Flatten(),
+        Affine(scale, scale),
+        nn.Dropout(0.5),
+        third,
+        Elementwise(torch.ones(1), d[0, :1]),
+    ]
+    written = Network(
+        [first, nn.Unflatten(1, (1, 4)), second, Affine(scale[:1], scale[:1]), *chain, nn.ReLU(), last], (3,)
+    )
+    folded = Network([nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)], (3,)).double()
+    for i, weight in ((0, 3 * b @ a), (2, c * scale), (4, d)):
+        folded[i].weight.data = weight
+    proof, expected = lipsdp.solve(written), lipsdp.solve(folded)
+    assert same(proof.gain, expected.gain)
+    assert proof.gain < 0.7 * proof.product
+    assert sorted(proof.multipliers) == [4, 10]
+    attached = lipsdp.attach(written, proof.multipliers)
+    assert same(float(lipschitz(attached)), proof.gain)
+    assert lipsdp.verify(written, proof.gain * (1 + 1e-12), proof.multipliers)
+    assert not lipsdp.verify(written, proof.gain * (1 - 1e-3), proof.multipliers)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.equal(attached(x), written(x))
+
+
+def test_what_is_linear_has_the_norm_of_its_product() -> None:
+    weights = [torch.tensor(w).double() for w in ([[2.0, 0.0], [0.0, 0.5]], [[0.5, 0.0], [0.0, 3.0]])]
+    layers = [nn.Linear(2, 2, dtype=torch.float64) for _ in weights]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight.data = weight
+    for chain, gain, product in (
+        (layers[:1], 2.0, 2.0),
+        (layers, 1.5, 6.0),
+        ([layers[0], nn.GELU(), layers[1]], 6.8, 6.8),
+    ):
+        proof = lipsdp.solve(Network(chain, (2,)))
+        assert gain * (1 - 1e-2) <= proof.gain <= gain * (1 + 1e-2), chain
+        assert same(proof.product, product, 1e-2)
+        assert proof.multipliers == {}
+    assert 1.5 <= lipsdp.solve(Network(layers, (2,))).gain <= 1.5 * (1 + 1e-9)
+    assert lipsdp.verify(Network(layers, (2,)), 1.5 * (1 + 1e-9), [])
+    assert not lipsdp.verify(Network(layers, (2,)), 1.5 * (1 - 1e-9), [])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e100, 1e-100, 1e-155, 1e-160])
+def test_the_rounding_of_a_product_is_inside_the_proof(scale: float) -> None:
+    """Layers that nearly cancel: what float64 makes of their product is far from it."""
+    third = 1 / 3
+    first, second = nn.Linear(1, 2, bias=False, dtype=torch.float64), nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    first.weight.data = torch.tensor([[third * scale], [third * scale]], dtype=torch.float64)
+    second.weight.data = torch.tensor([[1.0 + 2**-30, -1.0 + 2**-52]], dtype=torch.float64) * scale
+    exact = sum(
+        Fraction(float(a)) * Fraction(float(b))
+        for a, b in zip(first.weight.detach(), second.weight.detach()[0], strict=True)
+    )
+    last = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    last.weight.data.fill_(1.0)
+    for network in (Network([first, second], (1,)), Network([first, second, nn.ReLU(), last], (1,))):
+        proof = lipsdp.solve(network)
+        assert Fraction(proof.gain) >= abs(exact)
+        assert proof.gain <= abs(float(exact)) * (1 + 1e-5) + 1e-300 or scale < 1e-150
+
+
+def test_runs_inside_graphs_and_branches_get_their_own_multipliers() -> None:
+    """The gain of the whole is that of its parts, each found on a chain alone."""
+
+    def seeded(sizes: list[int], seed: int) -> Network:
+        return mlp(sizes, nn.Tanh, seed)
+
+    front, branch, back = seeded([3, 4], 1), seeded([4, 9, 9, 4], 2), seeded([4, 8, 2], 3)
+    block = Graph([*branch, Add(1, -1), nn.GELU()], [[0], [1], [2], [3], [4], [0, 5], [6]])
+    network = Network([*front, nn.Sigmoid(), block, *back], (3,))
+    proof = lipsdp.solve(network)
+    inner, outer = lipsdp.solve(branch).gain, lipsdp.solve(back).gain
+    gelu = float(lipschitz(nn.GELU()))
+    expected = float(lipschitz(front)) * 0.25 * (1 + inner) * gelu * outer
+    assert same(proof.gain, expected, 1e-6)
+    assert proof.gain < proof.product / 2
+    assert set(proof.multipliers) == {4, "2.nodes.0.1", "2.nodes.0.3"}
+    attached = lipsdp.attach(network, proof.multipliers)
+    assert same(float(lipschitz(attached)), proof.gain)
+    assert lipsdp.verify(network, proof.gain * (1 + 1e-9), proof.multipliers)
+    assert not lipsdp.verify(network, proof.gain * (1 - 1e-3), proof.multipliers)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.equal(attached(x), network(x))
+    again = lipkit.export(attached, (3,))
+    assert same(float(lipschitz(again)), proof.gain)
+    branches = Network([Sum(branch, nn.Identity()), *back], (4,))
+    found = lipsdp.solve(branches)
+    assert same(found.gain, (1 + inner) * outer, 1e-6)
+    assert branches[0].branches[0].multipliers() == {}
+
+
 def test_weights_with_zero_and_extreme_norms() -> None:
     network = mlp([3, 5, 5, 2])
     with torch.no_grad():
@@ -160,8 +270,11 @@ def test_refusals() -> None:
     good = [torch.ones(4)]
     with pytest.raises(OptionError, match=r"lipkit\.export"):
         lipsdp.verify(nn.Sequential(nn.Linear(2, 2)), 1.0, [])
-    with pytest.raises(NoRuleError, match="slope in"):
-        lipsdp.solve(Network([nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2)], (2,)))
+    with pytest.raises(NoRuleError, match="one linear layer or more"):
+        lipsdp.solve(Network([nn.ReLU(), nn.Conv2d(1, 1, 1)], (1, 2, 2)))
+    for place in (5, "1", "x", "1.2"):
+        with pytest.raises((OptionError, ShapeError), match="index"):
+            lipsdp.attach(network, {place: torch.ones(4, 1) if place == "1" else good[0]})
     with pytest.raises(ShapeError, match=r"expected shape \(4,\)"):
         lipsdp.verify(network, 1.0, [torch.ones(5)])
     with pytest.raises(OptionError, match="positive"):

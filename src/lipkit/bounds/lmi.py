@@ -113,8 +113,14 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
     return h
 
 
-def proves_gain(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> bool:
+def proves_gain(
+    weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float, errors: Sequence[Tensor] = ()
+) -> bool:
     """True if ``H >= 0`` is proved in floating point for these weights, multipliers and ``gain``.
+
+    Args:
+        weights, multipliers, gain: as `lmi_matrix`.
+        errors: how far each entry of each weight may be from the one meant, such as a product's; none for stored ones.
 
     Guarantee:
         True is a proof that the network with these stored weights, and any activations with slopes in [0, 1], is
@@ -139,12 +145,18 @@ def proves_gain(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: 
     scale = power_of_two(half)
     h = scale[:, None] * h * scale[None, :]
     # Each off-diagonal entry carries one rounding (Lambda W), possibly a subnormal one.
-    error = 2 * UNIT * float(torch.linalg.matrix_norm(h)) * (1 + gamma(h.shape[0] ** 2 + 4)) + 1e-60
-    return is_positive_semidefinite(h, error)
+    error = 2 * UNIT * float(torch.linalg.matrix_norm(h))
+    if errors:
+        # H is linear in the weights: the same matrix of their errors bounds its own, entry by entry.
+        off = lmi_matrix(errors, multipliers, 0.0)
+        off.diagonal().zero_()
+        error += float(torch.linalg.matrix_norm(scale[:, None] * off * scale[None, :]))
+    error = error * (1 + gamma(h.shape[0] ** 2 + 8)) + 1e-60
+    return math.isfinite(error) and is_positive_semidefinite(h, error)
 
 
-def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
-    r"""Smallest gain that these multipliers are found to prove; ``inf`` if they prove none.
+def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
+    r"""Smallest gain that these multipliers are found to prove; ``inf`` if they prove none. Arguments: `proves_gain`.
 
     With M the middle blocks of H and C their coupling to the ends, :math:`H \succeq 0` iff :math:`M \succeq 0` and
     :math:`\gamma I \succeq C M^+ C^\top`: an eigenvalue proposes gamma, then :func:`proves_gain` decides.
@@ -178,7 +190,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> floa
         guess = 1e-300
     for slack in (1e-13, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0):
         candidate = guess * (1 + slack)
-        if proves_gain(weights, multipliers, candidate):
+        if proves_gain(weights, multipliers, candidate, errors):
             return candidate
     return math.inf
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from lipkit.bounds.lmi import gain_bound, lmi_matrix
 from lipkit.errors import OptionError
 from lipkit.proof.norms import spectral_norms
-from lipkit.proof.roundoff import to_double
+from lipkit.proof.roundoff import to_double, up
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -112,16 +112,16 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
     return out
 
 
-def _product_up(norms: Sequence[float]) -> float:
-    """The product of numbers >= 0, rounded up and never down to zero; 0 if one is 0.
+def product_up(norms: Sequence[float]) -> float:
+    """The product of numbers >= 0, rounded up and never down to zero; infinite if one is.
 
-    >>> _product_up([1e-200, 1e-200, 1e300]) >= 1e-100, _product_up([0.0, math.inf])
-    (True, 0.0)
+    >>> product_up([1e-200, 1e-200, 1e300]) >= 1e-100, product_up([0.0, 2.0]), product_up([0.0, math.inf])
+    (True, 0.0, inf)
     """
-    if 0.0 in norms:
-        return 0.0
     if not all(map(math.isfinite, norms)):
         return math.inf
+    if 0.0 in norms:
+        return 0.0
     exponent, mantissa = 0, 1.0
     for norm in norms:
         mantissa, one = math.frexp(mantissa * math.frexp(norm)[0])
@@ -213,11 +213,14 @@ def _newton(barrier: _Barrier, x: Tensor, weight: float, budget: int) -> tuple[T
     return x, budget
 
 
-def minimise_gain(weights: Sequence[Tensor], *, accuracy: float = 1e-5, max_steps: int = 300) -> Solution:
+def minimise_gain(
+    weights: Sequence[Tensor], errors: Sequence[Tensor] = (), *, accuracy: float = 1e-5, max_steps: int = 300
+) -> Solution:
     """Multipliers for W_0 .. W_L that prove nearly the smallest gain the LMI can prove, with that proof.
 
     Args:
         weights: each ``(n_{k+1}, n_k)``, finite.
+        errors: as `lipkit.bounds.lmi.proves_gain`.
         accuracy: relative distance from the optimum at which the barrier method stops.
         max_steps: most Newton steps in total.
 
@@ -242,7 +245,9 @@ def minimise_gain(weights: Sequence[Tensor], *, accuracy: float = 1e-5, max_step
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         raise OptionError("weights: expected finite numbers, got NaN or infinity")
     norms = [float(spectral_norms(w)) for w in weights]
-    product = _product_up(norms)
+    for k, e in enumerate(errors):  # their sum: squares of them could be lost below the normal range
+        norms[k] = float(up(norms[k] + e.sum(), e.numel() + 1)) if bool(e.any()) else norms[k]
+    product = product_up(norms)
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
         ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
@@ -266,7 +271,7 @@ def minimise_gain(weights: Sequence[Tensor], *, accuracy: float = 1e-5, max_step
     best = Solution(math.inf, safe, product, steps)
     for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
         mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
-        gain = gain_bound(weights, mixed)
+        gain = gain_bound(weights, mixed, [e.cpu() for e in errors])
         if gain < best.gain:
             best = Solution(gain, mixed, product, steps)
         if math.isfinite(gain):

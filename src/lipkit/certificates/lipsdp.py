@@ -1,11 +1,15 @@
-r"""LipSDP for whole networks: prove, or find, a gain by the block-tridiagonal LMI.
+r"""LipSDP for whole networks: prove, or find, gains by the block-tridiagonal LMI.
 
-Works on exported networks that are a run Linear, activation, Linear, ..., Linear with activations of slope in [0, 1],
-with any 1-Lipschitz or scaling modules before and after it (Flatten, input and output scaling).
+Every run Linear, activation, Linear, ..., Linear with slopes of the activations in [0, 1] has one gain, in a chain of
+any modules and inside a `Graph`; what is linear between two activations counts as one layer (its product in float64,
+whose rounding is inside the proof). The rest of the network keeps its constants.
 """
 
 from __future__ import annotations
 
+import collections
+import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import proves_gain
-from lipkit.bounds.lmi_solver import minimise_gain
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.bounds.lmi_solver import minimise_gain, product_up
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Network
-from lipkit.modules.activations import slope_restricted
-from lipkit.modules.chains import SlopeRun, slope_runs
+from lipkit.modules import Graph, Network
+from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs
+from lipkit.modules.graph import value_shapes
+from lipkit.modules.registry import Shape, output_shape
+
+Place = int | str
+"""An activation: its index, or where it lies deeper its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
 
 
 @dataclass(frozen=True)
@@ -29,60 +37,68 @@ class GainProof:
     Attributes:
         gain: upper bound of the l2 gain of the whole network, proved in floating point.
         product: the product of the layers' norms, for comparison.
-        multipliers: by index of the activation in the network: the diagonals that prove it.
+        multipliers: by place of the activation: the diagonals that prove it, for `attach`.
         steps: Newton steps taken to find them.
     """
 
     gain: float
     product: float
-    multipliers: dict[int, Tensor]
+    multipliers: dict[Place, Tensor]
     steps: int
 
 
-def _single_run(network: Network) -> SlopeRun:
-    """The one run of linear layers in the network, multipliers aside."""
+def _check(network: Network) -> None:
     if type(network) is not Network:
         raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
-    probe = {
-        i: torch.ones(network[i - 1].out_features)
-        for i in range(1, len(network))
-        if slope_restricted(network[i]) and type(network[i - 1]) is nn.Linear
-    }
-    runs = slope_runs(Network(list(network), network.input_shape, probe))
-    if len(runs) != 1:
-        kinds = [type(m).__name__ for m in network]
-        raise NoRuleError(
-            f"expected one run Linear, activation with slope in [0, 1], Linear, ..., got {len(runs)} in {kinds}"
-        )
-    return runs[0]
 
 
-def _rest(network: Network, run: SlopeRun) -> float:
-    """Constant of everything outside the run, rounded up."""
-    shape: tuple[int, ...] | None = network.input_shape
-    before = float(lipschitz(nn.Sequential(*list(network)[: run.start]), shape))
-    after = float(lipschitz(nn.Sequential(*list(network)[run.stop :])))
-    return _times_up(before, after)
+def _runs(network: Network) -> list[SlopeRun]:
+    """The runs of linear layers that an LMI can bound, multipliers aside."""
+    return slope_runs(network, dict.fromkeys(range(len(network)), torch.ones(1)))
 
 
-def _times_up(a: float, b: float) -> float:
-    """The product of two bounds, rounded up; infinite where one is zero and the other infinite."""
-    return math.inf if math.isnan(a * b) else math.nextafter(a * b, math.inf)
+def _with_chains(network: Network) -> Network:
+    """A copy in whose graphs modules of runs that only follow each other are a `Network`, to carry multipliers."""
+    modules, shape = list[nn.Module](), network.input_shape
+    for module in network:
+        modules.append(_chained(module, shape) if type(module) is Graph else module)
+        shape = output_shape(module, shape)
+    result = Network(modules, network.input_shape, network.multipliers())
+    result.input_range = network.input_range
+    return copy.deepcopy(result)
 
 
-def verify(network: Network, gamma: float, multipliers: Mapping[int, Tensor] | Sequence[Tensor]) -> bool:
+def _chained(graph: Graph, shape: Shape) -> Graph:
+    shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
+    nodes, sources, number = list[nn.Module](), list[list[int]](), [0]
+    for node, read in zip(graph.nodes, graph.sources, strict=True):
+        fits, before = type(node) is Network or in_runs(node), nodes[number[read[0]] - 1] if number[read[0]] else None
+        if fits and type(before) is Network and readers[read[0]] == 1:
+            nodes[number[read[0]] - 1] = Network([before, node], before.input_shape)
+            number.append(number[read[0]])
+            continue
+        if fits:
+            node = Network([node], shapes[read[0]])
+        elif type(node) is Graph:
+            node = _chained(node, shapes[read[0]])
+        nodes.append(node)
+        sources.append([number[value] for value in read])
+        number.append(len(nodes))
+    return Graph([node[0] if type(node) is Network and len(node) == 1 else node for node in nodes], sources)
+
+
+def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] | Sequence[Tensor]) -> bool:
     """True if these multipliers prove, in floating point, that the whole network has gain at most ``gamma``.
 
     Args:
         network: result of ``lipkit.export``.
         gamma: the gain to prove.
-        multipliers: positive diagonals ``(n_{k+1},)``, in the order of the activations or by their index.
+        multipliers: positive diagonals ``(n_{k+1},)``, by place, or for a chain in the order of the activations.
 
     Returns:
         True is a proof for the stored weights in exact arithmetic; False says nothing.
 
     Raises:
-        NoRuleError: the network is not one run of linear layers and slope-restricted activations.
         ShapeError, OptionError: multipliers that do not fit or are not positive.
 
     >>> layers = [nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)]
@@ -94,20 +110,29 @@ def verify(network: Network, gamma: float, multipliers: Mapping[int, Tensor] | S
     References:
         Fazlyab et al., NeurIPS 2019; [LBDN] section 2; the proof by Cholesky is Rump, BIT 2006.
     """
-    run = _single_run(network)
-    if isinstance(multipliers, Mapping):
-        multipliers = [multipliers[i] for i in sorted(multipliers)]
-    rest = _rest(network, run)
-    if rest == 0:
-        return gamma >= 0
-    return proves_gain(run.weights, list(multipliers), math.nextafter(gamma / rest, 0.0))
+    _check(network)
+    if not isinstance(multipliers, Mapping):
+        places = [i for run in _runs(network) for i in run.places]
+        if len(places) != len(multipliers):
+            raise ShapeError(f"expected L multipliers for {len(places)} activations in runs, got {len(multipliers)}")
+        multipliers = dict(zip(places, multipliers, strict=True))
+    proved = attach(network, multipliers)
+    factors = [float(c) for c in constants(proved, proved.input_shape)]
+    if product_up(factors) <= gamma:
+        return True
+    runs = slope_runs(proved, proved.multipliers())
+    if len(runs) != 1:
+        return bool(lipschitz(proved) <= gamma)
+    run = runs[0]
+    rest = product_up(factors[: run.start] + factors[run.stop :])
+    return proves_gain(run.weights, run.multipliers, math.nextafter(gamma / rest, 0.0), run.errors)
 
 
 def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> GainProof:
-    """The smallest gain that the LMI can prove for this network, nearly, with the multipliers that prove it.
+    """The smallest gain that LMIs can prove for this network, nearly, with the multipliers that prove it.
 
     Args:
-        network: result of ``lipkit.export``.
+        network: result of ``lipkit.export``, with one linear layer or more.
         accuracy: relative distance from the optimum of the semidefinite program.
         max_steps: most Newton steps.
 
@@ -122,23 +147,49 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
     >>> 0 < proof.gain <= proof.product
     True
     """
-    run = _single_run(network)
-    rest = _rest(network, run)
-    found = minimise_gain(run.weights, accuracy=accuracy, max_steps=max_steps)
-    multipliers = {run.start + 1 + 2 * k: m for k, m in enumerate(found.multipliers)}
-    gain, product = (_times_up(v, rest) for v in (found.gain, found.product))
-    return GainProof(gain, product, multipliers, found.steps)
+    _check(network)
+    proved = attach(network, {})
+    multipliers, gains, steps = dict[Place, Tensor](), list[float](), 0
+    single = set(range(len(proved)))
+    parts = [(path, part) for path, part in proved.named_modules() if type(part) is Network]
+    found = [(path, part, run) for path, part in parts for run in _runs(part)]
+    if not found:
+        kinds = sorted({type(m).__name__ for m in network.modules()})
+        raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")
+    for path, part, run in found:
+        solution = minimise_gain(run.weights, run.errors, accuracy=accuracy, max_steps=max_steps)
+        steps += solution.steps
+        for i, values in zip(run.places, solution.multipliers, strict=True):
+            part.carry(i, values)
+            multipliers[f"{path}.{i}" if path else i] = values
+        if part is proved:
+            gains.append(solution.gain)
+            single -= {*range(run.start, run.stop)}
+    factors = [float(c) for c in constants(proved, proved.input_shape)]
+    product = product_up([float(c) for c in constants(network, network.input_shape)])
+    gain = product_up(gains + [factors[i] for i in single])
+    return GainProof(min(gain, product), product, multipliers, steps)
 
 
-def attach(network: Network, multipliers: Mapping[int, Tensor]) -> Network:
+def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
     """A copy of the network that carries these multipliers: ``lipschitz`` then uses what they prove.
+
+    Inside its graphs, dense modules that only follow each other become a `Network` of their own, to carry theirs.
+
+    Raises:
+        ShapeError, OptionError: places where no multiplier can be.
 
     >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> proved = attach(net, solve(net).multipliers)
     >>> bool(lipschitz(proved) <= lipschitz(net))
     True
     """
-    modules = list(Network([network], network.input_shape))
-    attached = Network(modules, network.input_shape, multipliers)
-    attached.input_range = network.input_range
+    _check(network)
+    attached = _with_chains(network)
+    for place, values in multipliers.items():
+        path, _, index = str(place).rpartition(".")
+        parts = {name: part for name, part in attached.named_modules() if type(part) is Network}
+        if path not in parts or not index.isdecimal():
+            raise OptionError(f"multipliers: expected the index or path of an activation, got {place!r}")
+        parts[path].carry(int(index), values)
     return attached

@@ -229,10 +229,10 @@ def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     run = _last_run(network, position) if outputs <= _MOST_LMI_OUTPUTS else None
     body, found = proof.prefixes[position], []
-    for row, scale in zip(last.weight.detach(), scales, strict=True):
+    for i, (row, scale) in enumerate(zip(last.weight.detach(), scales, strict=True)):
         best = _times(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
         if run:
-            best = min(best, _times(proof.prefixes[run.start], _by_multipliers(run, row)))
+            best = min(best, _times(proof.prefixes[run.start], _by_multipliers(run, i)))
         found.append(min(proof.constant, _times(best, scale)))
     return torch.tensor(found, dtype=torch.float64), "outputs"
 
@@ -243,11 +243,11 @@ def _last_run(network: Network, position: int) -> SlopeRun | None:
     return runs[0] if runs else None
 
 
-def _by_multipliers(run: SlopeRun, row: Tensor) -> float:
+def _by_multipliers(run: SlopeRun, row: int) -> float:
     """Gain of the run with one row of its last layer, proved with its multipliers, balanced for that row."""
-    weights = [*run.weights[:-1], row[None]]
+    weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
-    return min(gain_bound(weights, [m * t for m in run.multipliers]) for t in (1.0, factor))
+    return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))
 
 
 def _times(constant: float, size: float) -> float:

@@ -117,7 +117,7 @@ def check_runtime(
 
 def module_runtime(module: nn.Module) -> Runtime:
     """A module of torch as it is, without gradients."""
-    first = next((t for t in module.state_dict().values() if t.is_floating_point()), torch.zeros(()))
+    first = next((t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.zeros(()))
 
     def run(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -130,6 +130,6 @@ def module_runtime(module: nn.Module) -> Runtime:
 def random_inputs(network: modules.Network) -> Tensor:
     """Four of the inputs that the network is for, always the same, in its dtype."""
     low, high = network.input_range or (-2.0, 2.0)
-    first = next((t.dtype for t in network.state_dict().values() if t.is_floating_point()), torch.float32)
+    first = next((t.dtype for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), torch.float32)
     drawn = torch.rand(4, *network.input_shape, dtype=first, generator=torch.Generator().manual_seed(0))
     return low + (high - low) * drawn

@@ -197,7 +197,7 @@ def _check_network(network: object) -> None:
 
 def _example(network: modules.Network) -> Tensor:
     # Two samples: torch takes a batch of 1 for a constant.
-    first = next((t for t in network.state_dict().values() if t.is_floating_point()), torch.zeros(()))
+    first = next((t for t in (*network.parameters(), *network.buffers()) if t.is_floating_point()), torch.zeros(()))
     return torch.zeros(2, *network.input_shape, dtype=first.dtype, device=first.device)
 
 

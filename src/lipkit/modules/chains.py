@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.fourier import StoredSymbol
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import (
@@ -27,45 +28,104 @@ from lipkit.modules.machine import (
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import multiply_up
+from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
 
 
 class SlopeRun(NamedTuple):
-    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them."""
+    """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them.
+
+    Attributes:
+        weights: W_0 .. W_L in float64, each the product of what is linear between two activations.
+        errors: how far each entry of a weight may be from that product; zeros for a layer that stands alone.
+        multipliers: of the L activations.
+        places: of the L activations in the chain.
+    """
 
     start: int
     stop: int
     weights: list[Tensor]
+    errors: list[Tensor]
     multipliers: list[Tensor]
+    places: list[int]
 
 
-def slope_runs(network: Network) -> list[SlopeRun]:
-    """The longest runs Linear, activation, Linear, ... whose activations all have a multiplier.
+# They leave a vector as it is.
+_SAME = (nn.Flatten, nn.Unflatten, nn.Dropout, Reshape)
+
+
+def in_runs(module: nn.Module) -> bool:
+    """True for modules of types that runs can hold."""
+    return type(module) in (nn.Linear, Affine, Elementwise, *_SAME) or slope_restricted(module)
+
+
+def slope_runs(network: Network, given: Mapping[int, Tensor] | None = None) -> list[SlopeRun]:
+    """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
+
+    Linear layers that follow each other, and scalings between them, count as one layer.
+
+    Args:
+        network: a chain.
+        given: multipliers by place; then runs that need none are among the results. By default those it carries.
 
     >>> import torch
-    >>> net = Network([nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)], (2,), {1: torch.ones(3)})
-    >>> [(run.start, run.stop) for run in slope_runs(net)]
-    [(0, 3)]
+    >>> layers = [nn.Linear(2, 3, bias=False), Affine(torch.ones(3), torch.ones(3)), nn.ReLU(), nn.Linear(3, 1)]
+    >>> [(run.start, run.stop) for run in slope_runs(Network(layers, (2,), {2: torch.ones(3)}))]
+    [(0, 4)]
     """
-    children, runs, start = list(network), [], 0
-    while start < len(children):
-        stop, weights, multipliers = start, [], []
-        first = children[start]
-        if type(first) is nn.Linear:
-            stop, weights = start + 1, [first.weight]
-            while stop + 1 < len(children):
-                activation, following = children[stop], children[stop + 1]
-                multiplier = network.multiplier(stop)
-                if multiplier is None or not slope_restricted(activation) or type(following) is not nn.Linear:
-                    break
-                multipliers.append(multiplier)
-                weights.append(following.weight)
-                stop += 2
-        if multipliers:
-            runs.append(SlopeRun(start, stop, weights, multipliers))
-        start = max(stop, start + 1)
-    return runs
+    multipliers = network.multipliers() if given is None else given
+    runs: list[SlopeRun] = []
+    parts: list[tuple[Tensor, Tensor]] = []  # the weights before each of the activations at these places
+    places: list[int] = []
+    part: tuple[Tensor, Tensor] | None = None
+    start, shape = 0, network.input_shape
+    for i, module in enumerate(network if multipliers or given is not None else ()):
+        before, shape = shape, output_shape(module, shape)
+        vectors = math.prod(before) == before[-1] and math.prod(shape) == shape[-1]
+        linear = _linear_map(module, before, vectors)
+        if linear is not None and (parts or part or linear.ndim == 2):
+            if not (parts or part):
+                start = i
+                runs.append(SlopeRun(start, start, [], [], [], []))
+            part = _composed(linear, part)
+            if linear.ndim == 2:
+                weights, errors = zip(*parts, part, strict=True)
+                used = [multipliers[k] for k in places]
+                runs[-1] = SlopeRun(start, i + 1, [*weights], [*errors], used, [*places])
+        elif part and part[0].ndim == 2 and slope_restricted(module) and i in multipliers:
+            parts, places, part = [*parts, part], [*places, i], None
+        elif not (vectors and type(module) in _SAME):
+            parts, places, part = [], [], None
+    return [run for run in runs if run.multipliers or given is not None]
+
+
+def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:
+    """The matrix of a linear layer, the diagonal of a scaling of vectors, None for others; shifts aside."""
+    if type(module) is nn.Linear:
+        return to_double(module.weight.detach())
+    if not vectors or type(module) not in (Affine, Elementwise):
+        return None
+    assert isinstance(module.scale, Tensor)
+    scale = to_double(module.scale)
+    return (scale.view(-1, *[1] * (len(shape) - 1)) if type(module) is Affine else scale).expand(shape).flatten()
+
+
+def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """A matrix or a diagonal times those before it, in float64, with a bound of the error of each entry."""
+    if part is None:
+        return left, torch.zeros_like(left)
+    right, error = part
+
+    def times(a: Tensor, b: Tensor) -> Tensor:
+        if a.ndim == 1:
+            return a.view(-1, *[1] * (b.ndim - 1)) * b
+        return a * b if b.ndim == 1 else a @ b
+
+    # | fl(AB) - AB' | <= gamma_n |A| |B| + |A| |B - B'|; each of the terms can lose a number below the normal range.
+    n, size = left.shape[-1], left.abs()
+    bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()), 2 * n + 8)
+    return times(left, right), bound + 4 * n * 2.0**-1074
 
 
 @lipschitz_rule(nn.Sequential)
@@ -77,15 +137,15 @@ def _sequential(module: nn.Sequential, input_shape: Shape | None) -> Tensor:
 def _network(module: Network, input_shape: Shape | None) -> Tensor:
     if input_shape not in (None, module.input_shape):
         raise ShapeError(f"network exported for inputs of shape {module.input_shape}, got {input_shape}")
-    return _with_multipliers(module, _factors(module, module.input_shape))
+    return _with_multipliers(module, constants(module, module.input_shape))
 
 
 def chain_constant(children: Iterable[nn.Module], input_shape: Shape | None) -> Tensor:
     """The product of the constants of modules that follow each other, rounded up."""
-    return _product(_factors(children, input_shape))
+    return _product(constants(children, input_shape))
 
 
-def _factors(children: Iterable[nn.Module], input_shape: Shape | None) -> list[Tensor]:
+def constants(children: Iterable[nn.Module], input_shape: Shape | None) -> list[Tensor]:
     """The constant of each of the modules that follow each other."""
     found: list[Tensor] = []
     before: nn.Module | None = None
@@ -107,7 +167,7 @@ def _product(factors: Sequence[Tensor]) -> Tensor:
 
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
     """The product of the factors, where each run of linear layers with multipliers has the gain that its LMI proves."""
-    gains = {run.start: (run.stop, gain_bound(run.weights, run.multipliers)) for run in slope_runs(network)}
+    gains = {run.start: (run.stop, gain_bound(run.weights, run.multipliers, run.errors)) for run in slope_runs(network)}
     product, position = torch.ones((), dtype=torch.float64), 0
     while position < len(factors):
         stop, gain = gains.get(position, (position + 1, math.inf))
@@ -200,7 +260,7 @@ def _rounded_up(bound: Tensor) -> float:
 @export_rule(nn.Sequential, Network)
 def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
     parts: list[Network] = []
-    for child in module:
+    for i, child in enumerate(module):
         before = parts[-1] if parts else None
         if before is not None and len(before) and not before.multipliers():
             folded = fold_norm(before[-1], child, input_shape)
@@ -208,6 +268,9 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
                 parts[-1] = Network([*before[:-1], folded], before.input_shape)
                 continue
         parts.append(export_plain(child, input_shape))
+        multiplier = module.multiplier(i) if isinstance(module, Network) else None
+        if multiplier is not None and len(parts[-1]) == 1:
+            parts[-1].carry(0, multiplier)
         input_shape = output_shape(parts[-1], input_shape)
     return nn.Sequential(*parts)
 

@@ -423,7 +423,8 @@ def _export_graph(module: Graph, input_shape: Shape) -> nn.Module:
             if folded is not None:
                 wiring.modules[given[0] - 1] = folded
             else:
-                for part in export_plain(node, shapes[read[0]]):
+                plain = export_plain(node, shapes[read[0]])
+                for part in (plain,) if plain.multipliers() else plain:
                     given = [wiring.add(part, *given)]
         place += given
         waiting[place[-1]] = waiting.get(place[-1], 1) - 1 + readers[i + 1]

@@ -66,13 +66,16 @@ class Network(nn.Sequential):
             raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
         given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})
         for i, values in sorted(given.items()):
-            if not 0 <= i < len(flat) or values.ndim != 1:
-                raise ShapeError(
-                    f"multiplier {i}: expected shape (n,) at an index below {len(flat)}, got {tuple(values.shape)}"
-                )
-            self.register_buffer(f"multiplier{i}", values.detach().clone())
+            self.carry(i, values)
         self.requires_grad_(False)
         self.eval()
+
+    def carry(self, index: int, values: Tensor) -> None:
+        """Take this multiplier for the activation at ``index``."""
+        if not 0 <= index < len(self) or values.ndim != 1:
+            shape = tuple(values.shape)
+            raise ShapeError(f"multiplier {index}: expected shape (n,) at an index below {len(self)}, got {shape}")
+        self.register_buffer(f"multiplier{index}", values.detach().clone())
 
     def multiplier(self, index: int) -> Tensor | None:
         """The multiplier of the module at ``index``, if it has one."""

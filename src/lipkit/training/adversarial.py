@@ -89,7 +89,7 @@ class PgdAdversary:
         if y.is_floating_point():
             raise OptionError(f"adversary: expected integer labels (classification), got targets of {y.dtype}")
         attacked = frozen(model, tuple(x.shape[1:]))
-        dtype = next((p.dtype for p in attacked.state_dict().values() if p.is_floating_point()), x.dtype)
+        dtype = next((p.dtype for p in (*attacked.parameters(), *attacked.buffers()) if p.is_floating_point()), x.dtype)
         return pgd(
             lambda points: attacked(points.to(dtype)).to(points.dtype),
             x,
