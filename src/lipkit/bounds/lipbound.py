@@ -133,7 +133,7 @@ def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:
     absolute = up(taps.detach().abs().sum(-1).square().sum(-1), kh * kw + cin + 4)
     error = absolute * gamma(2 * (cin + (kh * kw) ** 2 + len(lags)) + 64)
     total = (largest + error).unflatten(0, (groups, cout)).sum(1)
-    return total * (1 + gamma(cout + 2))
+    return up(total, cout)
 
 
 def _fold(kh: int, kw: int) -> Tensor:

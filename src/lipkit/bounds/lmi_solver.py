@@ -30,7 +30,7 @@ from torch import Tensor
 from lipkit.bounds.lmi import gain_bound, lmi_matrix
 from lipkit.errors import OptionError
 from lipkit.proof.norms import spectral_norms
-from lipkit.proof.roundoff import to_double, up
+from lipkit.proof.roundoff import product, to_double, up
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -110,27 +110,6 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
         total *= s * s
         out.append(product / total)
     return out
-
-
-def product_up(norms: Sequence[float]) -> float:
-    """The product of numbers >= 0, rounded up and never down to zero; infinite if one is.
-
-    >>> product_up([1e-200, 1e-200, 1e300]) >= 1e-100, product_up([0.0, 2.0]), product_up([0.0, math.inf])
-    (True, 0.0, inf)
-    """
-    if not all(map(math.isfinite, norms)):
-        return math.inf
-    if 0.0 in norms:
-        return 0.0
-    exponent, mantissa = 0, 1.0
-    for norm in norms:
-        mantissa, one = math.frexp(mantissa * math.frexp(norm)[0])
-        exponent += one + math.frexp(norm)[1]
-    mantissa *= 1 + 1e-14 * len(norms)
-    try:
-        return math.nextafter(math.ldexp(mantissa, exponent), math.inf)
-    except OverflowError:
-        return math.inf
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
@@ -247,11 +226,11 @@ def minimise_gain(
     norms = [float(spectral_norms(w)) for w in weights]
     for k, e in enumerate(errors):  # their sum: squares of them could be lost below the normal range
         norms[k] = float(up(norms[k] + e.sum(), e.numel() + 1)) if bool(e.any()) else norms[k]
-    product = product_up(norms)
+    bound = product(*norms)
     if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
         # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
         ones = [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]]
-        return Solution(product, ones, product, 0)
+        return Solution(bound, ones, bound, 0)
     # All norms 1: then gamma = 1 and lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
     barrier = _Barrier(_reduced(unit))
@@ -268,12 +247,12 @@ def minimise_gain(
     safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]
     found = [m * t for m, t in zip(x[1:].split(barrier.widths), back, strict=True)]
     # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
-    best = Solution(math.inf, safe, product, steps)
+    best = Solution(math.inf, safe, bound, steps)
     for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
         mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
         gain = gain_bound(weights, mixed, [e.cpu() for e in errors])
         if gain < best.gain:
-            best = Solution(gain, mixed, product, steps)
+            best = Solution(gain, mixed, bound, steps)
         if math.isfinite(gain):
             break
-    return best if best.gain <= product else Solution(product, safe, product, steps)
+    return best if best.gain <= bound else Solution(bound, safe, bound, steps)

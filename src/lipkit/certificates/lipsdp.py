@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import proves_gain
-from lipkit.bounds.lmi_solver import minimise_gain, product_up
+from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs
 from lipkit.modules.graph import value_shapes
 from lipkit.modules.registry import Shape, output_shape
+from lipkit.proof.roundoff import next_down, product
 
 Place = int | str
 """An activation: its index, or where it lies deeper its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
@@ -50,6 +51,11 @@ class GainProof:
 def _check(network: Network) -> None:
     if type(network) is not Network:
         raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
+
+
+def _whole(factors: Sequence[float]) -> float:
+    """Their product; infinite if one is, which may stand for numbers that are not finite."""
+    return math.inf if math.inf in factors else product(*factors)
 
 
 def _runs(network: Network) -> list[SlopeRun]:
@@ -118,14 +124,14 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
         multipliers = dict(zip(places, multipliers, strict=True))
     proved = attach(network, multipliers)
     factors = [float(c) for c in constants(proved, proved.input_shape)]
-    if product_up(factors) <= gamma:
+    if _whole(factors) <= gamma:
         return True
     runs = slope_runs(proved, proved.multipliers())
     if len(runs) != 1:
         return bool(lipschitz(proved) <= gamma)
     run = runs[0]
-    rest = product_up(factors[: run.start] + factors[run.stop :])
-    return proves_gain(run.weights, run.multipliers, math.nextafter(gamma / rest, 0.0), run.errors)
+    rest = _whole(factors[: run.start] + factors[run.stop :])
+    return rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
 
 
 def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> GainProof:
@@ -166,9 +172,9 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
             gains.append(solution.gain)
             single -= {*range(run.start, run.stop)}
     factors = [float(c) for c in constants(proved, proved.input_shape)]
-    product = product_up([float(c) for c in constants(network, network.input_shape)])
-    gain = product_up(gains + [factors[i] for i in single])
-    return GainProof(min(gain, product), product, multipliers, steps)
+    bound = _whole([float(c) for c in constants(network, network.input_shape)])
+    gain = _whole(gains + [factors[i] for i in single])
+    return GainProof(min(gain, bound), bound, multipliers, steps)
 
 
 def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:

@@ -17,26 +17,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
-
-_SQRT2_UP = math.nextafter(math.sqrt(2.0), math.inf)
-
-
-def round_up(value: Tensor) -> Tensor:
-    """The next float64 above: covers the rounding of one correctly rounded operation.
-
-    >>> bool(round_up(torch.ones((), dtype=torch.float64)) > 1)
-    True
-    """
-    return torch.nextafter(value, torch.full_like(value, math.inf))
-
-
-def round_down(value: Tensor) -> Tensor:
-    """The next float64 below: covers the rounding of one correctly rounded operation.
-
-    >>> bool(round_down(torch.ones((), dtype=torch.float64)) < 1)
-    True
-    """
-    return torch.nextafter(value, torch.full_like(value, -math.inf))
+from lipkit.proof.roundoff import next_down, next_up, product, root
 
 
 def predictions(logits: Tensor) -> Tensor:
@@ -90,8 +71,8 @@ def global_constants(constant: float, classes: int) -> Tensor:
     True
     """
     check_constant(constant)
-    pairs = torch.full((classes, classes), _SQRT2_UP * constant, dtype=torch.float64)
-    return (round_up(pairs) if constant > 0 else pairs).fill_diagonal_(0.0)
+    pairs = torch.full((classes, classes), product(root(2), constant), dtype=torch.float64)
+    return pairs.fill_diagonal_(0.0)
 
 
 def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
@@ -127,7 +108,7 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
         return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)
     # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one
     equal = 0.0 if math.isfinite(body_constant) else math.inf
-    return torch.where(result == 0, equal, round_up(result * body_constant)).fill_diagonal_(0.0)
+    return torch.where(result == 0, equal, next_up(result * body_constant)).fill_diagonal_(0.0)
 
 
 def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
@@ -162,11 +143,11 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     if constants.shape != (classes, classes):
         raise ShapeError(f"expected constants of shape {(classes, classes)}, got {tuple(constants.shape)}")
     logits = logits.double()
-    difference = round_down(logits.gather(1, labels[:, None]) - logits)
+    difference = next_down(logits.gather(1, labels[:, None]) - logits)
     lipschitz = constants.double().to(logits.device)[labels]
     positive = (difference > 0) & lipschitz.isfinite()
     moving = positive & (lipschitz > 0)
-    quotient = round_down(difference / torch.where(moving, lipschitz, 1.0))
+    quotient = next_down(difference / torch.where(moving, lipschitz, 1.0))
     pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
     radius = pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
     return torch.where(logits.isfinite().all(dim=1), radius, 0.0)

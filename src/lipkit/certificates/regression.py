@@ -21,7 +21,6 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
-from lipkit.certificates.margins import round_up
 from lipkit.certificates.measurement import (
     Proof,
     Samples,
@@ -36,7 +35,7 @@ from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
 from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
-from lipkit.proof.roundoff import gamma
+from lipkit.proof.roundoff import grow, product
 
 # An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
 _MOST_LMI_OUTPUTS = 64
@@ -83,14 +82,13 @@ class RegressionCertificate:
     def deviation(self) -> float:
         """Largest l2 norm of the output deviation, ``L delta`` rounded up, and twice the largest rounding error."""
         worst = float(size(self.rounding_error).amax()) if self.rounding == "sound" else 0.0
-        return _plus(_times(self.constant, self.delta), 2 * worst)
+        return grow(product(self.constant, self.delta) + 2 * worst)
 
     @property
     def output_deviation(self) -> Tensor:
         """(d,) the same for each output, from ``K_j delta``, in units of that output."""
-        moved = [_times(k, self.delta) for k in self.output_constants.tolist()]
-        worst = (2 * self.rounding_error.amax(dim=0)).tolist()
-        return torch.tensor([_plus(a, b) for a, b in zip(moved, worst, strict=True)], dtype=torch.float64)
+        worst = zip(self.output_constants.tolist(), (2 * self.rounding_error.amax(dim=0)).tolist(), strict=True)
+        return torch.tensor([grow(product(k, self.delta) + e) for k, e in worst], dtype=torch.float64)
 
     @property
     def error(self) -> Tensor:
@@ -100,9 +98,8 @@ class RegressionCertificate:
     @property
     def worst_error(self) -> Tensor:
         """(N, d) largest distance from the target for any input within delta of the sample, rounded up."""
-        moved = torch.tensor([_times(k, self.delta) for k in self.output_constants.tolist()], dtype=torch.float64)
-        errors = round_up(self.prediction_error + self.rounding_error)
-        return round_up(round_up(round_up(self.error) + moved) + errors)
+        moved = torch.tensor([product(k, self.delta) for k in self.output_constants.tolist()], dtype=torch.float64)
+        return grow(self.error + moved + self.prediction_error + self.rounding_error)
 
     @property
     def mse(self) -> float:
@@ -187,10 +184,9 @@ def certify_regression(
         weight = None if chain.last is None else chain.last.weight.detach().cpu()
         centre, machine = sound.output_errors(measured.logits, float(delta), weight, measured.proof.arithmetic)
     # The root of the sum of squares bounds the whole network too.
-    size = float(torch.linalg.vector_norm(constants)) * (1 + gamma(len(constants) + 4))
     return RegressionCertificate(
         delta=float(delta),
-        constant=min(constant, math.nextafter(size, math.inf)) if constant > 0 else 0.0,
+        constant=min(constant, float(size(constants[None]))),
         output_constants=constants,
         prediction=prediction,
         target=target,
@@ -230,10 +226,10 @@ def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple
     run = _last_run(network, position) if outputs <= _MOST_LMI_OUTPUTS else None
     body, found = proof.prefixes[position], []
     for i, (row, scale) in enumerate(zip(last.weight.detach(), scales, strict=True)):
-        best = _times(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
+        best = product(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
         if run:
-            best = min(best, _times(proof.prefixes[run.start], _by_multipliers(run, i)))
-        found.append(min(proof.constant, _times(best, scale)))
+            best = min(best, product(proof.prefixes[run.start], _by_multipliers(run, i)))
+        found.append(min(proof.constant, product(best, scale)))
     return torch.tensor(found, dtype=torch.float64), "outputs"
 
 
@@ -248,16 +244,6 @@ def _by_multipliers(run: SlopeRun, row: int) -> float:
     weights, errors = ([*each[:-1], each[-1][row, None]] for each in (run.weights, run.errors))
     factor = balance(weights, run.multipliers)
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))
-
-
-def _times(constant: float, size: float) -> float:
-    """The product of two non-negative numbers, rounded up; 0 if one is 0."""
-    return math.nextafter(constant * size, math.inf) if constant > 0 and size > 0 else 0.0
-
-
-def _plus(a: float, b: float) -> float:
-    """The sum of two non-negative numbers, rounded up; the other one if one is 0."""
-    return math.nextafter(a + b, math.inf) if a > 0 and b > 0 else a + b
 
 
 def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipkit.certificates.margins import round_down
 from lipkit.integer.program import Program
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer
 from lipkit.modules.machine import Walk, through
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
+from lipkit.proof.roundoff import grow, next_down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +141,13 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
         arithmetic: of the evaluator.
     """
     values = logits.values
-    difference = round_down(values.gather(1, labels[:, None]) - values)
+    difference = next_down(values.gather(1, labels[:, None]) - values)
     at, slope = margin_errors(logits, labels, rows)
-    top = round_down(difference - at)
+    top = next_down(difference - at)
     bottom = _grown(constants[labels] + slope)
     fits = (top > 0) & bottom.isfinite()
     moving = fits & (bottom > 0)
-    quotient = round_down(top / torch.where(moving, bottom, 1.0))
+    quotient = next_down(top / torch.where(moving, bottom, 1.0))
     pair_radius = torch.where(moving, quotient, torch.where(fits, math.inf, 0.0)).clamp_min(0.0)
     radius = pair_radius.scatter(1, labels[:, None], math.inf).amin(dim=1)
     room = arithmetic.room - logits.peak.at
@@ -162,9 +162,9 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
     spread = walk.spread
     if logits.own64 is None or logits.own_at is None or logits.own_slope is None or rows is None:
         # Two outputs of a vector that is off by E: their difference is off by at most sqrt(2) E.
-        two = grow_number(math.sqrt(2.0))
+        two = grow(math.sqrt(2.0))
         at = grow(two * (walk.centre_error + walk.error.at))[:, None].expand_as(values)
-        slope = torch.full_like(values, grow_number(two * walk.error.slope), dtype=torch.float64)
+        slope = torch.full_like(values, grow(two * walk.error.slope), dtype=torch.float64)
     else:
         apart = rows[labels]
         pair = _both(logits.own_slope.expand(len(labels), -1), labels)

@@ -21,6 +21,7 @@ from lipkit.certificates.certificate import Certificate
 from lipkit.certificates.intervals import Share, share
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation, OptionError, interval
+from lipkit.proof.roundoff import product, root
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +291,7 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
 
 def _diagonal(eps: float, entries: int) -> float:
     """The l2 radius of the ball around a cube of half side ``eps``, rounded up."""
-    return math.nextafter(math.nextafter(math.sqrt(entries), math.inf) * eps, math.inf) if eps else 0.0
+    return product(root(entries), eps)
 
 
 def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:

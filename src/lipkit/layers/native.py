@@ -27,7 +27,7 @@ from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
 from lipkit.modules import Shape, export_rule, lipschitz_rule, output_shape
 from lipkit.modules.convolutions import copies
-from lipkit.proof.roundoff import up
+from lipkit.proof.roundoff import root
 
 
 def new_matrices(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
@@ -423,8 +423,7 @@ def _native(layer: _Native, input_shape: Shape | None) -> float | Tensor:
         return 1.0
     sides = (None,) * layer.axes if input_shape is None else input_shape[1:]
     each = [copies(layer.padding_mode, *pair, n) for pair, n in zip(layer.borders(), sides, strict=True)]
-    count = math.prod(each)
-    return up(torch.tensor(math.sqrt(count), dtype=torch.float64), 2) if count > 1 else 1.0
+    return root(max(math.prod(each), 1))
 
 
 @export_rule(NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Float64 arithmetic on non-negative numbers carries at most eight roundings between two uses of one of these.
-_GROW = 1 + 2.0**-49
-_FLOOR = 2.0**-1000
+from lipkit.proof.roundoff import gamma, grow, product
 
+# Float64 arithmetic on numbers >= 0 carries at most eight roundings between two uses of one of these. For modules:
+grow_number, multiply_numbers = grow, product
 
 @dataclass(frozen=True)
 class Arithmetic:
@@ -100,13 +100,13 @@ class Line(NamedTuple):
 
     def plus(self, other: Line) -> Line:
         """The sum of two bounds."""
-        return Line(grow(self.at + other.at), grow_number(self.slope + other.slope))
+        return Line(grow(self.at + other.at), grow(self.slope + other.slope))
 
     def times(self, factor: float) -> Line:
         """The bound times a number >= 0; nothing is left where the number is 0."""
         if factor == 0:
             return Line(torch.zeros_like(self.at), 0.0)
-        return Line(grow(self.at * factor), multiply_numbers(self.slope, factor))
+        return Line(grow(self.at * factor), product(self.slope, factor))
 
     def below(self, inner: Line) -> Line:
         """This bound where its distance is itself bounded by ``inner``."""
@@ -126,29 +126,6 @@ def flat(like: Tensor, number: float) -> Line:
     return Line(torch.full_like(like, number, dtype=torch.float64), 0.0)
 
 
-def grow(values: Tensor) -> Tensor:
-    """Non-negative float64 values, enlarged by more than eight roundings and by more than any underflow."""
-    return values * _GROW + _FLOOR
-
-
-def grow_number(value: float) -> float:
-    """`grow` for a number; 0 stays 0.
-
-    >>> grow_number(0.0), grow_number(1.0) > 1
-    (0.0, True)
-    """
-    return value * _GROW + _FLOOR if value > 0 else value
-
-
-def multiply_numbers(a: float, b: float) -> float:
-    """The product of two numbers >= 0, rounded up; 0 if one is 0.
-
-    >>> multiply_numbers(math.inf, 0.0), multiply_numbers(2.0, 3.0) > 6
-    (0.0, True)
-    """
-    return grow_number(max(a * b, _FLOOR)) if a > 0 and b > 0 else (math.nan if math.isnan(a + b) else 0.0)
-
-
 def size(values: Tensor) -> Tensor:
     """The l2 norm of each sample, (N,) float64, rounded up; ``inf`` where it overflows.
 
@@ -158,4 +135,4 @@ def size(values: Tensor) -> Tensor:
     flat = values.detach().double().flatten(1)
     n = flat.shape[1]
     # Squares below the range of float64 are lost: at most 2^-537 of each entry.
-    return torch.linalg.vector_norm(flat, dim=1) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500
+    return torch.linalg.vector_norm(flat, dim=1) * (1 + gamma(n + 8)) + math.sqrt(n) * 2.0**-500

@@ -1,9 +1,14 @@
-"""A-priori rounding constants of float64 arithmetic (unit roundoff u = 2^-53)."""
+"""Rounding up in float64 (unit roundoff u = 2^-53): every way there is, for numbers >= 0 and tensors of them.
+
+`up` covers counted roundings, `grow` some that nobody counts and what falls below the normal range, `product` those of
+its own, and `next_up` a single one, of an operation that is correctly rounded.
+"""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +18,8 @@ from lipkit.linalg.precision import SERIAL, check_underflow
 
 UNIT = 2.0**-53
 WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+Values = TypeVar("Values", float, Tensor)
 
 
 def gamma(n: int) -> float:
@@ -26,13 +33,60 @@ def gamma(n: int) -> float:
     return 1.01 * n * UNIT / (1 - n * UNIT)
 
 
-def up(value: Tensor, operations: int) -> Tensor:
-    """``value`` (float64, non-negative) enlarged to cover that many roundings of positive terms.
+def up(value: Values, operations: int) -> Values:
+    """``value`` enlarged to cover that many roundings of positive terms.
 
-    >>> bool(up(torch.tensor(1.0, dtype=torch.float64), 3) > 1)
-    True
+    >>> up(1.0, 3) > 1, bool(up(torch.tensor(1.0, dtype=torch.float64), 3) > 1)
+    (True, True)
     """
     return value * (1 + gamma(operations + 2))
+
+
+def grow(value: Values) -> Values:
+    """``value`` enlarged by more than eight roundings and by more than any underflow; a number that is 0 stays 0.
+
+    >>> grow(0.0), grow(1.0) > 1, bool(grow(torch.zeros((), dtype=torch.float64)) > 0)
+    (0.0, True, True)
+    """
+    moves = isinstance(value, Tensor) or value > 0
+    return up(value, 14) + 2.0**-1000 if moves else value
+
+
+def product(*factors: float) -> float:
+    """The product, enlarged by more than eight roundings of each factor and never underflowing; 0 if one is 0.
+
+    >>> product(1e-200, 1e-200, 1e300) >= 1e-100, product(math.inf, 0.0), product(2.0, 3.0) > 6
+    (True, 0.0, True)
+    """
+    if any(map(math.isnan, factors)):
+        return math.nan
+    if 0.0 in factors or math.inf in factors:
+        return 0.0 if 0.0 in factors else math.inf
+    mantissa, exponent = 1.0, 0
+    for factor in factors:
+        part, places = math.frexp(factor)
+        mantissa, carried = math.frexp(mantissa * part)
+        exponent += places + carried
+    try:
+        return next_up(math.ldexp(up(mantissa, 10 * len(factors)), exponent))
+    except OverflowError:
+        return math.inf
+
+
+def next_up(value: Values) -> Values:
+    """The next float64 above: covers the rounding of one correctly rounded operation.
+
+    >>> next_up(1.0) > 1, bool(next_up(torch.ones((), dtype=torch.float64)) > 1)
+    (True, True)
+    """
+    if isinstance(value, Tensor):
+        return torch.nextafter(value, torch.full_like(value, math.inf))
+    return math.nextafter(value, math.inf)
+
+
+def next_down(value: Values) -> Values:
+    """The next float64 below."""
+    return -next_up(-value)
 
 
 def multiply_up(a: Tensor, b: Tensor) -> Tensor:
@@ -58,7 +112,7 @@ def reciprocal_up(value: float) -> float:
         return math.inf
     quotient = 1 / value
     exact = not math.isfinite(quotient) or not math.isfinite(value) or Fraction(quotient) * Fraction(value) >= 1
-    return quotient if exact else math.nextafter(quotient, math.inf)
+    return quotient if exact else next_up(quotient)
 
 
 def check_readable(a: Tensor) -> None:
@@ -95,4 +149,4 @@ def root(count: int) -> float:
     (3.0, True)
     """
     floor = math.isqrt(count)
-    return float(floor) if floor * floor == count else math.nextafter(math.sqrt(count), math.inf)
+    return float(floor) if floor * floor == count else next_up(math.sqrt(count))
