@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import constant, finite_groups, unscaled
+from lipkit.bounds.kernels import scaled_bound
 from lipkit.conv.block import half_autocorrelation
 from lipkit.proof.roundoff import gamma, up
 
@@ -40,12 +40,12 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 2: the kernel rescaled by these sums, column by column, is 1-Lipschitz.
     """
-    found = finite_groups(kernel, groups)
-    if isinstance(found, float):
-        return constant(found, kernel)
-    kernels, exponent = found
+    return scaled_bound(kernel, groups, _smaller_sums)
+
+
+def _smaller_sums(kernels: Tensor) -> Tensor:
     sums = torch.stack([_row_sums(kernels), _row_sums(kernels.transpose(1, 2))])
-    return unscaled(up(sums.amin(0).amax().sqrt(), 2), exponent)
+    return up(sums.amin(0).amax().sqrt(), 2)
 
 
 def _row_sums(kernels: Tensor) -> Tensor:

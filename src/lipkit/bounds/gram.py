@@ -12,7 +12,7 @@ from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.conv.symbol import symbol_at
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import differentiated
-from lipkit.proof.norms import power_of_two, scale_to
+from lipkit.proof.norms import gram_matrix, power_of_two, scale_to
 from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
 _CHUNK_BYTES = 1 << 26
@@ -83,14 +83,10 @@ def _one(kernel: Tensor, f1: Tensor, f2: Tensor, size: tuple[int, int], iteratio
     return scale_to(bound, _iterated(symbol_at(kernel, f1[best, None], f2[best, None], *size)[0], iterations))
 
 
-def _square(a: Tensor) -> Tensor:
-    return a.mH @ a if a.shape[-2] >= a.shape[-1] else a @ a.mH
-
-
 def _iterated(a: Tensor, iterations: int) -> Tensor:
     """The value at one frequency as a function of the matrix, for its gradient."""
     size = torch.linalg.vector_norm(a.detach())
-    g, log = _square(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
+    g, log = gram_matrix(a / size), torch.zeros((), dtype=torch.float64, device=a.device)
     for t in range(iterations + 1):
         norm = torch.linalg.vector_norm(g)
         log = log + norm.log() / 2 ** (t + 1)
@@ -108,7 +104,7 @@ def _proved(a: Tensor, iterations: int) -> Tensor:
     a = a * scale[:, None, None]
     side, inner = min(a.shape[-2:]), max(a.shape[-2:])
     frobenius = up(a.abs().square().sum((-2, -1)), 4 + side * inner)
-    g, norms = _square(a), []
+    g, norms = gram_matrix(a), []
     for t in range(iterations + 1):
         norm = torch.linalg.vector_norm(g, dim=(-2, -1)).clamp_min(1e-300)
         norms.append(norm)

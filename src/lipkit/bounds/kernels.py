@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,19 +43,14 @@ def times_power_of_two(value: Tensor, exponent: int) -> Tensor:
     return value * 2.0**half * 2.0 ** (exponent - half)
 
 
-def unscaled(bound: Tensor, exponent: int) -> Tensor:
-    """``bound * 2^exponent``, never rounded down (a positive bound in the subnormal range is rounded up)."""
-    value = times_power_of_two(bound, exponent)
-    return value + 2.0**-1074 if float(bound.detach()) > 0 and float(value.detach()) < 2.0**-1000 else value
+def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]) -> Tensor:
+    """The bound that a method finds, from groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
 
+    A power of two brings the largest entry into [1/2, 1), so that squares stay in range. The product is exact, but for
+    entries 2^-1000 times smaller than the largest; the bound is scaled back and never rounded down.
 
-def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:
-    """The groups ``(g, cout / g, cin / g, kh, kw)`` scaled by ``2^-e`` and e; or the bound, where it needs no method.
-
-    The largest entry comes into [1/2, 1), so that squares stay in range. The product is exact, but for entries 2^-1000
-    times smaller than the largest.
-
-    Returns ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
+    Returns:
+        0-d float64; ``inf`` for a kernel with entries that are not finite and 0 for a zero one.
 
     Raises:
         ShapeError, OptionError: not a kernel, or wrong groups.
@@ -65,16 +61,11 @@ def finite_groups(kernel: Tensor, groups: int) -> tuple[Tensor, int] | float:
     low, high = (float(v) for v in torch.aminmax(kernel.detach()))
     size = max(-low, high)
     if not math.isfinite(low) or not math.isfinite(high):
-        return math.inf
+        return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
     if not size:
-        return 0.0
+        bound = torch.zeros((), dtype=torch.float64, device=kernel.device)
+        return bound + 0 * to_double(kernel).sum() if kernel.requires_grad and torch.is_grad_enabled() else bound
     exponent = math.frexp(size)[1]
-    return times_power_of_two(to_double(kernels), -exponent), exponent
-
-
-def constant(value: float, like: Tensor) -> Tensor:
-    """A 0-d float64 bound that carries no gradient of its own: zero, where ``like`` wants one."""
-    bound = torch.full((), value, dtype=torch.float64, device=like.device)
-    if like.requires_grad and torch.is_grad_enabled() and math.isfinite(value):
-        bound = bound + 0 * to_double(like).sum()
-    return bound
+    bound = method(times_power_of_two(to_double(kernels), -exponent))
+    value = times_power_of_two(bound, exponent)
+    return value + 2.0**-1074 if float(bound.detach()) > 0 and float(value.detach()) < 2.0**-1000 else value

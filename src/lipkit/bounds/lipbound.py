@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import constant, finite_groups, unscaled
+from lipkit.bounds.kernels import scaled_bound
 from lipkit.bounds.symbol_sup import grid_correction
 from lipkit.conv.block import half_lags
 from lipkit.conv.symbol import check_kernel
@@ -108,13 +108,11 @@ def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
 
 
 def _polygrid(kernel: Tensor, groups: int, sizes: tuple[int, int], factor: float) -> Tensor:
-    found = finite_groups(kernel, groups)
-    if isinstance(found, float):
-        return constant(found, kernel)
-    kernels, exponent = found
-    both = torch.stack([_rows(kernels, sizes), _rows(kernels.transpose(1, 2), sizes)])
-    squared = both.amin(0).amax()
-    return unscaled(up(squared.sqrt() * factor, 8), exponent)
+    def bound(kernels: Tensor) -> Tensor:
+        both = torch.stack([_rows(kernels, sizes), _rows(kernels.transpose(1, 2), sizes)])
+        return up(both.amin(0).amax().sqrt() * factor, 8)
+
+    return scaled_bound(kernel, groups, bound)
 
 
 def _rows(kernels: Tensor, sizes: tuple[int, int]) -> Tensor:

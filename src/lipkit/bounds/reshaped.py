@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import constant, finite_groups, unscaled
+from lipkit.bounds.kernels import scaled_bound
 from lipkit.errors import OptionError
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.norms import scale_to, spectral_norm, spectral_norms
@@ -49,12 +49,12 @@ def reshaped(kernel: Tensor, *, groups: int = 1, stride: int | tuple[int, int] =
     pair = (stride, stride) if isinstance(stride, int) else tuple(stride)
     if len(pair) != 2 or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in pair):
         raise OptionError(f"stride: expected one or two integers of at least 1, got {stride!r}")
-    found = finite_groups(kernel, groups)
-    if isinstance(found, float):
-        return constant(found, kernel)
-    kernels, exponent = found
-    windows = math.prod(-(-k // s) for k, s in zip(kernels.shape[-2:], pair, strict=True))
-    return unscaled(up(spectral_norm(kernels.flatten(2)) * math.sqrt(windows), 4), exponent)
+
+    def bound(kernels: Tensor) -> Tensor:
+        windows = math.prod(-(-k // s) for k, s in zip(kernels.shape[-2:], pair, strict=True))
+        return up(spectral_norm(kernels.flatten(2)) * math.sqrt(windows), 4)
+
+    return scaled_bound(kernel, groups, bound)
 
 
 def smallest_reshape(matrices: list[Tensor]) -> Tensor:
@@ -99,12 +99,12 @@ def fantastic_four(kernel: Tensor, *, groups: int = 1) -> Tensor:
     References:
         Singla & Feizi, ICLR 2021, "Fantastic Four", theorem 1.
     """
-    found = finite_groups(kernel, groups)
-    if isinstance(found, float):
-        return constant(found, kernel)
-    kernels, exponent = found
+    return scaled_bound(kernel, groups, _four)
+
+
+def _four(kernels: Tensor) -> Tensor:
     order = kernels.permute(0, 1, 3, 2, 4), kernels.permute(0, 1, 4, 2, 3)
     matrices = [m.flatten(3).flatten(1, 2) for m in order]
     matrices += [kernels.flatten(2), kernels.permute(0, 1, 3, 4, 2).flatten(1, 3)]
     taps = kernels.shape[-2] * kernels.shape[-1]
-    return unscaled(up(smallest_reshape(matrices) * math.sqrt(taps), 4), exponent)
+    return up(smallest_reshape(matrices) * math.sqrt(taps), 4)

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from lipkit.bounds.cover import Cover, choose_periods, cover
 from lipkit.bounds.gram_symbol import GramSymbol
-from lipkit.bounds.kernels import (
-    check_kernel,
-    constant,
-    finite_groups,
-    largest,
-    split_groups,
-    symbol_error,
-    unscaled,
-)
+from lipkit.bounds.kernels import check_kernel, largest, scaled_bound, split_groups, symbol_error
 from lipkit.bounds.peak import Peak, find_peak
 from lipkit.conv.symbol import symbol_at
 from lipkit.errors import OptionError
@@ -97,21 +89,18 @@ def symbol_sup(
     _check_tolerance(tolerance)
     if points is not None:
         return _on_grid(kernel, groups, points)
-    found = finite_groups(kernel, groups)
-    if isinstance(found, float):
-        return constant(found, kernel)
-    kernels, exponent = found
-    if kernel.shape[-2:] == (1, 1):
-        return unscaled(spectral_norm(kernels[..., 0, 0]), exponent)
-    peak, value = _searched(kernels)
-    with outside(kernels) as values:
-        proved = _proved(values, peak, float(value.detach()) ** 2, tolerance, finer)
-    bound = _root(proved.level, kernel)
-    if differentiated(kernels):
-        if (proved.group, proved.point, proved.periods) != peak[:3]:
+
+    def bound(kernels: Tensor) -> Tensor:
+        if kernels.shape[-2:] == (1, 1):
+            return spectral_norm(kernels[..., 0, 0])
+        peak, value = _searched(kernels)
+        with outside(kernels) as values:
+            proved = _proved(values, peak, float(value.detach()) ** 2, tolerance, finer)
+        if differentiated(kernels) and (proved.group, proved.point, proved.periods) != peak[:3]:
             value = _norm_at(kernels, proved.group, proved.point, proved.periods)
-        bound = scale_to(bound, value)
-    return unscaled(bound, exponent)
+        return _root(proved.level, value, kernels)
+
+    return scaled_bound(kernel, groups, bound)
 
 
 def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
@@ -140,15 +129,14 @@ def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
     True
     """
     _check_tolerance(tolerance)
-    found = finite_groups(kernel, 1)
-    if isinstance(found, float):
-        return constant(found, kernel)
-    kernels, exponent = found
-    if kernel.shape[-2:] == (1, 1):
-        return unscaled(spectral_norm(kernels[..., 0, 0]), exponent)
-    value = _searched(kernels)[1]
-    level = _root(float(value.detach()) ** 2 * (1 + _relative(tolerance)), kernel)
-    return unscaled(scale_to(level, value) if differentiated(kernels) else level, exponent)
+
+    def bound(kernels: Tensor) -> Tensor:
+        if kernels.shape[-2:] == (1, 1):
+            return spectral_norm(kernels[..., 0, 0])
+        value = _searched(kernels)[1]
+        return _root(float(value.detach()) ** 2 * (1 + _relative(tolerance)), value, kernels)
+
+    return scaled_bound(kernel, 1, bound)
 
 
 def _check_tolerance(tolerance: float) -> None:
@@ -161,8 +149,10 @@ def _relative(tolerance: float) -> float:
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
-def _root(level: float, like: Tensor) -> Tensor:
-    return up(torch.tensor(math.sqrt(level), dtype=torch.float64, device=like.device), 2)
+def _root(level: float, value: Tensor, kernels: Tensor) -> Tensor:
+    """The root of a level, with the relative gradient of the norm at the frequency found."""
+    bound = torch.full((), up(math.sqrt(level), 2), dtype=torch.float64, device=kernels.device)
+    return scale_to(bound, value) if differentiated(kernels) else bound
 
 
 def _searched(kernels: Tensor) -> tuple[Peak, Tensor]:

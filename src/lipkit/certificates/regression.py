@@ -223,7 +223,8 @@ def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
         return torch.full((outputs,), proof.constant, dtype=torch.float64), "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
-    run = _last_run(network, position) if outputs <= _MOST_LMI_OUTPUTS else None
+    runs = slope_runs(network) if outputs <= _MOST_LMI_OUTPUTS else []
+    run = next((run for run in runs if run.stop == position + 1), None)
     body, found = proof.prefixes[position], []
     for i, (row, scale) in enumerate(zip(last.weight.detach(), scales, strict=True)):
         best = product(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
@@ -231,12 +232,6 @@ def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple
             best = min(best, product(proof.prefixes[run.start], _by_multipliers(run, i)))
         found.append(min(proof.constant, product(best, scale)))
     return torch.tensor(found, dtype=torch.float64), "outputs"
-
-
-def _last_run(network: Network, position: int) -> SlopeRun | None:
-    """The run of linear layers with multipliers that ends in the linear layer at ``position``, if there is one."""
-    runs = [run for run in slope_runs(network) if run.stop == position + 1]
-    return runs[0] if runs else None
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:

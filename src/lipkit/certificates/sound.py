@@ -16,9 +16,9 @@ certifies the open ball. It is cut where a number on the way could overflow.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
 from lipkit.proof.roundoff import grow, next_down
 
 
-@dataclasses.dataclass(frozen=True)
-class Logits:
+class Logits(NamedTuple):
     r"""Outputs at N samples, and the rounding errors around them.
 
     Attributes:
@@ -53,25 +52,16 @@ class Logits:
     @staticmethod
     def join(parts: Sequence[Logits]) -> Logits:
         """The logits of several batches."""
+        joined: Logits = _merged(parts, torch.cat)
+        return joined._replace(own_slope=parts[0].own_slope)
 
-        def line(name: str) -> Line:
-            lines = [getattr(part.walk, name) for part in parts]
-            return Line(torch.cat([p.at for p in lines]), lines[0].slope)
 
-        def tensors(name: str) -> Tensor | None:
-            found = [getattr(part, name) for part in parts]
-            return None if found[0] is None else torch.cat(found)
-
-        walk = Walk(
-            centre=torch.empty(0),
-            centre_error=torch.cat([part.walk.centre_error for part in parts]),
-            error=line("error"),
-            move=line("move"),
-            peak=line("peak"),
-        )
-        peak = Line(torch.cat([part.peak.at for part in parts]), parts[0].peak.slope)
-        values = torch.cat([part.values for part in parts])
-        return Logits(values, walk, tensors("own64"), tensors("own_at"), parts[0].own_slope, peak)
+def _merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
+    """Tuples of one form as one, tensor by tensor; of numbers, which they share, the first."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return type(first)(*(_merged(each, merge) for each in zip(*parts, strict=True)))
+    return merge(parts) if isinstance(first, Tensor) else first
 
 
 class Evaluation:
@@ -118,16 +108,9 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
 
 
 def _to_cpu(logits: Logits) -> Logits:
-    def line(found: Line) -> Line:
-        return Line(found.at.cpu(), found.slope)
-
-    def tensor(found: Tensor | None) -> Tensor | None:
-        return None if found is None else found.cpu()
-
-    walk = logits.walk
-    walk = Walk(torch.empty(0), walk.centre_error.cpu(), line(walk.error), line(walk.move), line(walk.peak))
-    own = (tensor(logits.own64), tensor(logits.own_at), tensor(logits.own_slope))
-    return Logits(logits.values.cpu(), walk, *own, line(logits.peak))
+    outputs = logits._replace(walk=logits.walk._replace(centre=torch.empty(0)))
+    found: Logits = _merged([outputs], lambda tensors: tensors[0].cpu())
+    return found
 
 
 def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:

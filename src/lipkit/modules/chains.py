@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -159,10 +161,7 @@ def constants(children: Iterable[nn.Module], input_shape: Shape | None) -> list[
 
 def _product(factors: Sequence[Tensor]) -> Tensor:
     """Rounded up."""
-    product = torch.ones((), dtype=torch.float64)
-    for factor in factors:
-        product = multiply_up(product, factor)
-    return product
+    return functools.reduce(multiply_up, factors, torch.ones((), dtype=torch.float64))
 
 
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
@@ -227,9 +226,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
         if arithmetic is not None and module is not last:
             steps.append(step_of(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)
-    products = [torch.ones((), dtype=torch.float64)]
-    for factor in factors:
-        products.append(multiply_up(products[-1], factor))
+    products = [*itertools.accumulate(factors, multiply_up, initial=torch.ones((), dtype=torch.float64))]
     whole = _with_multipliers(network, factors) if network.multipliers() else products[-1]
     symbols = sum(isinstance(module, StoredSymbol) for module in network.modules())
     return ChainProof(

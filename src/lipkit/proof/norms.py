@@ -32,7 +32,8 @@ MANY = 1500
 """From this side on, Lanczos is faster than LAPACK for real matrices."""
 
 
-def _gram(a: Tensor) -> Tensor:
+def gram_matrix(a: Tensor) -> Tensor:
+    """On the smaller side."""
     return a.mH @ a if a.shape[-2] >= a.shape[-1] else a @ a.mH
 
 
@@ -136,7 +137,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 def _chunk(a: Tensor) -> Tensor:
     scaled, exponent, kind = _scaled(a)
-    gram = _gram(scaled)
+    gram = gram_matrix(scaled)
     return _unscaled(_level(scaled, gram, _largest_eigenvalue(gram), _SLACKS), scaled, exponent, kind)
 
 
@@ -286,7 +287,7 @@ def largest_singular_value(a: Tensor) -> Tensor:
         fixed = a.detach()
         largest = torch.linalg.vector_norm(fixed.reshape(-1), math.inf)
         scaled = fixed / largest if bool(largest >= 2.0**-1000) else fixed * 2.0**1000
-        gram = _gram(scaled)
+        gram = gram_matrix(scaled)
         many = len(gram) >= MANY and not gram.is_complex()
         one_side = (_lanczos if many else _last)(gram)[1]
         tall = a.shape[0] >= a.shape[1]

@@ -53,22 +53,15 @@ def grow(value: Values) -> Values:
 
 
 def product(*factors: float) -> float:
-    """The product, enlarged by more than eight roundings of each factor and never underflowing; 0 if one is 0.
+    """The exact product, grown; 0 if one is 0.
 
     >>> product(1e-200, 1e-200, 1e300) >= 1e-100, product(math.inf, 0.0), product(2.0, 3.0) > 6
     (True, 0.0, True)
     """
-    if any(map(math.isnan, factors)):
-        return math.nan
-    if 0.0 in factors or math.inf in factors:
-        return 0.0 if 0.0 in factors else math.inf
-    mantissa, exponent = 1.0, 0
-    for factor in factors:
-        part, places = math.frexp(factor)
-        mantissa, carried = math.frexp(mantissa * part)
-        exponent += places + carried
+    if 0.0 in factors or not all(map(math.isfinite, factors)):
+        return math.nan if any(map(math.isnan, factors)) else 0.0 if 0.0 in factors else math.inf
     try:
-        return next_up(math.ldexp(up(mantissa, 10 * len(factors)), exponent))
+        return grow(next_up(float(math.prod(map(Fraction, factors)))))  # it may have become 0
     except OverflowError:
         return math.inf
 
