@@ -155,11 +155,27 @@ def proves_gain(
     return math.isfinite(error) and is_positive_semidefinite(h, error)
 
 
+def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    r"""S and T of the two ends of H with :math:`(S; T)(S; T)^\top = C M^+ C^\top`, nearly: a proposal, to be proved.
+
+    With M the middle blocks of H and C their coupling to the ends, :math:`H \succeq 0` iff :math:`M \succeq 0` and
+    :math:`\gamma I \succeq C M^+ C^\top`.
+    """
+    h, n0 = lmi_matrix(weights, multipliers, 0.0), weights[0].shape[1]
+    inner = slice(n0, h.shape[0] - weights[-1].shape[0])
+    middle = h[inner, inner]
+    scale = middle.diagonal().rsqrt()
+    values, vectors = torch.linalg.eigh(scale[:, None] * middle * scale[None, :])
+    # Directions on which M vanishes carry no coupling when H >= 0 is feasible: the pseudo-inverse drops them.
+    keep = values > 1e-11
+    half = (vectors[:, keep] * values[keep].rsqrt()) * scale[:, None]
+    return h[:n0, inner] @ half, h[inner.stop :, inner] @ half
+
+
 def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
     r"""Smallest gain that these multipliers are found to prove; ``inf`` if they prove none. Arguments: `proves_gain`.
 
-    With M the middle blocks of H and C their coupling to the ends, :math:`H \succeq 0` iff :math:`M \succeq 0` and
-    :math:`\gamma I \succeq C M^+ C^\top`: an eigenvalue proposes gamma, then :func:`proves_gain` decides.
+    An eigenvalue (`couplings`) proposes gamma, then :func:`proves_gain` decides.
 
     Guarantee:
         Upper bound, proved in floating point.
@@ -170,26 +186,14 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
     weights, multipliers = _checked(weights, multipliers)
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         return math.inf
-    n0, n_out = weights[0].shape[1], weights[-1].shape[0]
-    h = lmi_matrix(weights, multipliers, 0.0)
-    inner = slice(n0, h.shape[0] - n_out)
-    ends = torch.cat((torch.arange(n0), torch.arange(h.shape[0] - n_out, h.shape[0]))).to(h.device)
     if multipliers:
-        middle = h[inner, inner]
-        scale = middle.diagonal().rsqrt()
-        unit = scale[:, None] * middle * scale[None, :]
-        values, vectors = torch.linalg.eigh(unit)
-        # Directions on which M vanishes carry no coupling when H >= 0 is feasible: the pseudo-inverse drops them.
-        keep = values > 1e-11
-        half = (vectors[:, keep] * values[keep].rsqrt()) * scale[:, None]
-        coupling = h[ends][:, inner] @ half
+        coupling = torch.cat(couplings(weights, multipliers))
         guess = float(torch.linalg.eigvalsh(coupling @ coupling.mT)[-1])
     else:
         guess = float(torch.linalg.matrix_norm(weights[0], 2))
-    if guess <= 0:
-        guess = 1e-300
-    for slack in (1e-13, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0):
-        candidate = guess * (1 + slack)
+    guess = max(guess, 1e-300)
+    for exponent in range(-13, 1):
+        candidate = guess * (1 + 10.0**exponent)
         if proves_gain(weights, multipliers, candidate, errors):
             return candidate
     return math.inf

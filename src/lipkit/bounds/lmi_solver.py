@@ -12,8 +12,7 @@ solver, which factors a system in the N(N+1)/2 entries of H, is slower by orders
 this file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
 Multipliers that are there already can be balanced between input and output: times a common factor t they stay
-positive, and with M the middle blocks of H and C their coupling to its two ends, :math:`G = C M^+ C^\top` becomes
-:math:`D G D`, :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest eigenvalue is the gain.
+positive, and :math:`G = C M^+ C^\top` (`lipkit.bounds.lmi.couplings`) becomes :math:`D G D`, :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest eigenvalue is the gain.
 
 Source: the structure is ours; the barrier method is Boyd & Vandenberghe, Convex Optimization, section 11.3.
 """
@@ -27,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.bounds.lmi import gain_bound, lmi_matrix
+from lipkit.bounds.lmi import couplings, gain_bound, lmi_matrix
 from lipkit.errors import OptionError
 from lipkit.proof.norms import spectral_norms
 from lipkit.proof.roundoff import product, to_double, up
@@ -54,17 +53,9 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     >>> round(balance([2 * one, 0.5 * one], [torch.ones(1)]), 3)  # the gains 4t/2 and 0.25/(2t) agree
     0.25
     """
-    n0 = weights[0].shape[1]
-    h = lmi_matrix(weights, multipliers, 0.0)
-    if not bool(h.isfinite().all()):
+    if not bool(lmi_matrix(weights, multipliers, 0.0).isfinite().all()):
         return 1.0
-    inner = slice(n0, h.shape[0] - weights[-1].shape[0])
-    middle = h[inner, inner]
-    scale = middle.diagonal().rsqrt()
-    values, vectors = torch.linalg.eigh(scale[:, None] * middle * scale[None, :])
-    keep = values > 1e-11
-    half = (vectors[:, keep] * values[keep].rsqrt()) * scale[:, None]
-    source, target = h[:n0, inner] @ half, h[inner.stop :, inner] @ half
+    source, target = couplings(weights, multipliers)
     if source.shape[0] > source.shape[1]:
         source = torch.linalg.qr(source, mode="r").R if source.shape[1] else source[:1]
     a, b, c = source @ source.mT, target @ target.mT, source @ target.mT
