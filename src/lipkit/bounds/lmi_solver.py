@@ -12,7 +12,8 @@ solver, which factors a system in the N(N+1)/2 entries of H, is slower by orders
 this file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
 Multipliers that are there already can be balanced between input and output: times a common factor t they stay
-positive, and :math:`G = C M^+ C^\top` (`lipkit.bounds.lmi.couplings`) becomes :math:`D G D`, :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest eigenvalue is the gain.
+positive, and :math:`G = C M^+ C^\top` (`lipkit.bounds.lmi.couplings`) becomes :math:`D G D`,
+:math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest eigenvalue is the gain.
 
 Source: the structure is ours; the barrier method is Boyd & Vandenberghe, Convex Optimization, section 11.3.
 """

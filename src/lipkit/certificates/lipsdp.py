@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +21,10 @@ from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
-from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs
+from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
 from lipkit.modules.registry import Shape, output_shape
-from lipkit.proof.roundoff import next_down, product
+from lipkit.proof.roundoff import next_down
 
 Place = int | str
 """An activation: its index, or where it lies deeper its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
@@ -51,11 +50,6 @@ class GainProof:
 def _check(network: Network) -> None:
     if type(network) is not Network:
         raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
-
-
-def _whole(factors: Sequence[float]) -> float:
-    """Their product; infinite if one is, which may stand for numbers that are not finite."""
-    return math.inf if math.inf in factors else product(*factors)
 
 
 def _runs(network: Network) -> list[SlopeRun]:
@@ -123,15 +117,13 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
             raise ShapeError(f"expected L multipliers for {len(places)} activations in runs, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))
     proved = attach(network, multipliers)
-    factors = [float(c) for c in constants(proved, proved.input_shape)]
-    if _whole(factors) <= gamma:
-        return True
-    runs = slope_runs(proved, proved.multipliers())
+    runs = slope_runs(proved)
     if len(runs) != 1:
         return bool(lipschitz(proved) <= gamma)
-    run = runs[0]
-    rest = _whole(factors[: run.start] + factors[run.stop :])
-    return rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
+    factors = [float(c) for c in constants(proved, proved.input_shape)]
+    run, rest = runs[0], whole(factors[: runs[0].start] + factors[runs[0].stop :])
+    found = rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
+    return found or whole(factors) <= gamma
 
 
 def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> GainProof:
@@ -153,10 +145,8 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
     >>> 0 < proof.gain <= proof.product
     True
     """
-    _check(network)
     proved = attach(network, {})
-    multipliers, gains, steps = dict[Place, Tensor](), list[float](), 0
-    single = set(range(len(proved)))
+    multipliers, steps = dict[Place, Tensor](), 0
     parts = [(path, part) for path, part in proved.named_modules() if type(part) is Network]
     found = [(path, part, run) for path, part in parts for run in _runs(part)]
     if not found:
@@ -165,16 +155,14 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
     for path, part, run in found:
         solution = minimise_gain(run.weights, run.errors, accuracy=accuracy, max_steps=max_steps)
         steps += solution.steps
-        for i, values in zip(run.places, solution.multipliers, strict=True):
-            part.carry(i, values)
-            multipliers[f"{path}.{i}" if path else i] = values
-        if part is proved:
-            gains.append(solution.gain)
-            single -= {*range(run.start, run.stop)}
-    factors = [float(c) for c in constants(proved, proved.input_shape)]
-    bound = _whole([float(c) for c in constants(network, network.input_shape)])
-    gain = _whole(gains + [factors[i] for i in single])
-    return GainProof(min(gain, bound), bound, multipliers, steps)
+        values = dict(zip(run.places, solution.multipliers, strict=True))
+        if not values and run.stop - run.start > 1:
+            values = {run.stop - 1: torch.ones(1)}  # it says that the product of these layers counts
+        for i, value in values.items():
+            part.carry(i, value)
+            multipliers[f"{path}.{i}" if path else i] = value
+    norms = whole([float(c) for c in constants(network, network.input_shape)])
+    return GainProof(min(float(lipschitz(proved)), norms), norms, multipliers, steps)
 
 
 def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:

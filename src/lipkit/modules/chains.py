@@ -32,7 +32,7 @@ from lipkit.modules.normalization import fold_norm
 from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
-from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
+from lipkit.proof.roundoff import gamma, multiply_up, product, to_double, up
 
 
 class SlopeRun(NamedTuple):
@@ -65,7 +65,8 @@ def in_runs(module: nn.Module) -> bool:
 def slope_runs(network: Network, given: Mapping[int, Tensor] | None = None) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Linear layers that follow each other, and scalings between them, count as one layer.
+    Linear layers that follow each other, and scalings between them, count as one layer. Where there is nothing else, a
+    multiplier of any numbers at the last one says so.
 
     Args:
         network: a chain.
@@ -99,7 +100,7 @@ def slope_runs(network: Network, given: Mapping[int, Tensor] | None = None) -> l
             parts, places, part = [*parts, part], [*places, i], None
         elif not (vectors and type(module) in _SAME):
             parts, places, part = [], [], None
-    return [run for run in runs if run.multipliers or given is not None]
+    return [run for run in runs if run.multipliers or given is not None or run.stop - 1 in multipliers]
 
 
 def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:
@@ -164,18 +165,20 @@ def _product(factors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(multiply_up, factors, torch.ones((), dtype=torch.float64))
 
 
+def whole(factors: Sequence[float]) -> float:
+    """The product of constants, rounded up; infinite if one is, which may stand for numbers that are not finite."""
+    return math.inf if math.inf in factors else product(*factors)
+
+
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
     """The product of the factors, where each run of linear layers with multipliers has the gain that its LMI proves."""
-    gains = {run.start: (run.stop, gain_bound(run.weights, run.multipliers, run.errors)) for run in slope_runs(network)}
-    product, position = torch.ones((), dtype=torch.float64), 0
-    while position < len(factors):
-        stop, gain = gains.get(position, (position + 1, math.inf))
-        factor = _product(factors[position:stop])
-        if bool(factor.isfinite()):  # a bias that is not finite shows there only
-            factor = factor.clamp_max(gain)
-        product = multiply_up(product, factor)
-        position = stop
-    return product
+    found, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
+    for run in runs:
+        norms = whole(found[run.start : run.stop])
+        if math.isfinite(norms):  # a bias that is not finite shows there only
+            found[run.start] = min(norms, gain_bound(run.weights, run.multipliers, run.errors))
+            found[run.start + 1 : run.stop] = [1.0] * (run.stop - run.start - 1)
+    return torch.tensor(whole(found), dtype=torch.float64) if runs else _product(factors)
 
 
 @dataclasses.dataclass(frozen=True)

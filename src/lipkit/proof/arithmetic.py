@@ -107,7 +107,7 @@ class Line(NamedTuple):
         """The bound times a number >= 0; nothing is left where the number is 0."""
         if factor == 0:
             return Line(torch.zeros_like(self.at), 0.0)
-        return Line(grow(self.at * factor), product(self.slope, factor))
+        return Line(grow(self.at * factor), grow(product(self.slope, factor)))
 
     def below(self, inner: Line) -> Line:
         """This bound where its distance is itself bounded by ``inner``."""
