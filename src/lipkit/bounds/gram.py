@@ -3,17 +3,18 @@ r"""Gram iteration: :math:`\|F\|^{2^{t+1}} = \|G_t\| \le \|G_t\|_F` with :math:`
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lipkit.bounds.kernels import check_kernel, largest, split_groups, symbol_error
-from lipkit.bounds.symbol_sup import grid_correction
+from lipkit.bounds.kernels import check_kernel
+from lipkit.bounds.symbol_sup import on_grid
 from lipkit.conv.symbol import symbol_at
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.transforms import differentiated
 from lipkit.proof.norms import gram_matrix, power_of_two, scale_to
-from lipkit.proof.roundoff import UNIT, gamma, to_double, up
+from lipkit.proof.roundoff import UNIT, gamma, up
 
 _CHUNK_BYTES = 1 << 26
 
@@ -57,30 +58,24 @@ def gram(kernel: Tensor, *, groups: int = 1, size: tuple[int, int] | None = None
         raise OptionError(f"iterations: expected an integer of at least 0, got {iterations!r}")
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise ShapeError(f"size: expected (height, width) of at least 1, got {size}")
-    kh, kw = kernel.shape[-2:]
-    h, w = size or tuple(1 if k == 1 else 8 * (k - 1) for k in (kh, kw))
-    correction = 1.0 if size else grid_correction(kh, h) * grid_correction(kw, w)
-    f1 = torch.arange(h).repeat_interleave(w // 2 + 1)
-    f2 = torch.arange(w // 2 + 1).repeat(h)
-    kernels = to_double(split_groups(kernel, groups))
-    return largest([_one(one, f1, f2, (h, w), iterations, correction) for one in kernels])
+    h, w = size or (1 if k == 1 else 8 * (k - 1) for k in kernel.shape[-2:])
+    return on_grid(kernel, groups, (h, w), partial(_largest, iterations), every_size=size is None)
 
 
-def _one(kernel: Tensor, f1: Tensor, f2: Tensor, size: tuple[int, int], iterations: int, correction: float) -> Tensor:
+def _largest(iterations: int, kernel: Tensor, f1: Tensor, f2: Tensor, h: int, w: int) -> Tensor:
     if not bool(torch.isfinite(kernel.detach()).all()):
         return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
     each = 16 * (kernel.shape[0] * kernel.shape[1] + 4 * min(kernel.shape[:2]) ** 2)
     step = max(1, _CHUNK_BYTES // each)
     with torch.no_grad():
         parts = zip(f1.split(step), f2.split(step), strict=True)
-        norms = torch.cat([_proved(symbol_at(kernel, a, b, *size), iterations) for a, b in parts])
+        norms = torch.cat([_proved(symbol_at(kernel, a, b, h, w), iterations) for a, b in parts])
     best = int(norms.argmax())
-    bound = up((norms[best] + symbol_error(kernel)) * correction, 4)
     if not differentiated(kernel):
-        return bound
+        return norms[best]
     if not float(norms[best]) > 0:
-        return bound + 0 * kernel.sum()
-    return scale_to(bound, _iterated(symbol_at(kernel, f1[best, None], f2[best, None], *size)[0], iterations))
+        return norms[best] + 0 * kernel.sum()
+    return scale_to(norms[best], _iterated(symbol_at(kernel, f1[best, None], f2[best, None], h, w)[0], iterations))
 
 
 def _iterated(a: Tensor, iterations: int) -> Tensor:

@@ -7,6 +7,7 @@ strided or dilated, is at most :math:`\sup_w \|F(w)\|_2`, :math:`F(w) = \sum_s K
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -88,7 +89,9 @@ def symbol_sup(
     """
     _check_tolerance(tolerance)
     if points is not None:
-        return _on_grid(kernel, groups, points)
+        kh, kw = kernel.shape[-2:]
+        sizes = 1 if kh == 1 else points, 1 if kw == 1 else points
+        return on_grid(kernel, groups, sizes, lambda one, *at: spectral_norm(symbol_at(one, *at)))
 
     def bound(kernels: Tensor) -> Tensor:
         if kernels.shape[-2:] == (1, 1):
@@ -191,19 +194,24 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
     return cover(symbol, start, sample, relative)
 
 
-def _on_grid(kernel: Tensor, groups: int, points: int) -> Tensor:
-    """The bound by all equispaced frequencies: for unit vectors ``u* F(w) v`` is a polynomial of width k per axis."""
+def on_grid(
+    kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
+) -> Tensor:
+    """The bound by the norms at all equispaced frequencies: of ``u* F(w) v``, a polynomial of width k per axis.
+
+    Args:
+        sizes: points per axis.
+        norm: a group, frequencies and these sizes to the largest norm, proved, of the symbols as computed there.
+        every_size: whether the bound is for all sizes of images, or for one of as many pixels as points.
+    """
     check_kernel(kernel)
-    kernels = to_double(split_groups(kernel, groups))
-    kh, kw = kernel.shape[-2:]
-    s1, s2 = (k if k == 1 else points for k in (kh, kw))
-    correction = grid_correction(kh, s1) * grid_correction(kw, s2)
+    corrections = [grid_correction(k, n) for k, n in zip(kernel.shape[-2:], sizes, strict=True)] if every_size else []
     # F(-w) is the conjugate of F(w) for a real kernel: half of the grid is enough.
-    f1 = torch.arange(s1).repeat_interleave(s2 // 2 + 1)
-    f2 = torch.arange(s2 // 2 + 1).repeat(s1)
+    f1 = torch.arange(sizes[0]).repeat_interleave(sizes[1] // 2 + 1)
+    f2 = torch.arange(sizes[1] // 2 + 1).repeat(sizes[0])
     norms = []
-    for one in kernels:
-        on_grid = spectral_norm(symbol_at(one, f1, f2, s1, s2))
-        bound = up((on_grid.detach() + symbol_error(one)) * correction, 4)
-        norms.append(scale_to(bound, on_grid) if differentiated(on_grid) else bound)
+    for one in to_double(split_groups(kernel, groups)):
+        found = norm(one, f1, f2, *sizes)
+        bound = up((found.detach() + symbol_error(one)) * math.prod(corrections), 4)
+        norms.append(scale_to(bound, found) if bool(found > 0) else bound + 0 * found)
     return largest(norms)

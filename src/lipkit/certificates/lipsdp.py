@@ -21,7 +21,7 @@ from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
-from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
+from lipkit.modules.chains import constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.proof.roundoff import next_down
@@ -50,11 +50,6 @@ class GainProof:
 def _check(network: Network) -> None:
     if type(network) is not Network:
         raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
-
-
-def _runs(network: Network) -> list[SlopeRun]:
-    """The runs of linear layers that an LMI can bound, multipliers aside."""
-    return slope_runs(network, dict.fromkeys(range(len(network)), torch.ones(1)))
 
 
 def _with_chains(network: Network) -> Network:
@@ -112,7 +107,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     """
     _check(network)
     if not isinstance(multipliers, Mapping):
-        places = [i for run in _runs(network) for i in run.places]
+        places = [i for run in slope_runs(network, candidates=True) for i in run.places]
         if len(places) != len(multipliers):
             raise ShapeError(f"expected L multipliers for {len(places)} activations in runs, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))
@@ -148,7 +143,7 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
     proved = attach(network, {})
     multipliers, steps = dict[Place, Tensor](), 0
     parts = [(path, part) for path, part in proved.named_modules() if type(part) is Network]
-    found = [(path, part, run) for path, part in parts for run in _runs(part)]
+    found = [(path, part, run) for path, part in parts for run in slope_runs(part, candidates=True)]
     if not found:
         kinds = sorted({type(m).__name__ for m in network.modules()})
         raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def in_runs(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Affine, Elementwise, *_SAME) or slope_restricted(module)
 
 
-def slope_runs(network: Network, given: Mapping[int, Tensor] | None = None) -> list[SlopeRun]:
+def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
     Linear layers that follow each other, and scalings between them, count as one layer. Where there is nothing else, a
@@ -70,37 +70,36 @@ def slope_runs(network: Network, given: Mapping[int, Tensor] | None = None) -> l
 
     Args:
         network: a chain.
-        given: multipliers by place; then runs that need none are among the results. By default those it carries.
+        candidates: every run that could have multipliers or needs none, by default those that carry some.
 
     >>> import torch
     >>> layers = [nn.Linear(2, 3, bias=False), Affine(torch.ones(3), torch.ones(3)), nn.ReLU(), nn.Linear(3, 1)]
     >>> [(run.start, run.stop) for run in slope_runs(Network(layers, (2,), {2: torch.ones(3)}))]
     [(0, 4)]
     """
-    multipliers = network.multipliers() if given is None else given
+    multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs: list[SlopeRun] = []
     parts: list[tuple[Tensor, Tensor]] = []  # the weights before each of the activations at these places
     places: list[int] = []
     part: tuple[Tensor, Tensor] | None = None
-    start, shape = 0, network.input_shape
-    for i, module in enumerate(network if multipliers or given is not None else ()):
+    shape = network.input_shape
+    for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         vectors = math.prod(before) == before[-1] and math.prod(shape) == shape[-1]
         linear = _linear_map(module, before, vectors)
         if linear is not None and (parts or part or linear.ndim == 2):
             if not (parts or part):
-                start = i
-                runs.append(SlopeRun(start, start, [], [], [], []))
+                runs.append(SlopeRun(i, i, [], [], [], []))
             part = _composed(linear, part)
             if linear.ndim == 2:
                 weights, errors = zip(*parts, part, strict=True)
                 used = [multipliers[k] for k in places]
-                runs[-1] = SlopeRun(start, i + 1, [*weights], [*errors], used, [*places])
+                runs[-1] = SlopeRun(runs[-1].start, i + 1, [*weights], [*errors], used, [*places])
         elif part and part[0].ndim == 2 and slope_restricted(module) and i in multipliers:
             parts, places, part = [*parts, part], [*places, i], None
         elif not (vectors and type(module) in _SAME):
             parts, places, part = [], [], None
-    return [run for run in runs if run.multipliers or given is not None or run.stop - 1 in multipliers]
+    return [run for run in runs if run.multipliers or run.stop - 1 in multipliers]
 
 
 def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:
@@ -239,15 +238,6 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
         steps=tuple(steps),
         slack=1.0 if arithmetic is None else 1 + 2.0**-43 * symbols,
     )
-
-
-def proved_bound(network: nn.Sequential, input_shape: Shape) -> float:
-    """``lipschitz`` of a chain, rounded up once more; 1 for an empty one.
-
-    Raises:
-        OptionError: the bound is NaN.
-    """
-    return _rounded_up(lipschitz(network, input_shape).detach()) if len(network) else 1.0
 
 
 def _rounded_up(bound: Tensor) -> float:

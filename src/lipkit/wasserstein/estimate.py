@@ -21,7 +21,7 @@ from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
 from lipkit.lowering import export
 from lipkit.modules import Network
-from lipkit.modules.chains import proved_bound
+from lipkit.modules.chains import prove_chain
 from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, check_confidence, moments, student
@@ -169,7 +169,8 @@ def distance(
                 generator = torch.Generator().manual_seed(derived_seed(seed, k, 2))
                 curves.append(fit(model, x[train[0]], y[train[1]], steps, batch_size, lr, loss, generator, where))
         network = export(model.eval(), shape)
-        exact, constant = float64_copy(network, where), proved_bound(network, shape)
+        exact = float64_copy(network, where)
+        constant = prove_chain(exact, None).constant
         if not 0 < constant < math.inf:
             raise OptionError(f"expected a critic of positive finite constant, got {constant}")
         first, second = (_evaluate(exact, s[i], batch_size) / constant for s, i in zip((x, y), test, strict=True))
