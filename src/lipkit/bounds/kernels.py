@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lipkit.conv.symbol import check_kernel
 from lipkit.errors import OptionError
+from lipkit.proof.norms import scaled_back, times_power_of_two
 from lipkit.proof.roundoff import check_readable, gamma, to_double, up
 
 
@@ -35,14 +36,6 @@ def symbol_error(kernel: Tensor) -> Tensor:
     return torch.where(size.amax() > 0, error + 2.0**-500, error)
 
 
-def times_power_of_two(value: Tensor, exponent: int) -> Tensor:
-    """``value * 2^exponent``, in two steps: the power itself may leave the range of float64."""
-    if abs(exponent) < 1000:
-        return value * 2.0**exponent
-    half = exponent // 2
-    return value * 2.0**half * 2.0 ** (exponent - half)
-
-
 def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]) -> Tensor:
     """The bound that a method finds, from groups ``(g, cout / g, cin / g, kh, kw)`` in float64 with entries near 1.
 
@@ -65,7 +58,5 @@ def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]
     if not size:
         bound = torch.zeros((), dtype=torch.float64, device=kernel.device)
         return bound + 0 * to_double(kernel).sum() if kernel.requires_grad and torch.is_grad_enabled() else bound
-    exponent = math.frexp(size)[1]
-    bound = method(times_power_of_two(to_double(kernels), -exponent))
-    value = times_power_of_two(bound, exponent)
-    return value + 2.0**-1074 if float(bound.detach()) > 0 and float(value.detach()) < 2.0**-1000 else value
+    exponent = torch.tensor(math.frexp(size)[1], dtype=torch.int64)
+    return scaled_back(method(times_power_of_two(to_double(kernels), -exponent)), exponent)

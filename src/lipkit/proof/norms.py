@@ -135,6 +135,18 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int64).clamp(-1022, 1023) + 1023) << 52).view(torch.float64)
 
 
+def times_power_of_two(value: Tensor, exponent: Tensor) -> Tensor:
+    """``value * 2^exponent``, exact in the normal range; in two steps, since the power itself may leave it."""
+    half = exponent // 2
+    return value * power_of_two(half) * power_of_two(exponent - half)
+
+
+def scaled_back(bound: Tensor, exponent: Tensor) -> Tensor:
+    """``bound * 2^exponent``, never rounded down: below the normal range by at most 2^-1074."""
+    value = times_power_of_two(bound, exponent)
+    return torch.where((bound > 0) & (value < 2.0**-1000), value + 2.0**-1074, value)
+
+
 def _chunk(a: Tensor) -> Tensor:
     scaled, exponent, kind = _scaled(a)
     gram = gram_matrix(scaled)
@@ -154,9 +166,7 @@ def _scaled(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     biggest = parts.abs().amax((-2, -1))
     # A power of two (exact) brings the largest entry near 1: no overflow or underflow can enter the Gram matrix.
     _, exponent = torch.frexp(torch.where(finite & (biggest > 0), biggest, torch.ones_like(biggest)))
-    # In two steps, since 2^exponent itself can leave the range of float64.
-    first = exponent // 2
-    scaled = a * power_of_two(-first)[:, None, None] * power_of_two(first - exponent)[:, None, None]
+    scaled = times_power_of_two(a, -exponent[:, None, None])
     scaled = torch.where(finite[:, None, None], scaled, torch.ones_like(scaled))
     return scaled, exponent, torch.where(finite, (biggest > 0).double(), torch.inf)
 
@@ -165,10 +175,7 @@ def _unscaled(level: Tensor, scaled: Tensor, exponent: Tensor, kind: Tensor) -> 
     """The norms from squares of those of the scaled matrices."""
     # Entries that the scaling (or the products) made subnormal lose at most 2^-1000 each.
     lost = scaled.shape[-1] * scaled.shape[-2] * 2.0**-500
-    first = exponent // 2
-    norm = (up(level.sqrt(), 2) + lost) * power_of_two(first) * power_of_two(exponent - first)
-    # A product that ended in the subnormal range was rounded by at most 2^-1074.
-    norm = torch.where(norm < 2.0**-1000, norm + 2.0**-1074, norm)
+    norm = scaled_back(up(level.sqrt(), 2) + lost, exponent)
     norm = torch.where(kind == 0, torch.zeros_like(norm), norm)
     return torch.where(kind.isinf(), torch.full_like(norm, torch.inf), norm)
 

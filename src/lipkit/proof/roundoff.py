@@ -89,11 +89,10 @@ def multiply_up(a: Tensor, b: Tensor) -> Tensor:
     >>> multiply_up(torch.tensor(2.0).double(), torch.tensor(1.5).double()).item()
     3.0
     """
-    product = a * b
-    x, y, z = (float(t.detach()) for t in (a, b, product))
-    exact = math.isfinite(z) and Fraction(x) * Fraction(y) == Fraction(z)
+    value = a * b
+    exact = product(float(a.detach()), float(b.detach())) == float(value.detach())
     # The smallest subnormal number covers a product below the normal range.
-    return product if exact or not math.isfinite(z) else up(product, 1) + 2.0**-1074
+    return value if exact else up(value, 1) + 2.0**-1074
 
 
 def reciprocal_up(value: float) -> float:
