@@ -40,12 +40,12 @@ def aol(kernel: Tensor, *, groups: int = 1) -> Tensor:
     References:
         Prach & Lampert, ECCV 2022, theorem 2: the kernel rescaled by these sums, column by column, is 1-Lipschitz.
     """
-    return scaled_bound(kernel, groups, _smaller_sums)
 
+    def bound(kernels: Tensor) -> Tensor:
+        sums = torch.stack([_row_sums(kernels), _row_sums(kernels.transpose(1, 2))])
+        return up(sums.amin(0).amax().sqrt(), 2)
 
-def _smaller_sums(kernels: Tensor) -> Tensor:
-    sums = torch.stack([_row_sums(kernels), _row_sums(kernels.transpose(1, 2))])
-    return up(sums.amin(0).amax().sqrt(), 2)
+    return scaled_bound(kernel, groups, bound)
 
 
 def _row_sums(kernels: Tensor) -> Tensor:

@@ -51,12 +51,10 @@ def scaled_bound(kernel: Tensor, groups: int, method: Callable[[Tensor], Tensor]
     check_kernel(kernel)
     check_readable(kernel)
     kernels = split_groups(kernel, groups)
-    low, high = (float(v) for v in torch.aminmax(kernel.detach()))
-    size = max(-low, high)
-    if not math.isfinite(low) or not math.isfinite(high):
+    size = float(kernel.detach().abs().amax())
+    if not math.isfinite(size):
         return torch.full((), math.inf, dtype=torch.float64, device=kernel.device)
     if not size:
-        bound = torch.zeros((), dtype=torch.float64, device=kernel.device)
-        return bound + 0 * to_double(kernel).sum() if kernel.requires_grad and torch.is_grad_enabled() else bound
+        return to_double(kernel).abs().sum()  # with a gradient of zeros
     exponent = torch.tensor(math.frexp(size)[1], dtype=torch.int64)
     return scaled_back(method(times_power_of_two(to_double(kernels), -exponent)), exponent)

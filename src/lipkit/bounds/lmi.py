@@ -199,13 +199,15 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
     return math.inf
 
 
-def stacked_norm(first: Tensor, second: Tensor, multiplier: Tensor) -> Tensor:
-    r"""Proved upper bound of :math:`\max \| [\, \Lambda^{1/2} W_1 \;|\; \Lambda^{-1/2} W_2^* \,] \|_2` over a batch.
+def sandwich_gain(first: Tensor, second: Tensor, multiplier: Tensor, transform: float = 1.0) -> Tensor:
+    r"""Proved bound :math:`\tfrac12 \|M\|^2` of the module docstring.
 
     Args:
-        first: W_1 ``(..., q, p)``, real or complex.
+        first: W_1 ``(..., q, p)``, real or complex; a batch holds the blocks of a block-diagonal operator
+            ``T^* diag(W) T`` whose transform T acts on each channel alike (and so commutes with Lambda).
         second: W_2 ``(..., m, q)``.
         multiplier: diagonal of Lambda ``(q,)``, any floating dtype.
+        transform: proved bound of ``||T||^2``.
 
     Returns:
         0-d float64; ``inf`` if the multiplier is not positive and finite.
@@ -215,7 +217,7 @@ def stacked_norm(first: Tensor, second: Tensor, multiplier: Tensor) -> Tensor:
         (the square of its rounded square root), which serves as well.
 
     >>> one = torch.eye(2)
-    >>> 2**0.5 <= float(stacked_norm(one, one, torch.ones(2))) < 2**0.5 + 1e-9
+    >>> 1.0 <= float(sandwich_gain(one, one, torch.ones(2))) < 1.0 + 1e-9
     True
     """
     multiplier = to_double(multiplier.detach())
@@ -226,20 +228,5 @@ def stacked_norm(first: Tensor, second: Tensor, multiplier: Tensor) -> Tensor:
     # Each entry was rounded once, relative to itself or into the subnormal range.
     size = torch.linalg.vector_norm(both, dim=(-2, -1)).amax() if both.numel() else both.new_zeros(()).real
     count = both.shape[-1] * both.shape[-2]
-    error = 2 * UNIT * size.detach() * (1 + gamma(count + 4)) + count * 2.0**-1070
-    return up(spectral_norm(both) + error, 2)
-
-
-def sandwich_gain(first: Tensor, second: Tensor, multiplier: Tensor, transform: float = 1.0) -> Tensor:
-    r"""Proved bound :math:`\tfrac12 \|M\|^2` of the module docstring.
-
-    Args:
-        first, second, multiplier: as :func:`stacked_norm`; with a batch, the blocks of block-diagonal operators
-            ``T^* diag(W) T`` whose transform T acts on each channel alike (and so commutes with Lambda).
-        transform: proved bound of ``||T||^2``.
-
-    >>> one = torch.eye(2)
-    >>> 1.0 <= float(sandwich_gain(one, one, torch.ones(2))) < 1.0 + 1e-9
-    True
-    """
-    return up((stacked_norm(first, second, multiplier) * transform).square() / 2, 4)
+    error = 2 * UNIT * up(size.detach(), count + 2) + count * 2.0**-1070
+    return up((up(spectral_norm(both) + error, 2) * transform).square() / 2, 4)

@@ -93,17 +93,7 @@ def symbol_sup(
         sizes = 1 if kh == 1 else points, 1 if kw == 1 else points
         return on_grid(kernel, groups, sizes, lambda one, *at: spectral_norm(symbol_at(one, *at)))
 
-    def bound(kernels: Tensor) -> Tensor:
-        if kernels.shape[-2:] == (1, 1):
-            return spectral_norm(kernels[..., 0, 0])
-        peak, value = _searched(kernels)
-        with outside(kernels) as values:
-            proved = _proved(values, peak, float(value.detach()) ** 2, tolerance, finer)
-        if differentiated(kernels) and (proved.group, proved.point, proved.periods) != peak[:3]:
-            value = _norm_at(kernels, proved.group, proved.point, proved.periods)
-        return _root(proved.level, value, kernels)
-
-    return scaled_bound(kernel, groups, bound)
+    return scaled_bound(kernel, groups, lambda kernels: _supremum(kernels, tolerance, finer))
 
 
 def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
@@ -132,14 +122,7 @@ def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
     True
     """
     _check_tolerance(tolerance)
-
-    def bound(kernels: Tensor) -> Tensor:
-        if kernels.shape[-2:] == (1, 1):
-            return spectral_norm(kernels[..., 0, 0])
-        value = _searched(kernels)[1]
-        return _root(float(value.detach()) ** 2 * (1 + _relative(tolerance)), value, kernels)
-
-    return scaled_bound(kernel, 1, bound)
+    return scaled_bound(kernel, 1, lambda kernels: _supremum(kernels, tolerance, None))
 
 
 def _check_tolerance(tolerance: float) -> None:
@@ -152,17 +135,23 @@ def _relative(tolerance: float) -> float:
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
-def _root(level: float, value: Tensor, kernels: Tensor) -> Tensor:
-    """The root of a level, with the relative gradient of the norm at the frequency found."""
-    bound = torch.full((), up(math.sqrt(level), 2), dtype=torch.float64, device=kernels.device)
-    return scale_to(bound, value) if differentiated(kernels) else bound
-
-
-def _searched(kernels: Tensor) -> tuple[Peak, Tensor]:
-    """The frequency found, and the norm there with its gradient."""
+def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
+    """The proved bound, or without ``finer`` the level that would be proved first, with the gradient of the norm."""
+    if kernels.shape[-2:] == (1, 1):
+        return spectral_norm(kernels[..., 0, 0])
     with outside(kernels) as values:
         peak = find_peak(values)
-    return peak, _norm_at(kernels, peak.group, peak.point, peak.periods)
+    value = _norm_at(kernels, peak.group, peak.point, peak.periods)
+    squared = float(value.detach()) ** 2
+    level = squared * (1 + _relative(tolerance))
+    if finer is not None:
+        with outside(kernels) as values:
+            proved = _proved(values, peak, squared, tolerance, finer)
+        level = proved.level
+        if differentiated(kernels) and proved[1:4] != peak[:3]:
+            value = _norm_at(kernels, *proved[1:4])
+    bound = torch.full((), up(math.sqrt(level), 2), dtype=torch.float64, device=kernels.device)
+    return scale_to(bound, value) if differentiated(kernels) else bound
 
 
 def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple[int, int]) -> Tensor:

@@ -47,23 +47,8 @@ class GainProof:
     steps: int
 
 
-def _check(network: Network) -> None:
-    if type(network) is not Network:
-        raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
-
-
-def _with_chains(network: Network) -> Network:
-    """A copy in whose graphs modules of runs that only follow each other are a `Network`, to carry multipliers."""
-    modules, shape = list[nn.Module](), network.input_shape
-    for module in network:
-        modules.append(_chained(module, shape) if type(module) is Graph else module)
-        shape = output_shape(module, shape)
-    result = Network(modules, network.input_shape, network.multipliers())
-    result.input_range = network.input_range
-    return copy.deepcopy(result)
-
-
 def _chained(graph: Graph, shape: Shape) -> Graph:
+    """The graph, where modules of runs that only follow each other are a `Network`, to carry multipliers."""
     shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
     nodes, sources, number = list[nn.Module](), list[list[int]](), [0]
     for node, read in zip(graph.nodes, graph.sources, strict=True):
@@ -105,9 +90,8 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     References:
         Fazlyab et al., NeurIPS 2019; [LBDN] section 2; the proof by Cholesky is Rump, BIT 2006.
     """
-    _check(network)
     if not isinstance(multipliers, Mapping):
-        places = [i for run in slope_runs(network, candidates=True) for i in run.places]
+        places = [i for run in slope_runs(attach(network, {}), candidates=True) for i in run.places]
         if len(places) != len(multipliers):
             raise ShapeError(f"expected L multipliers for {len(places)} activations in runs, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))
@@ -173,8 +157,14 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
     >>> bool(lipschitz(proved) <= lipschitz(net))
     True
     """
-    _check(network)
-    attached = _with_chains(network)
+    if type(network) is not Network:
+        raise OptionError(f"expected the result of lipkit.export, got {type(network).__qualname__}")
+    modules, shape = list[nn.Module](), network.input_shape
+    for module in network:
+        modules.append(_chained(module, shape) if type(module) is Graph else module)
+        shape = output_shape(module, shape)
+    attached = copy.deepcopy(Network(modules, network.input_shape, network.multipliers()))
+    attached.input_range = network.input_range
     for place, values in multipliers.items():
         path, _, index = str(place).rpartition(".")
         parts = {name: part for name, part in attached.named_modules() if type(part) is Network}

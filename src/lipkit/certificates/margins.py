@@ -71,8 +71,7 @@ def global_constants(constant: float, classes: int) -> Tensor:
     True
     """
     check_constant(constant)
-    pairs = torch.full((classes, classes), product(root(2), constant), dtype=torch.float64)
-    return pairs.fill_diagonal_(0.0)
+    return torch.full((classes, classes), product(root(2), constant), dtype=torch.float64).fill_diagonal_(0.0)
 
 
 def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:

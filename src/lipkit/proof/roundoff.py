@@ -104,8 +104,8 @@ def reciprocal_up(value: float) -> float:
     if not value > 0:
         return math.inf
     quotient = 1 / value
-    exact = not math.isfinite(quotient) or not math.isfinite(value) or Fraction(quotient) * Fraction(value) >= 1
-    return quotient if exact else next_up(quotient)
+    finite = math.isfinite(quotient) and math.isfinite(value)
+    return next_up(quotient) if finite and Fraction(quotient) * Fraction(value) < 1 else quotient
 
 
 def check_readable(a: Tensor) -> None:
