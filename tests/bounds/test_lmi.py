@@ -68,6 +68,17 @@ def test_one_weight_is_its_norm() -> None:
     assert not proves_gain([w], [], truth * (1 - 1e-12))
 
 
+def test_errors_of_weights_are_inside_the_proof() -> None:
+    """Every matrix within the errors has the gain: the largest one does, the one next to it is refused."""
+    one, error = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), 1e-3, dtype=torch.float64)
+    true = (1 + 1e-3) * 1.0  # of two positive layers, the first off by its error
+    assert not proves_gain([one, one], [one[0]], true * (1 - 1e-9), [error, 0 * error])
+    assert proves_gain([one, one], [one[0]], 1.01, [error, 0 * error])
+    assert true <= gain_bound([one, one], [one[0]], [error, 0 * error]) <= 1.1
+    assert gain_bound([one, one], [one[0]], [0 * error, 0 * error]) == gain_bound([one, one], [one[0]])
+    assert gain_bound([one, one], [one[0]], [error * math.inf, error]) == math.inf
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_multipliers_that_are_not_positive_are_refused(bad: float) -> None:
     with pytest.raises(OptionError, match="positive finite"):
