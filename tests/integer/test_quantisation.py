@@ -99,11 +99,39 @@ def _symbols() -> modules.Network:
     )
 
 
+class Own(nn.Module):
+    """The residual network below with a forward pass of its own."""
+
+    def __init__(self, first: nn.Module, body: nn.Module, skip: nn.Module) -> None:
+        super().__init__()
+        self.first, self.body, self.skip = first, body, skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.body(x) + self.skip(x)
+
+
+def _graph() -> modules.Network:
+    """Every join, three and one values, values read twice, pieces that are put together again."""
+    joins = [modules.Add(1, -1, 1), modules.Blend(torch.tensor(0.3)), modules.Concatenate(1), modules.Maximum()]
+    return chain(
+        nn.Conv2d(2, 4, 3, padding=1),
+        modules.Graph(
+            [nn.Conv2d(4, 4, 1), nn.ReLU(), *joins[:2], modules.Piece(1, 0, 1), modules.Piece(1, 1, 4), *joins[2:]],
+            [[0], [1], [0, 2, 1], [3, 1], [4], [4], [6, 5], [7, 0, 3]],
+        ),
+        modules.Graph([modules.Add(-1)], [[0]]),
+        nn.Flatten(),
+        nn.Linear(144, 3),
+    )
+
+
 NETWORKS: dict[str, Callable[[], modules.Network]] = {
     "convolutions": _conv,
     "moves": _moves,
     "residuals": _residual,
     "symbols": _symbols,
+    "graph": _graph,
     "digits": lambda: lipkit.load("digits-cayley"),
 }
 
@@ -150,8 +178,7 @@ def exactly(operation: Operation, values: list[list[int]]) -> list[int]:
         grid = np.array(x).reshape(operation.outer, operation.length, operation.inner)
         return (-np.sort(-grid, axis=1)).flatten().tolist()
     if isinstance(operation, Blend):
-        u, v = operation.factors
-        sums = [[u * a, v * b] for a, b in zip(*values, strict=True)]
+        sums = [[f * v for f, v in zip(operation.factors, row, strict=True)] for row in zip(*values, strict=True)]
         return [_rounded(terms, 0, operation.shift) for terms in sums]
     grid = np.array(x, dtype=object).reshape(operation.image)
     weight, (h, w) = operation.weight.numpy().astype(object), operation.places
@@ -257,7 +284,10 @@ def test_inputs_outside_of_the_box_are_clamped_and_nan_is_refused() -> None:
         (nn.AvgPool2d(3, 2, 1), "no padding and no ceil_mode"),
         (layers.CayleyConv2d(2, 16, 3, padding=1, padding_mode="circular"), None),
         (modules.Mean(1), "rows and columns of images"),
-        (modules.Sum(nn.Identity(), nn.Identity(), nn.Identity()), "two branches, got 3"),
+        (
+            modules.Graph([modules.Product(torch.ones(2))], [[0, 0]]),
+            "Product: expected joins Add, Blend, .*, got Product",
+        ),
         (nn.Linear(6, 6), "inputs of one dimension"),
     ],
 )
@@ -268,6 +298,18 @@ def test_what_it_cannot_do_is_refused(part: nn.Module, message: str | None) -> N
         return
     with pytest.raises(NoRuleError, match=message):
         integer_program(network)
+
+
+def test_a_forward_pass_of_its_own_has_the_radii_of_the_same_network_from_blocks() -> None:
+    torch.manual_seed(3)
+    first, last = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(72, 3)
+    body, skip = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)), nn.Conv2d(2, 2, 1)
+    blocks = chain(first, modules.Graph([body, skip, modules.Add(1, 1)], [[0], [0], [1, 2]]), nn.Flatten(), last)
+    own = chain(Own(first, body, skip), nn.Flatten(), last)
+    x = images(own)
+    found = [lipkit.certify(net, x, own(x.float()).argmax(1), evaluator="integer") for net in (blocks, own)]
+    torch.testing.assert_close(found[0].radius, found[1].radius, rtol=1e-12, atol=0)
+    assert bool((found[0].radius > 0).all())
 
 
 def test_a_large_fourier_layer_is_refused() -> None:
@@ -322,6 +364,8 @@ def by(scale: float, shift: float = 0.0) -> modules.Affine:
         # Branches with roundings of their own, and a share that is no multiple of the grid.
         ([modules.ConvexResidual(by(0.75), torch.tensor(0.5))], 0.9),
         ([modules.ConvexResidual(by(0.0), torch.tensor(2.0**-34 * 3))], 0.6),
+        ([modules.Graph([by(0.75), by(0.625), modules.Add(1, 1, 1)], [[0], [0], [0, 1, 2]])], 0.8),
+        ([modules.Graph([by(0.75), by(0.625), modules.Concatenate(1)], [[0], [0], [1, 2]])], 0.7),
     ],
 )
 def test_bounds_are_attained_where_all_roundings_align(parts: list[nn.Module], least: float) -> None:
@@ -399,3 +443,16 @@ def test_branches_start_where_the_program_may_be() -> None:
     assert value.spread >= 1.5
     inner = Builder(4).branch([], value)
     assert (inner.error, inner.reach) == (0.0, value.spread)
+    twice = Builder(4).chain([modules.Graph([modules.Add(1, 1)], [[0, 0]])], value, [None])
+    assert 2 * value.spread <= twice.largest <= 2 * value.spread * (1 + 1e-6)
+    assert twice.error >= 2 * value.error
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_sums_of_many_values_stay_within_their_word(count: int) -> None:
+    value = Value(0, (4,), 0, torch.full((1, 4), WORD - 1), 0.0, 0.0, WORD - 1, 2.0 * WORD)
+    writer = Builder(4)
+    writer.blend(value, count, [value] * count, [1.99] * count)
+    operation = writer.operations[0][0]
+    assert isinstance(operation, Blend)
+    assert 2**59 < sum(operation.factors) * (WORD - 1) < 2**62

@@ -55,6 +55,32 @@ def everything() -> modules.Network:
     return network
 
 
+class Branching(nn.Module):
+    """Values that are added, blended, put beside each other and compared, some of them read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.blend = layers.Residual(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blend(torch.relu(self.first(x)))
+        left, right = y.chunk(2, 1)
+        z = torch.cat((torch.maximum(left, right), x - left, 3 * right[:, :1]), 1)
+        return z[:, :4] + y - self.first(self.second(y))
+
+
+def branching() -> modules.Network:
+    """A network with every join that an integer program can compute."""
+    torch.manual_seed(2)
+    network = lipkit.export(nn.Sequential(Branching(), nn.Flatten(), nn.Linear(4 * 35, 5)).eval(), (2, 5, 7))
+    network.input_range = (-0.5, 1.0)
+    return network
+
+
+NETWORKS = {"everything": everything, "branching": branching, "digits": lambda: lipkit.load("digits-cayley")}
+
+
 def images(network: modules.Network, count: int) -> Tensor:
     low, high = network.input_range or (0.0, 1.0)
     x = torch.rand(count, *network.input_shape, dtype=torch.float64)
@@ -62,9 +88,9 @@ def images(network: modules.Network, count: int) -> Tensor:
     return low + (high - low) * x
 
 
-@pytest.fixture(scope="module", params=["everything", "digits"])
+@pytest.fixture(scope="module", params=NETWORKS)
 def network(request: pytest.FixtureRequest) -> modules.Network:
-    return everything() if request.param == "everything" else lipkit.load("digits-cayley")
+    return NETWORKS[request.param]()
 
 
 @pytest.fixture(scope="module")

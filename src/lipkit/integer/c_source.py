@@ -73,11 +73,16 @@ static void fold(const int32_t *x, int32_t *y, int32_t sign, int32_t count, int3
 }
 """,
     "blend": """\
-static void blend(const int32_t *x, const int32_t *z, int32_t *y, int32_t u, int32_t v, int shift, int32_t n)
+static void blend(const int32_t **x, const int32_t *factors, int count, int32_t *y, int shift, int32_t n)
 {
     int32_t i;
-    for (i = 0; i < n; i++)
-        y[i] = rounded((int64_t)u * x[i] + (int64_t)v * z[i], shift);
+    int k;
+    for (i = 0; i < n; i++) {
+        int64_t sum = 0;
+        for (k = 0; k < count; k++)
+            sum += (int64_t)factors[k] * x[k][i];
+        y[i] = rounded(sum, shift);
+    }
 }
 """,
     "dense": """\
@@ -330,8 +335,9 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
         case Fold():
             return f"fold({x}, {y}, {-1 if operation.kind == 'abs' else 0}, {operation.count}, {operation.size});"
         case Blend():
-            u, v = operation.factors
-            return f"blend({x}, {y}, {u}, {v}, {operation.shift}, {operation.size});"
+            factors, count = ", ".join(map(str, operation.factors)), len(operation.factors)
+            given = f"(const int32_t *[]){{{x}}}, (const int32_t[]){{{factors}}}, {count}"
+            return f"blend({given}, {y}, {operation.shift}, {operation.size});"
     assert isinstance(operation, Linear)
     tables.append(_table("int32_t", f"weight{i}", operation.weight.flatten().tolist()))
     tables.append(_table("int64_t", f"bias{i}", operation.bias.tolist()))

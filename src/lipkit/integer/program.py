@@ -7,6 +7,7 @@ network, with the proof of its error and that no sum overflows; `lipkit.interop.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -69,14 +70,18 @@ class Fold:
 
 @dataclass(frozen=True, eq=False)
 class Blend:
-    """``round(2^-shift (u x + v y))`` of two values."""
+    """``round(2^-shift (u x + v y + ...))`` of values of one size."""
 
-    factors: tuple[int, int]
+    factors: tuple[int, ...]
     shift: int
     size: int
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return rounded(self.factors[0] * x + self.factors[1] * y, self.shift)
+    def sums(self, *values: Tensor) -> Tensor:
+        """Before they are rounded."""
+        return sum(map(operator.mul, values, self.factors), values[0].new_zeros(()))
+
+    def __call__(self, *values: Tensor) -> Tensor:
+        return rounded(self.sums(*values), self.shift)
 
 
 @dataclass(frozen=True, eq=False)

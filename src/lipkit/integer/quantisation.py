@@ -211,23 +211,29 @@ class Builder:
             return replace(found, index=index)
         raise OverflowError(f"entries up to {float(sums.abs().amax()) * 2.0**-places + moved:.3g}")
 
-    def blend(self, value: Value, gain: float, parts: tuple[Value, Value], factors: tuple[float, float]) -> Value:
-        """After ``p u + q v``, where u and v are branches behind ``value`` with errors of their own."""
-        u, v = parts
-        places = min(part.fraction + _places(abs(f)) - 1 for part, f in zip(parts, factors, strict=True))
+    def blend(
+        self, value: Value, gain: float, parts: Sequence[Value], factors: Sequence[float], *, apart: bool = False
+    ) -> Value:
+        """After ``p u + q v + ...``, where u, v, ... are branches behind ``value`` with errors of their own.
+
+        Args:
+            gain: the constant of the whole. apart: whether no entry is other than 0 in two of the branches.
+        """
+        # The modulus of a product is below 2^62 / len(parts).
+        room = (len(parts) - 1).bit_length()
+        places = min(part.fraction + _places(abs(f)) - room for part, f in zip(parts, factors, strict=True))
         exact = [math.ldexp(f, places - part.fraction) for part, f in zip(parts, factors, strict=True)]
-        p, q = (round(number) for number in exact)
-        own = 0.0
+        whole, lost = tuple(map(round, exact)), []
         for part, factor, scaled in zip(parts, factors, exact, strict=True):
             # A factor 1 - p is rounded once before it comes here.
             off = abs(scaled - round(scaled)) * 2.0 ** (part.fraction - places) + 2.0**-52 * max(1.0, abs(factor))
-            own = grow_number(own + abs(factor) * part.error + off * part.norm)
-        sums = p * u.centre + q * v.centre
-
-        def made(shift: int) -> Operation:
-            return Blend((p, q), shift, sums.shape[1])
-
-        return self.finish(value, gain, u.shape, own, sums, places, made, [u.index, v.index])
+            lost.append(abs(factor) * part.error + off * part.norm)
+        own = 0.0
+        for one in lost:
+            own = grow_number(math.hypot(own, one) if apart else own + one)
+        made, shape = Blend(whole, 0, parts[0].centre.shape[1]), parts[0].shape
+        sums, reads = made.sums(*(part.centre for part in parts)), [part.index for part in parts]
+        return self.finish(value, gain, shape, own, sums, places, lambda s: replace(made, shift=s), reads)
 
     def chain(self, modules: Sequence[nn.Module], value: Value, gains: Sequence[float | None]) -> Value:
         """After modules that follow each other; constants that are None are proved here."""

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from lipkit.bounds import circular
 from lipkit.errors import NoRuleError
 from lipkit.integer.program import Fold, Move, Sort
-from lipkit.integer.quantisation import Builder, Value, integer_rule
+from lipkit.integer.quantisation import Builder, Value, gain_of, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.fourier import FourierConv2d, StoredSymbol
+from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, value_forms, value_shapes
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import entries, local_error
 from lipkit.modules.phase import PhaseConv2d
@@ -268,3 +269,46 @@ def _sum(builder: Builder, module: Sum, value: Value, gain: float) -> Value:
         raise _refuse(module, "two branches", len(module.branches))
     parts = builder.branch(module.branches[0], value), builder.branch(module.branches[1], value)
     return builder.blend(value, gain, parts, (1.0, 1.0))
+
+
+@integer_rule(Graph)
+def _graph(builder: Builder, module: Graph, value: Value, gain: float) -> Value:
+    """Every value has its own error, at inputs that the program itself gives, and moves by its own gain."""
+    shapes = value_shapes(module, value.shape)
+    wired = list(zip(module.nodes, module.sources, strict=True))
+    constants = [None if isinstance(node, Join) else gain_of(node, shapes[read[0]]) for node, read in wired]
+    moving = value_forms(module, [None if c is None else torch.tensor(c, dtype=torch.float64) for c in constants])
+    start = replace(value, error=0.0, reach=value.spread)
+    values = [start]
+    for (node, read), constant, form in zip(wired, constants, moving[1:], strict=True):
+        given = [values[i] for i in read]
+        if constant is None:
+            values.append(_joined(builder, node, start, grow_number(float(form.total())), given))
+        else:
+            values.append(builder.chain([node], given[0], [constant]))
+    error, reach = grow_number(gain * value.error + values[-1].error), grow_number(gain * value.reach)
+    return replace(values[-1], error=error, reach=reach)
+
+
+def _joined(builder: Builder, join: Any, start: Value, gain: float, parts: list[Value]) -> Value:
+    """Values behind ``start`` brought together; ``gain`` is the constant of the result."""
+    kind = type(join)
+    if kind is Add:
+        return builder.blend(start, gain, parts, join.signs)
+    if kind is Blend:
+        share = float(join.share)
+        return builder.blend(start, gain, parts, (share, 1 - share))
+    if kind not in (Concatenate, Maximum):
+        raise _refuse(join, "joins Add, Blend, Concatenate or Maximum", kind.__qualname__)
+    # Each among zeros where the others are: their sum has one fraction.
+    beside = join if kind is Concatenate else Concatenate(1)
+    numbered = [_indices(part.shape) for part in parts]
+    placed = [beside(*(n if i == k else 0 * n for k, n in enumerate(numbered))) for i in range(len(parts))]
+    shape = tuple(placed[0].shape[1:])
+    moved = [builder.exact(_move(p), part, shape) for p, part in zip(placed, parts, strict=True)]
+    found = builder.blend(start, gain, moved, [1.0] * len(parts), apart=True)
+    if kind is Concatenate:
+        return found
+    n = entries(parts[0].shape)
+    largest = builder.exact(Sort(1, len(parts), n), found, shape)
+    return builder.exact(Move(torch.arange(n)), largest, parts[0].shape)

@@ -308,7 +308,7 @@ def _joining(node: nn.Module) -> Joining:
     return JOINS[type(node)]
 
 
-def _forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
+def value_forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
     """The bound of every value, from the constant of every module that is no join."""
     pieces = _disjoint(graph)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
@@ -345,7 +345,7 @@ def _graph(module: Graph, input_shape: Shape | None) -> Tensor:
     shapes: Sequence[Shape | None] = [None] * (len(module.nodes) + 1)
     if input_shape is not None:
         shapes = value_shapes(module, input_shape)
-    return _forms(module, _constants(module, shapes))[-1].total()
+    return value_forms(module, _constants(module, shapes))[-1].total()
 
 
 def _constants(graph: Graph, shapes: Sequence[Shape | None]) -> list[Tensor | None]:
@@ -398,8 +398,9 @@ class Wiring:
         return chain
 
     def _part(self, begin: int, part: Sequence[int]) -> nn.Module:
-        if len(part) == 1 and self.sources[part[0] - 1] == (begin,):
-            return self.modules[part[0] - 1]
+        first = self.modules[part[0] - 1]
+        if len(part) == 1 and self.sources[part[0] - 1] == (begin,) and not isinstance(first, Join):
+            return first
         number = {begin: 0} | {value: i + 1 for i, value in enumerate(part)}
         sources = [[number[value] for value in self.sources[after - 1]] for after in part]
         return Graph([self.modules[value - 1] for value in part], sources)
@@ -441,7 +442,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
         for (node, read), constant in zip(nodes, _constants(module, shapes), strict=True)
     ]
     constants = [None if step is None else torch.tensor(step.gain, dtype=torch.float64) for step in steps]
-    gains = [grow_number(float(form.total())) for form in _forms(module, constants)]
+    gains = [grow_number(float(form.total())) for form in value_forms(module, constants)]
     last = {value: i for i, (_, read) in enumerate(nodes) for value in read}
 
     def measure(x: Tensor) -> Local:
