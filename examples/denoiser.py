@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit.models import denoiser, unet
-from lipkit.modules import Sum
+from lipkit.modules import Add, Graph
 
 SIDE, PATCH, NOISE = 192, 48, 25 / 255
 
@@ -75,7 +75,7 @@ def network(name: str, sizes: tuple[int, int, int]) -> nn.Module:
         return denoiser(*sizes)
     body = unet(*sizes, layer="plain_conv", mean=0.5)
     nn.init.zeros_(body[-2].bias)
-    return Sum(nn.Identity(), body)
+    return Graph([body, Add(1, 1)], [[0], [0, 1]])
 
 
 def train(net: nn.Module, strips: Sequence[Tensor], steps: int, rate: float, seed: int = 0) -> float:
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Trajectory]:
         net = network(name, sizes)
         seconds = train(net, strips, given.steps, rate)
         plain = lipkit.export(net, shape)
-        of, part = ("N", net.body) if name == "orthogonal" else ("D", net)
+        of, part = ("N", net.nodes[0]) if name == "orthogonal" else ("D", net)
         constant = float(lipkit.lipschitz(lipkit.export(part, shape)))
         with torch.no_grad():
             removed = [psnr(plain(noisy(x, NOISE, 7)[None])[0], x) for x in tests]

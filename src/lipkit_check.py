@@ -1303,19 +1303,6 @@ def graph(config, get, shape):
 JOINS = ("Add", "Blend", "Concatenate", "Maximum", "Product", "MatrixProduct")
 
 
-def sums(config, get, shape):
-    nodes = [build(part, get.at(f"branches.{i}"), shape) for i, part in enumerate(config["modules"])]
-    need(nodes, "a sum of no branch")
-    total, count = added([node.shape for node in nodes], [1] * len(nodes)), len(nodes)
-    return wired(shape, [*nodes, total], [[0]] * count + [list(range(1, count + 1))])
-
-
-def convex_residual(config, get, shape):
-    nodes = [build(config[k], get.at(k), shape) for k in ("body", "shortcut")]
-    total = blended([node.shape for node in nodes], get("share", ()))
-    return wired(shape, [*nodes, total], [[0], [0], [1, 2]])
-
-
 def _parts(config, get, shape):
     first = build(config["first"], get.at("first"), shape)
     middle = build(config["activation"], get.at("activation"), first.shape)
@@ -1439,7 +1426,7 @@ KINDS = {
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
     "Mean": mean, "LayerCenter": layer_center, "EnlargeBilinear": bilinear,
-    "Graph": graph, "Sum": sums, "ConvexResidual": convex_residual, "SlopeResidual": slope_residual,
+    "Graph": graph, "SlopeResidual": slope_residual,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Sequential": sequential, "Network": sequential,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
@@ -1463,7 +1450,7 @@ ARGUMENTS = {
     "PhaseConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
     "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "PixelShuffle": "upscale_factor",
     "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*", "PixelUnshuffle": "downscale_factor",
-    "SandwichBlock SlopeResidual": "channels first! activation! second!", "ConvexResidual": "body! shortcut!",
+    "SandwichBlock SlopeResidual": "channels first! activation! second!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
     "GroupNorm": "num_groups num_channels eps. affine?", "Mean": "dims* keepdim?",
     "InstanceNorm1d InstanceNorm2d InstanceNorm3d": "num_features eps. affine?",
@@ -1475,7 +1462,7 @@ ARGUMENTS = {
     "ZeroPad2d Pad": "padding*", "Flatten": "start_dim end_dim", "Unflatten": "dim unflattened_size*",
     "ResizeChannels": "in_channels out_channels", "Reshape Expand": "shape*", "Piece": "dim start stop step",
     "Enlarge EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
-    "Sequential Sum": "modules%", "Network": "modules% input_shape* multipliers!",
+    "Sequential": "modules%", "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}
 WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh")}

@@ -82,7 +82,7 @@ def integer_rule(*types: type[nn.Module]) -> Callable[[Rule], Rule]:
     ...     def forward(self, x): return -x
     >>> @integer_rule(Negate)
     ... def _(builder, module, value, gain):
-    ...     same = builder.branch(nn.Identity(), value)
+    ...     same = builder.branch([], value)
     ...     return builder.blend(value, gain, (same, same), (-0.5, -0.5))
     >>> del _RULES[Negate]  # only so that the example leaves the table as it was
     """
@@ -248,12 +248,9 @@ class Builder:
             value = _RULES[type(module)](self, module, value, known)
         return value
 
-    def branch(self, module: nn.Module | Sequence[nn.Module], value: Value) -> Value:
+    def branch(self, modules: Sequence[nn.Module], value: Value) -> Value:
         """A part inside of a module: its errors alone, at inputs that the program itself gives."""
-        start = replace(value, error=0.0, reach=value.spread)
-        parts = list(module) if isinstance(module, (nn.Sequential, Sequence)) else [module]
-        parts = [part for part in parts if type(part) is not nn.Identity]
-        return self.chain(parts, start, [None] * len(parts))
+        return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 
 def _value(

@@ -31,7 +31,7 @@ from lipkit.modules.phase import PhaseConv2d
 from lipkit.modules.pooling import Mean, _pair
 from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, lipschitz, output_shape
-from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
+from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
@@ -89,7 +89,7 @@ def _fold(builder: Builder, module: nn.Module, value: Value, gain: float) -> Val
 @integer_rule(nn.LeakyReLU)
 def _leaky(builder: Builder, module: nn.LeakyReLU, value: Value, gain: float) -> Value:
     slope = float(module.negative_slope)
-    parts = builder.branch(nn.ReLU(), value), builder.branch(nn.Identity(), value)
+    parts = builder.branch([nn.ReLU()], value), builder.branch([], value)
     return builder.blend(value, gain, parts, (1 - slope, slope))
 
 
@@ -256,21 +256,6 @@ def _slope_residual(builder: Builder, module: SlopeResidual, value: Value, gain:
     return builder.blend(value, gain, parts, (1.0, 1.0))
 
 
-@integer_rule(ConvexResidual)
-def _convex_residual(builder: Builder, module: ConvexResidual, value: Value, gain: float) -> Value:
-    share = float(module.share)
-    parts = builder.branch(module.body, value), builder.branch(module.shortcut, value)
-    return builder.blend(value, gain, parts, (share, 1 - share))
-
-
-@integer_rule(Sum)
-def _sum(builder: Builder, module: Sum, value: Value, gain: float) -> Value:
-    if len(module.branches) != 2:
-        raise _refuse(module, "two branches", len(module.branches))
-    parts = builder.branch(module.branches[0], value), builder.branch(module.branches[1], value)
-    return builder.blend(value, gain, parts, (1.0, 1.0))
-
-
 @integer_rule(Graph)
 def _graph(builder: Builder, module: Graph, value: Value, gain: float) -> Value:
     """Every value has its own error, at inputs that the program itself gives, and moves by its own gain."""
@@ -278,7 +263,7 @@ def _graph(builder: Builder, module: Graph, value: Value, gain: float) -> Value:
     wired = list(zip(module.nodes, module.sources, strict=True))
     constants = [None if isinstance(node, Join) else gain_of(node, shapes[read[0]]) for node, read in wired]
     moving = value_forms(module, [None if c is None else torch.tensor(c, dtype=torch.float64) for c in constants])
-    start = replace(value, error=0.0, reach=value.spread)
+    start = builder.branch([], value)
     values = [start]
     for (node, read), constant, form in zip(wired, constants, moving[1:], strict=True):
         given = [values[i] for i in read]

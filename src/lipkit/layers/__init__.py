@@ -34,7 +34,6 @@ from lipkit.modules import (
     MaxMin,
     NActivation,
     PositionCode,
-    Sum,
 )
 
 __all__ = [
@@ -90,7 +89,6 @@ __all__ = [
     "SocConv2d",
     "StiefelConv2d",
     "StiefelLinear",
-    "Sum",
     "SvcmConv2d",
     "after_step",
     "base",

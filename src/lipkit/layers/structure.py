@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import check_dtype, check_positive
-from lipkit.lowering import export, lipschitz
-from lipkit.modules import Affine, ConvexResidual, Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.modules.graph import Join, add_join, blend_of, check_alike
-from lipkit.modules.residual import refuse_inplace
-from lipkit.proof.roundoff import reciprocal_up, up
+from lipkit.modules import Affine, Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.graph import Graph, Join, add_join, blend_of, check_alike, export_graph, graph_constant
+from lipkit.proof.roundoff import reciprocal_up
 
 
 class Normalize(nn.Module):
@@ -30,6 +28,7 @@ class Normalize(nn.Module):
     Raises:
         OptionError: different lengths, a non-positive or non-finite std, a non-finite mean.
 
+    >>> from lipkit import lipschitz
     >>> Normalize([0.5], [0.25])(torch.ones(1, 1, 1, 1)).item()
     2.0
     >>> float(lipschitz(Normalize([0.5, 0.5], [0.25, 0.5])))
@@ -75,6 +74,7 @@ class Rescale(nn.Module):
     Raises:
         OptionError: different lengths, numbers that are not finite, units of zero.
 
+    >>> from lipkit import lipschitz
     >>> Rescale([2.0, 10.0], [0.0, 1.0])(torch.ones(1, 2)).tolist(), float(lipschitz(Rescale([2.0, 10.0])))
     ([[2.0, 11.0]], 10.0)
     """
@@ -116,6 +116,7 @@ class Scale(nn.Module):
     Raises:
         OptionError: gamma is not positive and finite.
 
+    >>> from lipkit import lipschitz
     >>> layer = Scale(3.0)
     >>> layer(torch.ones(1, 1)).item(), float(lipschitz(layer))
     (3.0, 3.0)
@@ -143,58 +144,6 @@ class Scale(nn.Module):
 
     def extra_repr(self) -> str:
         return f"gamma={float(self.gamma()):.6g}, learnable={self.learnable}"
-
-
-class Residual(nn.Module):
-    r"""Convex skip connection: :math:`y = s f(x) + (1 - s) g(x)` with a learnable :math:`s = \sigma(\alpha)`.
-
-    Its constant is :math:`s L_f + (1 - s) L_g`: 1 for a 1-Lipschitz body and shortcut.
-
-    Args:
-        body: f.
-        share: initial s, strictly between 0 and 1.
-        shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
-
-    Raises:
-        OptionError: share outside (0, 1). ShapeError: body and shortcut end in different shapes.
-
-    >>> layer = Residual(nn.ReLU(), share=0.5)
-    >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), lipschitz(layer).item()
-    ([[-1.0, 2.0]], 1.0)
-
-    References:
-        [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
-    """
-
-    def __init__(
-        self,
-        body: nn.Module,
-        share: float = 0.5,
-        shortcut: nn.Module | None = None,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        check_dtype(dtype)
-        if not 0 < share < 1:
-            raise OptionError(f"share: expected a number strictly between 0 and 1, got {share}")
-        self.body = body
-        self.shortcut = nn.Identity() if shortcut is None else shortcut
-        self.alpha = nn.Parameter(torch.tensor(math.log(share / (1 - share)), device=device, dtype=dtype))
-
-    def share(self) -> Tensor:
-        """s as it is now, 0-d."""
-        return torch.sigmoid(self.alpha)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, kept = self.body(x), self.shortcut(x)
-        if y.shape != kept.shape:
-            raise ShapeError(
-                f"Residual: expected a body that ends in the shape of its shortcut {tuple(kept.shape)}, "
-                f"got {tuple(y.shape)}"
-            )
-        s = self.share()
-        return s * y + (1 - s) * kept
 
 
 class ConvexSum(Join):
@@ -230,6 +179,41 @@ class ConvexSum(Join):
         check_alike(self, values, 2)
         s = self.share()
         return s * values[0] + (1 - s) * values[1]
+
+
+class Residual(Graph):
+    r"""Convex skip connection: :math:`y = s f(x) + (1 - s) g(x)` with a learnable :math:`s = \sigma(\alpha)`.
+
+    Its constant is :math:`s L_f + (1 - s) L_g`: 1 for a 1-Lipschitz body and shortcut.
+
+    Args:
+        body: f.
+        share: initial s, strictly between 0 and 1.
+        shortcut: g, with the output shape of f; the identity if omitted (f then keeps the shape of its input).
+
+    Raises:
+        OptionError: share outside (0, 1). ShapeError: body and shortcut end in different shapes.
+
+    >>> from lipkit import lipschitz
+    >>> layer = Residual(nn.ReLU(), share=0.5)
+    >>> layer(torch.tensor([[-2.0, 2.0]])).tolist(), lipschitz(layer).item()
+    ([[-1.0, 2.0]], 1.0)
+
+    References:
+        [Cayley] section 5 (convex combination in residual connections); Li et al., NeurIPS 2019.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        share: float = 0.5,
+        shortcut: nn.Module | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        branches = [body] if shortcut is None else [body, shortcut]
+        join = ConvexSum(share, device, dtype)
+        super().__init__([*branches, join], [*([0] for _ in branches), [1, 2 if shortcut else 0]])
 
 
 class HalfThrough(nn.Module):
@@ -294,6 +278,8 @@ class ScaledAvgPool2d(nn.Module):
 
 
 add_join(ConvexSum, blend_of(lambda join: join.share()))
+lipschitz_rule(Residual)(graph_constant)
+export_rule(Residual)(export_graph)
 
 
 @lipschitz_rule(Normalize)
@@ -310,18 +296,6 @@ def _rescale(module: Rescale, input_shape: Shape | None) -> Tensor:
 @lipschitz_rule(Scale)
 def _scale(module: Scale, input_shape: Shape | None) -> Tensor:
     return module.gamma().to(torch.float64).abs()
-
-
-@lipschitz_rule(Residual)
-def _residual(module: Residual, input_shape: Shape | None) -> Tensor:
-    refuse_inplace(module)
-    share = module.share().to(torch.float64)
-    body, shortcut = (lipschitz(branch, input_shape) for branch in (module.body, module.shortcut))
-    total = share * body + (1 - share) * shortcut
-    # Equal branches (1-Lipschitz ones, nearly always) need no rounding allowance.
-    if bool(body == shortcut) and bool(total.isfinite()):
-        return total + (shortcut - total).detach()
-    return up(total, 5)
 
 
 @lipschitz_rule(ScaledAvgPool2d)
@@ -347,13 +321,6 @@ def _export_rescale(module: Rescale, input_shape: Shape) -> nn.Module:
 def _export_scale(module: Scale, input_shape: Shape) -> nn.Module:
     gamma = module.gamma().reshape(1)
     return Affine(gamma, torch.zeros_like(gamma))
-
-
-@export_rule(Residual)
-def _export_residual(module: Residual, input_shape: Shape) -> nn.Module:
-    refuse_inplace(module)
-    output_shape(module, input_shape)
-    return ConvexResidual(export(module.body, input_shape), module.share(), export(module.shortcut, input_shape))
 
 
 @export_rule(ScaledAvgPool2d)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.layers import Sum
 from lipkit.models._parts import check_flag, check_sizes
 from lipkit.models.frame import Common, Image, architecture
+from lipkit.modules import Add, Graph
 
 
 @architecture(input_shape=(1, 8, 8))
@@ -55,7 +55,7 @@ def wrn_plain(
     dropout: float = 0.0,
     **common: Unpack[Common],
 ) -> list[nn.Module]:
-    """WRN-depth-widen with batch norm and ReLU, and no bound: a chain of torch's modules and ``Sum``.
+    """WRN-depth-widen with batch norm and ReLU, and no bound: a chain of torch's modules and graphs that add a skip.
 
     conv 16; three groups of (depth - 4) / 6 blocks (norm, ReLU, conv, norm, ReLU, dropout, conv, added to their input)
     with 16, 32, 64 times ``widen`` channels, the second and third at half the size; norm, ReLU, mean over the image,
@@ -138,7 +138,7 @@ def resnet_plain(
             skip = nn.Identity() if current == cout and stride == 1 else nn.Sequential(
                 _conv(current, cout, 1, stride), nn.BatchNorm2d(cout)
             )  # fmt: skip
-            layers += [Sum(nn.Sequential(*body), skip), nn.ReLU()]
+            layers += [_sum(nn.Sequential(*body), skip), nn.ReLU()]
             current = cout
     return [*layers, pool, nn.Flatten(), nn.Linear(current, image.classes)]
 
@@ -150,6 +150,10 @@ def _conv(cin: int, cout: int, size: int, stride: int = 1) -> nn.Conv2d:
     return conv
 
 
+def _sum(body: nn.Module, skip: nn.Module) -> Graph:
+    return Graph([body, skip, Add(1, 1)], [[0], [0], [1, 2]])
+
+
 def _activated(channels: int) -> list[nn.Module]:
     return [nn.BatchNorm2d(channels), nn.ReLU()]
 
@@ -158,5 +162,5 @@ def _block(cin: int, cout: int, stride: int, dropout: float) -> nn.Module:
     middle: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
     body = [_conv(cin, cout, 3, stride), *_activated(cout), *middle, _conv(cout, cout, 3)]
     if cin == cout and stride == 1:
-        return Sum(nn.Sequential(*_activated(cin), *body), nn.Identity())
-    return nn.Sequential(*_activated(cin), Sum(nn.Sequential(*body), _conv(cin, cout, 1, stride)))
+        return _sum(nn.Sequential(*_activated(cin), *body), nn.Identity())
+    return nn.Sequential(*_activated(cin), _sum(nn.Sequential(*body), _conv(cin, cout, 1, stride)))

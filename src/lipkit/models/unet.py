@@ -13,7 +13,7 @@ from lipkit.errors import OptionError
 from lipkit.layers import HalfThrough
 from lipkit.models._parts import Layers, check_sizes
 from lipkit.models.frame import bounded, check_image, check_options
-from lipkit.modules import ConvexResidual, Shape
+from lipkit.modules import Blend, Graph, Shape
 
 # What a product of proved constants may be above 1 in float32; a gain below 1 by as much leaves the denoiser proved.
 SLACK = 1e-4
@@ -146,7 +146,7 @@ def autoencoder(
     return net
 
 
-def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any) -> ConvexResidual:
+def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any) -> Graph:
     r"""A firmly non-expansive denoiser :math:`D = (I + N) / 2`, N a `unet` of constant at most 1.
 
     .. math:: \|D(x) - D(y)\|^2 \le \langle D(x) - D(y),\, x - y \rangle
@@ -154,7 +154,7 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
     D is then the resolvent of a monotone operator, and a plug-and-play iteration
     :math:`x \leftarrow D(x - \eta A^T(A x - b))` with :math:`0 < \eta < 2 / \|A\|^2` converges to a fixed point if
     there is one; its steps :math:`\|x_{k+1} - x_k\|` never grow. The proof is the constant of N:
-    ``lipkit.lipschitz`` of the exported ``net.body`` is at most 1, since N carries a gain of 1 - 1e-4 in front.
+    ``lipkit.lipschitz`` of the exported ``net.nodes[0]``, N, is at most 1, since N carries a gain of 1 - 1e-4 in front.
 
     Args:
         channels, depth, blocks: as of `unet`.
@@ -166,7 +166,7 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
 
     >>> import lipkit
     >>> net = denoiser(8, depth=0, blocks=1, input_shape=(1, 8, 8))
-    >>> bool(lipkit.lipschitz(lipkit.export(net.body, (1, 8, 8))) <= 1)
+    >>> bool(lipkit.lipschitz(lipkit.export(net.nodes[0], (1, 8, 8))) <= 1)
     True
 
     References:
@@ -177,7 +177,7 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
     if "lipschitz" in options:
         raise OptionError(f"denoiser: expected no gain but its own, got lipschitz={options['lipschitz']}")
     body = unet(channels, depth, blocks, lipschitz=1 - SLACK, **{"mean": 0.5, **options})
-    return ConvexResidual(body, torch.tensor(0.5))
+    return Graph([body, Blend(torch.tensor(0.5))], [[0], [1, 0]])
 
 
 def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:

@@ -16,7 +16,7 @@ from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.rearrange import ResizeChannels, Shift2d
 from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape, rules
-from lipkit.modules.residual import ConvexResidual, SlopeResidual, Sum
+from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.spread import SpreadConv2d
 from lipkit.modules.storage import load, save, sha256
@@ -31,7 +31,6 @@ __all__ = [
     "Blend",
     "Center",
     "Concatenate",
-    "ConvexResidual",
     "Elementwise",
     "Enlarge",
     "EnlargeBilinear",
@@ -65,7 +64,6 @@ __all__ = [
     "Shift2d",
     "SlopeResidual",
     "SpreadConv2d",
-    "Sum",
     "TaylorConv2d",
     "add_activation",
     "export_rule",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import up
+from lipkit.proof.roundoff import to_double, up
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +97,22 @@ def added(forms: Sequence[Form]) -> Form:
     # Where at most one term moves with a source, its gain is no sum, so nothing is rounded.
     total = rows.sum(0)
     return Form(frame, torch.where((rows != 0).sum(0) > 1, up(total, len(rows)), total))
+
+
+def blended(share: Tensor, forms: Sequence[Form]) -> Form:
+    """Bound of ``share x_1 + (1 - share) x_2``; negative weights count by their modulus.
+
+    >>> x = source()
+    >>> float(blended(torch.tensor(0.3), [x, x]).total())
+    1.0
+    """
+    share = to_double(share).cpu()
+    total = added([forms[0].scaled(up(share.abs(), 1)), forms[1].scaled(up((1 - share).abs(), 2))])
+    if not 0 <= float(share.detach()) <= 1:
+        return total
+    # A convex combination is no larger than the larger of the two: equal gains need no room for rounding.
+    gains, most = total.gains, _common(forms)[1].detach().amax(0)
+    return Form(total.frame, torch.where(most < gains, most + (gains - gains.detach()), gains))
 
 
 def stacked(forms: Sequence[Form]) -> Form:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
 from lipkit.modules.configuration import INTEGER, stored, submodules
-from lipkit.modules.forms import Form, added, cut, source, stacked
+from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import (
     Local,
@@ -39,10 +39,8 @@ from lipkit.modules.machine import (
 )
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule
-from lipkit.modules.residual import refuse_inplace
 from lipkit.modules.views import Piece
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number
-from lipkit.proof.roundoff import to_double, up
 
 
 class Join(nn.Module):
@@ -184,12 +182,6 @@ def _beside(join: Join, lines: Sequence[Line]) -> Line:
     return Line(grow(at * rounding), grow_number(math.hypot(*(line.slope for line in lines)) * rounding))
 
 
-def blended(share: Tensor, forms: Sequence[Form]) -> Form:
-    """The bound of ``share x_1 + (1 - share) x_2``; negative weights count by their modulus."""
-    share = to_double(share).cpu()
-    return added([forms[0].scaled(up(share.abs(), 1)), forms[1].scaled(up((1 - share).abs(), 2))])
-
-
 JOINS: dict[type[nn.Module], Joining] = {}
 """Every join by its exact type."""
 
@@ -272,6 +264,16 @@ class Graph(nn.Module):
         return "sources=[" + ", ".join(f"[{', '.join(map(str, read))}]" for read in self.sources) + "]"
 
 
+def refuse_inplace(module: nn.Module) -> None:
+    """Raise ``NoRuleError`` if a branch can overwrite the input that the other branch reads."""
+    for name, child in module.named_modules():
+        if getattr(child, "inplace", False):
+            raise NoRuleError(
+                f"{type(module).__name__}: expected branches that leave their input as it is, got the in-place "
+                f"{type(child).__name__} at {name!r}: set its inplace=False"
+            )
+
+
 def value_shapes(graph: Graph, input_shape: Shape) -> list[Shape]:
     """Shapes of the values of one sample, found by running two zeros through the graph.
 
@@ -339,7 +341,7 @@ def _disjoint(graph: Graph) -> dict[tuple[int, int], list[range]]:
 
 
 @lipschitz_rule(Graph)
-def _graph(module: Graph, input_shape: Shape | None) -> Tensor:
+def graph_constant(module: Graph, input_shape: Shape | None) -> Tensor:
     guard(module.nodes)
     refuse_inplace(module)
     shapes: Sequence[Shape | None] = [None] * (len(module.nodes) + 1)
@@ -407,7 +409,7 @@ class Wiring:
 
 
 @export_rule(Graph)
-def _export_graph(module: Graph, input_shape: Shape) -> nn.Module:
+def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     guard(module.nodes)
     refuse_inplace(module)
     shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]

@@ -1,4 +1,4 @@
-"""Branches that read one input and are joined: sums, convex residuals, residuals of slope-restricted layers."""
+"""Residual blocks around slope-restricted activations, with the multiplier that proves their constant."""
 
 from __future__ import annotations
 
@@ -9,138 +9,16 @@ from torch import Tensor, nn
 
 from lipkit.bounds.symbol_sup import symbol_error
 from lipkit.conv.symbol import symbol
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.configuration import stored, submodule, submodules
+from lipkit.modules.graph import Add, Graph
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import (
-    Local,
-    Measure,
-    Runner,
-    entries,
-    nothing,
-    reach,
-    rounding_rule,
-    runner,
-)
+from lipkit.modules.machine import Measure, local_error, rounding_rule
 from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.modules.sandwich import _parts, stored_block
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, size
+from lipkit.modules.sandwich import stored_block
+from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
-
-
-def refuse_inplace(module: nn.Module) -> None:
-    """Raise ``NoRuleError`` if a branch can overwrite the input that the other branch reads."""
-    for name, child in module.named_modules():
-        if getattr(child, "inplace", False):
-            raise NoRuleError(
-                f"{type(module).__name__}: expected branches that leave their input as it is, got the in-place "
-                f"{type(child).__name__} at {name!r}: set its inplace=False"
-            )
-
-
-class Sum(nn.Module):
-    r"""``y = f_1(x) + ... + f_k(x)``.
-
-    Its constant is the sum of those of its branches: a residual connection around a 1-Lipschitz body has 2
-    (`lipkit.layers.Residual` keeps it at 1).
-
-    Args:
-        branches: one or more modules that end in the same shape; ``nn.Identity()`` is a skip connection.
-
-    Raises:
-        OptionError: no branch. ShapeError: branches that end in different shapes (one would be repeated).
-
-    >>> import torch
-    >>> Sum(nn.ReLU(), nn.Identity())(torch.tensor([[-2.0, 2.0]])).tolist()
-    [[-2.0, 4.0]]
-    """
-
-    def __init__(self, *branches: nn.Module) -> None:
-        super().__init__()
-        if not branches or not all(isinstance(branch, nn.Module) for branch in branches):
-            raise OptionError(f"Sum: expected one or more modules, got {[type(b).__name__ for b in branches]}")
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.branches[0](x)
-        for branch in self.branches[1:]:
-            y = branch(x)
-            if y.shape != total.shape:
-                raise ShapeError(
-                    f"Sum: expected branches that end in one shape, got {tuple(total.shape)} and {tuple(y.shape)}"
-                )
-            total = total + y
-        return total
-
-
-@lipschitz_rule(Sum)
-def _sum(module: Sum, input_shape: Shape | None) -> Tensor:
-    guard(module.branches)
-    refuse_inplace(module)
-    parts = torch.stack([lipschitz(branch, input_shape) for branch in module.branches])
-    return parts[0] if len(parts) == 1 else up(parts.sum(), len(parts))
-
-
-@export_rule(Sum)
-def _export_sum(module: Sum, input_shape: Shape) -> nn.Module:
-    guard(module.branches)
-    refuse_inplace(module)
-    output_shape(module, input_shape)
-    return Sum(*(export(branch, input_shape) for branch in module.branches))
-
-
-class ConvexResidual(nn.Module):
-    """``y = s f(x) + (1 - s) g(x)`` with a constant fraction s in [0, 1]; the shortcut g is the identity by default.
-
-    Args:
-        body: f.
-        share: s, 0-d.
-        shortcut: g, with the output shape of f.
-
-    Raises:
-        ShapeError: ``share`` is not 0-d, or body and shortcut end in different shapes (one would be repeated).
-
-    >>> import torch
-    >>> ConvexResidual(nn.Identity(), torch.tensor(0.25))(torch.ones(1, 2)).tolist()
-    [[1.0, 1.0]]
-    """
-
-    share: Tensor
-
-    def __init__(self, body: nn.Module, share: Tensor, shortcut: nn.Module | None = None) -> None:
-        super().__init__()
-        if share.ndim:
-            raise ShapeError(f"ConvexResidual: expected a 0-d share, got shape {tuple(share.shape)}")
-        self.body = body
-        self.shortcut = nn.Identity() if shortcut is None else shortcut
-        self.register_buffer("share", share.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, kept = self.body(x), self.shortcut(x)
-        if y.shape != kept.shape:
-            raise ShapeError(
-                f"ConvexResidual: expected a body that ends in the shape of its shortcut {tuple(kept.shape)}, "
-                f"got {tuple(y.shape)}"
-            )
-        return self.share * y + (1 - self.share) * kept
-
-
-@lipschitz_rule(ConvexResidual)
-def _convex_residual(module: ConvexResidual, input_shape: Shape | None) -> Tensor:
-    refuse_inplace(module)
-    share = to_double(module.share)
-    # As stored and evaluated the two weights are `share` and `1 - share`; negative ones count by absolute value.
-    body, shortcut = (lipschitz(branch, input_shape) for branch in (module.body, module.shortcut))
-    return up(multiply_up(share.abs(), body) + multiply_up((1 - share).abs(), shortcut), 4)
-
-
-@export_rule(ConvexResidual)
-def _export_residual(module: ConvexResidual, input_shape: Shape) -> nn.Module:
-    refuse_inplace(module)
-    output_shape(module, input_shape)
-    return ConvexResidual(export(module.body, input_shape), module.share, export(module.shortcut, input_shape))
+from lipkit.proof.roundoff import gamma, to_double, up
 
 
 class SlopeResidual(nn.Module):
@@ -245,70 +123,10 @@ def _export_slope_residual(module: SlopeResidual, input_shape: Shape) -> nn.Modu
     return SlopeResidual(parts[0], parts[1], parts[2], module.multiplier)
 
 
-def joined(
-    branches: list[tuple[Runner, float]], operations: int, outputs: int, arithmetic: Arithmetic, lost: float = 0.0
-) -> Measure:
-    """Branches times factors, added up: that many chained operations on the way of each.
-
-    Args:
-        branches: walks, with the modulus of their factors.
-        outputs: numbers in one output.
-        lost: what a factor may be off by, absolutely.
-    """
-    rounding = arithmetic.gamma(operations)
-
-    def measure(x: Tensor) -> Local:
-        error = flat(nothing(x).at, 4 * operations * math.sqrt(outputs) * arithmetic.tiny)
-        peak = Line(size(x), 1.0)
-        total = nothing(x)
-        for run, factor in branches:
-            walk = run(x)
-            reached = reach(walk)
-            error = error.plus(walk.error.times(factor)).plus(reached.times(rounding * factor + lost))
-            peak = peak.most(walk.peak)
-            total = total.plus(reached.times(factor + lost))
-        return Local(error, peak.most(total.times(2.0)))
-
-    return measure
-
-
 @rounding_rule(SlopeResidual)
 def _slope_residual_error(module: SlopeResidual, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    identity = runner(nn.Identity(), input_shape, arithmetic)
-    branches = [(identity, 1.0), (_parts(module, input_shape, arithmetic), 1.0)]
-    return joined(branches, 1, entries(input_shape), arithmetic)
+    parts = [module.first, module.activation, module.second, Add(1, 1)]
+    return local_error(Graph(parts, [[0], [1], [2], [0, 3]]), input_shape, arithmetic)
 
-
-@rounding_rule(Sum)
-def _sum_error(module: Sum, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    branches = [(runner(branch, input_shape, arithmetic), 1.0) for branch in module.branches]
-    return joined(branches, len(branches), entries(output_shape(module, input_shape)), arithmetic)
-
-
-@rounding_rule(ConvexResidual)
-def _convex_residual_error(module: ConvexResidual, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    share = float(module.share)
-    branches = [
-        (runner(module.body, input_shape, arithmetic), abs(share)),
-        (runner(module.shortcut, input_shape, arithmetic), abs(1 - share) * (1 + 2.0**-50)),
-    ]
-    # 1 - share: a rounded share is off by u |share|, and one below the normal range by all of it.
-    lost = arithmetic.stored * arithmetic.unit * abs(share) + arithmetic.tiny
-    run = joined(branches, 3, entries(output_shape(module, input_shape)), arithmetic, lost)
-
-    def measure(x: Tensor) -> Local:
-        local = run(x)
-        return local._replace(peak=Line(local.peak.at + abs(share), local.peak.slope))
-
-    return measure
-
-
-stored(Sum, lambda m: {"modules": tuple(m.branches)}, lambda modules: Sum(*modules), modules=submodules)
-stored(
-    ConvexResidual,
-    make=lambda body, shortcut: ConvexResidual(body, torch.zeros(()), shortcut),
-    body=submodule,
-    shortcut=submodule,
-)
 
 stored_block(SlopeResidual)

@@ -24,11 +24,10 @@ from lipkit.modules.configuration import COUNT, flag, stored, submodule
 from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import Measure, Step, entries, prepare, rounding_rule, runner, through
+from lipkit.modules.machine import Local, Measure, Step, entries, prepare, reach, rounding_rule, start, through
 from lipkit.modules.rearrange import export_same
 from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.modules.residual import joined
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow_number
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow_number
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
 
@@ -202,8 +201,15 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
 
     spreading = _Spreading(module)
     steps.append(Step(spreading, gain, measured(arithmetic), measured(FLOAT64)))
-    identity = runner(nn.Identity(), input_shape, arithmetic)
-    return joined([(lambda x: through(steps, x), 1.0), (identity, 1.0)], terms + 1, outputs, arithmetic)
+    floor = 4 * (terms + 1) * math.sqrt(outputs) * arithmetic.tiny
+
+    def measure(x: Tensor) -> Local:
+        walk = through(steps, x)
+        total = reach(walk).plus(reach(start(x)))
+        error = walk.error.plus(total.times(arithmetic.gamma(terms + 1))).plus(flat(total.at, floor))
+        return Local(error, walk.peak.most(total.times(2.0)))
+
+    return measure
 
 
 class _Spreading(nn.Module):
