@@ -232,8 +232,14 @@ TENSORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "taylor": (lambda: statistics(modules.TaylorConv2d(2, 2, (3, 3), terms=4)), IMAGE),
     "sandwich": (lambda: modules.SandwichBlock(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), torch.ones(3)), (4,)),
     "slope residual": (lambda: modules.SlopeResidual(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), torch.ones(3)), (4,)),
-    "convex residual": (lambda: modules.ConvexResidual(nn.Linear(4, 4), torch.tensor(0.3)), (4,)),
-    "sum": (lambda: modules.Sum(nn.Linear(4, 4), nn.LeakyReLU(-0.5), nn.Identity()), (4,)),
+    "convex residual": (
+        lambda: modules.Graph([nn.Linear(4, 4), modules.Blend(torch.tensor(0.3))], [[0], [1, 0]]),
+        (4,),
+    ),
+    "sum": (
+        lambda: modules.Graph([nn.Linear(4, 4), nn.LeakyReLU(-0.5), modules.Add(1, 1, 1)], [[0], [0], [1, 2, 0]]),
+        (4,),
+    ),
 }
 
 

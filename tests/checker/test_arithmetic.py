@@ -366,8 +366,8 @@ def test_balls_of_a_bad_machine_hold_the_exact_values() -> None:
     affine = {"type": "Affine", "channels": 3}, {"scale": rng.random(3) + 1, "shift": rng.random(3)}
     dense = {"type": "Linear", "in_features": 5, "out_features": 6, "bias": True}
     matrix = {"weight": rng.random((6, 5)), "bias": rng.random(6)}
-    residual = {"type": "ConvexResidual", "body": affine[0], "shortcut": {"type": "Identity"}}
-    both = {"share": np.array(0.4), **{f"body.{name}": v for name, v in affine[1].items()}}
+    residual = {"type": "Graph", "modules": [affine[0], {"type": "Blend"}], "sources": [[0], [1, 0]]}
+    both = {"nodes.1.share": np.array(0.4), **{f"nodes.0.{name}": v for name, v in affine[1].items()}}
     pool = {"type": "AvgPool2d", "kernel_size": 2, "stride": 1, "padding": 0, "ceil_mode": False,
             "count_include_pad": True, "divisor_override": None}  # fmt: skip
     taylor = {

@@ -61,8 +61,8 @@ def test_the_checker_knows_the_arguments_of_every_type() -> None:
     ({"type": "ZeroPad2d", "padding": [True, 0, 0, 0]}, (1, 4, 4)), ({"type": "ZeroPad2d", "padding": 1}, (1, 4, 4)),
     ({"type": "Enlarge", "rows": [2], "cols": 2}, (1, 4, 4)),
     ({"type": "AdaptiveAvgPool2d", "output_size": None}, (1, 4, 4)),
-    ({"type": "Sum", "modules": [{"type": "Unflatten", "dim": 1, "unflattened_size": [1, 3]},
-                                 {"type": "Flatten", "start_dim": 1, "end_dim": 1}]}, (3,)),
+    ({"type": "Graph", "modules": [{"type": "Unflatten", "dim": 1, "unflattened_size": [1, 3]},
+                                   {"type": "Add", "signs": [1, 1]}], "sources": [[0], [0, 1]]}, (3,)),
 ])  # fmt: skip
 def test_what_torch_computes_otherwise_is_refused_by_both(
     config: dict[str, Any], shape: tuple[int, ...], tmp_path: Path

@@ -135,8 +135,10 @@ def test_every_module_of_images(tmp_path: Path, capsys: Any) -> None:
 def test_branches(tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(3)
     wide = nn.Sequential(nn.Linear(64, 30), nn.Tanh(), nn.Linear(30, 20))
-    share = modules.ConvexResidual(nn.Sequential(nn.Linear(20, 16), nn.ReLU()), torch.tensor(0.3), nn.Linear(20, 16))
-    model = nn.Sequential(nn.Flatten(), modules.Sum(nn.Linear(64, 20), wide), share, nn.Linear(16, 10))
+    total = modules.Graph([nn.Linear(64, 20), wide, modules.Add(1, 1)], [[0], [0], [1, 2]])
+    body, share = nn.Sequential(nn.Linear(20, 16), nn.ReLU()), modules.Blend(torch.tensor(0.3))
+    blend = modules.Graph([body, nn.Linear(20, 16), share], [[0], [0], [1, 2]])
+    model = nn.Sequential(nn.Flatten(), total, blend, nn.Linear(16, 10))
     confirmed(tmp_path, model, capsys)
 
 

@@ -362,8 +362,8 @@ def by(scale: float, shift: float = 0.0) -> modules.Affine:
         # A weight of more binary places than the grid has.
         ([by(1.0 / 3.0)], 0.7),
         # Branches with roundings of their own, and a share that is no multiple of the grid.
-        ([modules.ConvexResidual(by(0.75), torch.tensor(0.5))], 0.9),
-        ([modules.ConvexResidual(by(0.0), torch.tensor(2.0**-34 * 3))], 0.6),
+        ([modules.Graph([by(0.75), modules.Blend(torch.tensor(0.5))], [[0], [1, 0]])], 0.9),
+        ([modules.Graph([by(0.0), modules.Blend(torch.tensor(2.0**-34 * 3))], [[0], [1, 0]])], 0.6),
         ([modules.Graph([by(0.75), by(0.625), modules.Add(1, 1, 1)], [[0], [0], [0, 1, 2]])], 0.8),
         ([modules.Graph([by(0.75), by(0.625), modules.Concatenate(1)], [[0], [0], [1, 2]])], 0.7),
     ],

@@ -119,8 +119,11 @@ PLAIN: list[Case] = [
     (lambda: nn.AdaptiveAvgPool2d((3, 5)), IMAGE),
     (lambda: modules.Mean(3, 1, keepdim=True), IMAGE),
     (lambda: modules.Mean(2, 3), IMAGE),
-    (lambda: modules.Sum(nn.ReLU(), nn.Tanh()), (3,)),
-    (lambda: modules.ConvexResidual(nn.Linear(3, 3), torch.tensor(0.3), nn.ReLU()), (3,)),
+    (lambda: modules.Graph([nn.ReLU(), nn.Tanh(), modules.Add(1, 1)], [[0], [0], [1, 2]]), (3,)),
+    (
+        lambda: modules.Graph([nn.Linear(3, 3), nn.ReLU(), modules.Blend(torch.tensor(0.3))], [[0], [0], [1, 2]]),
+        (3,),
+    ),
     (lambda: modules.Reshape(4, 32), IMAGE),
     (lambda: modules.Permute(3, 1, 2), IMAGE),
     (lambda: modules.Piece(2, 1, 7, 3), IMAGE),

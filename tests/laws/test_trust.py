@@ -168,7 +168,7 @@ def test_global_hooks_are_refused(function: str, pre: bool) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_hook_on_a_container_is_refused(function: str) -> None:
     network = deep(linear())
-    body = network[1].body  # type: ignore[union-attr]
+    body = network[1].nodes[0]  # type: ignore[union-attr]
     body.register_forward_hook(lambda module, args, output: 10 * output)  # type: ignore[union-attr]
     with pytest.raises(NoRuleError, match=r"Sequential has forward hooks or pre-hooks"):
         FUNCTIONS[function](network)

@@ -178,7 +178,7 @@ def test_each_layer_is_told_the_size_that_it_sees_and_the_model_is_not_touched()
     model = network()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [name for name, m in model.named_modules() if isinstance(m, SvcmConv2d)]
-    assert seen_shapes(model, names, SHAPE) == [("0", (1, 6, 6)), ("2", (4, 6, 6)), ("3.body", (4, 3, 3))]
+    assert seen_shapes(model, names, SHAPE) == [("0", (1, 6, 6)), ("2", (4, 6, 6)), ("3.nodes.0", (4, 3, 3))]
     assert model.training
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

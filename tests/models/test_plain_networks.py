@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import Sum
 from lipkit.lowering import export, lipschitz
 from lipkit.models import build, wrn_plain
+from lipkit.modules import Graph
 
 
 def test_wrn_28_10_has_the_published_size_and_depth() -> None:
@@ -21,7 +21,7 @@ def test_wrn_28_10_has_the_published_size_and_depth() -> None:
     assert [(m.in_channels, m.out_channels, m.stride) for m in convs if m.kernel_size == (1, 1)] == [
         (16, 160, (1, 1)), (160, 320, (2, 2)), (320, 640, (2, 2))
     ]  # fmt: skip
-    assert sum(isinstance(m, Sum) for m in model.modules()) == 12
+    assert sum(isinstance(m, Graph) for m in model.modules()) == 12
     assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == 25
 
 

@@ -76,7 +76,7 @@ def test_half_through_is_as_lipschitz_as_its_half() -> None:
 @pytest.mark.thorough
 def test_a_denoiser_is_firmly_non_expansive(tmp_path: Path) -> None:
     net, shape = drawn(denoiser(8, 1, 1, input_shape=(1, 8, 8))), (1, 8, 8)
-    assert float(lipkit.lipschitz(lipkit.export(net.body.float(), shape))) <= 1
+    assert float(lipkit.lipschitz(lipkit.export(net.nodes[0].float(), shape))) <= 1
     net.double()
     x, y = torch.randn(2, 64, 1, 8, 8, dtype=torch.float64)
     moved, step = (net(x) - net(y)).flatten(1), (x - y).flatten(1)
@@ -88,7 +88,7 @@ def test_a_denoiser_is_firmly_non_expansive(tmp_path: Path) -> None:
     back = load(lipkit.save(plain, tmp_path / "denoiser"))
     assert torch.equal(back(x.float()), plain(x.float()))
     # The same kernels on a larger image.
-    assert float(lipkit.lipschitz(lipkit.export(net.body, (1, 16, 24)))) <= 1
+    assert float(lipkit.lipschitz(lipkit.export(net.nodes[0], (1, 16, 24)))) <= 1
 
 
 def test_the_unconstrained_one_has_the_same_sizes() -> None:

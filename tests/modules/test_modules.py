@@ -15,7 +15,6 @@ from lipkit.conv import kernel_symbol
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import (
     Affine,
-    ConvexResidual,
     FourierConv2d,
     GroupSort,
     MaxMin,
@@ -177,13 +176,6 @@ def test_affine_by_hand() -> None:
     assert Affine(torch.tensor([3.0]), torch.tensor([1.0]))(torch.ones(1, 4)).tolist() == [[4.0] * 4]
     with pytest.raises(ShapeError):
         module(torch.ones(2))
-
-
-def test_convex_residual_by_hand() -> None:
-    module = ConvexResidual(nn.ReLU(), torch.tensor(0.25))
-    assert module(torch.tensor([[-4.0, 4.0]])).tolist() == [[-3.0, 4.0]]
-    both = ConvexResidual(nn.ReLU(), torch.tensor(0.25), Affine(torch.tensor([2.0]), torch.zeros(1)))
-    assert both(torch.tensor([[-4.0, 4.0]])).tolist() == [[-6.0, 7.0]]
 
 
 # ---------------------------------------------------------------- networks

@@ -135,8 +135,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
         VECTOR,
         200,
     ),
-    "convex residual": (lambda: modules.ConvexResidual(nn.Linear(12, 12), torch.tensor(0.3)), VECTOR, 200),
-    "sum": (lambda: modules.Sum(nn.Linear(12, 12), nn.Tanh(), nn.Identity()), VECTOR, 400),
+    "blend": (
+        lambda: modules.Graph([nn.Linear(12, 12), modules.Blend(torch.tensor(0.3))], [[0], [1, 0]]),
+        VECTOR,
+        200,
+    ),
+    "sum": (
+        lambda: modules.Graph([nn.Linear(12, 12), nn.Tanh(), modules.Add(1, 1, 1)], [[0], [0], [1, 2, 0]]),
+        VECTOR,
+        400,
+    ),
     "sequential": (lambda: nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 3)), VECTOR, 300),
 }
 

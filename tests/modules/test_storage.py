@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lipkit.certificates.certificate_file import data_sha256
 from lipkit.errors import DataError, OptionError
 from lipkit.modules import (
+    Add,
     Affine,
-    ConvexResidual,
+    Blend,
     FourierConv2d,
+    Graph,
     GroupSort,
     MaxMin,
     Network,
@@ -84,7 +86,6 @@ EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]]
     ),
     Shift2d: (lambda: Shift2d(5, 1), (5, 2, 3)),
     Affine: (lambda: Affine(torch.randn(2), torch.randn(2)), IMAGE),
-    ConvexResidual: (lambda: ConvexResidual(nn.Linear(3, 3), torch.tensor(0.3), nn.ReLU()), (3,)),
 }
 
 
@@ -106,7 +107,7 @@ def network() -> Network:
             nn.PixelUnshuffle(2),
             fourier,
             MaxMin(),
-            ConvexResidual(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1)), torch.tensor(0.3)),
+            Graph([nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1), Blend(torch.tensor(0.3))], [[0], [1], [2, 0]]),
             nn.Flatten(),
             nn.Linear(64, 5),
             nn.ReLU(),
@@ -198,11 +199,11 @@ def changed(net: Network, name: str) -> Network:
     elif name == "buffer":
         net[2].pair[0, 0, 0, 0] += 1
     elif name == "share":
-        net[4].share.add_(0.1)
+        net[4].nodes[2].share.add_(0.1)
     elif name == "slope":
-        net[4].body[1].negative_slope = 0.2
+        net[4].nodes[1].negative_slope = 0.2
     elif name == "padding":
-        net[4].body[0].padding = (2, 2)
+        net[4].nodes[0].padding = (2, 2)
     elif name == "order":
         return Network([*net[:3], nn.ReLU(), *net[4:]], (1, 8, 8), {7: torch.ones(5)})
     elif name == "input shape":
@@ -248,7 +249,7 @@ class MyReLU(nn.ReLU):
 
 
 @pytest.mark.parametrize(
-    "module", [Mine(), MyReLU(), nn.Dropout(), nn.BatchNorm1d(3), ConvexResidual(Mine(), torch.tensor(0.5))]
+    "module", [Mine(), MyReLU(), nn.Dropout(), nn.BatchNorm1d(3), Graph([Mine(), Add(1, 1)], [[0], [0, 1]])]
 )
 def test_only_the_closed_list_is_saved(module: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="expected a plain module"):

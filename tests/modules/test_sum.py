@@ -1,4 +1,4 @@
-"""Sum: what it computes, its bound from both sides, export and storage."""
+"""Sums of branches: what they compute, their bound from both sides, export and storage."""
 
 from __future__ import annotations
 
@@ -11,29 +11,35 @@ from torch import nn
 
 from lipkit import modules
 from lipkit.errors import DataError, NoRuleError, OptionError, ShapeError
-from lipkit.layers import Sum
 from lipkit.lowering import export, lipschitz
+from lipkit.modules import Add, Graph
+
+
+def total(*branches: nn.Module) -> Graph:
+    """``f_1(x) + ... + f_k(x)``."""
+    count = len(branches)
+    return Graph([*branches, Add(*[1] * count)], [*([0] for _ in branches), range(1, count + 1)])
 
 
 def block() -> nn.Sequential:
     torch.manual_seed(0)
     body = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1, bias=False))
-    net = nn.Sequential(Sum(body, nn.Identity()), Sum(nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)))
+    net = nn.Sequential(total(body, nn.Identity()), total(nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)))
     net.train()(torch.randn(16, 3, 6, 6))
     return net.eval()
 
 
 def test_linear_branches_add_and_the_bound_is_reached_where_they_agree() -> None:
     first, second = nn.Linear(4, 4, bias=False).double(), nn.Linear(4, 4, bias=False).double()
-    both = Sum(first, second)
+    both = total(first, second)
     x = torch.randn(5, 4, dtype=torch.float64)
     assert torch.equal(both(x), first(x) + second(x))
     norms = [np.linalg.norm(m.weight.detach().numpy(), 2) for m in (first, second)]
     bound = float(lipschitz(both).detach())
     assert sum(norms) <= bound <= sum(norms) * (1 + 1e-9)
-    twice = Sum(first, first, nn.Identity())
+    twice = total(first, first, nn.Identity())
     assert float(lipschitz(twice).detach()) == pytest.approx(2 * norms[0] + 1, rel=1e-9)
-    assert float(lipschitz(Sum(nn.ReLU()))) == 1.0
+    assert float(lipschitz(total(nn.ReLU()))) == 1.0
     lipschitz(both).backward()
     assert first.weight.grad is not None
     assert second.weight.grad is not None
@@ -62,23 +68,21 @@ def test_export_and_storage_keep_the_function(tmp_path) -> None:
     config = json.loads((tmp_path / "net" / "config.json").read_text())
     config["network"]["modules"][0]["modules"] = []
     (tmp_path / "net" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="Sum"):
+    with pytest.raises(DataError, match="Graph"):
         modules.load(tmp_path / "net")
 
 
 def test_refusals() -> None:
-    with pytest.raises(OptionError, match="expected one or more modules"):
-        Sum()
-    with pytest.raises(OptionError, match="'function'"):
-        Sum(nn.ReLU(), lambda x: x)
-    with pytest.raises(ShapeError, match="branches that end in one shape"):
-        Sum(nn.Linear(3, 1), nn.Identity())(torch.ones(2, 3))
-    with pytest.raises(ShapeError, match="branches that end in one shape"):
-        export(Sum(nn.Linear(3, 1), nn.Identity()), (3,))
+    with pytest.raises(OptionError, match="one sign"):
+        total()
+    with pytest.raises(ShapeError, match="2 values of one shape"):
+        total(nn.Linear(3, 1), nn.Identity())(torch.ones(2, 3))
+    with pytest.raises(ShapeError, match="2 values of one shape"):
+        export(total(nn.Linear(3, 1), nn.Identity()), (3,))
     with pytest.raises(NoRuleError, match="in-place ReLU"):
-        lipschitz(Sum(nn.ReLU(inplace=True), nn.Identity()))
-    hooked = Sum(nn.ReLU())
-    hooked.branches.register_forward_hook(lambda *_: None)
+        lipschitz(total(nn.ReLU(inplace=True), nn.Identity()))
+    hooked = total(nn.ReLU())
+    hooked.nodes.register_forward_hook(lambda *_: None)
     for function in (lipschitz, lambda m: export(m, (3,))):
         with pytest.raises(NoRuleError, match="hooks"):
             function(hooked)
@@ -88,5 +92,5 @@ def test_refusals() -> None:
             return 2 * x
 
     with pytest.raises(NoRuleError, match=r"input_shape, because .*Custom"):
-        lipschitz(Sum(nn.Identity(), Custom()))
-    assert float(lipschitz(Sum(nn.Identity(), Custom()), (3,))) == pytest.approx(3.0)
+        lipschitz(total(nn.Identity(), Custom()))
+    assert float(lipschitz(total(nn.Identity(), Custom()), (3,))) == pytest.approx(3.0)
