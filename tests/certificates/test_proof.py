@@ -20,12 +20,11 @@ from lipkit.certificates import Certificate, certify_regression, measurement
 from lipkit.errors import NoRuleError, OptionError
 
 
-def network(*, branches: bool = True) -> modules.Network:
+def network() -> modules.Network:
     torch.manual_seed(0)
     conv = nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular")
     branch: nn.Module = modules.Graph([nn.ReLU(), nn.Conv2d(4, 4, 1), modules.Add(1, 1)], [[0], [1], [0, 2]])
-    # No integer program branches.
-    made = modules.Network([conv, branch if branches else nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)], (1, 4, 4))
+    made = modules.Network([conv, branch, nn.Flatten(), nn.Linear(64, 3)], (1, 4, 4))
     made.input_range = (0.0, 1.0)
     return made
 
@@ -50,7 +49,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way['rounding']}-{way['evaluator']}")
 def test_certificates_with_and_without_a_proof_are_the_same_to_the_bit(way: dict[str, str]) -> None:
-    plain, x = network(branches=False), samples()[0]
+    plain, x = network(), samples()[0]
     y = plain(x).argmax(dim=1)
     proof = lipkit.prove(plain, **way)  # type: ignore[arg-type]
     for part in (slice(0, 1), slice(0, 5)):
@@ -59,7 +58,7 @@ def test_certificates_with_and_without_a_proof_are_the_same_to_the_bit(way: dict
         found = lipkit.certify(plain, x[part], y[part], proof=proof, **way)  # type: ignore[arg-type]
         assert numbers(found) == numbers(expected)
     # The same numbers elsewhere are the same network.
-    assert numbers(lipkit.certify(network(branches=False), x, y, proof=proof, **way)) == numbers(found)  # type: ignore[arg-type]
+    assert numbers(lipkit.certify(network(), x, y, proof=proof, **way)) == numbers(found)  # type: ignore[arg-type]
 
 
 def test_a_regression_takes_a_proof_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +116,7 @@ def test_a_proof_of_another_structure_is_refused(change: Callable[[modules.Netwo
 def test_a_proof_of_another_evaluation_is_refused(made: dict[str, str], asked: dict[str, str]) -> None:
     if made == asked:
         return
-    plain, (x, y) = network(branches=False), samples()
+    plain, (x, y) = network(), samples()
     with pytest.raises(OptionError, match=r"proof: expected one of .*rounding='(sound|ignore)', evaluator="):
         lipkit.certify(plain, x, y, proof=lipkit.prove(plain, **made), **asked)  # type: ignore[arg-type]
 
@@ -145,7 +144,7 @@ def test_hooks_and_replaced_methods_are_refused_with_a_proof_too() -> None:
 
 
 def test_the_integer_program_is_that_of_one_box() -> None:
-    plain, (x, y) = network(branches=False), samples()
+    plain, (x, y) = network(), samples()
     proof = lipkit.prove(plain, evaluator="integer")
     plain.input_range = (0.0, 2.0)
     with pytest.raises(OptionError, match=r"for inputs in \(0.0, 2.0\), got one for \(0.0, 1.0\)"):
