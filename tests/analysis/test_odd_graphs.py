@@ -171,7 +171,7 @@ REFUSED = {
     "row written": (into(lambda y, x: y[:, 1:].add_(x[:, 1:])), "in-place"),
     "index written": (into(lambda y, x: y.index_add_(1, torch.tensor([0, 0]), x[:, :2])), "index_add_"),
     "result given": (lambda s, x: torch.add(x, x, out=torch.zeros(2, 4)), "changes|out|batches of any size"),
-    "scatter": (lambda s, x: torch.zeros_like(x).scatter_add(1, torch.zeros(2, 4).long(), x), f"{NO_RULE}|any size"),
+    "scatter": (lambda s, x: torch.zeros_like(x).scatter_add(1, torch.zeros(2, 4).long(), x), "row per sample"),
     "pieces that overlap": (lambda s, x: torch.cat(torch.tensor_split(x, [3, 1], dim=1), 1), "do not overlap"),
     "pieces from the end": (lambda s, x: torch.cat(x.tensor_split((-1, 2), 1), 1), "do not overlap"),
     # What torch.fx does not see.

@@ -52,8 +52,6 @@ REFUSED = {
     "first sample": (lambda s, x: x - x[0], "batch"),
     "flip of the batch": (lambda s, x: x.flip(0), "mixes samples"),
     "shift of the batch": (lambda s, x: F.pad(x, (0, 0, 1, -1)), "batch"),
-    "view that mixes": (lambda s, x: x.view(-1, 2).relu().view(-1, 4), "row per sample"),
-    "transposition": (lambda s, x: (x.t() + 1).t(), "Tensor.t|batch"),
     "number that is the batch": (lambda s, x: x * x.shape[0], "size of the batch"),
     "cat along the batch": (lambda s, x: torch.cat((x, x), 0)[: x.size(0)], "torch.cat.*batch"),
     "softmax over the batch": (lambda s, x: torch.softmax(x, 0), "mixes samples"),

@@ -8,7 +8,7 @@ for the values of that batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,6 +33,10 @@ class Calls(TorchFunctionMode):
 
     What Python computes from the size of the batch, compares with it or looks up by it counts as a call.
 
+    Args:
+        x: the input.
+        axes: for each call, the dimension of the batch in each tensor of its result; without it, every size may be its.
+
     >>> x = torch.ones(2)
     >>> with Calls(x) as calls:
     ...     _ = (torch.zeros(2) + 1) * x
@@ -40,16 +44,19 @@ class Calls(TorchFunctionMode):
     ['mul']
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, axes: Sequence[Sequence[int | None]] | None = None) -> None:
         super().__init__()
         self.made: list[tuple[Any, ...]] = []
+        self.shapes: list[list[tuple[int, ...]]] = []
+        self._axes = axes or ()
         self._inside = 0
         self._size = type("int", (int,), {name: self._recorder(name) for name in _OPERATORS})
         # torch.Size writes its numbers itself.
         words = {f"__{name}__": self._recorder(f"__{name}__", tuple) for name in ("repr", "format", "hash")}
         self._shape = type("Size", (tuple,), {"numel": lambda sizes: math.prod(sizes), **words})
+        # The dimension of the batch in each tensor that moves; -1 if it may be any.
         self._moving = WeakIdKeyDictionary()
-        self._moving[x] = True
+        self._moving[x] = -1 if axes is None else 0
 
     @contextmanager
     def leaves(self, root: nn.Module) -> Iterator[None]:
@@ -63,8 +70,16 @@ class Calls(TorchFunctionMode):
     def _step(self, module: nn.Module, value: Any, into: int) -> None:
         self._inside += into > 0  # sizes are plain numbers inside
         if self._inside == 1:
-            self.made.append((type(module).__name__, self._summary(value)))
+            self._make((type(module).__name__, self._summary(value)), value, into < 0)
         self._inside -= into < 0
+
+    def _make(self, call: tuple[Any, ...], value: Any, result: bool = True) -> None:
+        known = self._axes[len(self.made)] if len(self.made) < len(self._axes) else ()
+        self.made.append(call)
+        self.shapes.append([tuple(t.shape) for t in tensors(value)])
+        for t, axis in zip(tensors(value), known, strict=False):
+            if result and t in self._moving:
+                self._moving[t] = axis
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,11 +96,12 @@ class Calls(TorchFunctionMode):
         result = func(*args, **kwargs)
         changed = [t for t, version in before if t._version != version]
         for t in (*tensors(result), *changed):
-            self._moving[t] = True
+            self._moving.setdefault(t, -1)
         if what is not None:
-            self.made.append((*what, self._summary(result)))
+            self._make((*what, self._summary(result)), result)
         if recorded and name in _SIZES:
-            sizes = [self._size(n) if i == 0 else n for i, n in enumerate(args[0].shape)]
+            axis = self._moving[args[0]]
+            sizes = [self._size(n) if axis in (i, -1) else n for i, n in enumerate(args[0].shape)]
             if isinstance(result, torch.Size):
                 return self._shape(sizes)
             return sizes[(*args[1:], *kwargs.values())[0]] if name == "size" else self._size(result)

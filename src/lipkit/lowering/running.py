@@ -33,7 +33,7 @@ from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.linalg.transforms import normalisations
 from lipkit.lowering.recording import Calls, difference, tensors
-from lipkit.lowering.tracing import VALUES, Path, Root, dependence, evaluate, flat, trace
+from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Path, Root, batch_axis, dependence, evaluate, flat, trace
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 
 # In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
@@ -157,8 +157,7 @@ def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor
     return x.to(like.dtype)
 
 
-# The graph runs for two of them, the network itself for all.
-BATCHES = (2, 3)
+# The graph runs for `BATCHES`, the network itself for all of these.
 SAMPLES = (1, 2, 3, 8, 65)
 # Numbers in the inputs of the last run; larger ones leave it out.
 LARGEST = 2**14
@@ -175,11 +174,49 @@ VARIES = Varies()
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Shape of a tensor that changes with the input: of one sample, or None where samples are not kept apart; dtype."""
+class Rows(Varies):
+    """A constant that is repeated for each sample along dimension ``axis``: one ``row``, of size 1 there."""
 
-    sample: tuple[int, ...] | None
+    row: Tensor
+    axis: int
+
+
+class Placed:
+    """A tensor that changes with the input, of sizes (*before, B inner, *after), B the size of the batch.
+
+    Attributes:
+        shape: of one sample, (*before, inner, *after), or (*before, *after) where ``inner`` is 1.
+        axis: the dimension of the batch; -1 where samples are not kept apart, as in ``shape`` then.
+        inner: how many numbers of each sample are merged with the batch.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    inner: int
+
+    @property
+    def first(self) -> bool:
+        """True if the batch is the first dimension, by itself."""
+        return (self.axis, self.inner) == (0, 1)
+
+    @property
+    def rank(self) -> int:
+        """Dimensions, the batch included."""
+        return len(self.shape) + (self.inner == 1)
+
+    def plain(self, dim: int) -> int:
+        """The place of a dimension among those of the value whose batch comes first."""
+        return dim + 1 if dim < self.axis or self.inner > 1 else dim
+
+
+@dataclass(frozen=True)
+class Sizes(Placed):
+    """What is observed of a tensor that changes with the input."""
+
+    shape: tuple[int, ...]
     dtype: torch.dtype
+    axis: int = -1
+    inner: int = 1
 
 
 @dataclass(frozen=True)
@@ -192,12 +229,14 @@ class Observed:
         how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
         calls: of the second run (`lipkit.lowering.recording`).
+        axes: for each of these calls, the dimension of the batch in each tensor of its result, if it has one.
     """
 
     values: dict[fx.Node, Any]
     how: dict[fx.Node, str]
     outputs: tuple[Any, Any]
     calls: list[tuple[Any, ...]]
+    axes: list[list[int | None]]
 
 
 def _changes_state(name: str, root: nn.Module) -> NoRuleError:
@@ -248,7 +287,9 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
             "analyze: expected a forward pass without control flow on values or on the size of the batch, got a "
             "condition on a tensor that in-place calls fill with them"
         )
-    return Observed(values, how, (runs[0].output, runs[1].output), runs[1].calls.made)
+    shapes = zip(runs[0].calls.shapes, runs[1].calls.shapes, strict=False)
+    axes = [[(batch_axis(*both) or (None,))[0] for both in zip(*made, strict=False)] for made in shapes]
+    return Observed(values, how, (runs[0].output, runs[1].output), runs[1].calls.made, axes)
 
 
 def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
@@ -323,12 +364,19 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
     """The summaries of two runs as one."""
     if how == VALUES:
         if isinstance(a, Sizes) and isinstance(b, Sizes):
-            m, n = a.sample, b.sample
-            kept = m and n and (m[0], n[0]) == BATCHES and m[1:] == n[1:] and a.dtype == b.dtype
-            return Sizes(m[1:] if m and kept else None, a.dtype)
+            found = batch_axis(a.shape, b.shape) if a.dtype == b.dtype else None
+            if found is None:
+                return a
+            axis, inner = found
+            merged = (inner,) if inner > 1 else ()
+            return Sizes((*a.shape[:axis], *merged, *a.shape[axis + 1 :]), a.dtype, axis, inner)
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             return tuple(_merged(how, x, y) for x, y in zip(a, b, strict=True))
         return str(a)
+    if how == ROWS and isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
+        axis, inner = batch_axis(a.shape, b.shape) or (0, 0)
+        if inner == 1 and all(_equal(t, a.narrow(axis, 0, 1).expand_as(t)) for t in (a, b)):
+            return Rows(a.narrow(axis, 0, 1), axis)
     if how:
         return VARIES
     return a if _equal(_contents(a, {}), _contents(b, {})) else VARIES
@@ -352,7 +400,7 @@ def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | No
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
     with Path(root) as symbolic:
-        graph = trace(root, sample(root, input_shape, BATCHES[0]))
+        graph = trace(root, (sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])))
     return graph, direct.other(symbolic)
 
 
@@ -376,11 +424,11 @@ def check_outputs(
     more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])
     sizes = [n for n in SAMPLES if n < SAMPLES[-1] or n * math.prod(input_shape) <= LARGEST]
     before = _random_states()
-    inference = _recorded(root, x, torch.inference_mode())
+    inference = _recorded(root, x, torch.inference_mode(), observed)
     kept = _kept(root)
-    derivatives = _recorded(root, x, torch.enable_grad())
+    derivatives = _recorded(root, x, torch.enable_grad(), observed)
     batches: dict[int, Any] = {n: _alone(root, more[:n]) for n in sizes if n != len(x)}
-    direct, calls = _recorded(root, x, torch.no_grad()) or (None, [])
+    direct, calls = _recorded(root, x, torch.no_grad(), observed) or (None, [])
     batches[len(x)] = direct
     if before != _random_states():
         raise NoRuleError(
@@ -412,7 +460,7 @@ def check_outputs(
                 f"analyze: expected the same output {name}, got a forward pass that asks torch.is_grad_enabled() or "
                 "torch.is_inference_mode_enabled(), or whether a tensor requires a gradient"
             )
-    evaluated = _recorded(copy.deepcopy(root).eval(), x, torch.no_grad()) if _hint(root) else None
+    evaluated = _recorded(copy.deepcopy(root).eval(), x, torch.no_grad(), observed) if _hint(root) else None
     if evaluated and difference(calls, evaluated[1]):
         raise NoRuleError(f"analyze: expected the function of evaluation mode, got another one{_hint(root)}")
     if other_way:
@@ -462,7 +510,9 @@ def _alone(root: Root, x: Tensor) -> Tensor:
         ) from error
 
 
-def _recorded(root: Root, x: Tensor, mode: AbstractContextManager[Any]) -> tuple[Any, list[tuple[Any, ...]]] | None:
+def _recorded(
+    root: Root, x: Tensor, mode: AbstractContextManager[Any], observed: Observed
+) -> tuple[Any, list[tuple[Any, ...]]] | None:
     """Output and calls of the network in a mode of torch; None where it forbids some, as in-place ones."""
     try:
         with mode, warnings.catch_warnings():
@@ -470,7 +520,7 @@ def _recorded(root: Root, x: Tensor, mode: AbstractContextManager[Any]) -> tuple
             for p in root.parameters():
                 p.requires_grad_(torch.is_grad_enabled() and p.is_floating_point())
             given = x.clone().requires_grad_(torch.is_grad_enabled()).clone()
-            calls = Calls(given)
+            calls = Calls(given, observed.axes)
             with calls.leaves(root), calls:
                 return root(given), list(calls.made)
     except RuntimeError:

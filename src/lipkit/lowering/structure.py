@@ -9,6 +9,7 @@ name.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_tensors
-from lipkit.lowering.running import BATCHES, check_outputs, close, constant_copy, observe, sample, traced
-from lipkit.lowering.tracing import Root, fetch
+from lipkit.lowering.running import check_outputs, close, constant_copy, observe, sample, traced
+from lipkit.lowering.tracing import BATCHES, Root, fetch
 from lipkit.lowering.visiting import FunctionCall, Operand, Walk, called
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
@@ -248,15 +249,7 @@ def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
     return value
 
 
-@plain(torch.transpose, torch.swapaxes, "transpose", "swapaxes")
-def _transpose(call: Build, x: Operand, dim0: int, dim1: int) -> int:
-    first, second = call.dims(call.operand(x), (dim0, dim1))
-    order = list(range(1, x.ndim))
-    order[first - 1], order[second - 1] = second, first
-    return call.add(Permute(*order), call.same_format(x))
-
-
-@plain(torch.permute, "permute")
+@plain("permute")
 def _permute(call: Build, x: Operand, *dims: Any) -> int:
     return call.add(Permute(*call.order(call.operand(x), dims)[1:]), call.same_format(x))
 
@@ -352,7 +345,7 @@ def _neg(call: Build, x: Operand) -> int:
     return call.elementwise(x, scale=-1 - call.like)
 
 
-@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm")
+@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm")
 def _matmul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
         if x.ndim < 3 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
@@ -379,8 +372,26 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
 
 @plain(torch.cat, torch.concat, torch.concatenate)
 def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
-    (at,) = call.dims(call.operand(tensors[0]), dim)
-    return call.add(Concatenate(at), *map(call.operand, tensors))
+    moving = [t for t in tensors if isinstance(t, Operand)]
+    (at,) = call.dims(moving[0], dim)
+    if len(moving) == len(tensors):
+        return call.add(Concatenate(at), *moving)
+    # Constants beside moving values: zeros around these, shifted.
+    shift, begin, sizes = torch.zeros(call.shape).to(call.like), 0, [t.shape[at - 1] for t in tensors]
+    padded: list[tuple[Operand, int, int]] = []
+    for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if isinstance(t, Operand):
+            behind = itertools.takewhile(lambda k: not isinstance(tensors[k], Operand), range(i + 1, len(tensors)))
+            padded.append((t, 0 if padded else begin, sum(sizes[k] for k in behind)))
+        elif len(t.shape) == len(call.shape):
+            shift.narrow(at - 1, begin, size).copy_(call.number(t, "tensor"))
+        else:
+            raise call.refuse(f"expected tensors of {len(call.shape)} dimensions for each sample, got {tuple(t.shape)}")
+        begin += size
+    rest = (0, 0) * (len(call.shape) - at)
+    values = [call.add(Pad(*rest, *ends), t) if any(ends) else t.form for t, *ends in padded]
+    joined = values[0] if len(values) == 1 else call.then(Concatenate(at), *values)
+    return call.elementwise(Operand(joined, call.shape, call.dtypes[0]), shift=shift)
 
 
 @plain(torch.stack)

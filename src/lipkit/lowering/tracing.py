@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.modules.network import Network
 from lipkit.modules.registry import _LIPSCHITZ
 
+# Sizes of the batches that a graph is traced and run for: where a tensor's sizes differ, there is its batch.
+BATCHES = (2, 3)
 # What a tensor tells without its values.
 METADATA = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")
 METADATA_METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device")
@@ -75,7 +78,7 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
             found[node] = SIZE if node.target == "size" else ROWS if like else BATCH
     else:
         made = [how for how in hows if how in (SIZE, BATCH)]
-        filled = node.target in _FILLED and made == [SIZE] and hows[node.op == "call_method"] == SIZE
+        filled = node.target in _FILLED and made == [SIZE]
         found[node] = ROWS if filled else BATCH
 
 
@@ -181,8 +184,20 @@ def _foreign(name: str) -> bool:
     return name.partition(".")[0] in ("builtins", "torch", "lipkit")
 
 
-def trace(root: Root, x: Tensor) -> fx.Graph:
-    """The graph of ``root`` for inputs of the shape of the sample batch ``x``.
+def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | None:
+    """The dimension of the batch, from the sizes for both of `BATCHES`, and what is merged with it; None without one.
+
+    >>> batch_axis((4, 2), (4, 3)), batch_axis((10, 4), (15, 4)), batch_axis((2, 4), (2, 4)), batch_axis((2, 2), (3, 3))
+    ((1, 1), (0, 5), None, None)
+    """
+    found = [i for i, (m, n) in enumerate(zip(few, many, strict=False)) if m != n]
+    if len(few) != len(many) or len(found) != 1 or few[found[0]] * BATCHES[1] != many[found[0]] * BATCHES[0]:
+        return None
+    return found[0], few[found[0]] // BATCHES[0]
+
+
+def trace(root: Root, x: tuple[Tensor, Tensor]) -> fx.Graph:
+    """The graph of ``root`` for inputs of the shape of the sample batches ``x``, of both of `BATCHES`.
 
     Every node has the path of the module that made it in ``meta["where"]``.
 
@@ -223,6 +238,8 @@ class _Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         if name == "shape":
             return self.size()
+        if name in ("T", "mT"):
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         shape = self._shape() if name == "ndim" else None
         return super().__getattr__(name) if shape is None else len(shape)
 
@@ -242,7 +259,7 @@ class _Proxy(fx.Proxy):
             return super().__getattr__("size")(*(() if dim is None else (dim,)))
         if dim is None:
             return tuple(self.size(d) for d in range(value.ndim))
-        if dim % max(value.ndim, 1) and self._shape() is not None:
+        if self._shape() is not None and self.tracer.is_fixed(self.node, dim):
             return value.shape[dim]
         return self.tracer.create_proxy("call_method", "size", (self, dim), {})
 
@@ -265,10 +282,10 @@ for _name in ("iadd", "isub", "imul", "itruediv"):
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: tuple[Tensor, Tensor]) -> None:
         super().__init__()
         self._x = x
-        self._values: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, tuple[Any, Any]] = {}
         self._static: set[fx.Node] = set()
         self.how: dict[fx.Node, str] = {}
         self.refusal: fx.proxy.TraceError | None = None
@@ -280,12 +297,24 @@ class _Tracer(fx.Tracer):
         self.refusal = fx.proxy.TraceError(why)
         raise self.refusal
 
-    def value(self, node: fx.Node) -> Any:
-        """The value of a node for the sample batch."""
+    def value(self, node: fx.Node, batch: int = 0) -> Any:
+        """The value of a node for one of the sample batches."""
         if node not in self._values:
             assert node.op == "get_attr"
-            self._values[node] = self._computed(lambda: fetch(self.root, str(node.target)))
-        return self._values[node]
+            self._values[node] = (self._computed(lambda: fetch(self.root, str(node.target))),) * 2
+        return self._values[node][batch]
+
+    def is_fixed(self, node: fx.Node, dim: int) -> bool:
+        """True if this size of a tensor is the same for every batch."""
+        few, many = (self.value(node, batch) for batch in (0, 1))
+        if node not in self.how:
+            return bool(dim % max(few.ndim, 1))
+        found = batch_axis(few.shape, many.shape) if isinstance(many, Tensor) else None
+        return found is not None and dim % few.ndim != found[0]
+
+    def _evaluated(self, node: fx.Node, batch: int) -> Any:
+        given = fx.node.map_arg((node.args, node.kwargs), lambda n: self.value(n, batch))
+        return self._computed(lambda: evaluate(self.root, node, given[0], given[1]))
 
     def _computed(self, call: Callable[[], Any]) -> Any:
         self._evaluating = True
@@ -310,10 +339,14 @@ class _Tracer(fx.Tracer):
         if node.op == "get_attr" or named_static or (inputs and all(n in self._static for n in inputs)):
             self._static.add(node)
         if node.op == "placeholder":
-            self._values[node] = self._x.clone()
+            self._values[node] = (self._x[0].clone(), self._x[1].clone())
         elif node.op != "output":
-            given = fx.node.map_arg((node.args, node.kwargs), self.value)
-            self._values[node] = self._computed(lambda: evaluate(self.root, node, given[0], given[1]))
+            found, more, watch = self._evaluated(node, 0), None, sys.gettrace()
+            sys.settrace(None)  # a `Path` goes through the network once
+            with suppress(Exception):  # what fails for another batch is refused when the graph runs
+                more = self._evaluated(node, 1)
+            sys.settrace(watch)
+            self._values[node] = found, more
         return proxy
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
-from lipkit.lowering.running import VARIES, Observed, Sizes, Varies
+from lipkit.lowering.axes import MIXED, batch_first, last_dimensions
+from lipkit.lowering.running import Observed, Placed, Sizes, Varies
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.registry import Shape, what_is_missing
@@ -28,22 +29,25 @@ FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class Operand(Placed):
     """A tensor that changes with the network's input.
 
     Attributes:
         form: what the walk knows of it: its bound (`lipkit.modules.forms.Form`), or its number in a network.
         shape: of one sample.
         dtype: its format.
+        axis, inner: where its batch stands in the forward pass; rules see the value whose batch comes first.
     """
 
     form: Any
     shape: Shape
     dtype: torch.dtype
+    axis: int = 0
+    inner: int = 1
 
     @property
     def ndim(self) -> int:
-        """Dimensions, the batch included."""
+        """Dimensions of the value whose batch comes first."""
         return len(self.shape) + 1
 
 
@@ -112,7 +116,7 @@ class FunctionCall:
         """``x`` if it is the same for every input and batch; refuses anything else."""
         if any(isinstance(v, Operand) for v in flat(x)):
             raise self.refuse(f"expected a constant {name}, got a tensor that depends on the input")
-        if any(v is VARIES for v in flat(x)):
+        if any(isinstance(v, Varies) for v in flat(x)):
             raise self.refuse(f"expected a constant {name}, got one that depends on the size of the batch")
         return x
 
@@ -172,6 +176,7 @@ class Walk:
     def __init__(self, root: Root, graph: fx.Graph, observed: Observed) -> None:
         self.root, self.graph, self.values, self.how = root, graph, observed.values, observed.how
         self.known: dict[fx.Node, Any] = {}
+        self._given: dict[fx.Node, tuple[Any, Any]] = {}
 
     def source(self) -> Any:
         """Knowledge of the network's input."""
@@ -199,20 +204,23 @@ class Walk:
             output = self.known[last] if isinstance(last, fx.Node) else last
             if not isinstance(output, (Operand, Tensor, Varies)):
                 raise NoRuleError(f"analyze: expected one output tensor, got {type(output).__name__}")
+        if isinstance(output, Operand) and not output.first:
+            raise NoRuleError(f"analyze: {self.what(last)}: {MIXED}, or puts another dimension first")
         return output if isinstance(output, Operand) else None
 
     def _visit(self, node: fx.Node) -> Any:
         value = self.values[node]
         if node.op == "placeholder":
             self._format = value.dtype
-            return Operand(self.source(), self._sample_shape(node, value), value.dtype)
+            return Operand(self.source(), self._sizes(node, value).shape, value.dtype)
         if not isinstance(value, (Sizes, str)) and not _has_sizes(value):
             return value
         if isinstance(value, str):
             raise NoRuleError(
                 f"analyze: {self.what(node)}: expected a tensor, got {value}, which depends on the values of the input"
             )
-        self._refuse_batch(node)
+        values = value if isinstance(value, tuple) else (value,)
+        self._refuse_batch(node, getattr(values[0], "axis", -1))
         given: list[Any] = [self.known[a] if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
         if node.op == "call_module":
             module = fetch(self.root, str(node.target))
@@ -223,27 +231,58 @@ class Walk:
                 raise NoRuleError(f"analyze: {self.what(node)}: expected a module from one tensor to one, got {got}")
             if not given[0].shape and type(module) not in ACTIVATIONS:
                 raise NoRuleError(f"analyze: {self.what(node)}: expected samples with dimensions, got numbers (N,)")
-        values = value if isinstance(value, tuple) else (value,)
-        shapes = tuple(self._sample_shape(node, v) for v in values)
+            self._check_place(node, module, given[0], value)
+        places = [self._sizes(node, v) for v in values]
+        shapes = tuple(v.shape for v in places)
         dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
-        found = self.module(node, given[0]) if node.op == "call_module" else self.function(node, shapes, dtypes)
+        if node.op == "call_module":
+            found = self.module(node, given[0])
+        else:
+            found = self.function(self._batch_first(node, places), shapes, dtypes)
         if isinstance(value, tuple):
-            return tuple(Operand(*known) for known in zip(found, shapes, dtypes, strict=True))
-        return Operand(found, shapes[0], dtypes[0])
+            return tuple(Operand(f, v.shape, v.dtype, v.axis, v.inner) for f, v in zip(found, places, strict=True))
+        return Operand(found, shapes[0], dtypes[0], places[0].axis, places[0].inner)
 
-    def _refuse_batch(self, node: fx.Node) -> None:
-        """Refuse what is made from the size of the batch, unless it is the first size of a result."""
+    def _batch_first(self, node: fx.Node, places: list[Sizes]) -> fx.Node:
+        """A node for the call of values whose batch comes first."""
+        before = (node.target, *self.arguments(node))
+        target, *given = batch_first(self.what(node), *before, tuple(places))
+        if target is node.target and given[0] is before[1]:
+            return node
+        op = "call_method" if isinstance(target, str) else "call_function"
+        made = fx.Graph().create_node(op, target, name=node.name)
+        made.meta = node.meta
+        self._given[made] = (given[0], given[1])
+        return made
+
+    def _check_place(self, node: fx.Node, module: Any, x: Operand, y: Sizes) -> None:
+        """Refuse a module to which the place of the batch matters, unless it is first."""
+        used, y = last_dimensions(module), self._sizes(node, y)
+        alike = (x.rank, x.axis, x.inner) == (y.rank, y.axis, y.inner)
+        if not (x.first and y.first) and (used is None or not alike or x.axis + used >= x.rank):
+            raise NoRuleError(
+                f"analyze: {self.what(node)}: expected the batch as the first dimension of samples that are kept apart, "
+                f"got it as dimension {x.axis} of the input and {y.axis} of the output"
+                f"{', merged with another' if x.inner > 1 or y.inner > 1 else ''}"
+            )
+
+    def _refuse_batch(self, node: fx.Node, axis: int) -> None:
+        """Refuse what is made from the size of the batch, unless it is that size of a result."""
         made = [n for n in node.all_input_nodes if self.how.get(n) in (SIZE, BATCH)]
         _, *sizes = flat((node.args, node.kwargs))
-        whole = made and (self.how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in sizes[1:]))
-        if made and not (whole and node.target in SHAPES and made == sizes[:1] and sizes.count(made[0]) == 1):
+        others = sizes[:axis] + sizes[axis + 1 :]
+        whole = made and (self.how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in others))
+        there = sizes[axis : axis + 1]
+        if made and not (whole and node.target in SHAPES and made == there and sizes.count(made[0]) == 1):
             raise NoRuleError(
                 f"analyze: {self.what(node)}: expected constant arguments, got {made[0].name!r}, made from the size of "
-                "the batch: that may only be the first size of a shape, as in x.view(x.shape[0], -1)"
+                "the batch: that may only be the size of the batch in a shape, as in x.view(x.shape[0], -1)"
             )
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, constants by their values."""
+        if node in self._given:
+            return self._given[node]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.known.__getitem__)
         return args, kwargs
 
@@ -273,13 +312,10 @@ class Walk:
             f"{self._format}, got {dtype}: {why}"
         )
 
-    def _sample_shape(self, node: fx.Node, value: Any) -> Shape:
-        if not isinstance(value, Sizes) or value.sample is None:
-            raise NoRuleError(
-                f"analyze: {self.what(node)}: expected a result with one row per sample, got one whose shape mixes "
-                "the batch with other dimensions"
-            )
-        return value.sample
+    def _sizes(self, node: fx.Node, value: Any) -> Sizes:
+        if not isinstance(value, Sizes) or value.axis < 0:
+            raise NoRuleError(f"analyze: {self.what(node)}: {MIXED}")
+        return value
 
 
 def _has_sizes(value: Any) -> bool:
