@@ -40,15 +40,8 @@ def _cast(call: Call, x: Operand, *format: Any, **options: Any) -> Form:
     return call.form(x)
 
 
-@function_rule(torch.transpose, torch.swapaxes, "transpose", "swapaxes")
-def _transpose(call: Call, x: Operand, dim0: int, dim1: int) -> Form:
-    call.dims(call.operand(x), (dim0, dim1))
-    return call.keep(x)
-
-
-@function_rule(torch.permute, "permute")
+@function_rule("permute")
 def _permute(call: Call, x: Operand, *dims: Any) -> Form:
-    call.order(call.operand(x), dims)
     return call.keep(x)
 
 
@@ -69,7 +62,6 @@ def _getitem(call: Call, x: Any, index: Any) -> Result:
     if isinstance(x, (tuple, list)):
         picked = x[call.constant(index, "index")]
         return tuple(call.keep(t) for t in picked) if isinstance(picked, (tuple, list)) else call.keep(picked)
-    call.index(call.operand(x), index)
     return call.keep(x)
 
 

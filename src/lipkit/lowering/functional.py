@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, NoRuleError
+from lipkit.lowering.axes import RULES, along, behind, viewed
 from lipkit.lowering.visiting import FunctionCall, Operand, function_name
 from lipkit.modules.activations import ACTIVATIONS
 
@@ -88,6 +89,7 @@ def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | s
 for _row in ACTIVATIONS.values():
     if _row.functions:
         _activation(_row.kind, *_row.functions)
+        RULES.update(dict.fromkeys(_row.functions, viewed))
 _activation(nn.PixelShuffle, F.pixel_shuffle)
 _activation(nn.PixelUnshuffle, F.pixel_unshuffle)
 _activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
@@ -249,6 +251,12 @@ def _group_norm(
     channels = call.operand(input).shape[0]
     module = nn.GroupNorm(call.constant(num_groups, "number"), channels, call.constant(eps, "eps"), device="meta")
     return with_tensors(call, module, weight=weight, bias=bias)
+
+
+RULES.update(dict.fromkeys((F.softmax, torch.softmax, "softmax"), along(1)))
+RULES.update(dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), viewed))
+RULES[F.linear] = behind(lambda *given: 1)
+RULES[F.layer_norm] = behind(lambda x, shape, *rest: len(shape))
 
 
 def with_tensors(call: FunctionCall, module: nn.Module, **tensors: Any) -> nn.Module:

@@ -181,42 +181,42 @@ class Rows(Varies):
     axis: int
 
 
-class Placed:
+@dataclass(frozen=True, eq=False)
+class Operand:
     """A tensor that changes with the input, of sizes (*before, B inner, *after), B the size of the batch.
 
     Attributes:
-        shape: of one sample, (*before, inner, *after), or (*before, *after) where ``inner`` is 1.
-        axis: the dimension of the batch; -1 where samples are not kept apart, as in ``shape`` then.
+        form: what a walk knows of it: its bound (`lipkit.modules.forms.Form`), or its number in a network.
+        shape: of one sample: (*before, inner, *after), or (*before, *after) where ``inner`` is 1.
+        dtype: its format.
+        axis: the dimension of the batch; -1 where samples are not kept apart, and in a single run.
         inner: how many numbers of each sample are merged with the batch.
     """
 
+    form: Any
     shape: tuple[int, ...]
-    axis: int
-    inner: int
+    dtype: torch.dtype
+    axis: int = 0
+    inner: int = 1
 
     @property
-    def first(self) -> bool:
-        """True if the batch is the first dimension, by itself."""
-        return (self.axis, self.inner) == (0, 1)
+    def ndim(self) -> int:
+        """Dimensions of the value whose batch comes first."""
+        return len(self.shape) + 1
 
     @property
     def rank(self) -> int:
-        """Dimensions, the batch included."""
+        """Dimensions where it is computed."""
         return len(self.shape) + (self.inner == 1)
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where its batch is; (0, 1, n) if it comes first, alone."""
+        return self.axis, self.inner, self.rank
+
     def plain(self, dim: int) -> int:
-        """The place of a dimension among those of the value whose batch comes first."""
+        """The place of a dimension in the value whose batch comes first."""
         return dim + 1 if dim < self.axis or self.inner > 1 else dim
-
-
-@dataclass(frozen=True)
-class Sizes(Placed):
-    """What is observed of a tensor that changes with the input."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    axis: int = -1
-    inner: int = 1
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ class Observed:
     """Values and outputs of a graph, as both runs agree on them.
 
     Attributes:
-        values: for nodes that change with the input :class:`Sizes`, a tuple of them, or another type's name; for
-            the others their value, or :data:`VARIES`.
+        values: for nodes that change with the input an :class:`Operand` without a form, a tuple of them, or another
+            type's name; for the others their value, :class:`Rows` or :data:`VARIES`.
         how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
         calls: of the second run (`lipkit.lowering.recording`).
@@ -354,7 +354,7 @@ def _summary(value: Any, dependent: bool) -> Any:
     if not dependent:
         return value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor):
-        return Sizes(tuple(value.shape), value.dtype)
+        return Operand(None, tuple(value.shape), value.dtype, -1)
     if isinstance(value, (tuple, list)):
         return [_summary(item, dependent) for item in value]
     return type(value).__name__
@@ -363,13 +363,11 @@ def _summary(value: Any, dependent: bool) -> Any:
 def _merged(how: str | None, a: Any, b: Any) -> Any:
     """The summaries of two runs as one."""
     if how == VALUES:
-        if isinstance(a, Sizes) and isinstance(b, Sizes):
-            found = batch_axis(a.shape, b.shape) if a.dtype == b.dtype else None
-            if found is None:
-                return a
-            axis, inner = found
-            merged = (inner,) if inner > 1 else ()
-            return Sizes((*a.shape[:axis], *merged, *a.shape[axis + 1 :]), a.dtype, axis, inner)
+        if isinstance(a, Operand) and isinstance(b, Operand):
+            axis, inner = batch_axis(a.shape, b.shape) or (-1, 1)
+            merged = [inner] if inner > 1 else []
+            shape = a.shape if axis < 0 else (*a.shape[:axis], *merged, *a.shape[axis + 1 :])
+            return Operand(None, shape, a.dtype, axis if a.dtype == b.dtype else -1, inner)
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             return tuple(_merged(how, x, y) for x, y in zip(a, b, strict=True))
         return str(a)
@@ -593,7 +591,7 @@ def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> 
     except Exception:  # the calls are the user's and may raise anything
         return False
     summaries = flat([run.values.get(n) for n, how in dependence(graph).items() if how == VALUES])
-    return all(s.dtype == torch.float64 for s in summaries if isinstance(s, Sizes))
+    return all(s.dtype == torch.float64 for s in summaries if isinstance(s, Operand))
 
 
 def close(a: Tensor, b: Tensor) -> bool:

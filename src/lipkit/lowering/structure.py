@@ -9,7 +9,6 @@ name.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.lowering.axes import RULES, Call, Placing, along, behind, joined, multiplied, viewed
 from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_tensors
 from lipkit.lowering.running import check_outputs, close, constant_copy, observe, sample, traced
 from lipkit.lowering.tracing import BATCHES, Root, fetch
@@ -212,11 +212,14 @@ class Build(FunctionCall):
         return self.add(Piece(dim, entries.start, entries.stop, entries.step), x)
 
 
-def plain(*targets: Callable[..., Any] | str) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
-    """Register a rule of `PLAIN`."""
+def plain(
+    *targets: Callable[..., Any] | str, place: Callable[[Placing], Call] | None = None
+) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """Register a rule of `PLAIN`, and the one that finds the batch, without which it is first."""
 
     def put(rule: Callable[..., Value]) -> Callable[..., Value]:
         PLAIN.update(dict.fromkeys(targets, rule))
+        RULES.update(dict.fromkeys(targets, place) if place else {})
         return rule
 
     return put
@@ -229,6 +232,7 @@ def plain(*targets: Callable[..., Any] | str) -> Callable[[Callable[..., Value]]
     *(torch.flatten, torch.reshape, torch.clone, torch.squeeze, torch.unsqueeze, torch.detach, operator.pos),
     *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "squeeze", "unsqueeze", "detach"),
     *("view_as", "reshape_as"),
+    place=viewed,
 )
 def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
     before = call.same_format(x).shape
@@ -237,13 +241,13 @@ def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
     return call.reshaped(x.form, before, call.shape)
 
 
-@plain("expand", "expand_as", torch.broadcast_to)
+@plain("expand", "expand_as", torch.broadcast_to, place=joined)
 def _expand(call: Build, x: Operand, *sizes: Any) -> int:
     value: int = call.broadcast(call.same_format(x)).form
     return value
 
 
-@plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu")
+@plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)
 def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
     value: int = call.operand(x).form
     return value
@@ -251,10 +255,10 @@ def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
 
 @plain("permute")
 def _permute(call: Build, x: Operand, *dims: Any) -> int:
-    return call.add(Permute(*call.order(call.operand(x), dims)[1:]), call.same_format(x))
+    return call.add(Permute(*dims[1:]), call.same_format(x))
 
 
-@plain(torch.roll, "roll")
+@plain(torch.roll, "roll", place=along(2, "dims"))
 def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
     value = call.same_format(x).form
     shifts = [shifts] if isinstance(shifts, int) else list(call.constant(shifts, "shift"))
@@ -270,7 +274,7 @@ def _getitem(call: Build, x: Any, index: Any) -> Value:
         return tuple(call.operand(t).form for t in picked) if isinstance(picked, (tuple, list)) else picked.form
     operand, dim = call.same_format(x), 0
     shape = list(operand.shape)
-    for item in call.index(operand, index):
+    for item in index[1:]:
         if item is None:
             continue
         dim += 1
@@ -282,7 +286,6 @@ def _getitem(call: Build, x: Any, index: Any) -> Value:
     return call.reshaped(operand.form, operand.shape, call.shape)
 
 
-@plain(torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", torch.unbind, "unbind")
 def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Value:
     # The last argument is the dimension where there are as many as can be, the sizes of the pieces say the rest.
     single = "unbind" in call.name
@@ -300,7 +303,11 @@ def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Valu
     return tuple(values)
 
 
-@plain(F.pad)
+plain(torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", place=along(2, default=0))(_split)
+plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
+
+
+@plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
 def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
     sizes = call.constant(pad, "padding")
     if mode != "constant" or call.constant(value, "value") not in (None, 0) or len(sizes) // 2 >= call.operand(x).ndim:
@@ -314,6 +321,7 @@ def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any =
 @plain(
     *(operator.add, operator.sub, operator.iadd, operator.isub),
     *(torch.add, torch.sub, torch.subtract, "add", "add_", "sub", "sub_"),
+    place=joined,
 )
 def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     sign = -1 if "sub" in call.name else 1
@@ -327,7 +335,7 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     return call.elementwise(y, scale=sign * weight, shift=call.number(x, "term"))
 
 
-@plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_")
+@plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", place=joined)
 def _mul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
         return call.add(call.named(Product()), call.broadcast(x), call.broadcast(y))
@@ -335,17 +343,17 @@ def _mul(call: Build, x: Any, y: Any) -> int:
     return call.elementwise(moving, scale=call.number(constant, "factor"))
 
 
-@plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_")
+@plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> int:
     return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
 
 
-@plain(operator.neg, torch.neg, "neg", "neg_")
+@plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)
 def _neg(call: Build, x: Operand) -> int:
     return call.elementwise(x, scale=-1 - call.like)
 
 
-@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm")
+@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm", place=multiplied)
 def _matmul(call: Build, x: Any, y: Any) -> int:
     if isinstance(x, Operand) and isinstance(y, Operand):
         if x.ndim < 3 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
@@ -370,28 +378,22 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
 # Several values beside each other, and reductions.
 
 
-@plain(torch.cat, torch.concat, torch.concatenate)
+@plain(torch.cat, torch.concat, torch.concatenate, place=along(1, default=0))
 def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     moving = [t for t in tensors if isinstance(t, Operand)]
     (at,) = call.dims(moving[0], dim)
     if len(moving) == len(tensors):
         return call.add(Concatenate(at), *moving)
-    # Constants beside moving values: zeros around these, shifted.
-    shift, begin, sizes = torch.zeros(call.shape).to(call.like), 0, [t.shape[at - 1] for t in tensors]
-    padded: list[tuple[Operand, int, int]] = []
-    for i, (t, size) in enumerate(zip(tensors, sizes, strict=True)):
-        if isinstance(t, Operand):
-            behind = itertools.takewhile(lambda k: not isinstance(tensors[k], Operand), range(i + 1, len(tensors)))
-            padded.append((t, 0 if padded else begin, sum(sizes[k] for k in behind)))
-        elif len(t.shape) == len(call.shape):
-            shift.narrow(at - 1, begin, size).copy_(call.number(t, "tensor"))
-        else:
-            raise call.refuse(f"expected tensors of {len(call.shape)} dimensions for each sample, got {tuple(t.shape)}")
-        begin += size
-    rest = (0, 0) * (len(call.shape) - at)
-    values = [call.add(Pad(*rest, *ends), t) if any(ends) else t.form for t, *ends in padded]
-    joined = values[0] if len(values) == 1 else call.then(Concatenate(at), *values)
-    return call.elementwise(Operand(joined, call.shape, call.dtypes[0]), shift=shift)
+    # Constants before and behind moving values: zeros around these, and a shift.
+    here = [isinstance(t, Operand) for t in tensors]
+    first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
+    if not all(here[first:stop]):
+        raise call.refuse("expected constants before or behind what depends on the input, got some in between")
+    joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].form
+    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))
+    numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
+    padded = Operand(call.then(Pad(*padding), joined), call.shape, call.dtypes[0])
+    return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
 
 
 @plain(torch.stack)
@@ -404,18 +406,18 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     return call.then(Concatenate(at), *values)
 
 
-@plain(torch.maximum, torch.fmax, "maximum", torch.max)
+@plain(torch.maximum, torch.fmax, "maximum", torch.max, place=joined)
 def _maximum(call: Build, x: Any, y: Any) -> int:
     return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
 
 
-@plain(torch.minimum, torch.fmin, "minimum", torch.min)
+@plain(torch.minimum, torch.fmin, "minimum", torch.min, place=joined)
 def _minimum(call: Build, x: Any, y: Any) -> int:
     minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]
     return call.then(Affine(-1 - call.like[None], call.like[None]), call.then(Maximum(), *minus))
 
 
-@plain(torch.mean, "mean", torch.sum, "sum")
+@plain(torch.mean, "mean", torch.sum, "sum", place=along(1))
 def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> int:
     dims = sorted(set(call.dims(call.operand(x), dim)))
     mean = call.add(Mean(*dims, keepdim=keepdim or not call.shape), x)
@@ -427,7 +429,7 @@ def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> in
     return call.then(Affine(call.like[None] + count, call.like[None]), mean)
 
 
-@plain(torch.clamp, torch.clip, "clamp", "clamp_", "clip")
+@plain(torch.clamp, torch.clip, "clamp", "clamp_", "clip", place=joined)
 def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     ends = [call.constant(end, "limit") for end in (min, max)]
     if ends == [0, None]:
@@ -438,7 +440,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     return call.add(nn.Hardtanh(low, high), call.broadcast(x))
 
 
-@plain(torch.clamp_min, "clamp_min", "clamp_min_")
+@plain(torch.clamp_min, "clamp_min", "clamp_min_", place=joined)
 def _clamp_min(call: Build, x: Operand, limit: Any) -> Value:
     return _clamp(call, x, limit)
 

@@ -7,7 +7,7 @@ they know of an operand.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
-from lipkit.lowering.axes import MIXED, batch_first, last_dimensions
-from lipkit.lowering.running import Observed, Placed, Sizes, Varies
+from lipkit.lowering.axes import MIXED, batch_first, keeps_place
+from lipkit.lowering.running import Observed, Operand, Varies
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.registry import Shape, what_is_missing
@@ -26,29 +26,6 @@ from lipkit.proof.roundoff import root
 SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
 # Formats that torch computes in; the narrower ones only store numbers.
 FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class Operand(Placed):
-    """A tensor that changes with the network's input.
-
-    Attributes:
-        form: what the walk knows of it: its bound (`lipkit.modules.forms.Form`), or its number in a network.
-        shape: of one sample.
-        dtype: its format.
-        axis, inner: where its batch stands in the forward pass; rules see the value whose batch comes first.
-    """
-
-    form: Any
-    shape: Shape
-    dtype: torch.dtype
-    axis: int = 0
-    inner: int = 1
-
-    @property
-    def ndim(self) -> int:
-        """Dimensions of the value whose batch comes first."""
-        return len(self.shape) + 1
 
 
 def function_name(target: Any) -> str:
@@ -130,27 +107,6 @@ class FunctionCall:
             raise self.refuse(f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples")
         return counted
 
-    def order(self, x: Operand, dims: tuple[Any, ...]) -> tuple[int, ...]:
-        """The arguments of ``permute``, which must leave the batch first."""
-        order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-        if not order or order[0] != 0:
-            raise self.refuse(f"expected an order that starts with the batch (dimension 0), got {order!r}")
-        return tuple(d % x.ndim for d in order)
-
-    def index(self, x: Operand, index: Any) -> list[Any]:
-        """The parts of an index of slices, whole numbers and None behind that of the batch, which it leaves whole."""
-        items = list(index) if isinstance(index, tuple) else [index]
-        self.constant(flat(items), "index")
-        plain = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items)
-        used = sum(type(item) in (int, slice) for item in items)
-        whole = items[0] == slice(None) or (items[0] is Ellipsis and used < x.ndim)
-        if not plain or not whole or items.count(Ellipsis) > 1:
-            raise self.refuse(f"expected slices and integers that leave the batch whole (x[:, ...]), got {index!r}")
-        if Ellipsis in items:
-            at = items.index(Ellipsis)
-            items[at : at + 1] = [slice(None)] * (x.ndim - used)
-        return items[1:]
-
     def repetition(self, x: Operand) -> float:
         """Constant of broadcasting ``x`` to the shape of the result: the root of the copies of each entry."""
         if len(x.shape) != len(self.shape):
@@ -204,7 +160,7 @@ class Walk:
             output = self.known[last] if isinstance(last, fx.Node) else last
             if not isinstance(output, (Operand, Tensor, Varies)):
                 raise NoRuleError(f"analyze: expected one output tensor, got {type(output).__name__}")
-        if isinstance(output, Operand) and not output.first:
+        if isinstance(output, Operand) and output.place[:2] != (0, 1):
             raise NoRuleError(f"analyze: {self.what(last)}: {MIXED}, or puts another dimension first")
         return output if isinstance(output, Operand) else None
 
@@ -212,8 +168,8 @@ class Walk:
         value = self.values[node]
         if node.op == "placeholder":
             self._format = value.dtype
-            return Operand(self.source(), self._sizes(node, value).shape, value.dtype)
-        if not isinstance(value, (Sizes, str)) and not _has_sizes(value):
+            return replace(self._kept_apart(node, value), form=self.source())
+        if not isinstance(value, (Operand, str)) and not _has_sizes(value):
             return value
         if isinstance(value, str):
             raise NoRuleError(
@@ -226,54 +182,41 @@ class Walk:
             module = fetch(self.root, str(node.target))
             if why := what_is_missing(module):
                 raise NoRuleError(f"analyze: {self.what(node)}: {why}")
-            if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Sizes):
+            if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Operand):
                 got = f"{len(given)} arguments" if len(given) != 1 else "a list, or several results"
                 raise NoRuleError(f"analyze: {self.what(node)}: expected a module from one tensor to one, got {got}")
             if not given[0].shape and type(module) not in ACTIVATIONS:
                 raise NoRuleError(f"analyze: {self.what(node)}: expected samples with dimensions, got numbers (N,)")
-            self._check_place(node, module, given[0], value)
-        places = [self._sizes(node, v) for v in values]
+            if not keeps_place(module, given[0], self._kept_apart(node, value)):
+                raise NoRuleError(f"analyze: {self.what(node)}: {MIXED}, or reads the batch elsewhere than first")
+        places = tuple(self._kept_apart(node, v) for v in values)
         shapes = tuple(v.shape for v in places)
-        dtypes = tuple(self._checked_dtype(node, v.dtype) for v in values)
+        dtypes = tuple(self._checked_dtype(node, v.dtype) for v in places)
         if node.op == "call_module":
-            found = self.module(node, given[0])
-        else:
-            found = self.function(self._batch_first(node, places), shapes, dtypes)
+            return replace(value, form=self.module(node, given[0]))
+        found = self.function(self._batch_first(node, places), shapes, dtypes)
         if isinstance(value, tuple):
-            return tuple(Operand(f, v.shape, v.dtype, v.axis, v.inner) for f, v in zip(found, places, strict=True))
-        return Operand(found, shapes[0], dtypes[0], places[0].axis, places[0].inner)
+            return tuple(replace(v, form=form) for v, form in zip(places, found, strict=True))
+        return replace(value, form=found)
 
-    def _batch_first(self, node: fx.Node, places: list[Sizes]) -> fx.Node:
+    def _batch_first(self, node: fx.Node, places: tuple[Operand, ...]) -> fx.Node:
         """A node for the call of values whose batch comes first."""
-        before = (node.target, *self.arguments(node))
-        target, *given = batch_first(self.what(node), *before, tuple(places))
-        if target is node.target and given[0] is before[1]:
+        call = (node.target, *self.arguments(node))
+        target, args, kwargs = batch_first(self.what(node), call, places)
+        if args is call[1]:
             return node
-        op = "call_method" if isinstance(target, str) else "call_function"
-        made = fx.Graph().create_node(op, target, name=node.name)
-        made.meta = node.meta
-        self._given[made] = (given[0], given[1])
+        made = fx.Graph().create_node("call_method" if isinstance(target, str) else "call_function", target)
+        made.meta, self._given[made] = node.meta, (args, kwargs)
         return made
-
-    def _check_place(self, node: fx.Node, module: Any, x: Operand, y: Sizes) -> None:
-        """Refuse a module to which the place of the batch matters, unless it is first."""
-        used, y = last_dimensions(module), self._sizes(node, y)
-        alike = (x.rank, x.axis, x.inner) == (y.rank, y.axis, y.inner)
-        if not (x.first and y.first) and (used is None or not alike or x.axis + used >= x.rank):
-            raise NoRuleError(
-                f"analyze: {self.what(node)}: expected the batch as the first dimension of samples that are kept apart, "
-                f"got it as dimension {x.axis} of the input and {y.axis} of the output"
-                f"{', merged with another' if x.inner > 1 or y.inner > 1 else ''}"
-            )
 
     def _refuse_batch(self, node: fx.Node, axis: int) -> None:
         """Refuse what is made from the size of the batch, unless it is that size of a result."""
         made = [n for n in node.all_input_nodes if self.how.get(n) in (SIZE, BATCH)]
         _, *sizes = flat((node.args, node.kwargs))
-        others = sizes[:axis] + sizes[axis + 1 :]
-        whole = made and (self.how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in others))
-        there = sizes[axis : axis + 1]
-        if made and not (whole and node.target in SHAPES and made == there and sizes.count(made[0]) == 1):
+        there = made and made == sizes[axis : axis + 1] and sizes.count(made[0]) == 1 and node.target in SHAPES
+        if made and not (
+            there and (self.how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in {*sizes} - {*made}))
+        ):
             raise NoRuleError(
                 f"analyze: {self.what(node)}: expected constant arguments, got {made[0].name!r}, made from the size of "
                 "the batch: that may only be the size of the batch in a shape, as in x.view(x.shape[0], -1)"
@@ -312,14 +255,14 @@ class Walk:
             f"{self._format}, got {dtype}: {why}"
         )
 
-    def _sizes(self, node: fx.Node, value: Any) -> Sizes:
-        if not isinstance(value, Sizes) or value.axis < 0:
+    def _kept_apart(self, node: fx.Node, value: Any) -> Operand:
+        if not isinstance(value, Operand) or value.axis < 0:
             raise NoRuleError(f"analyze: {self.what(node)}: {MIXED}")
         return value
 
 
 def _has_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and any(isinstance(v, (Sizes, str)) for v in value)
+    return isinstance(value, tuple) and any(isinstance(v, (Operand, str)) for v in value)
 
 
 def called(node: fx.Node) -> str:
