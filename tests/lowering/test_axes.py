@@ -1,0 +1,282 @@
+"""The batch anywhere among the dimensions: exported as it computes where samples stay apart, else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit import analyze, export, lipschitz
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.lowering.tracing import batch_axis
+
+M, V, I, G = (3, 4), (4,), (4, 4, 8), (5, 8)  # noqa: E741
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, f: Forward) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.f = f
+        self.w, self.cls = nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.empty(1, 1, 4))
+        self.a, self.qkv, self.layer = nn.Linear(4, 4), nn.Linear(8, 24), nn.LayerNorm(4, eps=0.5)
+        self.bias, self.mask = nn.Parameter(torch.empty(2, 4, 4)), nn.Parameter(torch.empty(4, 4, 4))
+        self.gelu, self.norm, self.soft, self.conv = nn.GELU(), nn.BatchNorm1d(4), nn.Softmax(-1), nn.Conv1d(4, 4, 1)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(self, x)
+
+
+def attention(s: Net, x: Tensor) -> Tensor:
+    """As timm writes it; of windows, too, whose batch is merged."""
+    n, length, width = x.shape
+    q, k, v = s.qkv(x).reshape(n, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    weights = q @ k.transpose(-2, -1) * (width // 2) ** -0.5
+    return (weights.softmax(-1) @ v).transpose(1, 2).reshape(n, length, width)
+
+
+def picked(s: Net, x: Tensor) -> Tensor:
+    n, length, width = x.shape
+    qkv = s.qkv(x).reshape(n, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv[0], qkv[1], qkv[2]
+    return ((0.5 * q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).reshape(n, length, width)
+
+
+def heads_in_the_batch(s: Net, x: Tensor) -> Tensor:
+    """As nn.MultiheadAttention computes: tokens first, heads merged with the batch."""
+    x = x.transpose(0, 1)
+    length, n, width = x.shape
+    q, k, v = (t.reshape(length, n * 2, width // 2).transpose(0, 1) for t in s.qkv(x).chunk(3, -1))
+    y = torch.bmm((0.5 * torch.bmm(q, k.mT)).softmax(-1), v)
+    return y.transpose(0, 1).reshape(length, n, width).transpose(0, 1)
+
+
+def windows(s: Net, x: Tensor) -> Tensor:
+    n, height, width, c = x.shape
+    y = x.roll((-1, -1), (1, 2))
+    y = y.view(n, height // 2, 2, width // 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
+    rows, length, _ = y.shape
+    q, k, v = s.qkv(y).reshape(rows, length, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    weights = 0.5 * q @ k.transpose(-2, -1) + s.bias.unsqueeze(0)
+    weights = weights.view(rows // 4, 4, 2, length, length) + s.mask.unsqueeze(1).unsqueeze(0)
+    y = (weights.view(-1, 2, length, length).softmax(-1) @ v).transpose(1, 2).reshape(rows, length, c)
+    y = y.view(n, height // 2, width // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(n, height, width, c)
+    return x + y.roll((1, 1), (1, 2))
+
+
+def tokens_first(s: Net, x: Tensor) -> Tensor:
+    x = x.permute(1, 0, 2)
+    _, n, width = x.shape
+    x = torch.cat((s.cls.expand(-1, n, -1), x))
+    x = s.layer(s.gelu(s.a(x)) + x) * s.w[:, None, :]
+    return x[0] + x[1:].mean(0) - x.reshape(2, 2, n, width).sum((0, 1))
+
+
+# With products of two moving values, on a box.
+ATTENTION: dict[str, tuple[tuple[int, ...], Forward]] = {
+    "unbound": (G, attention),
+    "picked": (G, picked),
+    "heads in the batch": (G, heads_in_the_batch),
+    "windows": (I, windows),
+    "products of rows": (M, lambda s, x: (0.1 * x.permute(1, 0, 2) * s.a(x).permute(1, 0, 2)).transpose(0, 1)),
+}
+RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
+    "tokens first": (M, tokens_first),
+    "class token": (M, lambda s, x: torch.cat((s.cls.expand(x.shape[0], -1, -1), x), dim=1) + s.w),
+    "class token behind": (M, lambda s, x: torch.cat((x, s.a(x), s.cls.repeat(x.size(0), 1, 1)), dim=1)),
+    "zeros around": (V, lambda s, x: torch.cat((torch.zeros_like(x), x, x.new_ones(x.shape[0], 1)), -1)),
+    "rows added": (V, lambda s, x: x + s.w[0].expand(x.shape[0], -1) - torch.ones_like(x)),
+    "transposed twice": (V, lambda s, x: (x.T.relu() + 1).T),
+    "t": (V, lambda s, x: torch.softmax(s.w @ x.t(), 0).t()),
+    "mT": (V, lambda s, x: x.mT.relu().mT),
+    "moved": (M, lambda s, x: torch.movedim(s.a(x).movedim(0, -1) * s.w[:3, :, None], (2, 0), (0, 1))),
+    "swapped": (M, lambda s, x: x.swapaxes(0, 1).swapdims(1, 0).moveaxis(-1, 1)),
+    "batch in rows": (M, lambda s, x: s.a(x.view(-1, 4)).relu().view(-1, 3, 4)),
+    "merged and split": (M, lambda s, x: s.layer(x.flatten(0, 1)).unflatten(0, (-1, 3)).flatten(1)),
+    "merged by its size": (M, lambda s, x: x.reshape(x.shape[0] * 3, 4).softmax(-1).reshape(x.shape[0], 12)),
+    "merged and split elsewhere": ((4, 2), lambda s, x: x.flatten(0, 1).view(-1, 2, 2, 2).mean(1).flatten(1)),
+    "merged behind tokens": ((3, 2, 4), lambda s, x: s.a(x.transpose(0, 1).flatten(1, 2)).view(3, -1, 2, 4).sum(0)),
+    "patches": ((1, 4, 4), lambda s, x: s.a(x.view(-1, 2, 2, 2, 2).transpose(2, 3).reshape(x.shape[0], 4, 4))),
+    "whole batch in an index": (M, lambda s, x: x.permute(2, 0, 1)[1:, :, None, -1].transpose(0, 1)),
+    "new first dimension": (V, lambda s, x: (x[None] + s.w[:, None])[2]),
+    "first of all": (V, lambda s, x: x.unsqueeze(0).expand(1, -1, -1).squeeze(0) * s.w[0]),
+    "pieces": (M, lambda s, x: torch.cat([t.relu() for t in x.transpose(0, 1).split((1, 2))][::-1], 0).transpose(0, 1)),
+    "rolled tokens": (M, lambda s, x: x.transpose(0, 1).roll((1, 1), (0, 2)).transpose(0, 1)),
+    "softmax of tokens": (M, lambda s, x: s.soft(x.transpose(0, 1)).softmax(0).transpose(0, 1)),
+    "matrix behind": (M, lambda s, x: (x.transpose(0, 1) @ s.w).transpose(0, 1)),
+    "matrix before": (M, lambda s, x: (s.w[:, :3] @ x.permute(2, 1, 0)).permute(2, 1, 0)),
+    "numbers": (V, lambda s, x: x.T.mean(0)),
+    "padded": (M, lambda s, x: F.pad(x.transpose(0, 1), (1, 0)).transpose(0, 1)),
+    "larger of two": (M, lambda s, x: torch.maximum(x.mT.permute(1, 2, 0), s.a(x).permute(2, 1, 0)).permute(2, 0, 1)),
+}
+
+
+def compared(forward: Forward, shape: tuple[int, ...], **options: Any) -> nn.Module:
+    network = Net(forward).eval()
+    plain = export(network, shape, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for size in (1, 3, 8, 65):
+            x = torch.rand(size, *shape, generator=generator)
+            y = network(x)
+            alone = torch.cat([network(row[None]).reshape(1, *y.shape[1:]) for row in x])
+            assert torch.allclose(y, alone, rtol=1e-4, atol=1e-5)
+            assert plain(x).shape == y.shape
+            assert torch.allclose(plain(x), y, rtol=1e-4, atol=1e-5)
+    return plain
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_exported_and_bounded(name: str) -> None:
+    shape, forward = RIGHT[name]
+    plain = compared(forward, shape)
+    bound = float(lipschitz(plain))
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    double = plain.double()
+    for row in x:
+        jacobian: Any = torch.autograd.functional.jacobian(lambda v: double(v[None])[0], row)
+        assert float(torch.linalg.matrix_norm(jacobian.reshape(-1, row.numel()), 2)) <= bound * (1 + 1e-9)
+    assert analyze(Net(forward).eval(), shape, restarts=1, steps=2).upper >= 0
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_on_a_box(name: str) -> None:
+    shape, forward = ATTENTION[name]
+    assert float(lipschitz(compared(forward, shape, box=(0.0, 1.0)))) > 0
+    with pytest.raises(NoRuleError, match="one factor to be constant"):
+        export(Net(forward).eval(), shape)
+
+
+def test_moving_the_batch_adds_no_module() -> None:
+    plain = export(Net(lambda s, x: s.a(x.permute(1, 0, 2)).transpose(0, 1)).eval(), M)
+    assert [type(module) for module in plain] == [nn.Linear]
+    token = export(Net(lambda s, x: torch.cat((s.cls.expand(x.shape[0], -1, -1), x), 1)).eval(), M)
+    assert [type(module).__name__ for module in token] == ["Pad", "Elementwise"]
+    assert float(lipschitz(token)) == 1
+
+
+def test_where_the_batch_is() -> None:
+    assert batch_axis((2,), (3,)) == (0, 1)
+    assert batch_axis((4, 8, 2), (4, 12, 2)) == (1, 4)
+    assert batch_axis((2, 4), (2, 4)) is None  # constant
+    assert batch_axis((2, 2), (3, 3)) is None  # twice
+    assert batch_axis((3, 4), (4, 4)) is None  # B + 1
+    assert batch_axis((2, 4), (3, 4, 1)) is None
+
+
+# Samples that meet: the batch is merged, contracted, reduced, moved along, or compared with another dimension.
+MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
+    "mean of a wrong split": ((4, 6), lambda s, x: x.flatten(0, 1).view(4, -1, 6).mean(0)),
+    "three from the front": ((3, 64), lambda s, x: x.flatten(0, 1).view(3, -1, 64).mean(0)),
+    "wrong factor": (M, lambda s, x: s.a(x).flatten(0, 1).view(3, -1, 4).transpose(0, 1)),
+    "wrong factor of a size": (M, lambda s, x: s.a(x).flatten(0, 1).view(3, x.shape[0], 4).transpose(0, 1)),
+    "split in the other order": (M, lambda s, x: x.flatten(0, 1).unflatten(0, (3, -1)).transpose(0, 1)),
+    "other tokens": (M, lambda s, x: x.transpose(0, 1).reshape(-1, 3, 4)),
+    "other tokens by size": (M, lambda s, x: x.transpose(0, 1).reshape(x.shape[0], 3, 4)),
+    "view of the transpose": (V, lambda s, x: x.T.reshape(-1, 4)),
+    "flattened transpose": (V, lambda s, x: x.T.flatten().view(-1, 4)),
+    "channels of the wrong kind": (M, lambda s, x: x.permute(1, 2, 0).reshape(-1, 12)),
+    "windows put back wrongly": (
+        (4, 4, 1),
+        lambda s, x: x.view(-1, 2, 2, 2, 2, 1).permute(1, 3, 0, 2, 4, 5).reshape(-1, 4, 4, 1),
+    ),
+    "mean of the merged": (M, lambda s, x: x - x.flatten(0, 1).mean(0)),
+    "mean of the batch of tokens first": (
+        M,
+        lambda s, x: (y := x.transpose(0, 1)).sub(y.mean(1, True)).transpose(0, 1),
+    ),
+    "sum of the last": (V, lambda s, x: x + x.T.sum(-1)),
+    "sum of two": (M, lambda s, x: x + x.permute(1, 0, 2).sum((0, 1))),
+    "softmax of the merged": (M, lambda s, x: x.flatten(0, 1).softmax(0).view(-1, 3, 4)),
+    "softmax of the batch": (M, lambda s, x: x.transpose(0, 1).softmax(1).transpose(0, 1)),
+    "softmax module": (V, lambda s, x: s.soft(x.T).T),
+    "roll of the merged": (M, lambda s, x: x.flatten(0, 1).roll(1, 0).view(-1, 3, 4)),
+    "roll of the batch": (M, lambda s, x: x.transpose(0, 1).roll(1, 1).transpose(0, 1)),
+    "roll of everything": (M, lambda s, x: x.transpose(0, 1).roll(1).transpose(0, 1)),
+    "flip of the batch": (M, lambda s, x: x.transpose(0, 1).flip(1).transpose(0, 1)),
+    "running sum": (M, lambda s, x: x.transpose(0, 1).cumsum(1).transpose(0, 1)),
+    "running sum of the merged": (M, lambda s, x: x.flatten(0, 1).cumsum(0).view(-1, 3, 4)),
+    "sorted": (V, lambda s, x: x.T.sort(-1)[0].T),
+    "cat along the batch": (V, lambda s, x: torch.cat((x.T, 2 * x.T), 1).T.reshape(-1, 8)),
+    "cat and split": (V, lambda s, x: torch.cat((x, 2 * x)).view(-1, 2, 4).sum(1)),
+    "cat of the merged": (M, lambda s, x: torch.cat((x.flatten(0, 1), x.flatten(0, 1))).view(-1, 6, 4)),
+    "stack and view": (V, lambda s, x: torch.stack((x, 2 * x)).view(-1, 2, 4).sum(1)),
+    "repeat": (V, lambda s, x: x.repeat(2, 1).view(-1, 2, 4).sum(1)),
+    "repeat of the transpose": (V, lambda s, x: x.T.repeat(1, 2).T.reshape(-1, 8)),
+    "expanded in front": (V, lambda s, x: x.expand(3, -1, -1).reshape(-1, 3, 4)),
+    "Gram matrix": (V, lambda s, x: 0.1 * x @ (x.T @ x)),
+    "products of samples": (V, lambda s, x: 0.1 * (x @ x.T) @ x),
+    "attention over the batch": (M, lambda s, x: 0.1 * (y := x.transpose(0, 1)) @ y.mT @ y),
+    "attention over the wrong dimension": (M, lambda s, x: ((y := x.transpose(0, 1)) @ y.mT).softmax(-1) @ y),
+    "weights of wrong rows": (M, lambda s, x: (s.w[:3, None] * x.flatten(0, 1).view(3, -1, 4)).view(-1, 3, 4)),
+    "numbers against rows": (V, lambda s, x: x.T * x.sum(1)[: x.shape[0]] + x.T.sum(1, keepdim=True)),
+    "numbers of samples against features": ((3,), lambda s, x: x + x.sum(1)),
+    "outer sum": (V, lambda s, x: (x.sum(1)[:, None] + x.sum(1)[None]).mean(1)),
+    "rows against columns": ((2,), lambda s, x: x + x.T[:, : x.shape[0]].mean(1)),
+    "rows of ones": (V, lambda s, x: (torch.ones(x.shape[0], x.shape[0]) @ x) / 3),
+    "batch as channels": (M, lambda s, x: F.conv1d(x.transpose(0, 1), x.new_ones(1, 1, 1).expand(1, x.shape[0], 1))),
+    "norm of tokens first": (
+        M,
+        lambda s, x: F.layer_norm(x.transpose(1, 2).permute(1, 2, 0), (x.shape[0],)).permute(2, 0, 1),
+    ),
+    "norm of two": (M, lambda s, x: F.layer_norm(x.transpose(0, 1), (x.shape[0], 4)).transpose(0, 1)),
+    "one norm of groups": (M, lambda s, x: F.group_norm(x.transpose(0, 1), 1).transpose(0, 1)),
+    "instance norm": (M, lambda s, x: F.instance_norm(x.permute(1, 2, 0)).permute(2, 0, 1)),
+    "norm by the batch": (V, lambda s, x: F.batch_norm(x, None, None, training=True)),
+    "norm of columns": (V, lambda s, x: F.normalize(x.T, dim=1).T),
+    "standardised": (V, lambda s, x: (x.T - x.T.mean(1, keepdim=True)).T),
+    "first sample": (M, lambda s, x: x - x.transpose(0, 1)[:, :1].transpose(0, 1)),
+    "last sample": (M, lambda s, x: x - x.permute(2, 0, 1)[:, -1].T),
+    "every second": (M, lambda s, x: x + x.transpose(0, 1)[:, ::2].mean(1, keepdim=True).transpose(0, 1)),
+    "pieces of the batch": (V, lambda s, x: torch.cat(x.T.split(1, 1)[::-1], 1).T),
+    "unbound batch": (M, lambda s, x: torch.stack(x.transpose(0, 1).unbind(1)[::-1])),
+    "chunks of the batch": (V, lambda s, x: torch.cat(x.T.chunk(2, 1)[::-1], 1).T),
+    "padded batch": (V, lambda s, x: F.pad(x.T, (1, -1)).T),
+    "pool over the batch": (M, lambda s, x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1).permute(2, 0, 1)),
+    "largest of the batch": (V, lambda s, x: x - x.T.amax(1)),
+    "convolution of the batch": (V, lambda s, x: F.conv1d(x.T[:, None], x.new_ones(1, 1, 3), padding=1)[:, 0].T),
+    "table by a moved size": (V, lambda s, x: x * {65: 9.0}.get(x.T.shape[1], 1.0)),
+    "moved size": (V, lambda s, x: x * (1 + x.T.size(1) // 9)),
+    "size of the merged": (M, lambda s, x: x * (1 + x.flatten(0, 1).shape[0] // 20)),
+    "moved size as a condition": (V, lambda s, x: 9 * x if x.T.shape[-1] > 8 else x),
+    "last size": (V, lambda s, x: x.T.softmax(x.T.shape[1] // 9).T),
+    "value of rows": (V, lambda s, x: torch.cat((x, x.new_full((x.shape[0], 1), x.shape[0] // 9)), 1)),
+    "rows by name": (V, lambda s, x: x + torch.full(size=(1, 4), fill_value=x.shape[0] + 0.0)),
+    "fill first": (V, lambda s, x: torch.cat((x, torch.full(fill_value=x.shape[0], size=(4,)).expand_as(x)), 1)),
+    "rows that count": (V, lambda s, x: torch.cat((x, torch.ones_like(x).cumsum(0)), 1)),
+    "token of the batch": (M, lambda s, x: torch.cat((x.mean(0, keepdim=True).expand(x.shape[0], -1, -1), x), 1)),
+    "token in another dimension": (V, lambda s, x: torch.cat((s.w[:, :1].expand(-1, x.shape[0]).T, x, x.T[:4].T), 0)),
+}
+
+
+@pytest.mark.parametrize("function", [export, lipschitz, lambda model, shape, **box: analyze(model, shape, restarts=0)])
+@pytest.mark.parametrize("name", MIXED)
+def test_refused_where_samples_meet(name: str, function: Callable[..., Any]) -> None:
+    shape, forward = MIXED[name]
+    assert meets(forward, shape), name
+    with pytest.raises((NoRuleError, ShapeError)):
+        function(Net(forward).eval(), shape, **({"box": (0.0, 1.0)} if function is export else {}))
+
+
+def meets(forward: Forward, shape: tuple[int, ...]) -> bool:
+    """True if an output of some batch is not that of its samples alone; the truth, without lipkit."""
+    network = Net(forward).eval()
+    x = torch.randn(65, *shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for size in (1, 2, 3, 8, 65):
+            try:
+                y = network(x[:size].clone())
+                alone = torch.cat([network(row[None]) for row in x[:size]]).reshape(y.shape)
+            except (RuntimeError, IndexError, ValueError):
+                return True
+            if not torch.allclose(y, alone, rtol=1e-3, atol=1e-4):
+                return True
+    return False
