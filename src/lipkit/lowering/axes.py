@@ -134,14 +134,12 @@ def indexed(call: Placing) -> Call:
 
 
 def multiplied(call: Placing) -> Call:
-    """Matrices: along the last dimension of the first factor and the one before that of the second."""
+    """Matrices of each sample, or one constant matrix; they cannot meet along the batch, whose size varies."""
     x, y = call.args
-    axis, rank, both = call.out.axis, call.out.rank, isinstance(x, Operand) and isinstance(y, Operand)
     for v in (x, y):
         call.require(isinstance(v, Operand) or (isinstance(v, Tensor) and v.ndim == 2), "expected a constant matrix")
-        _ = call.beside(v) if isinstance(v, Operand) else v
-    call.require(axis < rank - 2 if both else axis != rank - (1 if isinstance(x, Operand) else 2))
-    if isinstance(x, Tensor) and axis == rank - 1 and call.out.inner == 1:
+        call.require(not isinstance(v, Operand) or v.place == call.out.place)
+    if isinstance(x, Tensor) and call.out.axis == call.out.rank - 1 and call.out.inner == 1:
         return call.target, (y, x.T), {}  # without the batch, what was the dimension before is the last
     return call.target, call.args, call.kwargs
 
