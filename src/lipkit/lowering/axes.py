@@ -62,7 +62,7 @@ class Placing:
 
 
 def ordered(call: Placing) -> Call:
-    """What moves dimensions, by what it does to a tensor of as many different sizes."""
+    """Moves of dimensions, found from what the function does to a tensor of as many different sizes."""
     x, *rest = call.args
     sizes = torch.empty(*range(2, 2 + x.rank), device="meta")
     function = getattr(type(sizes), call.target) if isinstance(call.target, str) else call.target
@@ -151,7 +151,7 @@ for _name in ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "
 
 
 def batch_first(what: str, call: Call, results: tuple[Operand, ...]) -> Call:
-    """The same call of values whose batch comes first: target, arguments and named arguments.
+    """A call that does the same to values whose batch comes first: target, arguments and named arguments.
 
     Raises:
         NoRuleError: the batch of the result does not follow from those of the arguments.
@@ -162,7 +162,7 @@ def batch_first(what: str, call: Call, results: tuple[Operand, ...]) -> Call:
         for v in [*flat((args, kwargs)), *results]
     )
     turns = RULES.get(target) in (ordered, indexed) and (target is not getattr or args[1] in ("T", "mT"))
-    if (isinstance(args[0], tuple) and target is operator.getitem) or not (moved or turns):
+    if (target is operator.getitem and isinstance(args[0], tuple)) or not (moved or turns):
         return call
     placing = Placing(what, target, args, kwargs, results[0])
     placing.require(all(v.place == results[0].place for v in results))
