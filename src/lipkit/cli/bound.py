@@ -87,9 +87,13 @@ def read(model: str, shape: Shape | None) -> tuple[nn.Module, Shape]:
             "give a factory that does"
         )
     if path.suffix.lower() == ".onnx":
+        from lipkit.errors import ShapeError
         from lipkit.interop.onnx_reader import read_onnx
 
-        return _sized(read_onnx(path), model, shape)
+        try:
+            return _sized(read_onnx(path, shape), model, shape)
+        except ShapeError as error:
+            raise click.UsageError(f"expected --input-shape C,H,W as in {model}: {error}") from None
     if path.suffix.lower() == ".pt2":
         from lipkit.interop.program_reader import read_program
 

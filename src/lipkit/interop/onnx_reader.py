@@ -1,12 +1,19 @@
-"""ONNX files as networks of torch modules: a closed list of operators, weights as stored."""
+"""ONNX files as networks of torch modules: a closed list of operators, weights as stored.
+
+One row of a table says what an operator computes, as a module or by functions of torch. A node whose operands are all
+stored is evaluated by its row; the others are run once without memory, for their sizes, and make up the network.
+"""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,40 +22,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, LipkitError, NoRuleError, first_line
+from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
-from lipkit.interop.reading import LARGEST, load
+from lipkit.interop.reading import LARGEST, Budget, load
 from lipkit.modules import Network
+from lipkit.modules.views import Enlarge, EnlargeBilinear, Pad
 
-Step = Callable[["OnnxNetwork", list[Any]], Tensor]
-_FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # as TensorProto numbers them
+# As TensorProto numbers them.
+_FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
+_DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, **_FLOATS}
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
-# Attributes that change nothing at inference with one output.
-_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "noop_with_empty_axes")
+# Attributes that change nothing at inference with one output, or of what is not covered.
+_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "noop_with_empty_axes", "cubic_coeff_a", "saturate",
+             "exclude_outside", "extrapolation_value", "round_mode")  # fmt: skip
+BATCH = 2**23 - 15
+"""The size of the batch while a file is read: no stored number equals it, so whatever does was copied from a shape. Of
+sizes computed from it nothing is known: they are refused."""
 
 
 class OnnxNetwork(nn.Module):
-    """The graph of an ONNX file as modules and functions, in the file's order.
+    """The graph of an ONNX file as modules and functions, in an order in which each value is made before it is read.
 
     Attributes:
-        input_shape: of one sample as the file says, or None where it leaves sizes open.
+        input_shape: of one sample.
     """
 
-    input_shape: tuple[int, ...] | None
+    input_shape: tuple[int, ...]
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
-        self.steps: list[tuple[Step, list[str], str]] = []
+        self.steps: list[_Call] = []
+        # Sizes, axes and limits; what is computed with is a buffer.
+        self.numbers: dict[str, Tensor] = {}
         self.source = ""
         self.result = ""
 
     def forward(self, x: Tensor) -> Tensor:
         values: dict[str, Any] = {self.source: x}
-        for step, inputs, output in self.steps:
-            values[output] = step(self, [values.get(name, self._buffers.get(_buffer(name))) for name in inputs])
+        for step in self.steps:
+            if step.name in self.layers:
+                made = self.layers[step.name](values[step.node.input[0]])
+            else:
+                given = [values.get(name, self._kept(name)) for name in step.node.input]
+                made = step.rule(step.on(given, x))
+            values.update(_named(step.node, made))
         return values[self.result]
+
+    def _kept(self, name: str) -> Tensor | None:
+        return self._buffers.get(_buffer(name), self.numbers.get(name))
+
+
+def _named(node: _Node, made: Any) -> Iterator[tuple[str, Any]]:
+    several = isinstance(made, (tuple, list))
+    return zip(node.output, made if several else [made], strict=several)
 
 
 def _buffer(name: str) -> str:
@@ -67,29 +95,34 @@ def load_onnx(
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form of; values of
-            too many numbers, see `lipkit.interop.reading.load`.
-        ShapeError: no ``input_shape``, or another one than the file says.
+        DataError, NoRuleError, ShapeError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form
+            of.
     """
-    return load(read_onnx(path), path, input_shape, box)
+    return load(read_onnx(path, input_shape), path, input_shape, box)
 
 
-def read_onnx(path: str | Path) -> OnnxNetwork:
+def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> OnnxNetwork:
     """The network of an ONNX file, in evaluation mode. Nothing in the file is executed.
+
+    Args:
+        path: the file.
+        input_shape: of one sample, where the file leaves it open.
 
     Raises:
         DataError: the file or its weights are missing, no ONNX or not well-formed, its graph does not have one input
-            and one output, it stores more than ``LARGEST`` numbers or a format that torch cannot read, or the package
-            ``onnx`` is not installed.
-        NoRuleError: an operator outside the list, by name, or a version or attributes of it that its rule does not
-            cover; functions of the file; a name that is defined twice; an input that is no floating-point tensor.
+            and one output, it stores more than ``LARGEST`` numbers or makes more than `lipkit.interop.reading.VALUES`,
+            or a format that torch cannot read, or the package ``onnx`` is not installed.
+        NoRuleError: operators outside the list, all of them by name, or a version or attributes that a rule does not
+            cover; functions of the file; a name that is defined twice; an input that is no floating-point tensor; sizes
+            computed from that of the batch.
+        ShapeError: no ``input_shape``, or another one than the file says.
     """
     try:
         import onnx
     except ImportError:
         raise DataError(f"{path}: expected the package onnx to read it, got none: pip install lipkit[onnx]") from None
     try:
-        return _read(onnx.ModelProto.FromString(read_bytes(path, 1 << 31)), path)
+        return _read(onnx.ModelProto.FromString(read_bytes(path, 1 << 31)), path, input_shape)
     except LipkitError:
         raise
     except FileNotFoundError as error:
@@ -99,11 +132,11 @@ def read_onnx(path: str | Path) -> OnnxNetwork:
         raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
 
 
-def _read(file: Any, path: str | Path) -> OnnxNetwork:
+def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> OnnxNetwork:
     import onnx
 
     graph = file.graph
-    inside = [a.t for node in graph.node for a in node.attribute if a.name == "value"]
+    inside = [a.t for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.TENSOR]
     sizes = [list(t.dims) for t in (*graph.initializer, *inside)]
     if (total := sum(map(math.prod, sizes))) > LARGEST or min(map(min, filter(None, sizes)), default=0) < 0:
         raise DataError(f"{path}: expected at most {LARGEST} stored numbers, got {total}")
@@ -121,35 +154,42 @@ def _read(file: Any, path: str | Path) -> OnnxNetwork:
     if (dtype := _FLOATS.get(kind.elem_type)) is None:
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
-    batch, *shape = [d.dim_value for d in kind.shape.dim] or [0]
-    if not shape or not network.source:
-        raise NoRuleError(f"{path}: expected a named input of samples with sizes, got {network.source!r}: {[batch]}")
-    network.input_shape = tuple(shape) if min(shape) > 0 else None
-    made = {network.source, *stored}
-    opset, nodes = _nodes(file, path)
-    for node in nodes:
-        if early := [name for name in node.input if name and name not in made]:
-            raise DataError(f"{path}: expected nodes in the order of their values, got {early[0]!r} before it is made")
-        if again := made.intersection(node.output):
-            raise NoRuleError(f"{path}: expected a new name for each result, got {again.pop()!r}, defined already")
-        made.update(filter(None, node.output))
-        if node.kind == "Constant" and "value" in node.attributes:
-            stored[node.output[0]] = _numbers(node.attributes["value"], node.output[0], path)
-        elif node.kind == "Identity" and node.input[0] in stored:
-            stored[node.output[0]] = stored[node.input[0]]
-    reader = _Reader(network, stored, len(shape) + 1, batch, opset)
-    for node in _with_activations(nodes, network.result, stored):
-        if node.output[0] not in stored:
-            reader.add(node)
-    reader.drop_borders()
-    if network.result not in reader.ranks:
+    opset, nodes = _nodes(file, path, {network.source, *stored})
+    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]
+    given = tuple(declared) if input_shape is None else tuple(input_shape)
+    fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
+    if not given or not network.source or not fits or min(given) < 1:
+        if lacking := {node.kind for node in nodes if node.row is None}:
+            raise _without_rules(path, lacking)
+        got = [d.dim_value or "open" for d in kind.shape.dim]
+        if not declared or not network.source:
+            raise NoRuleError(f"{path}: expected a named input, the batch first, got {network.source!r}: {got}")
+        raise ShapeError(f"{path}: expected the input_shape of one sample, {got[1:]}, got {input_shape}")
+    network.input_shape = given
+    nodes = _with_activations(nodes, network.result, stored)
+    reader = _Reader(network, stored, opset, batch == 1, dtype)
+    with torch.no_grad(), Budget(BATCH):
+        reader.read(nodes)
+    if reader.lacking:
+        raise _without_rules(path, reader.lacking)
+    if reader.refusal:
+        raise reader.refusal
+    if network.result in stored:
+        raise NoRuleError(f"{path}: expected an output that depends on the input, got {network.result!r}, a constant")
+    if network.result not in reader.values:
         raise DataError(f"{path}: expected an output that a node makes, got {network.result!r}, which none does")
-    for name in (name for _, kept, _ in network.steps for name in kept if name in stored):
-        network.register_buffer(_buffer(name), stored[name])
+    reader.finish()
     for name, tensor in network.state_dict().items():
         if tensor.dtype != dtype:
             raise DataError(f"{path}: expected numbers in the input's format {dtype}, got {name!r} in {tensor.dtype}")
     return network.eval()
+
+
+def _without_rules(path: str | Path, kinds: set[str]) -> NoRuleError:
+    names = ", ".join(sorted(kinds))
+    return NoRuleError(
+        f"{path}: expected operators that have rules, got the operators {names}: nothing is assumed to be 1-Lipschitz"
+    )
 
 
 class _Node(NamedTuple):
@@ -160,10 +200,14 @@ class _Node(NamedTuple):
     output: list[str]
     name: str
     attributes: dict[str, Any]
+    row: _Row | None
 
 
-def _nodes(file: Any, path: str | Path) -> tuple[int, list[_Node]]:
-    """The version of the operators, and the nodes: what is of another domain ends here, so that no rule asks for it."""
+def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[_Node]]:
+    """The version of the operators, and the nodes, each behind those that make its operands.
+
+    What is of another domain has its name in front of the operator's, so that no rule takes it for one of ONNX.
+    """
     import onnx
 
     versions = {entry.version for entry in file.opset_import if entry.domain in _DOMAIN}
@@ -176,74 +220,116 @@ def _nodes(file: Any, path: str | Path) -> tuple[int, list[_Node]]:
     context.ir_version, context.opset_imports = file.ir_version, {"": opset}
     for position, node in enumerate(file.graph.node):
         name = f"{position}:{node.name or node.op_type}".replace(".", "_")
-        _, covered = _OPERATORS.get(node.op_type, (None, ())) if node.domain in _DOMAIN else (None, ())
-        if not covered:
-            raise NoRuleError(
-                f"{name}: expected one of the operators {', '.join(sorted(_OPERATORS))}, got "
-                f"{node.domain + '.' if node.domain else ''}{node.op_type}: nothing is assumed to be 1-Lipschitz"
-            )
-        try:
-            node.domain = ""
-            onnx.checker.check_node(node, context)
-        except onnx.checker.ValidationError as error:
-            raise DataError(f"{name}: not well-formed in version {opset} of ONNX: {first_line(error)}") from None
-        if (version := onnx.defs.get_schema(node.op_type, opset, "").since_version) not in covered:
-            raise NoRuleError(f"{name}: expected {node.op_type} of version {covered}, got version {version}")
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        attributes["outputs"] = outputs = list(node.output)
-        pieces = [[one] for one in outputs] if node.op_type == "Split" else [outputs]
-        nodes += [_Node(node.op_type, list(node.input), made, name, attributes) for made in pieces]
-    return opset, nodes
+        kind, attributes = f"{node.domain}." * (node.domain not in _DOMAIN) + node.op_type, {}
+        if (row := _OPERATORS.get(kind)) is not None:
+            try:
+                node.domain = ""
+                onnx.checker.check_node(node, context)
+            except onnx.checker.ValidationError as error:
+                raise DataError(f"{name}: not well-formed in version {opset} of ONNX: {first_line(error)}") from None
+            if (version := onnx.defs.get_schema(kind, opset, "").since_version) not in row.versions:
+                raise NoRuleError(f"{name}: expected {kind} of version {row.versions}, got version {version}")
+            for a in node.attribute:
+                tensor = a.type == onnx.AttributeProto.TENSOR
+                attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
+        nodes.append(_Node(kind, list(node.input), list(node.output), name, attributes, row))
+    made = set(given)
+    for one in nodes:
+        outputs = [n for n in one.output if n]
+        if again := made.intersection(outputs) or {n for n in outputs if outputs.count(n) > 1}:
+            raise NoRuleError(f"{path}: expected a new name for each result, got {again.pop()!r}, defined already")
+        made.update(outputs)
+    return opset, list(_sorted(nodes, given, path))
+
+
+def _sorted(nodes: list[_Node], made: set[str], path: str | Path) -> Iterator[_Node]:
+    waiting = collections.defaultdict(list)
+    missing = {node.name: len({n for n in node.input if n and n not in made}) for node in nodes}
+    for node in nodes:
+        for name in {n for n in node.input if n and n not in made}:
+            waiting[name].append(node)
+    ready, done = collections.deque(node for node in nodes if not missing[node.name]), 0
+    while ready:
+        yield (node := ready.popleft())
+        done += 1
+        for reader in itertools.chain.from_iterable(waiting[n] for n in node.output if n):
+            missing[reader.name] -= 1
+            if not missing[reader.name]:
+                ready.append(reader)
+    if done < len(nodes):
+        early = next(n for node in nodes if missing[node.name] for n in node.input if n in waiting)
+        raise DataError(f"{path}: expected values that are made of others, got {early!r} before it is made")
+
+
+def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
+    """What older files write for an activation, as nested (operator, operands), x its argument; and the activation."""
+    exact = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
+    cubic = ("Add", "x", ("Mul", 0.044715, ("Pow", "x", 3.0)))
+    for inner, kind in (*((e, "none") for e in exact), (("Tanh", ("Mul", math.sqrt(2 / math.pi), cubic)), "tanh")):
+        gate = ("Add", 1.0, inner)
+        for whole in (
+            ("Mul", "x", ("Mul", 0.5, gate)),
+            ("Mul", 0.5, ("Mul", "x", gate)),
+            ("Mul", ("Mul", 0.5, "x"), gate),
+        ):
+            yield whole, lambda kind=kind: nn.GELU(kind)  # type: ignore[misc]
+    clipped = ("Clip", ("Add", "x", 3.0), 0.0, 6.0)
+    hard = [("HardSigmoid", "x", {"alpha": 1 / 6}), ("Div", clipped, 6.0), ("Mul", clipped, 1 / 6)]
+    for whole in (*(("Mul", "x", h) for h in hard), ("Div", ("Mul", "x", clipped), 6.0)):
+        yield whole, nn.Hardswish
+    yield ("Mul", "x", ("Sigmoid", "x")), nn.SiLU
+    yield ("Mul", "x", ("Tanh", ("Softplus", "x"))), nn.Mish
+    yield ("Log", ("Sigmoid", "x")), nn.LogSigmoid
+    yield ("Sub", "x", ("Tanh", "x")), nn.Tanhshrink
+    yield ("Div", "x", ("Add", 1.0, ("Abs", "x"))), nn.Softsign
+    yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
 
 
 def _with_activations(nodes: list[_Node], result: str, stored: dict[str, Tensor]) -> list[_Node]:
-    """The nodes, with one Gelu for ``x (1 + erf(x / sqrt 2)) / 2`` and one Swish for ``x sigmoid(x)``.
-
-    So older files write these, and products of two values have no constant.
-    """
+    """The nodes, with one activation for those that write it out: products of two values have no constant."""
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
 
-    def split(name: str, kind: str, wanted: Callable[[str, str], bool]) -> str | None:
-        """The other operand of the node of this kind that makes ``name``, if one operand is wanted."""
-        node = made.get(name)
-        if node is None or node.kind != kind or len(node.input) != 2 or readers[name] != 1:
-            return None
-        pairs = (node.input, node.input[::-1]) if kind != "Div" else (node.input[::-1],)
-        return next((other for one, other in pairs if wanted(one, other)), None)
+    def number(name: str) -> Any:
+        """A stored number; of more dimensions, it would give them to the product."""
+        constant = made[name].attributes.get("value") if name in made and made[name].kind == "Constant" else None
+        tensor = stored.get(name, constant)
+        return float(tensor) if isinstance(tensor, Tensor) and tensor.shape in ((), (1,)) else math.nan
 
-    def close(value: float) -> Callable[[str, str], bool]:
-        """True for a stored number; of more dimensions, it would give them to the product."""
-        return lambda name, _: (
-            name in stored and stored[name].shape in ((), (1,)) and math.isclose(stored[name], value, rel_tol=1e-7)
-        )
+    def fits(pattern: Any, name: str, found: dict[str, list[str]]) -> bool:
+        if pattern == "x":
+            found["x"] = found["x"] or [name]
+            return found["x"] == [name]
+        if isinstance(pattern, float):
+            return math.isclose(number(name), pattern, rel_tol=2e-7)
+        node, (kind, *parts) = made.get(name), pattern
+        wanted = parts.pop() if isinstance(parts[-1], dict) else {}
+        if node is None or node.kind != kind or len(node.input) != len(parts):
+            return False
+        if any(not math.isclose(node.attributes.get(key, 0.0), v, rel_tol=2e-7) for key, v in wanted.items()):
+            return False
+        for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:
+            trial = {key: list(names) for key, names in found.items()}
+            if all(fits(part, one, trial) for part, one in zip(order, node.input, strict=True)):
+                found.update(trial)
+                found["inside"].append(name)
+                return True
+        return False
 
-    def gate(name: str | None) -> str | None:
-        """The x of ``1 + erf(x / sqrt 2)``."""
-        inner = split(name or "", "Add", close(1.0)) or ""
-        erf = made.get(inner)
-        read = erf is not None and erf.kind == "Erf" and readers[inner] == 1
-        return split(erf.input[0], "Div", close(math.sqrt(2))) if erf and read else None
-
-    found: dict[str, tuple[str, str]] = {}
-    for last in nodes:
-        for a, b in (last.input, last.input[::-1]) if last.kind == "Mul" else ():
-            sigmoid = made.get(b)
-            if sigmoid is not None and sigmoid.kind == "Sigmoid" and sigmoid.input == [a] and readers[b] == 1:
-                found[last.output[0]] = ("Swish", a)
-            # x times half of the gate, or half of x times the gate.
-            elif gate(split(b, "Mul", close(0.5))) == a:
-                found[last.output[0]] = ("Gelu", a)
-            elif close(0.5)(a, b) and (x := split(b, "Mul", lambda one, other: gate(one) == other)):
-                found[last.output[0]] = ("Gelu", x)
-    # What only the written-out form reads is dropped.
-    needed, kept = {result}, []
+    kept, gone = [], set()
     for node in reversed(nodes):
-        kind, x = found.get(node.output[0], ("", ""))
-        node = _Node(kind, [x], node.output, node.name, {}) if kind else node
-        if not found or needed.intersection(node.output):
-            kept.append(node)
-            needed.update(node.input)
+        if gone.issuperset(node.output):
+            continue
+        for pattern, make in _GATES if node.kind in _ENDS else ():
+            found: dict[str, list[str]] = {"x": [], "inside": []}
+            if fits(pattern, node.output[0], found):
+                inside = found["inside"][:-1]
+                if all(readers[name] == inside.count(name) for name in inside):
+                    row = _Row(lambda call, make=make: make(), ())  # type: ignore[misc]
+                    node = node._replace(input=found["x"], attributes={}, row=row)
+                    gone.update(inside)
+                    break
+        kept.append(node)
     return kept[::-1]
 
 
@@ -253,15 +339,19 @@ def _numbers(tensor: Any, name: str, path: str | Path) -> Tensor:
 
     try:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            return torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        content = _beside(tensor, path, math.prod(tensor.dims) * dtype.itemsize)
-        return torch.from_numpy(np.frombuffer(content, dtype).reshape(tensor.dims))
+            found = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+        else:
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            content = _beside(tensor, path, math.prod(tensor.dims) * dtype.itemsize)
+            found = torch.from_numpy(np.frombuffer(content, dtype).reshape(tensor.dims))
     except TypeError:
         kind = onnx.TensorProto.DataType.Name(tensor.data_type)  # type: ignore[attr-defined]
         raise DataError(
             f"{path}: expected stored numbers in a format of numpy, such as float32, got {name!r} in {kind}"
         ) from None
+    if (found == BATCH).any():
+        raise NoRuleError(f"{path}: expected no stored number {BATCH}, which stands for the batch, got one in {name!r}")
+    return found
 
 
 def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
@@ -278,101 +368,278 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
         return bytearray(file.read(size))
 
 
-class _Reader:
-    def __init__(self, network: OnnxNetwork, stored: dict[str, Tensor], rank: int, batch: int, opset: int) -> None:
-        self.network, self.stored, self.batch, self.opset = network, stored, batch, opset
-        self.ranks = {network.source: rank}
-        # What pads by pixels of the image: its input, the mode of torch, and the pads.
-        self.bordered: dict[str, tuple[str, str, list[int]]] = {}
+@dataclass
+class _Call:
+    """One node and its operands.
 
-    def add(self, node: _Node) -> None:
-        """Append one operator."""
-        self.name, self.op, self.inputs, self.attributes = node.name, node.kind, list(node.input), node.attributes
-        if len([name for name in node.output if name]) != 1:
-            raise self.refuse("one output", f"{len(node.output)}")
-        self.output, self.used = node.output[0], {"outputs", *_HARMLESS}
-        self.rank = max(map(self.rank_of, self.inputs[:1]), default=0)
-        try:
-            step, kept = _OPERATORS[node.kind][0](self)
-        except LipkitError:
-            raise
-        except Exception as error:  # of torch, about what the rule asks it for
-            raise self.refuse("what its rule covers", f"{type(error).__name__}: {first_line(error)}") from error
-        if unknown := sorted(set(self.attributes) - self.used):
-            raise self.refuse("attributes that its rule covers", f"{', '.join(unknown)}")
-        self.ranks[self.output] = self.rank
-        self.network.steps.append((step, kept, self.output))
+    Attributes:
+        opset: version of the operators.
+        one: whether the file is for one sample, so that a first size of 1 is the batch.
+        dtype: of the network.
+        moving, sized, rows: operands that depend on the input; that have the size of the batch as a number; that are
+            constants repeated for each sample, of which one is kept.
+        operands: stored tensors, and values of the network or their sizes.
+        source: the input of the network.
+        used, read: attributes that the rule asked for, and operands that it computes with.
+    """
 
-    def rank_of(self, name: str) -> int:
-        """Dimensions of a value, with the batch."""
-        return self.stored[name].ndim if name in self.stored else self.ranks.get(name, 0)
+    node: _Node
+    opset: int
+    one: bool
+    dtype: torch.dtype
+    moving: frozenset[int]
+    sized: frozenset[int]
+    rows: frozenset[int]
+    operands: list[Any]
+    source: Any
+    used: set[str] = field(default_factory=lambda: set(_HARMLESS))
+    read: set[int] = field(default_factory=set)
 
-    def axis(self, axis: int) -> int:
-        """An axis, counted from the start; the batch is none, and before version 11 nothing is counted from the end."""
-        if not (-self.rank if self.opset >= 11 else 0) <= axis < self.rank or axis % self.rank == 0:
-            raise self.refuse(f"an axis from 1 to {self.rank - 1}, behind the batch", f"{axis}")
-        return axis % self.rank
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    def rule(self, call: _Call) -> Any:
+        return self.node.row.rule(call)
+
+    def on(self, operands: list[Any], source: Any) -> _Call:
+        """The same call of other operands."""
+        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
+        return _Call(*fixed, operands, source)
 
     def refuse(self, expected: str, got: str) -> NoRuleError:
-        return NoRuleError(f"{self.name}: {self.op}: expected {expected}, got {got}")
+        return NoRuleError(f"{self.name}: {self.node.kind}: expected {expected}, got {got}")
+
+    def has(self, index: int) -> bool:
+        """Whether an operand is given."""
+        return index < len(self.operands) and self.operands[index] is not None
+
+    def tensor(self, index: int) -> Any:
+        """An operand to compute with."""
+        if not self.has(index):
+            raise self.refuse(f"operand {index}", "none")
+        if index in self.sized:
+            raise self.refuse("no number made from the size of the batch", f"one as operand {index}")
+        self.read.add(index)
+        return self.operands[index]
+
+    @property
+    def x(self) -> Any:
+        return self.tensor(0)
+
+    @property
+    def rank(self) -> int:
+        return int(self.operands[0].ndim)
+
+    def tensors(self) -> list[Any]:
+        """All operands, of one format."""
+        found = [self.tensor(i) for i in range(len(self.operands))]
+        # Beside values of the network, the reader compares them.
+        formats = set() if self.moving else {t.dtype for t in found}
+        if len(formats) > 1:
+            raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
+        return found
 
     def weight(self, index: int) -> Tensor | None:
         """A stored operand; None if it is left out."""
-        if index >= len(self.inputs) or not self.inputs[index]:
+        if not self.has(index):
             return None
-        tensor = self.stored.get(self.inputs[index])
-        if tensor is None:
+        if index in self.moving:
             raise self.refuse(f"stored weights as operand {index}", "a tensor that is computed")
-        return tensor
-
-    def numbers(self, name: str, index: int) -> Any:
-        """An attribute in older versions, an operand in newer ones: onnx has checked which it is."""
-        given, tensor = self.take(name, None), self.weight(index)
-        return given if tensor is None else tensor.tolist()
+        found: Tensor = self.tensor(index)
+        return found
 
     def needed(self, index: int) -> Tensor:
-        tensor = self.weight(index)
-        if tensor is None:
-            raise self.refuse(f"operand {index}", "none")
-        return tensor
+        self.tensor(index)
+        return self.weight(index)  # type: ignore[return-value]
 
-    def take(self, name: str, default: Any) -> Any:
+    def get(self, name: str, default: Any) -> Any:
         """An attribute, or what it is where it is left out."""
         self.used.add(name)
-        return self.attributes.get(name, default)
+        return self.node.attributes.get(name, default)
 
-    def window(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Kernel, strides, dilations and the four paddings of a two-dimensional window."""
-        pad = self.take("auto_pad", b"NOTSET")
-        if pad not in (b"NOTSET", b"VALID"):
-            raise self.refuse("explicit padding", f"{pad!r}")
-        kernel = list(self.take("kernel_shape", ()))
-        if self.rank != 4:
-            raise self.refuse("images of two dimensions", f"a tensor of {self.rank} dimensions")
-        strides, dilations = list(self.take("strides", (1, 1))), list(self.take("dilations", (1, 1)))
-        pads = list(self.take("pads", (0, 0, 0, 0)))
-        if pad == b"VALID" and "pads" in self.attributes:
-            raise self.refuse("no pads beside auto_pad=VALID", f"{pads}")
-        if (len(kernel or (0, 0)), len(strides), len(dilations), len(pads)) != (2, 2, 2, 4):
-            got = f"{kernel}, {strides}, {dilations}, {pads}"
-            raise self.refuse("two sizes, two strides, two dilations and four paddings", got)
-        return kernel, strides, dilations, pads
+    def numbers(self, name: str, index: int, batch: bool = False) -> Any:
+        """An attribute in older versions, an operand in newer ones: onnx has checked which it is."""
+        given = self.get(name, None)
+        if not self.has(index):
+            return given
+        if index in self.moving:
+            raise self.refuse(f"stored numbers as operand {index}", "a tensor that is computed")
+        if index in self.sized and not batch:
+            raise self.refuse("no size made from that of the batch", f"one as operand {index}")
+        return self.operands[index].tolist()
 
-    def even_pads(self, pads: list[int]) -> tuple[int, int]:
-        if pads[:2] != pads[2:]:
-            raise self.refuse("the same padding on both sides", f"{pads}")
-        return (pads[0], pads[1])
+    def axis(self, axis: int, rank: int | None = None) -> int:
+        """An axis, counted from the start; before version 11 nothing is counted from the end."""
+        rank = self.rank if rank is None else rank
+        if not (-rank if self.opset >= 11 else 0) <= axis < rank:
+            raise self.refuse(f"an axis from 0 to {rank - 1}", f"{axis}")
+        return axis % rank
 
-    def drop_borders(self) -> None:
-        """Take out the paddings that convolutions have taken over."""
-        read = {self.network.result, *(name for _, kept, _ in self.network.steps for name in kept)}
-        self.network.steps = [s for s in self.network.steps if s[2] in read or s[2] not in self.bordered]
+    def axes(self, index: int = 1, more: int = 0) -> list[int]:
+        """The attribute or operand ``axes``, each axis once, of a tensor of ``more`` dimensions more."""
+        given = self.numbers("axes", index) or []
+        rank = self.rank + more * len(given)
+        found = sorted({self.axis(axis, rank) for axis in given})
+        if len(found) < len(given):
+            raise self.refuse("axes, each once", f"{given}")
+        return found
 
-    def layer(self, module: nn.Module) -> tuple[Step, list[str]]:
-        """The operator as a module on its first operand."""
-        self.network.layers[self.name] = module
-        name = self.name
-        return (lambda network, values: network.layers[name](values[0])), self.inputs[:1]
+    def window(self, kernel: Sequence[int] = ()) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+        """Kernel, strides, dilations, and the paddings before and after each axis of a window."""
+        count, auto = self.rank - 2, self.get("auto_pad", b"NOTSET")
+        shape = list(self.get("kernel_shape", kernel))
+        strides, dilations = list(self.get("strides", [1] * count)), list(self.get("dilations", [1] * count))
+        pads = list(self.get("pads", [0] * 2 * count))
+        if auto != b"NOTSET" and "pads" in self.node.attributes:
+            raise self.refuse(f"no pads beside auto_pad={auto.decode(errors='replace')}", f"{pads}")
+        wanted = (count, count, count, 2 * count)
+        if count not in (1, 2) or tuple(map(len, (shape, strides, dilations, pads))) != wanted:
+            raise self.refuse(
+                "images or sequences, and a size, a stride, a dilation and two paddings of each axis",
+                f"{self.rank} dimensions, {shape}, {strides}, {dilations}, {pads}",
+            )
+        if kernel and shape != list(kernel):
+            raise self.refuse(f"a weight of kernel_shape {shape}", f"{list(kernel)}")
+        before, after = pads[:count], pads[count:]
+        if auto in (b"SAME_UPPER", b"SAME_LOWER"):
+            sizes = [self.operands[0].size(axis) for axis in range(2, self.rank)]
+            whole = zip(sizes, shape, strides, dilations, strict=True)
+            total = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0) for n, k, s, d in whole]
+            less, more = [n // 2 for n in total], [n - n // 2 for n in total]
+            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)
+        elif auto not in (b"NOTSET", b"VALID"):
+            raise self.refuse("auto_pad of ONNX", f"{auto!r}")
+        if min(*before, *after, 0) < 0:
+            raise self.refuse("paddings from 0 on", f"{pads}")
+        return shape, strides, dilations, before, after
+
+
+class _Row(NamedTuple):
+    """What is known of an operator.
+
+    Attributes:
+        rule: the module, or the values, that a call computes.
+        versions: of its definition, as ONNX counts them, whose meaning the rule has.
+        moves: whether operands may depend on the input.
+        copies: whether the result has numbers of the operands and no others, so that they may be sizes of the batch.
+        rowwise: whether a row repeated for each sample may be an operand.
+    """
+
+    rule: Callable[[_Call], Any]
+    versions: tuple[int, ...]
+    moves: bool = True
+    copies: bool = False
+    rowwise: bool = False
+
+
+class _Reader:
+    def __init__(
+        self, network: OnnxNetwork, stored: dict[str, Tensor], opset: int, one: bool, dtype: torch.dtype
+    ) -> None:
+        self.network, self.stored, self.opset, self.one, self.dtype = network, stored, opset, one, dtype
+        # Sizes of values, without memory.
+        shape = (BATCH, *network.input_shape)
+        self.values: dict[str, Tensor] = {network.source: torch.empty(shape, dtype=dtype, device="meta")}
+        self.sized: set[str] = set()
+        self.rows: set[str] = set()
+        self.lacking: set[str] = set()
+        self.refusal: NoRuleError | None = None
+        # What pads by pixels of the image: its input, the mode of torch, and the pads before and after.
+        self.bordered: dict[str, tuple[str, Any]] = {}
+
+    def read(self, nodes: Iterable[_Node]) -> None:
+        unknown: set[str] = set()
+        for node in nodes:
+            lost = unknown.intersection(node.input)
+            moving = lost or self.values.keys() & set(node.input)
+            if node.row is None or (moving and not node.row.moves):
+                self.lacking.add(node.kind)
+                unknown.update(node.output)
+            elif lost:
+                unknown.update(node.output)
+            else:
+                try:
+                    self._add(node, node.row)
+                except NoRuleError as error:  # the next ones may have no rule at all, which says more
+                    self.refusal = self.refusal or error
+                    unknown.update(node.output)
+
+    def _add(self, node: _Node, row: _Row) -> None:
+        if node.kind == "Conv" and node.input[0] in self.bordered:
+            source, border = self.bordered[node.input[0]]
+            merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
+            if _takes_over(node, border, self.stored.get(node.input[1])):
+                node = merged
+        places = {
+            name: frozenset(i for i, n in enumerate(node.input) if n in names)
+            for name, names in (("moving", self.values), ("sized", self.sized), ("rows", self.rows))
+        }
+        given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
+        while given and given[-1] is None:
+            given.pop()
+        call = _Call(
+            node, self.opset, self.one, self.dtype, **places, operands=given, source=self.values[self.network.source]
+        )
+        if node.kind != "Split" and len([name for name in node.output if name]) != 1:
+            raise call.refuse("one output", f"{len(node.output)}")
+        if call.sized and not call.moving and not row.copies:
+            raise call.refuse("no size computed from that of the batch", "one")
+        if call.rows and not row.rowwise:
+            raise call.refuse("values of each sample", "a constant that is repeated for each")
+        layer: nn.Module | None = None
+        try:
+            made = row.rule(call)
+            if isinstance(made, nn.Module):
+                layer = made
+                made = layer(given[0])
+        except LipkitError:
+            raise
+        except Exception as error:  # of torch, about what the rule asks it for
+            got = first_line(error).replace(str(BATCH), "batch")
+            raise call.refuse("what its rule covers", f"{type(error).__name__}: {got}") from error
+        if missed := sorted(set(node.attributes) - call.used):
+            raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
+        found = dict(_named(node, made))
+        if all(not value.is_meta for value in found.values()):
+            self._keep(call, row, found)
+            return
+        self.values.update(found)
+        if layer is not None:
+            self.network.layers[node.name] = layer
+        self.network.steps.append(call)
+        if node.kind == "Pad" and (mode := _BORDERS.get(call.get("mode", b"constant"))):
+            self.bordered[node.output[0]] = (node.input[0], (mode, *_pads(call)))
+
+    def _keep(self, call: _Call, row: _Row, found: dict[str, Tensor]) -> None:
+        """Note results that are the same for every input."""
+        self.stored.update(found)
+        repeated = call.rows or (call.sized and call.node.kind in ("Expand", "ConstantOfShape"))
+        holds = {name for name, t in found.items() if (t == BATCH).any()}
+        if repeated:
+            self.rows.update(found)
+            if holds or any(t.ndim == 0 or len(t) != 1 for t in found.values()):
+                raise call.refuse("one row for each sample", f"shapes {[tuple(t.shape) for t in found.values()]}")
+        elif holds and not (row.copies or call.node.kind == "Shape"):
+            raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
+        self.sized.update(holds)
+
+    def finish(self) -> None:
+        """Leave out steps that nothing reads, and keep what the others do."""
+        network, needed, steps = self.network, {self.network.result}, []
+        for step in reversed(network.steps):
+            if needed.isdisjoint(step.node.output):
+                network.layers.pop(step.name, None) if step.name in network.layers else None
+                continue
+            operands = step.node.input[:1] if step.name in network.layers else step.node.input
+            needed.update(operands)
+            for i, name in enumerate(operands):
+                if name in self.stored and i in step.read and name not in self.values:
+                    network._buffers[_buffer(name)] = self.stored[name]
+                elif name in self.stored:
+                    network.numbers[name] = self.stored[name]
+            steps.append(step.on([], None))
+        network.steps = steps[::-1]
 
 
 def _filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
@@ -387,313 +654,677 @@ def _filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
     return module
 
 
-def _conv(r: _Reader) -> tuple[Step, list[str]]:
-    weight, bias = r.needed(1), r.weight(2)
-    kernel, strides, dilations, pads = r.window()
-    groups = int(r.take("group", 1))
-    if weight.ndim != 4 or kernel not in ([], list(weight.shape[2:])):
-        raise r.refuse(f"a weight of four dimensions, kernel_shape {kernel}", f"{tuple(weight.shape)}")
-    source, mode, border = r.bordered.get(r.inputs[0], (r.inputs[0], "zeros", pads))
-    if mode != "zeros":
-        reach = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
-        same = [*(n // 2 for n in reach), *(n - n // 2 for n in reach)]
-        if any(pads) or not (border[:2] == border[2:] or (border == same and max(strides) == 1)):
-            raise r.refuse(f"the padding {mode} on both sides, or as 'same' has it, and no zeros", f"{border}, {pads}")
-        r.inputs[0], pads = source, border
-    even = pads[:2] == pads[2:]
-    padding: Any = tuple(pads[:2]) if even else "same" if mode != "zeros" else 0
-    window: dict[str, Any] = {"kernel_size": tuple(weight.shape[2:]), "padding": padding, "padding_mode": mode}
+# Layers with weights, as modules.
+
+
+def _takes_over(conv: _Node, border: tuple[str, list[int], list[int]], weight: Tensor | None) -> bool:
+    """Whether a convolution has a padding mode for pixels that are copied around its images."""
+    _, before, after = border
+    if weight is None or weight.ndim != 4 or len(before) != 4 or any((*before[:2], *after[:2])):
+        return False
+    if any(conv.attributes.get("pads", ())) or conv.attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        return False
+    dilations, strides = conv.attributes.get("dilations", [1, 1]), conv.attributes.get("strides", [1, 1])
+    reach = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=False)]
+    same = before[2:] == [n // 2 for n in reach] and after[2:] == [n - n // 2 for n in reach] and max(strides) == 1
+    return before == after or same
+
+
+def _conv(c: _Call) -> nn.Module:
+    weight, bias = c.needed(1), c.weight(2)
+    groups = int(c.get("group", 1))
+    shape, strides, dilations, before, after = c.window(tuple(weight.shape[2:]))
+    mode, *border = c.get("border", ("zeros",))
+    if border:
+        before, after = border[0][2:], border[1][2:]
+    padding: Any = tuple(before) if before == after else "same" if border else 0
+    window: dict[str, Any] = {"kernel_size": tuple(shape), "padding": padding, "padding_mode": mode}
     window |= {"stride": tuple(strides), "dilation": tuple(dilations), "groups": groups, "device": "meta"}
-    conv = nn.Conv2d(weight.shape[1] * groups, weight.shape[0], **window)
-    _filled(conv, weight=weight, bias=bias)
-    if even or mode != "zeros":
-        return r.layer(conv)
-    top, left, bottom, right = pads
-    return r.layer(nn.Sequential(nn.ZeroPad2d((left, right, top, bottom)), conv))
+    make: Any = nn.Conv2d if c.rank == 4 else nn.Conv1d
+    conv = _filled(make(weight.shape[1] * groups, weight.shape[0], **window), weight=weight, bias=bias)
+    return conv if before == after or border else nn.Sequential(Pad(*_around(before, after)), conv)
 
 
-def _gemm(r: _Reader) -> tuple[Step, list[str]]:
-    weight = r.needed(1)
-    alpha, beta = float(r.take("alpha", 1.0)), float(r.take("beta", 1.0))
-    if r.take("transA", 0) or alpha != 1 or r.rank != 2:
-        raise r.refuse("samples times a matrix, alpha 1", f"transA={r.take('transA', 0)}, alpha={alpha}")
-    weight = weight if r.take("transB", 0) else weight.mT.contiguous()
-    bias = r.weight(2)
+def _around(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Paddings as torch has them: before and after the last axis, the one before it, and so on."""
+    return [n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair]
+
+
+def _conv_transpose(c: _Call) -> nn.Module:
+    weight, bias = c.needed(1), c.weight(2)
+    shape, strides, dilations, before, after = c.window(tuple(weight.shape[2:]))
+    groups, extra = int(c.get("group", 1)), list(c.get("output_padding", [0] * len(shape)))
+    if "output_shape" in c.node.attributes or c.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
+        raise c.refuse("explicit padding and no output_shape", f"{c.node.attributes}")
+    if any(n >= stride for n, stride in zip(extra, strides, strict=True)):
+        raise c.refuse(f"output_padding below the strides {strides}", f"{extra}")
+    even = before == after
+    window: dict[str, Any] = {"kernel_size": tuple(shape), "padding": tuple(before) if even else 0, "groups": groups}
+    window |= {"stride": tuple(strides), "dilation": tuple(dilations), "output_padding": tuple(extra), "device": "meta"}
+    make: Any = nn.ConvTranspose2d if c.rank == 4 else nn.ConvTranspose1d
+    conv = _filled(make(weight.shape[0], weight.shape[1] * groups, **window), weight=weight, bias=bias)
+    return conv if even else nn.Sequential(conv, Pad(*(-n for n in _around(before, after))))
+
+
+def _gemm(c: _Call) -> nn.Module:
+    weight, bias = c.needed(1), c.weight(2)
+    if c.get("transA", 0) or c.rank != 2:
+        raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
+    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
+    beta = float(c.get("beta", 1.0))
     if bias is not None:
         flat = bias.squeeze(0) if bias.ndim == 2 else bias
         bias = (beta * flat).expand(len(weight)).contiguous()
-    return r.layer(_filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias))
+    return _filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias)
 
 
-def _matmul(r: _Reader) -> tuple[Step, list[str]]:
-    weight = r.stored.get(r.inputs[1]) if len(r.inputs) == 2 else None
-    if min(map(r.rank_of, r.inputs)) < 2:
-        raise r.refuse("matrices", f"operands of {list(map(r.rank_of, r.inputs))} dimensions")
-    if weight is None or weight.ndim != 2:
-        return _elementwise(torch.matmul)(r)
-    layer = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
-    return r.layer(_filled(layer, weight=weight.T.contiguous(), bias=None))
+def _matmul(c: _Call) -> Any:
+    a, b = c.tensors()
+    if min(a.ndim, b.ndim) < 2:
+        raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
+    if c.moving != {0} or b.ndim != 2:
+        return torch.matmul(a, b)
+    return _filled(nn.Linear(b.shape[0], b.shape[1], device="meta"), weight=b.T.contiguous(), bias=None)
 
 
-def _max_pool(r: _Reader) -> tuple[Step, list[str]]:
-    kernel, strides, dilations, pads = r.window()
-    up = bool(r.take("ceil_mode", 0))
-    # Over the end, or on nothing but padding, runtimes mean different windows.
-    if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (any(pads) and (up or max(dilations) > 1)):
-        got = f"{kernel}, {strides}, {dilations}, {pads}"
-        raise r.refuse("overlapping windows with ceil_mode 1, and no pads beside it or dilations", got)
-    return r.layer(nn.MaxPool2d(kernel, strides, r.even_pads(pads), dilations, ceil_mode=up))  # type: ignore[arg-type]
-
-
-def _average_pool(r: _Reader) -> tuple[Step, list[str]]:
-    kernel, strides, dilations, pads = r.window()
-    if dilations != [1, 1] or r.take("ceil_mode", 0):
-        raise r.refuse("dilations 1 and ceil_mode 0", f"{dilations} and {r.take('ceil_mode', 0)}")
-    counted = bool(r.take("count_include_pad", 0))
-    return r.layer(nn.AvgPool2d(kernel, strides, r.even_pads(pads), count_include_pad=counted))  # type: ignore[arg-type]
-
-
-def _global_average(r: _Reader) -> tuple[Step, list[str]]:
-    if r.rank != 4:
-        raise r.refuse("images of two dimensions", f"a tensor of {r.rank} dimensions")
-    return r.layer(nn.AdaptiveAvgPool2d(1))
-
-
-def _batch_norm(r: _Reader) -> tuple[Step, list[str]]:
-    if r.take("training_mode", 0) or r.take("spatial", 1) != 1:
-        raise r.refuse("training_mode 0 and spatial 1", f"{r.take('training_mode', 0)} and {r.take('spatial', 1)}")
-    scale, shift, mean, var = (r.needed(i) for i in (1, 2, 3, 4))
-    norm = nn.BatchNorm2d if r.rank == 4 else nn.BatchNorm1d
-    module = norm(len(scale), eps=float(r.take("epsilon", 1e-5)), device="meta")
+def _batch_norm(c: _Call) -> nn.Module:
+    if c.get("training_mode", 0) or c.get("spatial", 1) != 1:
+        raise c.refuse("training_mode 0 and spatial 1", f"{c.get('training_mode', 0)} and {c.get('spatial', 1)}")
+    scale, shift, mean, var = (c.needed(i) for i in (1, 2, 3, 4))
+    module: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
+    module = module(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
     _filled(module, weight=scale, bias=shift, running_mean=mean, running_var=var)
     module.num_batches_tracked = None
-    return r.layer(module)
+    return module  # type: ignore[no-any-return]
 
 
-def _conv_transpose(r: _Reader) -> tuple[Step, list[str]]:
-    weight, bias = r.needed(1), r.weight(2)
-    kernel, strides, dilations, pads = r.window()
-    groups, extra = int(r.take("group", 1)), list(r.take("output_padding", (0, 0)))
-    if weight.ndim != 4 or "output_shape" in r.attributes or kernel not in ([], list(weight.shape[2:])):
-        raise r.refuse(f"a weight of kernel_shape {kernel}, and no output_shape", f"{tuple(weight.shape)}")
-    if any(n >= stride for n, stride in zip(extra, strides, strict=True)):
-        raise r.refuse(f"output_padding below the strides {strides}", f"{extra}")
-    window: dict[str, Any] = {"kernel_size": tuple(weight.shape[2:]), "padding": r.even_pads(pads), "groups": groups}
-    window |= {"stride": tuple(strides), "dilation": tuple(dilations), "output_padding": tuple(extra), "device": "meta"}
-    conv = nn.ConvTranspose2d(weight.shape[0], weight.shape[1] * groups, **window)
-    return r.layer(_filled(conv, weight=weight, bias=bias))
+def _instance_norm(c: _Call) -> nn.Module:
+    scale, shift = c.needed(1), c.needed(2)
+    make: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}[c.rank]
+    module = make(len(scale), eps=float(c.get("epsilon", 1e-5)), affine=True, device="meta")
+    return _filled(module, weight=scale, bias=shift)
 
 
-def _layer_norm(r: _Reader) -> tuple[Step, list[str]]:
-    scale, shift = r.needed(1), r.weight(2)
-    axis = r.axis(r.take("axis", -1))
-    if r.take("stash_type", 1) != 1 or axis != r.rank - scale.ndim:
-        raise r.refuse("a scale of the normalised dimensions", f"axis {axis} and scale {tuple(scale.shape)}")
-    module = nn.LayerNorm(tuple(scale.shape), eps=float(r.take("epsilon", 1e-5)), device="meta")
-    return r.layer(_filled(module, weight=scale, bias=shift))
+def _group_norm(c: _Call) -> nn.Module:
+    scale, shift = c.needed(1), c.needed(2)
+    if c.get("stash_type", 1) != 1:
+        raise c.refuse("stash_type 1", f"{c.get('stash_type', 1)}")
+    module = nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), float(c.get("epsilon", 1e-5)), device="meta")
+    return _filled(module, weight=scale, bias=shift)
 
 
-def _clip(r: _Reader) -> tuple[Step, list[str]]:
-    low, high = (None if (n := r.numbers(name, i)) is None else float(n) for i, name in ((1, "min"), (2, "max")))
+def _layer_norm(c: _Call) -> nn.Module:
+    scale, shift = c.needed(1), c.weight(2)
+    axis = c.axis(c.get("axis", -1))
+    if c.get("stash_type", 1) != 1 or axis != c.rank - scale.ndim:
+        raise c.refuse("a scale of the normalised dimensions", f"axis {axis} and scale {tuple(scale.shape)}")
+    module = nn.LayerNorm(tuple(scale.shape), eps=float(c.get("epsilon", 1e-5)), device="meta")
+    return _filled(module, weight=scale, bias=shift)
+
+
+# Pools: those of sequences as those of images of one row.
+
+
+def _pool(rule: Callable[..., Any]) -> Callable[[_Call], Any]:
+    def made(c: _Call) -> Any:
+        shape, strides, dilations, before, after = c.window()
+        rows = [[1] * (4 - c.rank), [0] * (4 - c.rank)]
+        shape, strides, dilations = (rows[0] + n for n in (shape, strides, dilations))
+        before, after = (rows[1] + n for n in (before, after))
+        x = c.x.unsqueeze(2) if c.rank == 3 else c.x
+        # Windows that do not fit: ceil_mode asks for more of them.
+        reach = zip(range(2, 4), shape, strides, dilations, before, after, strict=True)
+        over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)
+        y = rule(c, x, shape, strides, dilations, before, after, bool(c.get("ceil_mode", 0)) and over)
+        return y.squeeze(2) if c.rank == 3 else y
+
+    return made
+
+
+def _max_pool(c: _Call, x: Any, kernel: list[int], strides: list[int], dilations: list[int], before: list[int],
+              after: list[int], up: bool) -> Any:  # fmt: skip
+    # Over the end, or on nothing but padding, runtimes mean different windows.
+    padded = any(before) or any(after)
+    if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (padded and (up or max(dilations) > 1)):
+        got = f"{kernel}, {strides}, {dilations}, {before}, {after}"
+        raise c.refuse("overlapping windows with ceil_mode 1, and no pads beside it or dilations", got)
+    if before == after:
+        return F.max_pool2d(x, kernel, strides, before, dilations, up)
+    if any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
+        raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
+    # A window that reaches beyond the border has the pixel at the border, too.
+    for axis in (2, 3):
+        x = _copied(x, axis, before[axis - 2], after[axis - 2], "replicate")
+    return F.max_pool2d(x, kernel, strides)
+
+
+def _average_pool(c: _Call, x: Any, kernel: list[int], strides: list[int], dilations: list[int], before: list[int],
+                  after: list[int], up: bool) -> Any:  # fmt: skip
+    if max(dilations) > 1 or up:
+        raise c.refuse("dilations 1, and windows that fit or ceil_mode 0", f"{dilations} and {up}")
+    counted = bool(c.get("count_include_pad", 0))
+    if before == after:
+        return F.avg_pool2d(x, kernel, strides, before, False, counted)
+    around = _around(before, after)
+    y = F.avg_pool2d(F.pad(x, around), kernel, strides)
+    if counted:
+        return y
+    inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), around)
+    return y * (1 / F.avg_pool2d(inside, kernel, strides))
+
+
+def _global_average(c: _Call) -> Any:
+    return nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True)
+
+
+def _global_max(c: _Call) -> nn.Module:
+    if c.rank != 4:
+        raise c.refuse("images of two dimensions", f"a tensor of {c.rank} dimensions")
+    return nn.MaxPool2d((c.x.size(2), c.x.size(3)))
+
+
+# Activations.
+
+
+def _clip(c: _Call) -> Any:
+    low, high = (None if (n := c.numbers(name, i)) is None else float(n) for i, name in ((1, "min"), (2, "max")))
+    low, high = None if low == -math.inf else low, None if high == math.inf else high
+    if low is not None and high is not None and not low < high:
+        raise c.refuse("two limits, the lower one first", f"{low} and {high}")
+    if low is None and high is None:
+        return nn.Identity()
+    if (low, high) == (0.0, None):
+        return nn.ReLU()
     if (low, high) == (0.0, 6.0):
-        return r.layer(nn.ReLU6())
-    if low is None or high is None or not low < high:
-        raise r.refuse("two limits, the lower one first", f"{low} and {high}")
-    return r.layer(nn.Hardtanh(low, high))
+        return nn.ReLU6()
+    return nn.Hardtanh(low, high) if None not in (low, high) else torch.clamp(c.x, low, high)  # type: ignore[arg-type]
 
 
-def _gelu(r: _Reader) -> tuple[Step, list[str]]:
-    return r.layer(nn.GELU(r.take("approximate", b"none").decode()))
-
-
-def _softmax(r: _Reader) -> tuple[Step, list[str]]:
-    axis = r.axis(r.take("axis", -1 if r.opset >= 13 else 1))
-    if r.opset >= 13 or axis == r.rank - 1:
-        return r.layer(nn.Softmax(axis))
+def _softmax(c: _Call) -> Any:
+    axis = c.axis(c.get("axis", -1 if c.opset >= 13 else 1))
+    if c.opset >= 13 or axis == c.rank - 1:
+        return nn.Softmax(axis)
     # Before version 13: over all dimensions from the axis on.
-    step, kept = r.layer(nn.Softmax(axis))
-    return (lambda network, values: step(network, [values[0].flatten(axis)]).reshape(values[0].shape)), kept
+    shape = [c.x.size(i) for i in range(c.rank)]
+    return F.softmax(c.x.flatten(axis), axis).reshape(shape)
 
 
-def _activation(make: Callable[..., nn.Module], **arguments: tuple[str, float]) -> _Maker:
+def _activation(make: Callable[..., nn.Module], **arguments: tuple[str, float]) -> Callable[[_Call], nn.Module]:
     """``make`` of attributes by their names in torch, each with the name and default that ONNX gives it."""
+    return lambda c: make(**{key: float(c.get(name, value)) for key, (name, value) in arguments.items()})
 
-    def made(r: _Reader) -> tuple[Step, list[str]]:
-        return r.layer(make(**{key: float(r.take(name, value)) for key, (name, value) in arguments.items()}))
+
+def _hard_sigmoid(c: _Call) -> Any:
+    slope, shift = float(c.get("alpha", 0.2)), float(c.get("beta", 0.5))
+    if shift == 0.5 and math.isclose(slope, 1 / 6, rel_tol=1e-7):
+        return nn.Hardsigmoid()
+    return torch.clamp(slope * c.x + shift, 0.0, 1.0)
+
+
+def _selu(c: _Call) -> Any:
+    alpha, gamma = float(c.get("alpha", 1.6732631921768188)), float(c.get("gamma", 1.0507010221481323))
+    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-7) and math.isclose(gamma, 1.0507009873554805, rel_tol=1e-7):
+        return nn.SELU()
+    return gamma * F.elu(c.x, alpha)
+
+
+def _prelu(c: _Call) -> nn.Module:
+    slope = c.needed(1)
+    channels = slope.numel() if slope.numel() > 1 else 1
+    if channels > 1 and (slope.ndim < c.rank - 1 or slope.shape[1 - c.rank] != channels):
+        raise c.refuse("one slope, or one for each channel", f"shape {tuple(slope.shape)}")
+    return _filled(nn.PReLU(channels, device="meta"), weight=slope.reshape(channels))
+
+
+def _shrink(c: _Call) -> nn.Module:
+    limit, shift = float(c.get("lambd", 0.5)), float(c.get("bias", 0.0))
+    if limit != shift:
+        raise c.refuse("a bias that is lambd, without which it jumps", f"{shift} and {limit}")
+    return nn.Softshrink(limit)
+
+
+def _swish(c: _Call) -> nn.Module:
+    if (alpha := float(c.get("alpha", 1.0))) != 1:
+        raise c.refuse("alpha 1", f"{alpha}")
+    return nn.SiLU()
+
+
+def _dropout(c: _Call) -> nn.Module:
+    if c.has(2) and c.numbers("training_mode", 2):
+        raise c.refuse("dropout that is switched off", "an operand training_mode that is true")
+    return nn.Identity()
+
+
+# Numbers one by one.
+
+
+def _elementwise(function: Callable[[Any, Any], Any], least: int = 2) -> Callable[[_Call], Any]:
+    def made(c: _Call) -> Any:
+        values = c.tensors()
+        if any(values[i].ndim < max(t.ndim for t in values) for i in c.rows):
+            raise c.refuse("rows with the most dimensions", f"{[t.ndim for t in values]}")
+        if len(values) < least:
+            return values[0].clone()
+        return reduce(function, values)
 
     return made
 
 
-def _identity(r: _Reader) -> tuple[Step, list[str]]:
-    if len(r.inputs) > 2 and r.inputs[2]:
-        raise r.refuse("dropout that is switched off", "an operand training_mode")
-    return r.layer(nn.Identity())
+def _divided(a: Any, b: Any) -> Any:
+    return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")
 
 
-def _flatten(r: _Reader) -> tuple[Step, list[str]]:
-    if (axis := r.axis(r.take("axis", 1))) != 1:
-        raise r.refuse("axis 1", f"{axis}")
-    r.rank = 2
-    return r.layer(nn.Flatten(1))
+def _larger(function: Callable[[Any, Any], Any], sign: int) -> Callable[[_Call], Any]:
+    """The maximum, or the minimum; of a value and a constant as a ReLU."""
+
+    def made(c: _Call) -> Any:
+        values = [(c.tensors()[i], i in c.moving) for i in range(len(c.operands))]
+        (found, moves), *rest = sorted(values, key=lambda pair: not pair[1])
+        for value, moving in rest:
+            found = sign * F.relu(sign * (found - value)) + value if moves and not moving else function(found, value)
+        return found
+
+    return made
 
 
-def _reshape(r: _Reader) -> tuple[Step, list[str]]:
-    sizes = r.needed(1).tolist()
+def _power(c: _Call) -> Any:
+    exponent = c.needed(1)
+    if not c.moving:
+        return torch.pow(c.x, exponent)
+    if exponent.numel() != 1 or exponent.ndim > c.rank or float(exponent) not in (1.0, 2.0, 3.0):
+        raise c.refuse("the first, second or third power", f"{exponent.tolist()}")
+    return reduce(torch.mul, [c.x] * int(exponent))
+
+
+def _equal(c: _Call) -> Any:
+    a, b = c.operands
+    # The size of a batch is above 0, which is all that is known of it.
+    if (((a == BATCH) & (b > 0)) | ((b == BATCH) & (a > 0))).any():
+        raise c.refuse("no comparison with the size of the batch", "one")
+    return a == b
+
+
+def _each(function: Callable[[Tensor], Tensor]) -> Callable[[_Call], Any]:
+    return lambda c: function(c.x)
+
+
+def _cast(c: _Call) -> Any:
+    to = _DTYPES.get(c.get("to", 0))
+    if c.moving and to == c.dtype:
+        return nn.Identity()
+    if c.moving or to is None or (c.sized and to not in (torch.int32, torch.int64, torch.float32, torch.float64)):
+        raise c.refuse(f"the format {c.dtype} of the network", f"{to}")
+    return c.operands[0].to(to)
+
+
+def _reduced(name: str) -> Callable[[_Call], Any]:
+    def made(c: _Call) -> Any:
+        axes, keep = c.axes(), bool(c.get("keepdims", 1))
+        if not axes and (c.moving or c.get("noop_with_empty_axes", 0)):
+            raise c.refuse("axes other than the batch", "none")
+        return getattr(c.x, name)(axes or list(range(c.rank)), keepdim=keep)
+
+    return made
+
+
+# The same numbers in another order.
+
+
+def _shape(c: _Call) -> Tensor:
+    sizes = torch.tensor(list(c.operands[0].shape), dtype=torch.int64)
+    return sizes[c.get("start", 0) : c.get("end", None)]
+
+
+def _flatten(c: _Call) -> Any:
+    axis = c.get("axis", 1)
+    axis = c.rank if axis == c.rank else c.axis(axis)
+    if axis == 1:
+        return nn.Flatten(1)
+    sizes = [c.x.size(i) for i in range(c.rank)]
+    if c.moving and (axis == 0 or math.prod(sizes[1:axis]) != 1):
+        raise c.refuse("axis 1", f"{axis}")
+    return c.x.reshape([sizes[0] if c.moving else math.prod(sizes[:axis]), math.prod(sizes[axis:])])
+
+
+def _reshape(c: _Call) -> Any:
+    x, sizes, zero = c.operands[0], c.numbers("shape", 1, batch=True), c.get("allowzero", 0)
+    c.read.add(0)
+    if not isinstance(sizes, list) or sizes.count(-1) > 1 or (zero and 0 in sizes):
+        raise c.refuse("a shape with one size -1 at most, and 0 as a copy", f"{sizes}")
+    if not c.moving:
+        return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
     # A first size of 1 comes from files that were made for one sample.
-    first = {-1: True, 0: not r.take("allowzero", 0), 1: r.batch == 1}
-    if not sizes or not first.get(sizes[0]) or 0 in sizes[1:] or sizes.count(-1) > 1:
-        raise r.refuse("a shape that keeps the batch first", f"{sizes}")
-    r.rank = len(sizes)
-    return (lambda network, values: values[0].reshape(values[0].size(0), *sizes[1:])), r.inputs[:1]
+    batch = {BATCH, 1} if c.one else {BATCH}
+    own = {0: lambda i: x.size(i), **dict.fromkeys(batch, lambda i: c.source.size(0))}
+    return x.reshape([own[n](i) if n in own and (n != 1 or not i) else n for i, n in enumerate(sizes)])
 
 
-def _reduce_mean(r: _Reader) -> tuple[Step, list[str]]:
-    axes = [r.axis(axis) for axis in r.numbers("axes", 1) or ()]
-    keep = bool(r.take("keepdims", 1))
-    if not axes:
-        raise r.refuse("axes other than the batch", "none")
-    r.rank -= 0 if keep else len(axes)
-    return (lambda network, values: values[0].mean(axes, keepdim=keep)), r.inputs[:1]
+def _expand(c: _Call) -> Any:
+    x, sizes = c.operands[0], c.numbers("shape", 1, batch=True)
+    c.read.add(0)
+    if BATCH in sizes[1:] or (c.moving and len(sizes) > c.rank):
+        raise c.refuse("the batch as the first size", f"{sizes}")
+    if c.moving:
+        sizes = [1] * (c.rank - len(sizes)) + sizes
+        own = [x.size(i) for i in range(c.rank)]
+        wider = [n if i and n != 1 else -1 for i, n in enumerate(sizes)]
+        if sizes[0] not in (1, BATCH) or any(
+            n not in (1, -1) and m not in (1, n) for n, m in zip(wider[1:], own[1:], strict=True)
+        ):
+            raise c.refuse("a shape that keeps the batch first", f"{sizes}")
+        return x.expand([-1, *(m if n == -1 or n == 1 else n for n, m in zip(wider[1:], own[1:], strict=True))])
+    # Of the batch one row is kept.
+    rows = [1 if n == BATCH else n for n in sizes]
+    if BATCH in sizes and x.ndim == len(sizes) and len(x) != 1:
+        raise c.refuse("one row for each sample", f"{len(x)}")
+    return x.expand(torch.broadcast_shapes(x.shape, rows)).clone()
 
 
-def _elementwise(function: Callable[[Any, Any], Tensor]) -> _Maker:
-    def made(r: _Reader) -> tuple[Step, list[str]]:
-        r.rank = max(map(r.rank_of, r.inputs))
-        return (lambda network, values: function(values[0], values[1])), r.inputs[:2]
-
-    return made
-
-
-def _transpose(r: _Reader) -> tuple[Step, list[str]]:
-    order = list(r.take("perm", range(r.rank)[::-1]))
-    return (lambda network, values: values[0].permute(order)), r.inputs[:1]
+def _filled_shape(c: _Call) -> Tensor:
+    sizes = c.numbers("shape", 0, batch=True)
+    if BATCH in sizes[1:]:
+        raise c.refuse("the batch as the first size", f"{sizes}")
+    value = c.get("value", torch.zeros(1))
+    return torch.full([1 if n == BATCH else n for n in sizes], value.reshape(()).item(), dtype=value.dtype)
 
 
-_BORDERS = {b"constant": "zeros", b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
+def _transpose(c: _Call) -> Any:
+    order = list(c.get("perm", range(c.rank)[::-1]))
+    c.read.add(0)
+    return c.operands[0].permute(order)
 
 
-def _pad(r: _Reader) -> tuple[Step, list[str]]:
-    sizes, value = list(r.numbers("pads", 1)), r.numbers("value", 2)
-    mode = _BORDERS.get(r.take("mode", b"constant"))
-    if mode is None or value not in (None, 0) or any(r.inputs[3:]):
-        raise r.refuse("zeros around all dimensions", f"{r.take('mode', b'constant')!r} {value}")
-    begin, end = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
-    if len(begin) != r.rank or begin[0] or end[0]:
-        raise r.refuse("padding that leaves the batch alone", f"{sizes}")
-    if mode != "zeros":
-        if r.rank != 4 or begin[1] or end[1] or min(sizes) < 0:
-            raise r.refuse("pixels copied around images", f"{sizes}")
-        r.bordered[r.output] = (r.inputs[0], mode, [*begin[2:], *end[2:]])
-        around = [begin[3], end[3], begin[2], end[2]]
-        return (lambda network, values: F.pad(values[0], around, mode=mode)), r.inputs[:1]
-    padding = [n for pair in zip(begin[:0:-1], end[:0:-1], strict=True) for n in pair]
-    return (lambda network, values: F.pad(values[0], padding)), r.inputs[:1]
+def _border_less(x: Any, axis: int, index: slice) -> Any:
+    return x[(slice(None),) * axis + (index,)]
 
 
-def _slice(r: _Reader) -> tuple[Step, list[str]]:
-    starts, ends, axes, steps = (r.numbers(name, i) for i, name in enumerate(("starts", "ends", "axes", "steps"), 1))
+def _copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
+    """Entries of ``x`` copied around an axis: those at the border, mirrored ones, or those of the other end."""
+    n = x.size(axis)
+    places = [*range(-before, 0), *range(n, n + after)]
+    if not places:
+        return x
+    if mode == "replicate":
+        from_ = [min(max(i, 0), n - 1) for i in places]
+    else:
+        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in places]
+    if min(from_) < 0 or max(from_) >= n or max(before, after) > n:
+        raise ValueError(f"{before} and {after} entries of {n} copied around them")
+    parts = [_border_less(x, axis, slice(i, i + 1)) for i in from_]
+    return torch.cat([*parts[:before], x, *parts[before:]], axis)
+
+
+_BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
+
+
+def _pads(c: _Call) -> tuple[list[int], list[int]]:
+    """Entries before and after each axis."""
+    sizes, axes = list(c.numbers("pads", 1)), c.numbers("axes", 3)
+    places = range(c.rank) if axes is None else [c.axis(axis) for axis in axes]
+    if len(sizes) != 2 * len(places) or len(set(places)) != len(places):
+        raise c.refuse("two paddings of each axis", f"{sizes} of {list(places)}")
+    before, after = (
+        [dict(zip(places, part, strict=True)).get(i, 0) for i in range(c.rank)]
+        for part in (sizes[: len(places)], sizes[len(places) :])
+    )
+    return before, after
+
+
+def _pad(c: _Call) -> Any:
+    value, kind = c.numbers("value", 2), c.get("mode", b"constant")
+    before, after = _pads(c)
+    if (c.moving and before[0] | after[0]) or (
+        kind != b"constant" and (kind not in _BORDERS or min(*before, *after) < 0)
+    ):
+        raise c.refuse("padding that leaves the batch alone", f"{before}, {after}, {kind!r}")
+    if kind == b"constant":
+        if value not in (None, 0, [], [0]):
+            raise c.refuse("zeros around all dimensions", f"{value}")
+        return F.pad(c.x, _around(before[c.moving != set() :], after[c.moving != set() :]))
+    x = c.x
+    for axis in range(1, c.rank):
+        x = _copied(x, axis, before[axis], after[axis], _BORDERS[kind])
+    return x
+
+
+def _slice(c: _Call) -> Any:
+    starts, ends, axes, steps = (c.numbers(name, i) for i, name in enumerate(("starts", "ends", "axes", "steps"), 1))
     index: dict[int, slice] = {}
     for axis, *part in zip(axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True):
-        # Of the batch all is kept.
-        place = 0 if axis == 0 and part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1 else r.axis(axis)
+        place = c.axis(axis)
         if part[2] < 1 or place in index:
-            raise r.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
-        index[place] = slice(*part) if place else slice(None)
-    every = tuple(index.get(place, slice(None)) for place in range(r.rank))
-    return (lambda network, values: values[0][every]), r.inputs[:1]
+            raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
+        # Of the batch all is kept.
+        whole = c.moving and place == 0 and part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1
+        if c.moving and place == 0 and not whole:
+            raise c.refuse("all of the batch", f"{part}")
+        index[place] = slice(None) if whole else slice(*part)
+    c.read.add(0)
+    return c.operands[0][tuple(index.get(place, slice(None)) for place in range(c.rank))]
 
 
-def _split(r: _Reader) -> tuple[Step, list[str]]:
-    axis, outputs, sizes = r.axis(r.take("axis", 0)), r.take("outputs", []), r.numbers("split", 1)
-    place, count = outputs.index(r.output), len(outputs)
-    if r.take("num_outputs", count) != count or (sizes is not None and len(sizes) != count):
-        raise r.refuse(f"sizes of {count} outputs", f"{sizes}")
+def _gather(c: _Call) -> Any:
+    axis, x = c.axis(c.get("axis", 0)), c.operands[0]
+    c.read.add(0)
+    places = c.numbers("indices", 1)
+    if not c.moving:
+        n, which = x.shape[axis], c.operands[1]
+        if which.numel() and not -n <= int(which.min()) <= int(which.max()) < n:
+            raise c.refuse(f"entries of {n}", f"{which.tolist()}")
+        flat = x.index_select(axis, (which % max(n, 1)).long().flatten())
+        return flat.reshape((*x.shape[:axis], *which.shape, *x.shape[axis + 1 :]))
+    if axis == 0:
+        raise c.refuse("entries of another axis than the batch", f"{places}")
+    n = x.size(axis)
+    single = isinstance(places, int)
+    wanted = [places] if single else places
+    if not wanted or not all(isinstance(i, int) and -n <= i < n for i in wanted):
+        raise c.refuse(f"a row of entries of {n}", f"{places}")
+    wanted = [i % n for i in wanted]
+    if single:
+        return x[(slice(None),) * axis + (wanted[0],)]
+    step = wanted[1] - wanted[0] if len(wanted) > 1 else 1
+    if step > 0 and wanted == list(range(wanted[0], wanted[-1] + 1, step)):
+        return x[(slice(None),) * axis + (slice(wanted[0], wanted[-1] + 1, step),)]
+    # As a product, because its norm is that of the most copies of one entry.
+    matrix = torch.zeros(n, len(wanted), dtype=c.dtype)
+    matrix[wanted, list(range(len(wanted)))] = 1
+    return torch.matmul(x.transpose(axis, -1), matrix).transpose(axis, -1)
 
+
+def _split(c: _Call) -> Any:
+    axis, count, sizes = c.axis(c.get("axis", 0)), len(c.node.output), c.numbers("split", 1)
+    c.read.add(0)
+    if c.get("num_outputs", count) != count or (sizes is not None and len(sizes) != count):
+        raise c.refuse(f"sizes of {count} outputs", f"{sizes}")
+    x = c.operands[0]
+    if c.moving and axis == 0:
+        raise c.refuse("pieces of another axis than the batch", "0")
     # torch refuses sizes that do not add up.
-    return (lambda network, values: values[0].split(sizes or [values[0].shape[axis] // count] * count, axis)[place]), (
-        r.inputs[:1]
-    )
+    parts = x.split(sizes or [x.size(axis) // count] * count, axis)
+    return [parts[i] for i in range(count)]
 
 
-def _swish(r: _Reader) -> tuple[Step, list[str]]:
-    if (alpha := float(r.take("alpha", 1.0))) != 1:
-        raise r.refuse("alpha 1", f"{alpha}")
-    return r.layer(nn.SiLU())
-
-
-def _squeeze(r: _Reader) -> tuple[Step, list[str]]:
-    axes = [r.axis(axis) for axis in r.numbers("axes", 1) or ()]
-    if not axes or len(set(axes)) < len(axes):
-        raise r.refuse("axes, each once", f"{axes}")
-    r.rank -= len(axes)
-
+def _squeeze(c: _Call) -> Any:
+    axes = c.axes()
+    if not axes and c.moving:
+        raise c.refuse("axes, each once", f"{axes}")
+    x = c.operands[0]
+    c.read.add(0)
+    if not axes:
+        return x.squeeze()
     # torch's squeeze keeps sizes other than 1; this reshape refuses them.
-    left = [axis for axis in range(r.rank + len(axes)) if axis not in axes]
-    return (lambda network, values: values[0].reshape([values[0].shape[axis] for axis in left])), r.inputs[:1]
+    return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
 
 
-def _unsqueeze(r: _Reader) -> tuple[Step, list[str]]:
-    axes = list(r.numbers("axes", 1))
-    r.rank += len(axes)
-    places = sorted({r.axis(axis) for axis in axes})
-    if len(places) < len(axes):
-        raise r.refuse("axes, each once", f"{axes}")
-
-    index = tuple(None if place in places else slice(None) for place in range(r.rank))
-    return (lambda network, values: values[0][index]), r.inputs[:1]
+def _unsqueeze(c: _Call) -> Any:
+    c.read.add(0)
+    return reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.operands[0])
 
 
-def _concat(r: _Reader) -> tuple[Step, list[str]]:
-    r.rank = max(map(r.rank_of, r.inputs))
-    axis = r.axis(r.take("axis", 1))
-    return (lambda network, values: torch.cat(values, axis)), r.inputs
+def _concat(c: _Call) -> Any:
+    axis = c.axis(c.get("axis", 1), max(t.ndim for t in c.operands))
+    if not c.moving or len(c.moving) == len(c.operands):
+        c.read.update(range(len(c.operands)))
+        return torch.cat(list(c.operands), axis)
+    values, places = c.tensors(), sorted(c.moving)
+    if axis == 0 or places != list(range(places[0], places[-1] + 1)):
+        raise c.refuse("constants before or behind values, along another axis than the batch", f"axis {axis}")
+    if any(len(t) != 1 or not (c.one or i in c.rows) for i, t in enumerate(values) if i not in c.moving):
+        raise c.refuse("one row for each sample", f"{[tuple(t.shape) for t in values]}")
+    # Zeros, to which the constants are added.
+    sizes = [t.size(axis) for t in values]
+    first, last = places[0], places[-1] + 1
+    x = torch.cat(values[first:last], axis) if last > first + 1 else values[first]
+    blank = [0, 0] * (x.ndim - 1 - axis)
+    around = [*blank, sum(sizes[:first]), sum(sizes[last:])]
+    shapes = [[1, *(t.size(i) for i in range(1, t.ndim))] for t in values]
+    filled = [torch.zeros(shapes[i], dtype=c.dtype) if i in c.moving else t for i, t in enumerate(values)]
+    return F.pad(x, around) + torch.cat(filled, axis)
 
 
-def _inside(r: _Reader) -> tuple[Step, list[str]]:
-    raise r.refuse("it as a part of a Gelu, or a stored tensor as its value", "another form")
+def _enlarge(c: _Call) -> nn.Module:
+    """Pixels repeated, or between pixels; a scale is a whole number, and pixels are found as all runtimes find them."""
+    sizes = c.numbers("sizes", 3) if c.node.kind == "Resize" else None
+    scales = c.numbers("scales", 2 if c.node.kind == "Resize" and c.opset >= 11 else 1)
+    own = [c.x.size(i) for i in range(c.rank)]
+    if sizes:
+        scales = [1.0, *(n / m for n, m in zip(sizes[1:], own[1:], strict=True))]
+    default = "half_pixel" if c.node.kind == "Resize" and c.opset >= 11 else "asymmetric"
+    mode = c.get("mode", b"nearest").decode()
+    place = c.get("coordinate_transformation_mode", default.encode()).decode()
+    rounds = c.get("nearest_mode", b"round_prefer_floor" if default == "half_pixel" else b"floor").decode()
+    near = mode == "nearest" and (place, rounds) in (
+        ("asymmetric", "floor"), ("tf_half_pixel_for_nn", "floor"), ("half_pixel", "round_prefer_floor"),
+        ("half_pixel", "round_prefer_ceil"),
+    )  # fmt: skip
+    whole = c.rank == 4 and len(scales) == 4 and scales[:2] == [1, 1] and all(s >= 1 and s == int(s) for s in scales)
+    if not whole or not (near or (mode == "linear" and place == "half_pixel")) or c.get("antialias", 0):
+        raise c.refuse("images enlarged by whole numbers, nearest or linear", f"{mode}, {place}, {rounds}, {scales}")
+    return (Enlarge if near else EnlargeBilinear)(int(scales[2]), int(scales[3]))
 
 
-_Maker = Callable[[_Reader], tuple[Step, list[str]]]
+def _depth_to_space(c: _Call) -> Any:
+    n = c.get("blocksize", 1)
+    if c.get("mode", b"DCR") == b"CRD":
+        return nn.PixelShuffle(n)
+    b, depth, rows, cols = (c.x.size(i) for i in range(4))
+    apart = c.x.reshape([b, n, n, depth // n**2, rows, cols]).permute([0, 3, 4, 1, 5, 2])
+    return apart.reshape([b, depth // n**2, rows * n, cols * n])
 
-# By operator: its rule, and the versions of its definition, as ONNX counts them, whose meaning the rule has. Of a newer
-# definition nothing is known, before 7 operators mean something else.
-_OPERATORS: dict[str, tuple[_Maker, tuple[int, ...]]] = {
-    "Add": (_elementwise(operator.add), (7, 13, 14)),
-    "AveragePool": (_average_pool, (7, 10, 11, 19, 22)),
-    "BatchNormalization": (_batch_norm, (7, 9, 14, 15)),
-    "Clip": (_clip, (6, 11, 12, 13)),
-    "Concat": (_concat, (4, 11, 13)),
-    "Constant": (_inside, (1, 9, 11, 12, 13, 19, 21, 23, 24, 25)),
-    "Conv": (_conv, (1, 11, 22)),
-    "ConvTranspose": (_conv_transpose, (1, 11, 22)),
-    "Div": (_elementwise(operator.truediv), (7, 13, 14)),
-    "Dropout": (_identity, (7, 10, 12, 13, 22)),
-    "Elu": (_activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
-    "Erf": (_inside, (9, 13)),
-    "Flatten": (_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
-    "Gelu": (_gelu, (20,)),
-    "Gemm": (_gemm, (7, 9, 11, 13)),
-    "GlobalAveragePool": (_global_average, (1, 22)),
-    "HardSwish": (_activation(nn.Hardswish), (14, 22)),
-    "Identity": (_identity, (1, 13, 14, 16, 19, 21, 23, 24, 25)),
-    "LayerNormalization": (_layer_norm, (17,)),
-    "LeakyRelu": (_activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
-    "MatMul": (_matmul, (1, 9, 13)),
-    "MaxPool": (_max_pool, (1, 8, 10, 11, 12, 22)),
-    "Mish": (_activation(nn.Mish), (18, 22)),
-    "Mul": (_elementwise(operator.mul), (7, 13, 14)),
-    "Pad": (_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
-    "ReduceMean": (_reduce_mean, (1, 11, 13, 18)),
-    "Relu": (_activation(nn.ReLU), (6, 13, 14)),
-    "Reshape": (_reshape, (5, 13, 14, 19, 21, 23, 24, 25)),
-    "Sigmoid": (_activation(nn.Sigmoid), (6, 13)),
-    "Slice": (_slice, (1, 10, 11, 13)),
-    "Softmax": (_softmax, (1, 11, 13)),
-    "Split": (_split, (2, 11, 13, 18)),
-    "Squeeze": (_squeeze, (1, 11, 13, 21, 23, 24, 25)),
-    "Sub": (_elementwise(operator.sub), (7, 13, 14)),
-    "Swish": (_swish, (24,)),
-    "Tanh": (_activation(nn.Tanh), (6, 13)),
-    "Transpose": (_transpose, (1, 13, 21, 23, 24, 25)),
-    "Unsqueeze": (_unsqueeze, (1, 11, 13, 21, 23, 24, 25)),
+
+def _space_to_depth(c: _Call) -> Any:
+    n = c.get("blocksize", 1)
+    b, depth, rows, cols = (c.x.size(i) for i in range(4))
+    apart = c.x.reshape([b, depth, rows // n, n, cols // n, n]).permute([0, 3, 5, 1, 2, 4])
+    return apart.reshape([b, depth * n**2, rows // n, cols // n])
+
+
+def _constant(c: _Call) -> Tensor:
+    (name,) = c.node.attributes
+    value = c.get(name, None)
+    if isinstance(value, Tensor):
+        return value
+    if not name.startswith(("value_float", "value_int")):
+        raise c.refuse("numbers as its value", name)
+    return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
+
+
+def _where(c: _Call) -> Any:
+    condition, a, b = c.operands
+    return torch.where(condition, a, b)
+
+
+def _product(c: _Call) -> Any:
+    axes, keep, x = c.axes(), bool(c.get("keepdims", 1)), c.x
+    return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes or range(c.rank)), x)
+
+
+# Of a newer definition nothing is known, before 7 operators mean something else.
+_OPERATORS: dict[str, _Row] = {
+    "Abs": _Row(_activation(lambda: nn.LeakyReLU(-1.0)), (6, 13)),
+    "Add": _Row(_elementwise(operator.add), (7, 13, 14), rowwise=True),
+    "And": _Row(_elementwise(torch.logical_and), (7,), moves=False),
+    "AveragePool": _Row(_pool(_average_pool), (7, 10, 11, 19, 22)),
+    "BatchNormalization": _Row(_batch_norm, (7, 9, 14, 15)),
+    "Cast": _Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True, rowwise=True),
+    "Ceil": _Row(_each(torch.ceil), (6, 13), moves=False),
+    "Celu": _Row(_activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
+    "Clip": _Row(_clip, (6, 11, 12, 13)),
+    "Concat": _Row(_concat, (4, 11, 13), copies=True, rowwise=True),
+    "Constant": _Row(_constant, (1, 9, 11, 12, 13, 19, 21, 23, 24, 25)),
+    "ConstantOfShape": _Row(_filled_shape, (9, 20, 21, 23, 24, 25), copies=True),
+    "Conv": _Row(_conv, (1, 11, 22)),
+    "ConvTranspose": _Row(_conv_transpose, (1, 11, 22)),
+    "Cos": _Row(_each(torch.cos), (7, 22), moves=False),
+    "DepthToSpace": _Row(_depth_to_space, (1, 11, 13, 28)),
+    "Div": _Row(_elementwise(_divided), (7, 13, 14), rowwise=True),
+    "Dropout": _Row(_dropout, (7, 10, 12, 13, 22)),
+    "Elu": _Row(_activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
+    "Equal": _Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
+    "Erf": _Row(_each(torch.erf), (9, 13), moves=False),
+    "Exp": _Row(_each(torch.exp), (6, 13), moves=False),
+    "Expand": _Row(_expand, (8, 13), copies=True, rowwise=True),
+    "Flatten": _Row(_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
+    "Floor": _Row(_each(torch.floor), (6, 13), moves=False),
+    "Gather": _Row(_gather, (1, 11, 13), copies=True),
+    "Gelu": _Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
+    "Gemm": _Row(_gemm, (7, 9, 11, 13)),
+    "GlobalAveragePool": _Row(_global_average, (1, 22)),
+    "GlobalMaxPool": _Row(_global_max, (1, 22)),
+    "Greater": _Row(_elementwise(torch.gt), (7, 9, 13), moves=False),
+    "GroupNormalization": _Row(_group_norm, (18, 21)),
+    "HardSigmoid": _Row(_hard_sigmoid, (6, 22)),
+    "HardSwish": _Row(_activation(nn.Hardswish), (14, 22)),
+    "Identity": _Row(_activation(nn.Identity), (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True, rowwise=True),
+    "InstanceNormalization": _Row(_instance_norm, (6, 22)),
+    "LayerNormalization": _Row(_layer_norm, (17,)),
+    "LeakyRelu": _Row(_activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
+    "Less": _Row(_elementwise(torch.lt), (7, 9, 13), moves=False),
+    "Log": _Row(_each(torch.log), (6, 13), moves=False),
+    "MatMul": _Row(_matmul, (1, 9, 13)),
+    "Max": _Row(_larger(torch.maximum, 1), (6, 8, 12, 13)),
+    "MaxPool": _Row(_pool(_max_pool), (1, 8, 10, 11, 12, 22)),
+    "Min": _Row(_larger(torch.minimum, -1), (6, 8, 12, 13)),
+    "Mish": _Row(_activation(nn.Mish), (18, 22)),
+    "Mul": _Row(_elementwise(operator.mul), (7, 13, 14), rowwise=True),
+    "Neg": _Row(_each(operator.neg), (6, 13)),
+    "Not": _Row(_each(torch.logical_not), (1,), moves=False),
+    "PRelu": _Row(_prelu, (7, 9, 16)),
+    "Pad": _Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
+    "Pow": _Row(_power, (7, 12, 13, 15)),
+    "Range": _Row(lambda c: torch.arange(*(t.item() for t in c.tensors()), dtype=c.x.dtype), (11, 27), moves=False),
+    "Reciprocal": _Row(_each(torch.reciprocal), (6, 13), moves=False),
+    "ReduceMax": _Row(_reduced("amax"), (1, 11, 12, 13, 18, 20), moves=False),
+    "ReduceMean": _Row(_reduced("mean"), (1, 11, 13, 18)),
+    "ReduceProd": _Row(_product, (1, 11, 13, 18), moves=False),
+    "ReduceSum": _Row(_reduced("sum"), (1, 11, 13)),
+    "Relu": _Row(_activation(nn.ReLU), (6, 13, 14)),
+    "Reshape": _Row(_reshape, (5, 13, 14, 19, 21, 23, 24, 25), copies=True),
+    "Resize": _Row(_enlarge, (10, 11, 13, 18, 19)),
+    "Selu": _Row(_selu, (6, 22)),
+    "Shape": _Row(_shape, (1, 13, 15, 19, 21, 23, 24, 25), copies=True),
+    "Shrink": _Row(_shrink, (9,)),
+    "Sigmoid": _Row(_activation(nn.Sigmoid), (6, 13)),
+    "Sin": _Row(_each(torch.sin), (7, 22), moves=False),
+    "Slice": _Row(_slice, (1, 10, 11, 13), copies=True),
+    "Softmax": _Row(_softmax, (1, 11, 13)),
+    "Softplus": _Row(_activation(nn.Softplus), (1, 22)),
+    "Softsign": _Row(_activation(nn.Softsign), (1, 22)),
+    "SpaceToDepth": _Row(_space_to_depth, (1, 13, 28)),
+    "Split": _Row(_split, (2, 11, 13, 18), copies=True),
+    "Sqrt": _Row(_each(torch.sqrt), (6, 13), moves=False),
+    "Squeeze": _Row(_squeeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
+    "Sub": _Row(_elementwise(operator.sub), (7, 13, 14), rowwise=True),
+    "Sum": _Row(_elementwise(operator.add, 1), (6, 8, 13), rowwise=True),
+    "Swish": _Row(_swish, (24,)),
+    "Tanh": _Row(_activation(nn.Tanh), (6, 13)),
+    "Tile": _Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13), moves=False),
+    "Transpose": _Row(_transpose, (1, 13, 21, 23, 24, 25), copies=True),
+    "Unsqueeze": _Row(_unsqueeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
+    "Upsample": _Row(_enlarge, (7, 9, 10)),
+    "Where": _Row(_where, (9, 16), moves=False, copies=True),
 }
+
+_GATES = tuple(_gates())
+_ENDS = {pattern[0] for pattern, _ in _GATES}

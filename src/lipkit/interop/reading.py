@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
 from lipkit.lowering import export
+from lipkit.lowering.tracing import flat
 from lipkit.modules import Network
 
 LARGEST = 2**28
@@ -43,18 +44,43 @@ def load(
         raise NoRuleError(f"{path}: expected a network, got {type(error).__name__}: {first_line(error)}") from error
 
 
-class _Sizes(TorchFunctionMode):
-    made = 0
+class Budget(TorchFunctionMode):
+    """Calls of torch in which each is made without memory first, and refused where values become too many.
+
+    Args:
+        batch: as many samples count as one.
+    """
+
+    def __init__(self, batch: int = 1) -> None:
+        super().__init__()
+        self.batch, self.made = batch, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        value = func(*args, **(kwargs or {}))
-        self.made += value.numel() if isinstance(value, Tensor) else 0
+        kwargs = kwargs or {}
+        given = [t for t in flat((args, kwargs)) if isinstance(t, Tensor)]
+        moving = any(t.is_meta for t in given)
+        name = getattr(func, "__name__", "a function")
+        try:
+            first = func(*_without_memory(args), **_without_memory(kwargs if given else kwargs | {"device": "meta"}))
+        except Exception as error:  # of a call that needs the numbers, or that fails
+            if "overflow" in str(error):
+                raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got more") from None
+            if moving:
+                raise
+            first = None
+        value = func(*args, **kwargs) if first is None else first
+        for t in flat(value):
+            if isinstance(t, Tensor):
+                self.made += t.numel() // (self.batch if moving and t.numel() % self.batch == 0 else 1)
         if self.made > VALUES:
-            name = getattr(func, "__name__", "a function")
             raise DataError(f"{name}: expected values of at most {VALUES} numbers together, got {self.made}")
-        return value
+        return value if moving or first is None else func(*args, **kwargs)
+
+
+def _without_memory(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), value)
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
@@ -67,16 +93,10 @@ def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     for name, t in held.items():
         if not t.isfinite().all():
             raise DataError(f"expected finite numbers in the file, got infinite ones or NaN in {name}")
-    # Tensors without memory: shapes alone.
-    memo: dict[int, Any] = {}
-    for t in held.values():
-        shape = torch.empty_like(t, device="meta")
-        memo[id(t)] = nn.Parameter(shape, requires_grad=False) if isinstance(t, nn.Parameter) else shape
-    twin = copy.deepcopy(network, memo)
     like = next((t.dtype for t in held.values() if t.is_floating_point()), torch.float32)
     try:
-        with torch.no_grad(), _Sizes():
-            twin(torch.empty(1, *input_shape, device="meta", dtype=like))
+        with torch.no_grad(), Budget():
+            network(torch.empty(1, *input_shape, device="meta", dtype=like))
     except DataError:
         raise
     except Exception:  # found, and said, where the network runs
