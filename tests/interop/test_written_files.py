@@ -298,7 +298,10 @@ def test_every_model_is_the_same_in_both_files(name: str, tmp_path: Path) -> Non
     network = lipkit.export(built.eval(), shape)
     path = interop.write_onnx(network, tmp_path / "network.onnx")
     others = [interop.onnx_runtime(path), reference(path)]
-    others.append(interop.program_runtime(interop.write_program(network, tmp_path / "network.pt2")))
+    program = interop.write_program(network, tmp_path / "network.pt2")
+    others.append(interop.program_runtime(program))
+    for back in (interop.load_onnx(path), interop.load_program(program)):
+        assert modules.sha256(back) == modules.sha256(network)
     if importlib.util.find_spec("openvino") and b"wrap" not in path.read_bytes():
         others.append(openvino(path))
     x = torch.rand(5, *shape)

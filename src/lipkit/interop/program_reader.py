@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import zipfile
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lipkit.errors import DataError, NoRuleError
 from lipkit.files import open_regular
 from lipkit.interop.reading import LARGEST, load
+from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
 from lipkit.modules import Network
 
 # Major version of the schema, of which the letters and numbers below are.
@@ -214,7 +216,7 @@ def load_program(
     return load(read_program(path), path, input_shape, box)
 
 
-def read_program(path: str | Path) -> ProgramNetwork:
+def read_program(path: str | Path) -> ProgramNetwork | Network:
     """The network of a .pt2 file, in evaluation mode. Nothing in the file is executed or unpickled.
 
     Raises:
@@ -228,7 +230,13 @@ def read_program(path: str | Path) -> ProgramNetwork:
             program = _json(archive, r"models/", path)
             if (major := program["schema_version"]["major"]) != SCHEMA:
                 raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
-            stored = {**_tensors(archive, "weights", path), **_tensors(archive, "constants", path)}
+            state = _tensors(archive, "weights", path)
+            stored = {**state, **_tensors(archive, "constants", path)}
+            for name in (n for n in archive.namelist() if n.endswith(f"extra/{CLAIM}")):
+                text = _entry(archive, name, path).decode()
+                ours = claimed(text, state, lambda network: _written_alike(network, program, stored))
+                if ours is not None:
+                    return ours
             return _network(program["graph_module"], stored, path)
     except (DataError, NoRuleError):
         raise
@@ -238,6 +246,22 @@ def read_program(path: str | Path) -> ProgramNetwork:
         raise DataError(
             f"{path}: not a file of torch.export that can be read: {type(error).__name__}, {error}"
         ) from None
+
+
+def _graph(program: Any) -> Any:
+    """What a program computes, without where in the source each node was made."""
+    module = program["graph_module"]
+    nodes = [{**node, "metadata": None} for node in module["graph"]["nodes"]]
+    return {**module, "graph": {**module["graph"], "nodes": nodes}}
+
+
+def _written_alike(network: Network, program: Any, stored: Mapping[str, Tensor]) -> bool:
+    """Whether a file has the graph and, to the bit, the numbers of what is written of a network."""
+    with zipfile.ZipFile(io.BytesIO(program_bytes(network))) as archive:
+        other = _json(archive, r"models/", "")
+        numbers = {**_tensors(archive, "weights", ""), **_tensors(archive, "constants", "")}
+    same = numbers.keys() == stored.keys() and all(torch.equal(t, stored[name]) for name, t in numbers.items())
+    return same and _graph(program) == _graph(other)
 
 
 def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str | Path) -> ProgramNetwork:

@@ -36,6 +36,8 @@ def load(
     if shape is None or input_shape not in (None, shape):
         raise ShapeError(f"{path}: expected the input_shape {shape or 'of one sample'}, got {input_shape}")
     check_sizes(network, shape)
+    if isinstance(network, Network) and box in (None, network.input_range):
+        return network  # its multipliers, too
     try:
         return export(network, shape, box=box)
     except Exception as error:  # of torch, about a graph that somebody else wrote

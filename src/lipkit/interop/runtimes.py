@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
+import json
 import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from lipkit import modules
-from lipkit.errors import DataError, LipkitError, OptionError, first_line
-from lipkit.files import write_atomic
+from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory
+from lipkit.files import parse_json, write_atomic
 from lipkit.interop.check import Runtime, check_runtime, module_runtime
+from lipkit.interop.reading import check_sizes
+from lipkit.modules import storage
 from lipkit.modules.pooling import _pair
 
 # The first ones with circular padding, and with torch's count of windows where ceil_mode adds some.
 OPSET, CEIL_OPSET = 19, 22
+# Where a file says which network it was written of.
+CLAIM = "lipkit.json"
 
 
 def write_onnx(network: modules.Network, path: str | Path) -> Path:
@@ -38,8 +47,35 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
         DataError, CertificateViolation: torch wrote a file that is not valid, or another function.
     """
     _check_network(network)
+    model = onnx_model(network)
+    import onnx
+
+    stored = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
+    model.metadata_props.add(key=CLAIM, value=claim(network, stored))
+    path, content = Path(path), model.SerializeToString()
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, path.name)
+        draft.write_bytes(content)
+        try:
+            onnx.checker.check_model(model, full_check=True)
+            check_runtime(network, _evaluator(draft), batch_size=3)
+        except LipkitError:
+            raise
+        except Exception as error:  # onnx has a class of its own for each kind of failure
+            raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
+    return path
+
+
+def onnx_model(network: modules.Network) -> Any:
+    """What :func:`write_onnx` writes, without the claim; the same for the same network.
+
+    Raises:
+        OptionError: onnx or onnxscript is not installed.
+    """
     try:
-        import onnx
+        import onnx  # noqa: F401
         import onnxscript  # noqa: F401  what torch writes ONNX with
     except ImportError as error:
         raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
@@ -56,20 +92,37 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
         )
     if program is None:
         raise OptionError("expected an ONNX program from torch.onnx.export, got None")
-    path, content = Path(path), program.model_proto.SerializeToString()
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(content)
-        try:
-            onnx.checker.check_model(program.model_proto, full_check=True)
-            check_runtime(network, _evaluator(draft), batch_size=3)
-        except LipkitError:
+    model = program.model_proto
+    for node in model.graph.node:  # where in the source each node was made
+        node.ClearField("metadata_props")
+    return model
+
+
+def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
+    """The configuration of a network, and those of its tensors that a file does not store by name, as text."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
+    names = [n for n, t in tensors.items() if n in stored and t.dtype == stored[n].dtype and torch.equal(t, stored[n])]
+    more = save_safetensors({name: t for name, t in tensors.items() if name not in names})
+    config = {**storage.configuration(network), "stored": names, "more": base64.b64encode(more).decode()}
+    return json.dumps(config, allow_nan=False)
+
+
+def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Network], bool]) -> modules.Network | None:
+    """The network that a file of ours claims to be; None if it is no such file, or another function.
+
+    A claim proves nothing. ``same`` writes the network again and compares: a graph that is written for a network
+    computes what the network does. Its multipliers are proved wherever they are used.
+    """
+    try:
+        config = parse_json(text)
+        more = load_safetensors(base64.b64decode(config["more"], validate=True))
+        network = storage.rebuilt(config, {**{name: stored[name] for name in config["stored"]}, **more})
+        check_sizes(network, network.input_shape)
+        return network if same(network) else None
+    except Exception as error:  # a forged claim can break any of the assumptions, and other versions write otherwise
+        if lacks_memory(error):
             raise
-        except Exception as error:  # onnx has a class of its own for each kind of failure
-            raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, content)
-    return path
+        return None
 
 
 def _evaluator(path: Path) -> Runtime:
@@ -132,18 +185,24 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
         OptionError: the network is not an exported one. CertificateViolation: torch wrote another function.
     """
     _check_network(network)
-    with _quiet():
-        program = torch.export.export(
-            network, (_example(network),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
-        )
     path = Path(path)
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder, path.name)
-        torch.export.save(program, draft)
+        draft.write_bytes(program_bytes(network))
         check_runtime(network, program_runtime(draft), batch_size=3)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, draft.read_bytes())
     return path
+
+
+def program_bytes(network: modules.Network) -> bytes:
+    """What :func:`write_program` writes."""
+    with _quiet(), io.BytesIO() as file:
+        program = torch.export.export(
+            network, (_example(network),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
+        )
+        torch.export.save(program, file, extra_files={CLAIM: claim(network, network.state_dict())})
+        return file.getvalue()
 
 
 def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:

@@ -76,9 +76,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
         network.load_state_dict(tensors)
     else:
         stored = tensors
-    config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
-    if network.input_range is not None:
-        config["input_range"] = list(network.input_range)
+    config = configuration(network)
     try:
         text = json.dumps(config, indent=1, allow_nan=False) + "\n"
         _skeleton(json.loads(text)["network"], tensors)
@@ -157,6 +155,27 @@ def _input_range(config: dict[str, Any]) -> tuple[float, float] | None:
     return float(found[0]), float(found[1])
 
 
+def configuration(network: Network) -> dict[str, Any]:
+    """The network without its tensors: what ``rebuilt`` takes."""
+    config = {"schema_version": SCHEMA_VERSION, "sha256": sha256(network), "network": describe(network)}
+    return config | ({} if network.input_range is None else {"input_range": list(network.input_range)})
+
+
+def rebuilt(config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:
+    """The network of a configuration and of its tensors.
+
+    Raises:
+        DataError: they do not fit each other.
+    """
+    network = _skeleton(config.get("network"), tensors)
+    network.input_range = _input_range(config)
+    network.load_state_dict(tensors, assign=True)
+    network.requires_grad_(False)
+    # Transforms are no state: they are made here, from sizes that the tensors have confirmed.
+    network._apply(lambda t: t)
+    return network
+
+
 def load(folder: str | Path) -> Network:
     """Read a network written by :func:`save`, or one that comes with the package.
 
@@ -187,15 +206,9 @@ def load(folder: str | Path) -> Network:
         got = config.get("schema_version") if isinstance(config, dict) else config
         raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
     try:
-        tensors = fixed_point.from_integers(tensors)
-        network = _skeleton(config.get("network"), tensors)
-        network.input_range = _input_range(config)
+        network = rebuilt(config, fixed_point.from_integers(tensors))
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
-    network.load_state_dict(tensors, assign=True)
-    network.requires_grad_(False)
-    # Transforms are no state: they are made here, from sizes that the tensors have confirmed.
-    network._apply(lambda t: t)
     if sha256(network) != config.get("sha256"):
         raise DataError(f"{folder}: expected the network with sha256 {config.get('sha256')}, got {sha256(network)}")
     return network
