@@ -121,6 +121,11 @@ def activation(d: Draft, x: str, s: Shape) -> Made:
     kinds: list[tuple[str, int, dict[str, Any]]] = [
         ("Relu", 7, {}), ("Sigmoid", 7, {}), ("Tanh", 7, {}), ("LeakyRelu", 7, alpha), ("Elu", 7, alpha),
         ("HardSwish", 14, {}), ("Mish", 18, {}), ("Gelu", 20, {"approximate": d.draw.choice((None, "none", "tanh"))}),
+        ("Softplus", 7, {}), ("Softsign", 7, {}), ("Abs", 7, {}), ("Neg", 7, {}), ("Celu", 12, alpha),
+        ("Selu", 7, d.draw.choice(({}, {"alpha": 0.7, "gamma": 1.2}))),
+        ("HardSigmoid", 7, d.draw.choice(({}, {"alpha": 1 / 6, "beta": 0.5}, {"alpha": -0.3, "beta": 0.1}))),
+        ("Shrink", 9, d.draw.choice(({"lambd": 0.4, "bias": 0.4}, {}, {"lambd": 0.2, "bias": 0.4}))),
+        ("Cast", 9, {"to": 11 if (d.dtype == np.float64) != d.odd() else 1}),
     ]  # fmt: skip
     kind, _, attributes = d.draw.choice([k for k in kinds if k[1] <= d.opset or d.odd(0.02)])
     return d.node(kind, [x], **attributes), s
@@ -143,6 +148,128 @@ def dropout(d: Draft, x: str, s: Shape) -> Made:
     if d.opset < 12:
         return d.node("Dropout", [x], ratio=0.3), s
     return d.node("Dropout", [x, *([d.keep(np.float32(0.3))] if d.odd(0.5) else [])], seed=d.draw.choice((None, 3))), s
+
+
+def prelu(d: Draft, x: str, s: Shape) -> Made:
+    c = size(s[1]) if len(s) > 1 else 1
+    shape = d.draw.choice(([1], [], [c, *(1 for _ in s[2:])], [1, c, *(1 for _ in s[2:])], [c], [1] * (len(s) + 1)))
+    return d.node("PRelu", [x, d.weights(*shape)]), s
+
+
+def extremum(d: Draft, x: str, s: Shape) -> Made:
+    kind = d.draw.choice(("Max", "Min", "Sum"))
+    if d.draw.random() < 0.5:
+        y, t = activation(d, x, s)
+        return d.node(kind, [x, y, d.weights(1)] if d.draw.random() < 0.5 else [x, y]), t
+    pair = [x, d.weights(*d.draw.choice(([], [1], [size(s[-1])])))]
+    d.draw.shuffle(pair)
+    return d.node(kind, pair), s
+
+
+def written_out(d: Draft, x: str, s: Shape) -> Made:
+    """Activations as older files write them, now and then with another number."""
+    number = lambda v: d.keep(np.array(v if not d.odd() else v + 0.1, d.dtype))  # noqa: E731
+    kind = d.draw.randrange(7)
+    if kind == 0:
+        gate = d.node("HardSigmoid", [x], alpha=1 / 6, beta=d.draw.choice((None, 0.5, 0.5, 0.4)))
+        return d.node("Mul", [x, gate]), s
+    if kind == 1 and d.opset >= 11:
+        clipped = d.node("Clip", [d.node("Add", [x, number(3.0)]), number(0.0), number(6.0)])
+        if d.draw.random() < 0.5:
+            return d.node("Div", [d.node("Mul", [x, clipped]), number(6.0)]), s
+        return d.node("Mul", [d.node("Mul", [clipped, number(1 / 6)]), x]), s
+    if kind == 2:
+        return d.node("Mul", [x, d.node("Tanh", [d.node("Softplus", [x])])]), s
+    if kind == 3:
+        return d.node("Log", [d.node("Sigmoid", [x])]), s
+    if kind == 4:
+        return d.node("Sub", [x, d.node("Tanh", [x])]), s
+    if kind == 5:
+        return d.node("Div", [x, d.node("Add", [number(1.0), d.node("Abs", [x])])]), s
+    cubic = d.node("Mul", [number(0.044715), d.node("Pow", [x, number(3.0)])])
+    inner = d.node("Tanh", [d.node("Mul", [d.node("Add", [x, cubic]), number(np.sqrt(2 / np.pi))])])
+    return d.node("Mul", [number(0.5), d.node("Mul", [x, d.node("Add", [number(1.0), inner])])]), s
+
+
+def gather(d: Draft, x: str, s: Shape) -> Made:
+    axis = axis_of(d, s)
+    n = size(s[axis])
+    places = d.draw.choice((0, n - 1, [0], list(range(n)), [n - 1, 0, 0], [-1, 0], [[0, 0]] if d.odd() else [0, n - 1]))
+    made = d.node("Gather", [x, d.keep(np.array(places, np.int64))], axis=signed(d, axis, len(s)))
+    return made, (*s[:axis], *np.array(places).shape, *s[axis + 1 :])
+
+
+def sizes(d: Draft, x: str, s: Shape) -> Made:
+    """A shape that is computed in the file: that of the value, parts of it, and numbers."""
+    shape = d.node("Shape", [x])
+    first = d.node("Gather", [shape, d.keep(np.array(0))], axis=0)
+    first = d.formed("Unsqueeze", first, 13, {"axes": [0]})
+    if d.odd():
+        first = d.node(d.draw.choice(("Mul", "Add")), [first, d.keep(np.array([1]))])
+    kind, n = d.draw.randrange(4), int(np.prod([size(k) for k in s[1:]]))
+    if kind == 0:
+        rest = d.keep(np.array([d.draw.choice((-1, n))]))
+        return d.node("Reshape", [x, d.node("Concat", [first, rest], axis=0)]), (s[0], n)
+    if kind == 1:
+        wide = d.node("Concat", [first, d.keep(np.array([size(k) for k in s[1:]], np.int64))], axis=0)
+        if len(s) > 1 and d.draw.random() < 0.5:
+            wide = d.node("Where", [d.node("Equal", [wide, d.keep(np.array(-1))]), d.keep(np.array(1)), wide])
+        kinds = [d.node("Expand", [d.weights(*(1 for _ in s[1:])), wide]) if d.opset >= 8 else x]
+        if d.opset >= 9:
+            kinds.append(
+                d.node("ConstantOfShape", [wide], value=onnx.numpy_helper.from_array(np.full(1, 0.3, d.dtype)))
+            )
+        row = d.draw.choice(kinds)
+        if len(s) > 1 and d.draw.random() < 0.5:
+            axis = d.draw.randrange(1, len(s))
+            pair = [row, x] if d.draw.random() < 0.5 else [x, row]
+            return d.node("Concat", pair, axis=axis), (*s[:axis], 2 * size(s[axis]), *s[axis + 1 :])
+        return d.node("Add", [row, x]), s
+    if kind == 2:  # of another value, whose sizes depend on the batch
+        turned = d.node("Transpose", [x], perm=[*range(1, len(s)), 0])
+        part = d.formed(
+            "Slice", turned, 10, {"starts": [0], "ends": [d.draw.choice((3, 2**31 - 1))], "axes": [len(s) - 1]}
+        )
+        count = d.node(
+            "Cast", [d.node("Shape", [d.draw.choice((part, turned, x))])], to=11 if d.dtype == np.float64 else 1
+        )
+        return d.node("Add", [x, d.node("Gather", [count, d.keep(np.array(d.draw.choice((0, -1))))])]), s
+    half = d.node("Div", [d.keep(np.array([4])), d.keep(np.array([2]))])
+    if len(s) < 2:
+        return x, s
+    return d.formed("ReduceSum", x, 13, {"axes": [1]}, keepdims=1) if d.odd(0.5) else d.node("Tile", [x, half]), (
+        (s[0], 1, *s[2:])
+    )
+
+
+def power(d: Draft, x: str, s: Shape) -> Made:
+    return d.node("Pow", [x, d.keep(np.array(d.draw.choice((1, 2)), d.dtype))]), s
+
+
+def enlarged(d: Draft, x: str, s: Shape) -> Made:
+    rows, cols = d.draw.choice((1, 2, 2, 3)), d.draw.choice((1, 2, 4))
+    scales = d.keep(np.array([1, 1, rows, cols], np.float32))
+    after = (*s[:2], size(s[2]) * rows, size(s[3]) * cols)
+    if d.opset < 10:
+        more = {"scales": [1.0, 1.0, rows, cols]} if d.opset < 9 else {}
+        return d.node("Upsample", [x] if more else [x, scales], mode="nearest", **more), after
+    if d.opset == 10:
+        return d.node("Resize", [x, scales], mode="nearest"), after
+    if d.draw.random() < 0.3:
+        return d.node("Resize", [x, "", scales], mode="linear", coordinate_transformation_mode="half_pixel"), after
+    modes = ("asymmetric", "half_pixel", "pytorch_half_pixel", "align_corners", "tf_half_pixel_for_nn")
+    more = {"coordinate_transformation_mode": d.draw.choice((None, *modes[:2], *modes))}
+    more["nearest_mode"] = d.draw.choice((None, "floor", "round_prefer_floor", "round_prefer_ceil", "ceil"))
+    return d.node(
+        "Resize", [x, "" if d.opset > 11 else d.keep(np.zeros(0, np.float32)), scales], mode="nearest", **more
+    ), after
+
+
+def deeper(d: Draft, x: str, s: Shape) -> Made:
+    if size(s[1]) % 4:
+        x, s = d.node("Concat", [x] * 4, axis=1), (s[0], 4 * size(s[1]), *s[2:])
+    mode = {"mode": d.draw.choice((None, "CRD", "DCR"))} if d.opset >= 11 else {}
+    return d.node("DepthToSpace", [x], blocksize=2, **mode), (s[0], size(s[1]) // 4, size(s[2]) * 2, size(s[3]) * 2)
 
 
 def swish(d: Draft, x: str, s: Shape) -> Made:
@@ -295,13 +422,16 @@ def window(d: Draft, kernel: list[int]) -> tuple[dict[str, Any], Callable[[int, 
     if dilation == 1 and d.draw.random() < 0.7:
         del attributes["dilations"]
     if d.odd(0.15):
-        attributes["auto_pad"] = d.draw.choice(("NOTSET", "VALID", "VALID", "SAME_UPPER"))
+        attributes["auto_pad"] = d.draw.choice(("NOTSET", "VALID", "SAME_LOWER", "SAME_UPPER"))
     if attributes["pads"] == [0] * 4 and d.draw.random() < 0.7:
         del attributes["pads"]
     if attributes.get("auto_pad") == "VALID" and d.draw.random() < 0.5:
         attributes.pop("pads", None)
     if attributes.get("auto_pad") == "VALID":
         low = high = 0
+    if "SAME" in attributes.get("auto_pad", "") and not d.odd():
+        attributes.pop("pads", None)
+        return attributes, lambda n, i: -(-n // stride)
     return attributes, lambda n, i: (n + low + high - dilation * (kernel[i] - 1) - 1) // stride + 1
 
 
@@ -337,6 +467,10 @@ def pooling(d: Draft, x: str, s: Shape) -> Made:
     kind, kernel = d.draw.choice(("MaxPool", "AveragePool", "GlobalAveragePool")), [d.draw.choice((2, 3)), 2]
     if kind == "GlobalAveragePool":
         return d.node(kind, [x]), (*s[:2], *(1 for _ in s[2:]))
+    if len(s) == 3:
+        pads = d.draw.choice((None, [0, 1], [1, 1]))
+        made = d.node(kind, [x], kernel_shape=[2], strides=[2], pads=pads, auto_pad=None if pads else "SAME_UPPER")
+        return made, (*s[:2], -(-size(s[2]) // 2))
     attributes, after = window(d, kernel)
     if "dilations" in attributes and d.opset < (10 if kind == "MaxPool" else 19) and not d.odd():
         del attributes["dilations"]
@@ -367,8 +501,9 @@ def normalised(d: Draft, x: str, s: Shape) -> Made:
 
 
 ANY = (activation, activation, softmax, softmax, clip, dropout, swish, gelu, arithmetic, arithmetic, branch, flatten,
-       reshape, transpose, squeeze, unsqueeze, mean, slices, split, pad, dense, dense, normalised)  # fmt: skip
-IMAGES = (convolution, convolution, transposed, pooling, pooling, pad)
+       reshape, transpose, squeeze, unsqueeze, mean, slices, split, pad, dense, dense, normalised, prelu, extremum,
+       written_out, gather, sizes, sizes, power)  # fmt: skip
+IMAGES = (convolution, convolution, transposed, pooling, pooling, pad, enlarged, deeper)
 
 
 def own_domain(d: Draft) -> None:
@@ -431,7 +566,8 @@ def draft(seed: int) -> tuple[Any, Shape]:
     for _ in range(d.draw.randint(1, 5)):
         if not s:
             break
-        x, s = d.draw.choice(IMAGES + IMAGES + ANY if len(s) == 4 else ANY)(d, x, s)
+        more = IMAGES + IMAGES if len(s) == 4 else (convolution, pooling) if len(s) == 3 else ()
+        x, s = d.draw.choice(more + ANY)(d, x, s)
     if d.odd(0.15):
         own_domain(d)
     if d.odd(0.12):

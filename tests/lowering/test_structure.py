@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -485,8 +487,8 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "weight of an operand": (V, lambda s, x: torch.add(x, x, alpha=x.shape[0]), "torch.add.*size of the batch"),
     "reversed difference": (V, lambda s, x: torch.rsub(x, s.mid, alpha=2), "torch.rsub"),
     "interpolation of two": (V, lambda s, x: torch.lerp(x, s.a(x), 0.3), "torch.lerp"),
-    "limit from one side": (V, lambda s, x: x.clamp(max=0), "Tensor.clamp.*two numbers"),
-    "limit above zero": (V, lambda s, x: x.clamp_min(1), "clamp_min.*two numbers"),
+    "limit of numbers from one side": (V, lambda s, x: x.clamp(max=s.mid), "Tensor.clamp.*numbers as limits"),
+    "limit beyond all numbers": (V, lambda s, x: x.clamp_min(-math.inf), "clamp_min.*numbers as limits"),
     "limits in the wrong order": (V, lambda s, x: torch.clamp(x, 2, -1), "torch.clamp"),
     "limits of tensors": (V, lambda s, x: x.clamp(-s.mid, s.mid), "Tensor.clamp"),
     "maximum with a constant": (V, lambda s, x: torch.maximum(x, s.mid), "torch.maximum.*depends on the input"),
@@ -640,6 +642,7 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "softmax": (M, lambda s, x: x.softmax(1) + F.softmax(x, -1)),
     "activations": (V, lambda s, x: F.leaky_relu(F.elu(x, 2.0), -2.0) + F.gelu(x, approximate="tanh") + F.silu(x)),
     "limits": (V, lambda s, x: torch.clamp(x, min=-1, max=2) + F.hardtanh(x, -2, 3) + x.clamp_min(0)),
+    "limits from one side": (V, lambda s, x: torch.clamp(x, max=0.3) + x.clamp(max=-1) + x.clamp_min(0.2)),
     # Casts there and back.
     "wider in between": (V, lambda s, x: s.a(x.double().float()).contiguous()),
     "at least": (V, lambda s, x: x if x.dim() == 2 and x.shape[-1] == 4 and x.dtype.is_floating_point else s.a(x)),

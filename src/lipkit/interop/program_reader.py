@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import operator
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,145 +34,91 @@ _DTYPES = {
 _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
+def _function(name: str) -> Callable[..., Any]:
+    """The function, or the method of tensors, that takes the arguments of an operator in their order."""
+    base = name.partition(".")[0]
+    found: Callable[..., Any] = getattr(F, base, None) or (lambda x, *args, **more: getattr(x, base)(*args, **more))
+    return found
+
+
 def _batch_norm(
-    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
-    eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _slice(self: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
-    return self[(slice(None),) * (dim % self.ndim) + (slice(start, end, step),)]
-
-
-def _add(self: Any, other: Any, alpha: float = 1) -> Any:
-    return self + (other if alpha == 1 else alpha * other)
-
-
-def _subtract(self: Any, other: Any, alpha: float = 1) -> Any:
-    return self - (other if alpha == 1 else alpha * other)
-
-
-def _softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return F.softmax(self, dim, dtype=dtype)
-
-
-def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:  # fmt: skip
-    return F.layer_norm(input, tuple(normalized_shape), weight, bias, eps)
-
-
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn: bool
 ) -> Tensor:
-    return F.group_norm(input, num_groups, weight, bias, eps)
+    return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
 
 
-def _product(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda input, weight, bias=None, **options: function(input, weight, bias, **options)
+def _slice(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
+    return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
 
 
-# Operators of aten by name, with the arguments of their schemas. A trailing underscore (in place) is looked up without.
+def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
+    if scale != 1 or input_scale != 1:
+        raise NoRuleError(f"aten.elu: expected scale and input_scale 1, got {scale} and {input_scale}")
+    return F.elu(x, alpha)
+
+
+# Operators of aten by name. In place, what is read later through another name changes too: these are called as such,
+# and export looks at it.
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "adaptive_avg_pool2d.default": lambda self, output_size: F.adaptive_avg_pool2d(self, tuple(output_size)),
-    "add.Tensor": _add,
-    "avg_pool2d.default": lambda self, kernel_size, stride=(), *args, **kwargs: F.avg_pool2d(
-        self, kernel_size, stride or None, *args, **kwargs
-    ),
+    name: _function(name)
+    for name in """
+    adaptive_avg_pool2d.default add.Tensor add_.Tensor celu.default chunk.default clamp.default clamp_.default
+    conv1d.default conv2d.default conv2d.padding conv_transpose2d.input detach.default div.Tensor div_.Tensor
+    dropout.default elu_.default flatten.using_ints gelu.default hardsigmoid.default hardswish.default hardtanh.default
+    hardtanh_.default leaky_relu.default leaky_relu_.default linear.default matmul.default maximum.default mean.dim
+    minimum.default mish.default mul.Tensor mul_.Tensor narrow.default neg.default pad.default permute.default
+    pixel_shuffle.default pixel_unshuffle.default prelu.default relu.default relu6.default relu_.default
+    reshape.default roll.default select.int selu.default sigmoid.default sigmoid_.default silu.default softplus.default
+    softshrink.default split.Tensor squeeze.dim squeeze.dims sub.Tensor sub_.Tensor
+    sum.dim_IntList tanh.default tanh_.default transpose.int unflatten.int unsqueeze.default view.default
+    """.split()  # noqa: SIM905
+} | {
+    # Those with arguments of another order, or more of them.
+    "avg_pool2d.default": lambda x, size, stride=(), *args: F.avg_pool2d(x, size, stride or None, *args),
     "batch_norm.default": _batch_norm,
     "cat.default": lambda tensors, dim=0: torch.cat(tensors, dim),
-    "chunk.default": lambda self, chunks, dim=0: self.chunk(chunks, dim),
-    "clamp.default": lambda self, min=None, max=None: self.clamp(min, max),
-    "clone.default": lambda self, memory_format=None: self.clone(),
-    "contiguous.default": lambda self, memory_format=None: self.contiguous(),
-    "conv1d.default": _product(F.conv1d),
-    "conv2d.default": _product(F.conv2d),
-    "conv2d.padding": _product(F.conv2d),
-    "conv_transpose2d.input": F.conv_transpose2d,
-    "detach.default": lambda self: self.detach(),
-    "detach_.default": lambda self: self.detach(),
-    "div.Tensor": lambda self, other: self / other,
-    "dropout.default": lambda input, p, train: F.dropout(input, p, train),
-    "elu.default": lambda self, alpha=1.0, scale=1.0, input_scale=1.0: F.elu(self, _one(alpha, scale, input_scale)),
-    "expand.default": lambda self, size, implicit=False: self.expand(*size),
-    "flatten.using_ints": lambda self, start_dim=0, end_dim=-1: self.flatten(start_dim, end_dim),
-    "gelu.default": lambda self, approximate="none": F.gelu(self, approximate=approximate),
-    "group_norm.default": _group_norm,
-    "hardsigmoid.default": lambda self: F.hardsigmoid(self),
-    "hardswish.default": lambda self: F.hardswish(self),
-    "hardtanh.default": lambda self, min_val=-1.0, max_val=1.0: F.hardtanh(self, min_val, max_val),
-    "layer_norm.default": _layer_norm,
-    "leaky_relu.default": lambda self, negative_slope=0.01: F.leaky_relu(self, negative_slope),
-    "linear.default": _product(F.linear),
-    "matmul.default": lambda self, other: torch.matmul(self, other),
-    "max_pool2d.default": lambda self, kernel_size, stride=(), *args, **kwargs: F.max_pool2d(
-        self, kernel_size, stride or None, *args, **kwargs
+    "clone.default": lambda x, memory_format=None: x.clone(),
+    "contiguous.default": lambda x, memory_format=None: x.contiguous(),
+    "detach_.default": lambda x: x.detach(),
+    "elu.default": _elu,
+    "expand.default": lambda x, size, implicit=False: x.expand(*size),
+    "group_norm.default": lambda x, groups, weight=None, bias=None, eps=1e-5, cudnn=True: F.group_norm(
+        x, groups, weight, bias, eps
     ),
-    "maximum.default": lambda self, other: torch.maximum(self, other),
-    "mean.dim": lambda self, dim, keepdim=False: self.mean(dim, keepdim=keepdim),
-    "minimum.default": lambda self, other: torch.minimum(self, other),
-    "mish.default": lambda self: F.mish(self),
-    "mul.Tensor": lambda self, other: self * other,
-    "narrow.default": lambda self, dim, start, length: self.narrow(dim, start, length),
-    "neg.default": lambda self: -self,
-    "pad.default": lambda self, pad, mode="constant", value=None: F.pad(self, tuple(pad), mode, value),
-    "permute.default": lambda self, dims: self.permute(*dims),
-    "pixel_shuffle.default": lambda self, upscale_factor: F.pixel_shuffle(self, upscale_factor),
-    "pixel_unshuffle.default": lambda self, downscale_factor: F.pixel_unshuffle(self, downscale_factor),
-    "prelu.default": lambda self, weight: F.prelu(self, weight),
-    "relu.default": lambda self: F.relu(self),
-    "relu6.default": lambda self: F.relu6(self),
-    "reshape.default": lambda self, shape: self.reshape(*shape),
-    "roll.default": lambda self, shifts, dims=(): self.roll(tuple(shifts), tuple(dims)),
-    "select.int": lambda self, dim, index: self.select(dim, index),
-    "sigmoid.default": lambda self: self.sigmoid(),
-    "silu.default": lambda self: F.silu(self),
+    "layer_norm.default": lambda x, shape, weight=None, bias=None, eps=1e-5, cudnn=True: F.layer_norm(
+        x, shape, weight, bias, eps
+    ),
+    "log_sigmoid.default": lambda x: F.logsigmoid(x),
+    "max_pool2d.default": lambda x, size, stride=(), *args: F.max_pool2d(x, size, stride or None, *args),
+    "silu_.default": lambda x: F.silu(x, inplace=True),
     "slice.Tensor": _slice,
-    "softmax.int": _softmax,
-    "softplus.default": lambda self, beta=1.0, threshold=20.0: F.softplus(self, beta, threshold),
-    "split.Tensor": lambda self, split_size, dim=0: self.split(split_size, dim),
-    "split_with_sizes.default": lambda self, split_sizes, dim=0: self.split(list(split_sizes), dim),
-    "squeeze.dim": lambda self, dim: self.squeeze(dim),
-    "squeeze.dims": lambda self, dim: self.squeeze(tuple(dim)),
-    "sub.Tensor": _subtract,
-    "sym_size.int": lambda self, dim: self.size(dim),
-    "tanh.default": lambda self: self.tanh(),
-    "transpose.int": lambda self, dim0, dim1: self.transpose(dim0, dim1),
-    "unflatten.int": lambda self, dim, sizes: self.unflatten(dim, tuple(sizes)),
-    "unsqueeze.default": lambda self, dim: self.unsqueeze(dim),
-    "upsample_nearest2d.vec": lambda input, output_size, scale_factors: F.interpolate(
-        input, output_size and tuple(output_size), scale_factors and tuple(scale_factors)
-    ),
-    "view.default": lambda self, size: self.view(*size),
+    "softmax.int": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=dtype),
+    "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
+    "sym_size.int": lambda x, dim: x.size(dim),
+    "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
 }
 _OF_SIZES: dict[str, Callable[..., Any]] = {
-    "_operator.add": lambda a, b: a + b,
-    "_operator.floordiv": lambda a, b: a // b,
-    "_operator.mul": lambda a, b: a * b,
-}
-# In place, what is read later through another name changes too: these are called as such, and export looks at it.
-_IN_PLACE: dict[str, Callable[..., Any]] = {
-    "add_.Tensor": lambda self, other, alpha=1: self.add_(other, alpha=alpha),
-    "clamp_.default": lambda self, min=None, max=None: self.clamp_(min, max),
-    "div_.Tensor": lambda self, other: self.div_(other),
-    "elu_.default": lambda self, alpha=1.0: F.elu_(self, alpha),
-    "hardtanh_.default": lambda self, min_val=-1.0, max_val=1.0: F.hardtanh_(self, min_val, max_val),
-    "leaky_relu_.default": lambda self, negative_slope=0.01: F.leaky_relu_(self, negative_slope),
-    "mul_.Tensor": lambda self, other: self.mul_(other),
-    "relu_.default": lambda self: self.relu_(),
-    "sigmoid_.default": lambda self: self.sigmoid_(),
-    "silu_.default": lambda self: F.silu(self, inplace=True),
-    "sub_.Tensor": lambda self, other, alpha=1: self.sub_(other, alpha=alpha),
-    "tanh_.default": lambda self: self.tanh_(),
+    "_operator.add": operator.add,
+    "_operator.floordiv": operator.floordiv,
+    "_operator.mul": operator.mul,
 }
 
 
-def _one(alpha: float, *others: float) -> float:
-    if any(value != 1 for value in others):
-        raise NoRuleError(f"aten.elu: expected scale and input_scale 1, got {others}")
-    return alpha
+def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an operator, those by place in the order of its schema, and those by name alone."""
+    if name in _OF_SIZES:
+        return [given["a"], given["b"]], {}
+    base, overload = name.split(".")
+    schema = getattr(getattr(torch.ops.aten, base), overload)._schema.arguments
+    missing = [a.name for a in schema if not a.has_default_value() and a.name not in given]
+    if missing or not given.keys() <= {a.name for a in schema}:
+        raise DataError(f"{path}: expected the arguments of aten.{name}, got {sorted(given)}, missing {missing}")
+    places = [a for a in schema if not a.kwarg_only]
+    while places and places[-1].name not in given:
+        places.pop()
+    # What is left out before others is as the schema has it.
+    ordered = [given.get(a.name, {"as_ints": a.default_value}) for a in places]
+    return ordered, {a.name: given[a.name] for a in schema if a.kwarg_only and a.name in given}
 
 
 class ProgramNetwork(nn.Module):
@@ -185,15 +132,16 @@ class ProgramNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[tuple[Callable[..., Any], dict[str, Any], list[str], bool]] = []
+        self.steps: list[tuple[Callable[..., Any], list[Any], dict[str, Any], list[str], bool]] = []
         self.names: dict[str, str] = {}
         self.source = self.result = ""
 
     def forward(self, x: Tensor) -> Any:
         values: dict[str, Any] = {name: getattr(self, attribute) for name, attribute in self.names.items()}
         values[self.source] = x
-        for function, arguments, outputs, several in self.steps:
-            made = function(**{name: _value(argument, values) for name, argument in arguments.items()})
+        for function, ordered, named, outputs, several in self.steps:
+            more = {name: _value(argument, values) for name, argument in named.items()}
+            made = function(*(_value(argument, values) for argument in ordered), **more)
             values.update(zip(outputs, made, strict=True) if several else [(outputs[0], made)])
         return values[self.result]
 
@@ -294,7 +242,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         name = node["target"].removeprefix("torch.ops.aten.")
         if name.partition(".")[0] in _CHECKS:
             continue
-        function = {**OPERATORS, **_IN_PLACE, **_OF_SIZES}.get(name)
+        function = {**OPERATORS, **_OF_SIZES}.get(name)
         if function is None:
             where = node["metadata"].get("stack_trace", "").strip().splitlines()[-1:]
             raise NoRuleError(
@@ -309,7 +257,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
             raise NoRuleError(f"{path}: expected one value of {node['target']}, got {len(node['outputs'])}")
         several = kind == "as_tensors"
         names = [one["name"] for one in made] if several else [made.get("name") or made["as_name"]]
-        network.steps.append((function, arguments, names, several))
+        network.steps.append((function, *_bound(name, arguments, path), names, several))
     return network.eval()
 
 
@@ -319,7 +267,7 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     if kind == "as_none":
         return None
     if kind in ("as_int", "as_float", "as_bool", "as_string", "as_ints", "as_floats", "as_bools"):
-        return content
+        return tuple(content) if isinstance(content, list) else content
     if kind == "as_tensor":
         return values[content["name"]]
     if kind == "as_tensors":

@@ -434,10 +434,15 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     ends = [call.constant(end, "limit") for end in (min, max)]
     if ends == [0, None]:
         return call.add(nn.ReLU(), x)
-    if not all(type(end) in (int, float) for end in ends):
-        raise call.refuse(f"expected two numbers as limits, got {min} and {max}")
-    low, high = map(float, ends)
-    return call.add(nn.Hardtanh(low, high), call.broadcast(x))
+    given = [end for end in ends if end is not None]
+    if not given or not all(type(end) in (int, float) and math.isfinite(end) for end in given):
+        raise call.refuse(f"expected numbers as limits, got {min} and {max}")
+    if len(given) == 2:
+        return call.add(nn.Hardtanh(float(given[0]), float(given[1])), call.broadcast(x))
+    # a + relu(x - a), or a - relu(a - x)
+    limit, sign = call.like + given[0], call.like + (1 if max is None else -1)
+    turned = call.then(nn.ReLU(), call.elementwise(x, scale=sign, shift=-sign * limit))
+    return call.then(Affine(sign[None], limit[None]), turned)
 
 
 @plain(torch.clamp_min, "clamp_min", "clamp_min_", place=joined)
