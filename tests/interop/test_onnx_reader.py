@@ -576,3 +576,81 @@ def test_copied_pixels_that_something_else_reads_are_kept(tmp_path):
     x = torch.randn(2, 1, 4, 4)
     around = F.pad(x, (0, 1, 0, 1), mode="replicate")
     torch.testing.assert_close(net(x), 2 * F.conv2d(around, torch.ones(1, 1, 2, 2)) + F.max_pool2d(around, 2, 1))
+
+
+def made(*rows):
+    return [H.make_node(op, given, [out], **more) for op, given, out, more in rows]
+
+
+FACTOR = [("Cast", ["n"], "f", {"to": 1}), ("Mul", ["x", "f"], "y", {})]
+TURNED = ("Transpose", ["x"], "t", {"perm": [1, 0]})
+FIRST, SECOND = ("Gather", ["s", "i0"], "n", {"axis": 0}), ("Gather", ["s", "i1"], "n", {"axis": 0})
+STORED = {"i0": np.array(0), "i1": np.array(1), "l0": np.array([0]), "l1": np.array([1]), "l5": np.array([5]),
+          "all": np.array([-1])}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        made(("Shape", ["x"], "s", {}), FIRST, *FACTOR),
+        made(("Shape", ["x"], "s", {}), ("Gather", ["s", "i0"], "m", {}), ("Min", ["m", "i1"], "n", {}), *FACTOR),
+        made(("Reshape", ["x", "all"], "a", {}), ("Shape", ["a"], "s", {}), FIRST, *FACTOR),
+        made(TURNED, ("Slice", ["t", "l0", "l5", "l1"], "a", {}), ("Shape", ["a"], "s", {}), SECOND, *FACTOR),
+        made(TURNED, ("MatMul", ["x", "t"], "a", {}), ("Slice", ["a", "l0", "l5", "l1"], "b", {}),
+             ("Shape", ["b"], "s", {}), SECOND, *FACTOR),
+    ],
+)  # fmt: skip
+def test_numbers_made_from_the_size_of_the_batch_are_refused(tmp_path, nodes):
+    path = write(tmp_path / "net.onnx", nodes, STORED, ["b", 4])
+    for read in (load_onnx, lambda path: analyze(read_onnx(path), (4,), restarts=0)):
+        with pytest.raises(NoRuleError, match=r"batch|made from that"):
+            read(path)
+
+
+def test_other_sizes_are_numbers(tmp_path):
+    nodes = made(("Shape", ["x"], "s", {}), SECOND, *FACTOR)
+    x = torch.randn(3, 4)
+    assert torch.equal(load_onnx(write(tmp_path / "net.onnx", nodes[::-1], STORED, ["b", 4]))(x), 4 * x)
+
+
+def test_operators_without_rules_are_named_all_at_once(tmp_path):
+    kinds = ("Sin", "ArgMax", "Relu", "NonZero", "Where", "Cos")
+    nodes = [H.make_node(kind, [f"v{i}" if i else "x"] * (3 if kind == "Where" else 1), [f"v{i + 1}"])
+             for i, kind in enumerate(kinds)]  # fmt: skip
+    with pytest.raises(NoRuleError, match="the operators ArgMax, Cos, NonZero, Sin, Where: nothing is assumed"):
+        read_onnx(
+            changed(
+                write(tmp_path / "net.onnx", nodes, {}, ["b", 4]), lambda m: setattr(m.graph.output[0], "name", "v6")
+            )
+        )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_row_for_each_sample(tmp_path, first, numbers):
+    token = numbers.normal(size=(1, 1, 3)).astype(np.float32)
+    size = [
+        ("Shape", ["x"], "s", {}),
+        ("Gather", ["s", "l0"], "n", {"axis": 0}),
+        ("Concat", ["n", "m"], "to", {"axis": 0}),
+    ]
+    nodes = made(*size, ("Expand", ["token", "to"], "row", {}),
+                 ("Concat", ["row", "x"] if first else ["x", "row"], "y", {"axis": 1}))  # fmt: skip
+    stored = {**STORED, "m": np.array([1, 3]), "token": token}
+    x, row = torch.randn(5, 2, 3), torch.from_numpy(token).expand(5, 1, 3)
+    found = load_onnx(write(tmp_path / "net.onnx", nodes, stored, ["b", 2, 3]))
+    assert torch.equal(found(x), torch.cat([row, x] if first else [x, row], 1))
+    assert float(lipschitz(found)) == pytest.approx(1)
+
+
+def test_values_of_stored_numbers_have_a_budget(tmp_path):
+    column, row = np.zeros((2**14, 1), np.float32), np.zeros((1, 2**14), np.float32)
+    nodes = made(("Add", ["c", "r"], "w", {}), ("MatMul", ["x", "w"], "y", {}))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="at most 67108864 numbers together"):
+        read_onnx(write(tmp_path / "net.onnx", nodes, {"c": column, "r": row}, ["b", 2**14]))
+    filled = made(("ConstantOfShape", ["n"], "c", {}), ("Add", ["x", "c"], "y", {}))
+    with pytest.raises(DataError, match="at most 67108864 numbers together"):
+        read_onnx(write(tmp_path / "net.onnx", filled, {"n": np.array([1, 2**40])}, ["b", 4], 9))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 26

@@ -6,6 +6,7 @@ import collections
 import copy
 import importlib
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -14,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
