@@ -477,6 +477,8 @@ class _Call:
             raise self.refuse(f"stored numbers as operand {index}", "a tensor that is computed")
         if index in self.sized and not batch:
             raise self.refuse("no size made from that of the batch", f"one as operand {index}")
+        if self.operands[index].numel() > 2**16:
+            raise self.refuse(f"at most {2**16} numbers as operand {index}", f"{self.operands[index].numel()}")
         return self.operands[index].tolist()
 
     def axis(self, axis: int, rank: int | None = None) -> int:
@@ -837,11 +839,7 @@ def _clip(c: _Call) -> Any:
         raise c.refuse("two limits, the lower one first", f"{low} and {high}")
     if low is None and high is None:
         return nn.Identity()
-    if (low, high) == (0.0, None):
-        return nn.ReLU()
-    if (low, high) == (0.0, 6.0):
-        return nn.ReLU6()
-    return nn.Hardtanh(low, high) if None not in (low, high) else torch.clamp(c.x, low, high)  # type: ignore[arg-type]
+    return nn.ReLU6() if (low, high) == (0.0, 6.0) else torch.clamp(c.x, low, high)
 
 
 def _softmax(c: _Call) -> Any:
@@ -967,6 +965,8 @@ def _reduced(name: str) -> Callable[[_Call], Any]:
 
 
 def _shape(c: _Call) -> Tensor:
+    if any(n != BATCH and n % BATCH == 0 and n for n in c.operands[0].shape):
+        raise c.refuse("no size made from that of the batch", "one")
     sizes = torch.tensor(list(c.operands[0].shape), dtype=torch.int64)
     return sizes[c.get("start", 0) : c.get("end", None)]
 
@@ -1000,13 +1000,10 @@ def _expand(c: _Call) -> Any:
         raise c.refuse("the batch as the first size", f"{sizes}")
     if c.moving:
         sizes = [1] * (c.rank - len(sizes)) + sizes
-        own = [x.size(i) for i in range(c.rank)]
-        wider = [n if i and n != 1 else -1 for i, n in enumerate(sizes)]
-        if sizes[0] not in (1, BATCH) or any(
-            n not in (1, -1) and m not in (1, n) for n, m in zip(wider[1:], own[1:], strict=True)
-        ):
+        if sizes[0] not in (1, BATCH):
             raise c.refuse("a shape that keeps the batch first", f"{sizes}")
-        return x.expand([-1, *(m if n == -1 or n == 1 else n for n, m in zip(wider[1:], own[1:], strict=True))])
+        # torch refuses sizes that are no copies.
+        return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
     # Of the batch one row is kept.
     rows = [1 if n == BATCH else n for n in sizes]
     if BATCH in sizes and x.ndim == len(sizes) and len(x) != 1:
@@ -1025,17 +1022,15 @@ def _filled_shape(c: _Call) -> Tensor:
 def _copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
     """Entries of ``x`` copied around an axis: those at the border, mirrored ones, or those of the other end."""
     n = x.size(axis)
-    places = [*range(-before, 0), *range(n, n + after)]
-    if not places:
-        return x
-    if mode == "replicate":
-        from_ = [min(max(i, 0), n - 1) for i in places]
-    else:
-        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in places]
-    if min(from_) < 0 or max(from_) >= n or max(before, after) > n:
+    if max(before, after) > min(n - (mode == "reflect"), 256):
         raise ValueError(f"{before} and {after} entries of {n} copied around them")
+    from_ = [*range(-before, 0), *range(n, n + after)]
+    if mode == "replicate":
+        from_ = [min(max(i, 0), n - 1) for i in from_]
+    else:
+        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in from_]
     parts = [x[(slice(None),) * axis + (slice(i, i + 1),)] for i in from_]
-    return torch.cat([*parts[:before], x, *parts[before:]], axis)
+    return torch.cat([*parts[:before], x, *parts[before:]], axis) if parts else x
 
 
 _BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
@@ -1089,16 +1084,15 @@ def _slice(c: _Call) -> Any:
 
 def _gather(c: _Call) -> Any:
     axis, x = c.axis(c.get("axis", 0)), c.moved
-    places = c.numbers("indices", 1)
     if not c.moving:
-        n, which = x.shape[axis], c.operands[1]
+        n, which = x.shape[axis], c.tensor(1)
         if which.numel() and not -n <= int(which.min()) <= int(which.max()) < n:
             raise c.refuse(f"entries of {n}", f"{which.tolist()}")
         flat = x.index_select(axis, (which % max(n, 1)).long().flatten())
         return flat.reshape((*x.shape[:axis], *which.shape, *x.shape[axis + 1 :]))
     if axis == 0:
-        raise c.refuse("entries of another axis than the batch", f"{places}")
-    n = x.size(axis)
+        raise c.refuse("entries of another axis than the batch", "0")
+    n, places = x.size(axis), c.numbers("indices", 1)
     single = isinstance(places, int)
     wanted = [places] if single else places
     if not wanted or not all(isinstance(i, int) and -n <= i < n for i in wanted):
@@ -1179,11 +1173,7 @@ def _enlarge(c: _Call) -> nn.Module:
         ("half_pixel", "round_prefer_ceil"),
     )  # fmt: skip
     whole = (
-        c.rank == 4
-        and scales
-        and len(scales) == 4
-        and scales[:2] == [1, 1]
-        and all(s >= 1 and s == int(s) for s in scales)
+        c.rank == 4 and len(scales or ()) == 4 and scales[:2] == [1, 1] and all(s >= 1 and s % 1 == 0 for s in scales)
     )
     if not whole or not (near or (mode == "linear" and place == "half_pixel")) or c.get("antialias", 0):
         raise c.refuse("images enlarged by whole numbers, nearest or linear", f"{mode}, {place}, {rounds}, {scales}")
@@ -1216,13 +1206,31 @@ def _product(c: _Call) -> Any:
 
 # Of a newer definition nothing is known, before 7 operators mean something else.
 _OPERATORS: dict[str, _Row] = {
+    **{
+        kind: _Row(_each(function), versions, moves=False)
+        for versions, functions in {
+            (6, 13): {
+                "Ceil": torch.ceil,
+                "Exp": torch.exp,
+                "Floor": torch.floor,
+                "Log": torch.log,
+                "Reciprocal": torch.reciprocal,
+                "Sqrt": torch.sqrt,
+            },
+            (7, 22): {"Cos": torch.cos, "Sin": torch.sin},
+            (9, 13): {"Erf": torch.erf},
+            (1,): {"Not": torch.logical_not},
+        }.items()
+        for kind, function in functions.items()
+    },
+    "And": _Row(_elementwise(torch.logical_and), (7,), moves=False),
+    "Greater": _Row(_elementwise(torch.gt), (7, 9, 13), moves=False),
+    "Less": _Row(_elementwise(torch.lt), (7, 9, 13), moves=False),
     "Abs": _Row(_activation(lambda: nn.LeakyReLU(-1.0)), (6, 13)),
     "Add": _Row(_elementwise(operator.add), (7, 13, 14), rowwise=True),
-    "And": _Row(_elementwise(torch.logical_and), (7,), moves=False),
     "AveragePool": _Row(_pool(_average_pool), (7, 10, 11, 19, 22)),
     "BatchNormalization": _Row(_batch_norm, (7, 9, 14, 15)),
     "Cast": _Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True, rowwise=True),
-    "Ceil": _Row(_each(torch.ceil), (6, 13), moves=False),
     "Celu": _Row(_activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
     "Clip": _Row(_clip, (6, 11, 12, 13)),
     "Concat": _Row(_concat, (4, 11, 13), copies=True, rowwise=True),
@@ -1230,7 +1238,6 @@ _OPERATORS: dict[str, _Row] = {
     "ConstantOfShape": _Row(_filled_shape, (9, 20, 21, 23, 24, 25), copies=True),
     "Conv": _Row(_conv, (1, 11, 22)),
     "ConvTranspose": _Row(_conv_transpose, (1, 11, 22)),
-    "Cos": _Row(_each(torch.cos), (7, 22), moves=False),
     "DepthToSpace": _Row(_depth_to_space, (1, 11, 13, 28)),
     "Div": _Row(_elementwise(_divided), (7, 13, 14), rowwise=True),
     "Dropout": _Row(
@@ -1238,16 +1245,12 @@ _OPERATORS: dict[str, _Row] = {
     ),
     "Elu": _Row(_activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
     "Equal": _Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
-    "Erf": _Row(_each(torch.erf), (9, 13), moves=False),
-    "Exp": _Row(_each(torch.exp), (6, 13), moves=False),
     "Expand": _Row(_expand, (8, 13), copies=True, rowwise=True),
     "Flatten": _Row(_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
-    "Floor": _Row(_each(torch.floor), (6, 13), moves=False),
     "Gather": _Row(_gather, (1, 11, 13), copies=True),
     "Gelu": _Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
     "Gemm": _Row(_gemm, (7, 9, 11, 13)),
     "GlobalAveragePool": _Row(_global_average, (1, 22)),
-    "Greater": _Row(_elementwise(torch.gt), (7, 9, 13), moves=False),
     "GroupNormalization": _Row(_normalised(_group_norm), (18, 21)),
     "HardSigmoid": _Row(_hard_sigmoid, (6, 22)),
     "HardSwish": _Row(_activation(nn.Hardswish), (14, 22)),
@@ -1255,8 +1258,6 @@ _OPERATORS: dict[str, _Row] = {
     "InstanceNormalization": _Row(_normalised(_instance_norm), (6, 22)),
     "LayerNormalization": _Row(_normalised(_layer_norm), (17,)),
     "LeakyRelu": _Row(_activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
-    "Less": _Row(_elementwise(torch.lt), (7, 9, 13), moves=False),
-    "Log": _Row(_each(torch.log), (6, 13), moves=False),
     "MatMul": _Row(_matmul, (1, 9, 13)),
     "Max": _Row(_larger(torch.maximum, 1), (6, 8, 12, 13)),
     "MaxPool": _Row(_pool(_max_pool), (1, 8, 10, 11, 12, 22)),
@@ -1264,11 +1265,9 @@ _OPERATORS: dict[str, _Row] = {
     "Mish": _Row(_activation(nn.Mish), (18, 22)),
     "Mul": _Row(_elementwise(operator.mul), (7, 13, 14), rowwise=True),
     "Neg": _Row(_each(operator.neg), (6, 13)),
-    "Not": _Row(_each(torch.logical_not), (1,), moves=False),
     "PRelu": _Row(_prelu, (7, 9, 16)),
     "Pad": _Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
     "Pow": _Row(_power, (7, 12, 13, 15)),
-    "Reciprocal": _Row(_each(torch.reciprocal), (6, 13), moves=False),
     "ReduceMax": _Row(_reduced("amax"), (1, 11, 12, 13, 18, 20), moves=False),
     "ReduceMean": _Row(_reduced("mean"), (1, 11, 13, 18)),
     "ReduceProd": _Row(_product, (1, 11, 13, 18), moves=False),
@@ -1284,13 +1283,11 @@ _OPERATORS: dict[str, _Row] = {
         (9,),
     ),
     "Sigmoid": _Row(_activation(nn.Sigmoid), (6, 13)),
-    "Sin": _Row(_each(torch.sin), (7, 22), moves=False),
     "Slice": _Row(_slice, (1, 10, 11, 13), copies=True),
     "Softmax": _Row(_softmax, (1, 11, 13)),
     "Softplus": _Row(_activation(nn.Softplus), (1, 22)),
     "Softsign": _Row(_activation(nn.Softsign), (1, 22)),
     "Split": _Row(_split, (2, 11, 13, 18), copies=True),
-    "Sqrt": _Row(_each(torch.sqrt), (6, 13), moves=False),
     "Squeeze": _Row(_squeeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
     "Sub": _Row(_elementwise(operator.sub), (7, 13, 14), rowwise=True),
     "Sum": _Row(_elementwise(operator.add, 1), (6, 8, 13), rowwise=True),
