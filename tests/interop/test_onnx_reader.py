@@ -12,7 +12,8 @@ from lipkit import export, lipschitz
 from lipkit.analysis import analyze
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError
 from lipkit.interop import write_onnx
-from lipkit.interop.onnx_reader import _OPERATORS, load_onnx, read_onnx
+from lipkit.interop.onnx_operators import OPERATORS
+from lipkit.interop.onnx_reader import load_onnx, read_onnx
 
 onnx = pytest.importorskip("onnx")
 onnx_files = pytest.importorskip("benchmarks.onnx_files")
@@ -146,14 +147,14 @@ def test_the_table_has_every_version_of_an_operator():
     for schema in onnx.defs.get_all_schemas_with_history():
         if not schema.domain and schema.since_version <= NEWEST:
             defined.setdefault(schema.name, []).append(schema.since_version)
-    for name, row in _OPERATORS.items():
+    for name, row in OPERATORS.items():
         first = max((v for v in defined[name] if v <= 7), default=0)
         assert row.versions == tuple(sorted(v for v in defined[name] if v >= first)), name
 
 
 def test_a_version_that_no_rule_covers_is_refused(tmp_path, monkeypatch):
     path = write(tmp_path / "net.onnx", [H.make_node("Relu", ["x"], ["y"])], {}, [1, 4])
-    monkeypatch.setitem(_OPERATORS, "Relu", _OPERATORS["Relu"]._replace(versions=(6, 14)))
+    monkeypatch.setitem(OPERATORS, "Relu", OPERATORS["Relu"]._replace(versions=(6, 14)))
     with pytest.raises(NoRuleError, match=r"expected Relu of version \(6, 14\), got version 13"):
         read_onnx(path)
 

@@ -1,7 +1,7 @@
 """ONNX files as networks of torch modules: a closed list of operators, weights as stored.
 
-One row of a table says what an operator computes, as a module or by functions of torch. A node whose operands are all
-stored is evaluated by its row; the others are run once without memory, for their sizes, and make up the network.
+A node whose operands are all stored is evaluated by its row of `lipkit.interop.onnx_operators`; the others are run once
+without memory, for their sizes, and make up the network.
 """
 
 from __future__ import annotations
@@ -9,37 +9,38 @@ from __future__ import annotations
 import collections
 import graphlib
 import math
-import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
+from lipkit.interop.onnx_operators import (
+    BATCH,
+    BORDERS,
+    ENDS,
+    FLOATS,
+    GATES,
+    OPERATORS,
+    Call,
+    Node,
+    Row,
+    activation,
+    holds_batch,
+    pads_of,
+    takes_over,
+)  # fmt: skip
 from lipkit.interop.reading import LARGEST, Budget, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
 from lipkit.modules import Network
-from lipkit.modules.views import Enlarge, EnlargeBilinear, Pad
 
-# As TensorProto numbers them.
-_FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
-_DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, **_FLOATS}
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
-# Attributes that change nothing at inference with one output, or of what is not covered.
-_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "noop_with_empty_axes", "cubic_coeff_a", "saturate",
-             "exclude_outside", "extrapolation_value", "round_mode")  # fmt: skip
-BATCH = 2**23 - 15
-"""The size of the batch while a file is read: no stored number equals it, so whatever does was copied from a shape. Of
-sizes computed from it nothing is known: they are refused."""
 
 
 class OnnxNetwork(nn.Module):
@@ -54,7 +55,7 @@ class OnnxNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
-        self.steps: list[_Call] = []
+        self.steps: list[Call] = []
         # Sizes, axes and limits; what is computed with is a buffer.
         self.numbers: dict[str, Tensor] = {}
         self.source = ""
@@ -75,7 +76,7 @@ class OnnxNetwork(nn.Module):
         return values[self.result]
 
 
-def _named(node: _Node, made: Any) -> Iterator[tuple[str, Any]]:
+def _named(node: Node, made: Any) -> Iterator[tuple[str, Any]]:
     several = isinstance(made, (tuple, list))
     return zip(node.output, made if several else [made], strict=several)
 
@@ -160,7 +161,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
     network = OnnxNetwork()
     network.source, network.result = inputs[0].name, graph.output[0].name
     kind = inputs[0].type.tensor_type
-    if (dtype := _FLOATS.get(kind.elem_type)) is None:
+    if (dtype := FLOATS.get(kind.elem_type)) is None:
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
@@ -208,18 +209,7 @@ def _without_rules(path: str | Path, kinds: set[str]) -> NoRuleError:
     )
 
 
-class _Node(NamedTuple):
-    """An operator of ONNX itself, in a version that its rule covers, or several of the file's as one."""
-
-    kind: str
-    input: list[str]
-    output: list[str]
-    name: str
-    attributes: dict[str, Any]
-    row: Any  # _Row, or None
-
-
-def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[_Node]]:
+def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node]]:
     """The version of the operators, and the nodes, each behind those that make its operands.
 
     What is of another domain has its name in front of the operator's, so that no rule takes it for one of ONNX.
@@ -237,7 +227,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[_Nod
     for position, node in enumerate(file.graph.node):
         name = f"{position}:{node.name or node.op_type}".replace(".", "_")
         kind, attributes = f"{node.domain}." * (node.domain not in _DOMAIN) + node.op_type, {}
-        if (row := _OPERATORS.get(kind)) is not None:
+        if (row := OPERATORS.get(kind)) is not None:
             try:
                 node.domain = ""
                 onnx.checker.check_node(node, context)
@@ -248,7 +238,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[_Nod
             for a in node.attribute:
                 tensor = a.type == onnx.AttributeProto.TENSOR
                 attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
-        nodes.append(_Node(kind, list(node.input), list(node.output), name, attributes, row))
+        nodes.append(Node(kind, list(node.input), list(node.output), name, attributes, row))
     made = set(given)
     for one in nodes:
         outputs = [n for n in one.output if n]
@@ -258,7 +248,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[_Nod
     return opset, list(_sorted(nodes, given, path))
 
 
-def _sorted(nodes: list[_Node], given: set[str], path: str | Path) -> Iterator[_Node]:
+def _sorted(nodes: list[Node], given: set[str], path: str | Path) -> Iterator[Node]:
     makers = {name: place for place, node in enumerate(nodes) for name in node.output if name}
     if early := {n for node in nodes for n in node.input if n} - makers.keys() - given:
         raise DataError(f"{path}: expected values that nodes make, got {early.pop()!r}, which none does")
@@ -270,27 +260,7 @@ def _sorted(nodes: list[_Node], given: set[str], path: str | Path) -> Iterator[_
         raise DataError(f"{path}: expected values that are made of earlier ones, got a circle of {names}") from None
 
 
-def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
-    """What older files write for an activation, as nested (operator, operands), x its argument; and the activation."""
-    exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
-    cubic = ("Add", "x", ("Mul", 0.044715, ("Pow", "x", 3.0)))
-    for inner, kind in (*((e, "none") for e in exact), (("Tanh", ("Mul", math.sqrt(2 / math.pi), cubic)), "tanh")):
-        gate = ("Add", 1.0, inner)
-        for one, two, three in (("x", 0.5, gate), (0.5, "x", gate), (gate, 0.5, "x")):
-            yield ("Mul", one, ("Mul", two, three)), partial(nn.GELU, kind)
-    clipped: Any = ("Clip", ("Add", "x", 3.0), 0.0, 6.0)
-    hard: Any = [("HardSigmoid", "x", {"alpha": 1 / 6, "beta": 0.5}), ("Div", clipped, 6.0), ("Mul", clipped, 1 / 6)]
-    for whole in (*(("Mul", "x", h) for h in hard), ("Div", ("Mul", "x", clipped), 6.0)):
-        yield whole, nn.Hardswish
-    yield ("Mul", "x", ("Sigmoid", "x")), nn.SiLU
-    yield ("Mul", "x", ("Tanh", ("Softplus", "x"))), nn.Mish
-    yield ("Log", ("Sigmoid", "x")), nn.LogSigmoid
-    yield ("Sub", "x", ("Tanh", "x")), nn.Tanhshrink
-    yield ("Div", "x", ("Add", 1.0, ("Abs", "x"))), nn.Softsign
-    yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
-
-
-def _with_activations(nodes: list[_Node], result: str, stored: dict[str, Tensor]) -> list[_Node]:
+def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor]) -> list[Node]:
     """The nodes, with one activation for those that write it out: products of two values have no constant."""
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
@@ -322,17 +292,17 @@ def _with_activations(nodes: list[_Node], result: str, stored: dict[str, Tensor]
                 return True
         return False
 
-    kept: list[_Node] = []
+    kept: list[Node] = []
     gone: set[str] = set()
     for node in reversed(nodes):
         if gone.issuperset(node.output):
             continue
-        for pattern, make in _GATES if node.kind in _ENDS else ():
+        for pattern, make in GATES if node.kind in ENDS else ():
             found: dict[str, list[str]] = {"x": [], "inside": []}
             if fits(pattern, node.output[0], found):
                 inside = found["inside"][:-1]
                 if all(readers[name] == inside.count(name) for name in inside):
-                    node = node._replace(input=found["x"], attributes={}, row=_Row(_activation(make), ()))
+                    node = node._replace(input=found["x"], attributes={}, row=Row(activation(make), ()))
                     gone.update(inside)
                     break
         kept.append(node)
@@ -355,14 +325,9 @@ def _numbers(tensor: Any, name: str, path: str | Path) -> Tensor:
         raise DataError(
             f"{path}: expected stored numbers in a format of numpy, such as float32, got {name!r} in {kind}"
         ) from None
-    if _holds_batch(found):
+    if holds_batch(found):
         raise NoRuleError(f"{path}: expected no stored number {BATCH}, which stands for the batch, got one in {name!r}")
     return found
-
-
-def _holds_batch(tensor: Tensor) -> bool:
-    # Narrower formats do not hold it.
-    return tensor.dtype.itemsize >= 4 and bool((tensor == BATCH).any())
 
 
 def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
@@ -377,172 +342,6 @@ def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
             raise DataError(f"{path}: expected {size} bytes of {tensor.name!r}, got {part}, and {held} in the file")
         file.seek(offset)
         return bytearray(file.read(size))
-
-
-@dataclass
-class _Call:
-    """One node and its operands.
-
-    Attributes:
-        opset: version of the operators.
-        one: whether the file is for one sample, so that a first size of 1 is the batch.
-        dtype: of the network.
-        moving, sized, rows: operands that depend on the input; that have the size of the batch as a number; that are
-            constants repeated for each sample, of which one is kept.
-        operands: stored tensors, and values of the network or their sizes.
-        source: the input of the network.
-        used, read: attributes that the rule asked for, and operands that it computes with.
-    """
-
-    node: _Node
-    opset: int
-    one: bool
-    dtype: torch.dtype
-    moving: frozenset[int]
-    sized: frozenset[int]
-    rows: frozenset[int]
-    operands: list[Any]
-    source: Any
-    used: set[str] = field(default_factory=lambda: set(_HARMLESS))
-    read: set[int] = field(default_factory=set)
-
-    def on(self, operands: list[Any], source: Any) -> _Call:
-        """The same call of other operands."""
-        fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
-        return _Call(*fixed, operands, source)
-
-    def refuse(self, expected: str, got: str) -> NoRuleError:
-        return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
-
-    def has(self, index: int) -> bool:
-        """Whether an operand is given."""
-        return index < len(self.operands) and self.operands[index] is not None
-
-    def tensor(self, index: int) -> Any:
-        """An operand to compute with."""
-        if not self.has(index):
-            raise self.refuse(f"operand {index}", "none")
-        if index in self.sized:
-            raise self.refuse("no number made from the size of the batch", f"one as operand {index}")
-        self.read.add(index)
-        return self.operands[index]
-
-    @property
-    def x(self) -> Any:
-        return self.tensor(0)
-
-    @property
-    def moved(self) -> Any:
-        """The first operand, of which numbers are copied, sizes of the batch, too."""
-        self.read.add(0)
-        return self.operands[0]
-
-    @property
-    def rank(self) -> int:
-        return int(self.operands[0].ndim)
-
-    def tensors(self) -> list[Any]:
-        """All operands, of one format."""
-        found = [self.tensor(i) for i in range(len(self.operands))]
-        # Beside values of the network, the reader compares them.
-        formats = set() if self.moving else {t.dtype for t in found}
-        if len(formats) > 1:
-            raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
-        return found
-
-    def weight(self, index: int) -> Tensor | None:
-        """A stored operand; None if it is left out."""
-        if not self.has(index):
-            return None
-        if index in self.moving:
-            raise self.refuse(f"stored weights as operand {index}", "a tensor that is computed")
-        found: Tensor = self.tensor(index)
-        return found
-
-    def needed(self, index: int) -> Tensor:
-        self.tensor(index)
-        return self.weight(index)  # type: ignore[return-value]
-
-    def get(self, name: str, default: Any) -> Any:
-        """An attribute, or what it is where it is left out."""
-        self.used.add(name)
-        return self.node.attributes.get(name, default)
-
-    def numbers(self, name: str, index: int, batch: bool = False) -> Any:
-        """An attribute in older versions, an operand in newer ones: onnx has checked which it is."""
-        given = self.get(name, None)
-        if not self.has(index):
-            return given
-        if index in self.moving:
-            raise self.refuse(f"stored numbers as operand {index}", "a tensor that is computed")
-        if index in self.sized and not batch:
-            raise self.refuse("no size made from that of the batch", f"one as operand {index}")
-        if self.operands[index].numel() > 2**16:
-            raise self.refuse(f"at most {2**16} numbers as operand {index}", f"{self.operands[index].numel()}")
-        return self.operands[index].tolist()
-
-    def axis(self, axis: int, rank: int | None = None) -> int:
-        """An axis, counted from the start; before version 11 nothing is counted from the end."""
-        rank = self.rank if rank is None else rank
-        if not (-rank if self.opset >= 11 else 0) <= axis < rank:
-            raise self.refuse(f"an axis from 0 to {rank - 1}", f"{axis}")
-        return axis % rank
-
-    def axes(self, index: int = 1, more: int = 0) -> list[int]:
-        """The attribute or operand ``axes``, each axis once, of a tensor of ``more`` dimensions more."""
-        given = self.numbers("axes", index) or []
-        rank = self.rank + more * len(given)
-        found = sorted({self.axis(axis, rank) for axis in given})
-        if len(found) < len(given):
-            raise self.refuse("axes, each once", f"{given}")
-        return found
-
-    def window(self, kernel: Sequence[int] = ()) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """Kernel, strides, dilations, and the paddings before and after each axis of a window."""
-        count, auto = self.rank - 2, self.get("auto_pad", b"NOTSET")
-        shape = list(self.get("kernel_shape", kernel))
-        strides, dilations = list(self.get("strides", [1] * count)), list(self.get("dilations", [1] * count))
-        pads = list(self.get("pads", [0] * 2 * count))
-        if auto != b"NOTSET" and "pads" in self.node.attributes:
-            raise self.refuse(f"no pads beside auto_pad={auto.decode(errors='replace')}", f"{pads}")
-        wanted = (count, count, count, 2 * count)
-        if count not in (1, 2) or tuple(map(len, (shape, strides, dilations, pads))) != wanted:
-            raise self.refuse(
-                "images or sequences, and a size, a stride, a dilation and two paddings of each axis",
-                f"{self.rank} dimensions, {shape}, {strides}, {dilations}, {pads}",
-            )
-        if kernel and shape != list(kernel):
-            raise self.refuse(f"a weight of kernel_shape {shape}", f"{list(kernel)}")
-        before, after = pads[:count], pads[count:]
-        if auto in (b"SAME_UPPER", b"SAME_LOWER"):
-            sizes = [self.operands[0].size(axis) for axis in range(2, self.rank)]
-            whole = zip(sizes, shape, strides, dilations, strict=True)
-            total = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0) for n, k, s, d in whole]
-            less, more = [n // 2 for n in total], [n - n // 2 for n in total]
-            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)
-        elif auto not in (b"NOTSET", b"VALID"):
-            raise self.refuse("auto_pad of ONNX", f"{auto!r}")
-        if min(*before, *after, 0) < 0:
-            raise self.refuse("paddings from 0 on", f"{pads}")
-        return shape, strides, dilations, before, after
-
-
-class _Row(NamedTuple):
-    """What is known of an operator.
-
-    Attributes:
-        rule: the module, or the values, that a call computes.
-        versions: of its definition, as ONNX counts them, whose meaning the rule has.
-        moves: whether operands may depend on the input.
-        copies: whether the result has numbers of the operands and no others, so that they may be sizes of the batch.
-        rowwise: whether a row repeated for each sample may be an operand.
-    """
-
-    rule: Callable[[_Call], Any]
-    versions: tuple[int, ...]
-    moves: bool = True
-    copies: bool = False
-    rowwise: bool = False
 
 
 class _Reader:
@@ -560,7 +359,7 @@ class _Reader:
         # What pads by pixels of the image: its input, the mode of torch, and the pads before and after.
         self.bordered: dict[str, tuple[str, Any]] = {}
 
-    def read(self, nodes: Iterable[_Node]) -> None:
+    def read(self, nodes: Iterable[Node]) -> None:
         unknown: set[str] = set()
         for node in nodes:
             lost = unknown.intersection(node.input)
@@ -577,19 +376,19 @@ class _Reader:
                     self.refusal = self.refusal or error
                     unknown.update(node.output)
 
-    def _add(self, node: _Node, row: _Row) -> None:
+    def _add(self, node: Node, row: Row) -> None:
         if node.kind == "Conv" and node.input[0] in self.bordered:
             source, border = self.bordered[node.input[0]]
             merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
-            if _takes_over(node, border, self.stored.get(node.input[1])):
+            if takes_over(node, border, self.stored.get(node.input[1])):
                 node = merged
         kinds: Any = (self.values, self.sized, self.rows)
         moving, sized, rows = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
         while given and given[-1] is None:
             given.pop()
-        source = self.values[self.network.source]
-        call = _Call(node, self.opset, self.one, self.dtype, moving, sized, rows, given, source)
+        x = self.values[self.network.source]
+        call = Call(node, self.opset, self.one, self.dtype, moving, sized, rows, given, x)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
         if call.sized and not call.moving and not row.copies:
@@ -617,14 +416,14 @@ class _Reader:
         if layer is not None:
             self.network.layers[node.name] = layer
         self.network.steps.append(call)
-        if node.kind == "Pad" and (mode := _BORDERS.get(call.get("mode", b"constant"))):
-            self.bordered[node.output[0]] = (node.input[0], (mode, *_pads(call)))
+        if node.kind == "Pad" and (mode := BORDERS.get(call.get("mode", b"constant"))):
+            self.bordered[node.output[0]] = (node.input[0], (mode, *pads_of(call)))
 
-    def _keep(self, call: _Call, row: _Row, found: dict[str, Tensor]) -> None:
+    def _keep(self, call: Call, row: Row, found: dict[str, Tensor]) -> None:
         """Note results that are the same for every input."""
         self.stored.update(found)
         repeated = call.rows or (call.sized and call.node.kind in ("Expand", "ConstantOfShape"))
-        holds = {name for name, t in found.items() if _holds_batch(t)}
+        holds = {name for name, t in found.items() if holds_batch(t)}
         if repeated:
             self.rows.update(found)
             if holds or any(t.ndim == 0 or len(t) != 1 for t in found.values()):
@@ -650,657 +449,3 @@ class _Reader:
                 elif name in self.stored:
                     network.numbers[name] = self.stored[name]
             network.steps.append(step.on([], None))
-
-
-def _filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    for name, tensor in tensors.items():
-        value, place = None if tensor is None else tensor.clone(), getattr(module, name)
-        if value is not None and value.shape != place.shape:
-            raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(place.shape)}")
-        if name in module._buffers:
-            module._buffers[name] = value
-        else:
-            setattr(module, name, None if value is None else nn.Parameter(value, requires_grad=False))
-    return module
-
-
-# Layers with weights, as modules.
-
-
-def _takes_over(conv: _Node, border: tuple[str, list[int], list[int]], weight: Tensor | None) -> bool:
-    """Whether a convolution has a padding mode for pixels that are copied around its images."""
-    _, before, after = border
-    if weight is None or weight.ndim != 4 or len(before) != 4 or any((*before[:2], *after[:2])):
-        return False
-    if any(conv.attributes.get("pads", ())) or conv.attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
-        return False
-    dilations, strides = conv.attributes.get("dilations", [1, 1]), conv.attributes.get("strides", [1, 1])
-    reach = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=False)]
-    same = before[2:] == [n // 2 for n in reach] and after[2:] == [n - n // 2 for n in reach] and max(strides) == 1
-    return before == after or same
-
-
-def _conv(c: _Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
-    groups = int(c.get("group", 1))
-    shape, strides, dilations, before, after = c.window(tuple(weight.shape[2:]))
-    mode, *border = c.get("border", ("zeros",))
-    if border:
-        before, after = border[0][2:], border[1][2:]
-    padding: Any = tuple(before) if before == after else "same" if border else 0
-    window: dict[str, Any] = {"kernel_size": tuple(shape), "padding": padding, "padding_mode": mode}
-    window |= {"stride": tuple(strides), "dilation": tuple(dilations), "groups": groups, "device": "meta"}
-    make: Any = nn.Conv2d if c.rank == 4 else nn.Conv1d
-    conv = _filled(make(weight.shape[1] * groups, weight.shape[0], **window), weight=weight, bias=bias)
-    return conv if before == after or border else nn.Sequential(Pad(*_around(before, after)), conv)
-
-
-def _around(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Paddings as torch has them: before and after the last axis, the one before it, and so on."""
-    return [n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair]
-
-
-def _conv_transpose(c: _Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
-    shape, strides, dilations, before, after = c.window(tuple(weight.shape[2:]))
-    groups, extra = int(c.get("group", 1)), list(c.get("output_padding", [0] * len(shape)))
-    if "output_shape" in c.node.attributes or c.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
-        raise c.refuse("explicit padding and no output_shape", f"{c.node.attributes}")
-    if any(n >= stride for n, stride in zip(extra, strides, strict=True)):
-        raise c.refuse(f"output_padding below the strides {strides}", f"{extra}")
-    even = before == after
-    window: dict[str, Any] = {"kernel_size": tuple(shape), "padding": tuple(before) if even else 0, "groups": groups}
-    window |= {"stride": tuple(strides), "dilation": tuple(dilations), "output_padding": tuple(extra), "device": "meta"}
-    make: Any = nn.ConvTranspose2d if c.rank == 4 else nn.ConvTranspose1d
-    conv = _filled(make(weight.shape[0], weight.shape[1] * groups, **window), weight=weight, bias=bias)
-    return conv if even else nn.Sequential(conv, Pad(*(-n for n in _around(before, after))))
-
-
-def _gemm(c: _Call) -> nn.Module:
-    weight, bias = c.needed(1), c.weight(2)
-    if c.get("transA", 0) or c.rank != 2:
-        raise c.refuse("samples times a matrix", f"transA={c.get('transA', 0)}, {c.rank} dimensions")
-    weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
-    beta = float(c.get("beta", 1.0))
-    if bias is not None:
-        flat = bias.squeeze(0) if bias.ndim == 2 else bias
-        bias = (beta * flat).expand(len(weight)).contiguous()
-    return _filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias)
-
-
-def _matmul(c: _Call) -> Any:
-    a, b = c.tensors()
-    if min(a.ndim, b.ndim) < 2:
-        raise c.refuse("matrices", f"operands of {[a.ndim, b.ndim]} dimensions")
-    if c.moving != {0} or b.ndim != 2:
-        return torch.matmul(a, b)
-    return _filled(nn.Linear(b.shape[0], b.shape[1], device="meta"), weight=b.T.contiguous(), bias=None)
-
-
-def _batch_norm(c: _Call) -> nn.Module:
-    if c.get("training_mode", 0) or c.get("spatial", 1) != 1:
-        raise c.refuse("training_mode 0 and spatial 1", f"{c.get('training_mode', 0)} and {c.get('spatial', 1)}")
-    scale, shift, mean, var = (c.needed(i) for i in (1, 2, 3, 4))
-    make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
-    module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
-    module.num_batches_tracked = None
-    return _filled(module, weight=scale, bias=shift, running_mean=mean, running_var=var)
-
-
-def _normalised(make: Callable[[_Call, Tensor, float], nn.Module]) -> Callable[[_Call], nn.Module]:
-    def made(c: _Call) -> nn.Module:
-        scale = c.needed(1)
-        if c.get("stash_type", 1) != 1:
-            raise c.refuse("stash_type 1", f"{c.get('stash_type', 1)}")
-        return _filled(make(c, scale, float(c.get("epsilon", 1e-5))), weight=scale, bias=c.weight(2))
-
-    return made
-
-
-def _layer_norm(c: _Call, scale: Tensor, epsilon: float) -> nn.Module:
-    if (axis := c.axis(c.get("axis", -1))) != c.rank - scale.ndim:
-        raise c.refuse("a scale of the normalised dimensions", f"axis {axis} and scale {tuple(scale.shape)}")
-    return nn.LayerNorm(tuple(scale.shape), epsilon, device="meta")
-
-
-def _instance_norm(c: _Call, scale: Tensor, epsilon: float) -> nn.Module:
-    make: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}[c.rank]
-    found: nn.Module = make(len(scale), epsilon, affine=True, device="meta")
-    return found
-
-
-def _group_norm(c: _Call, scale: Tensor, epsilon: float) -> nn.Module:
-    return nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), epsilon, device="meta")
-
-
-# Pools: those of sequences as those of images of one row.
-
-
-def _pool(rule: Callable[..., Any]) -> Callable[[_Call], Any]:
-    def made(c: _Call) -> Any:
-        shape, strides, dilations, before, after = c.window()
-        rows = [[1] * (4 - c.rank), [0] * (4 - c.rank)]
-        shape, strides, dilations = (rows[0] + n for n in (shape, strides, dilations))
-        before, after = (rows[1] + n for n in (before, after))
-        x = c.x.unsqueeze(2) if c.rank == 3 else c.x
-        # Windows that do not fit: ceil_mode asks for more of them.
-        reach = zip(range(2, 4), shape, strides, dilations, before, after, strict=True)
-        over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)
-        y = rule(c, x, shape, strides, dilations, before, after, bool(c.get("ceil_mode", 0)) and over)
-        return y.squeeze(2) if c.rank == 3 else y
-
-    return made
-
-
-def _max_pool(c: _Call, x: Any, kernel: list[int], strides: list[int], dilations: list[int], before: list[int],
-              after: list[int], up: bool) -> Any:  # fmt: skip
-    # Over the end, or on nothing but padding, runtimes mean different windows.
-    padded = any(before) or any(after)
-    if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (padded and (up or max(dilations) > 1)):
-        got = f"{kernel}, {strides}, {dilations}, {before}, {after}"
-        raise c.refuse("overlapping windows with ceil_mode 1, and no pads beside it or dilations", got)
-    if before == after:
-        return F.max_pool2d(x, kernel, strides, before, dilations, up)
-    if any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
-        raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
-    # A window that reaches beyond the border has the pixel at the border, too.
-    for axis in (2, 3):
-        x = _copied(x, axis, before[axis - 2], after[axis - 2], "replicate")
-    return F.max_pool2d(x, kernel, strides)
-
-
-def _average_pool(c: _Call, x: Any, kernel: list[int], strides: list[int], dilations: list[int], before: list[int],
-                  after: list[int], up: bool) -> Any:  # fmt: skip
-    if max(dilations) > 1 or up or any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
-        got = f"{dilations}, {up}, {before}, {after}"
-        raise c.refuse("dilations 1, windows that fit or ceil_mode 0, and paddings below the window", got)
-    counted = bool(c.get("count_include_pad", 0))
-    if before == after:
-        return F.avg_pool2d(x, kernel, strides, before, False, counted)
-    around = _around(before, after)
-    y = F.avg_pool2d(F.pad(x, around), kernel, strides)
-    if counted:
-        return y
-    inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), around)
-    return y * (1 / F.avg_pool2d(inside, kernel, strides))
-
-
-def _global_average(c: _Call) -> Any:
-    return nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True)
-
-
-# Activations.
-
-
-def _clip(c: _Call) -> Any:
-    low, high = (None if (n := c.numbers(name, i)) is None else float(n) for i, name in ((1, "min"), (2, "max")))
-    low, high = None if low == -math.inf else low, None if high == math.inf else high
-    if low is not None and high is not None and not low < high:
-        raise c.refuse("two limits, the lower one first", f"{low} and {high}")
-    if low is None and high is None:
-        return nn.Identity()
-    return nn.ReLU6() if (low, high) == (0.0, 6.0) else torch.clamp(c.x, low, high)
-
-
-def _softmax(c: _Call) -> Any:
-    axis = c.axis(c.get("axis", -1 if c.opset >= 13 else 1))
-    if c.opset >= 13 or axis == c.rank - 1:
-        return nn.Softmax(axis)
-    # Before version 13: over all dimensions from the axis on.
-    shape = [c.x.size(i) for i in range(c.rank)]
-    return F.softmax(c.x.flatten(axis), axis).reshape(shape)
-
-
-def _activation(make: Callable[..., nn.Module], **arguments: tuple[str, float]) -> Callable[[_Call], nn.Module]:
-    """``make`` of attributes by their names in torch, each with the name and default that ONNX gives it."""
-    return lambda c: make(**{key: float(c.get(name, value)) for key, (name, value) in arguments.items()})
-
-
-def _hard_sigmoid(c: _Call) -> Any:
-    slope, shift = float(c.get("alpha", 0.2)), float(c.get("beta", 0.5))
-    if shift == 0.5 and math.isclose(slope, 1 / 6, rel_tol=1e-7):
-        return nn.Hardsigmoid()
-    return torch.clamp(slope * c.x + shift, 0.0, 1.0)
-
-
-def _selu(c: _Call) -> Any:
-    alpha, gamma = float(c.get("alpha", 1.6732631921768188)), float(c.get("gamma", 1.0507010221481323))
-    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-7) and math.isclose(gamma, 1.0507009873554805, rel_tol=1e-7):
-        return nn.SELU()
-    return gamma * F.elu(c.x, alpha)
-
-
-def _prelu(c: _Call) -> nn.Module:
-    slope = c.needed(1)
-    channels = slope.numel() if slope.numel() > 1 else 1
-    if slope.ndim > c.rank or (channels > 1 and (slope.ndim < c.rank - 1 or slope.shape[1 - c.rank] != channels)):
-        raise c.refuse("one slope, or one for each channel", f"shape {tuple(slope.shape)}")
-    return _filled(nn.PReLU(channels, device="meta"), weight=slope.reshape(channels))
-
-
-def _only(make: Callable[[_Call], Any], holds: Callable[[_Call], bool]) -> Callable[[_Call], Any]:
-    """``make`` of a call for which its condition holds."""
-
-    def made(c: _Call) -> Any:
-        if not holds(c):
-            raise c.refuse("attributes and operands that its rule covers", f"{c.node.attributes}")
-        return make(c)
-
-    return made
-
-
-# Numbers one by one.
-
-
-def _elementwise(function: Callable[[Any, Any], Any], least: int = 2) -> Callable[[_Call], Any]:
-    def made(c: _Call) -> Any:
-        values = c.tensors()
-        if any(values[i].ndim < max(t.ndim for t in values) for i in c.rows):
-            raise c.refuse("rows with the most dimensions", f"{[t.ndim for t in values]}")
-        if len(values) < least:
-            return values[0].clone()
-        return reduce(function, values)
-
-    return made
-
-
-def _divided(a: Any, b: Any) -> Any:
-    return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")
-
-
-def _larger(function: Callable[[Any, Any], Any], sign: int) -> Callable[[_Call], Any]:
-    """The maximum, or the minimum; of a value and a constant as a ReLU."""
-
-    def made(c: _Call) -> Any:
-        values = [(c.tensors()[i], i in c.moving) for i in range(len(c.operands))]
-        (found, moves), *rest = sorted(values, key=lambda pair: not pair[1])
-        for value, moving in rest:
-            found = sign * F.relu(sign * (found - value)) + value if moves and not moving else function(found, value)
-        return found
-
-    return made
-
-
-def _power(c: _Call) -> Any:
-    if not c.moving:
-        return torch.pow(c.x, c.needed(1)).to(c.x.dtype)
-    exponent = c.numbers("", 1)
-    if 0 not in c.moving or exponent not in (1, 2, 3):
-        raise c.refuse("the first, second or third power", f"{exponent}")
-    return reduce(torch.mul, [c.x] * int(exponent))
-
-
-def _equal(c: _Call) -> Any:
-    a, b = c.operands
-    # The size of a batch is above 0, which is all that is known of it.
-    if (((a == BATCH) & (b > 0)) | ((b == BATCH) & (a > 0))).any():
-        raise c.refuse("no comparison with the size of the batch", "one")
-    return a == b
-
-
-def _each(function: Callable[[Tensor], Tensor]) -> Callable[[_Call], Any]:
-    return lambda c: function(c.x)
-
-
-def _cast(c: _Call) -> Any:
-    to = _DTYPES.get(c.get("to", 0))
-    if c.moving and to == c.dtype:
-        return nn.Identity()
-    if c.moving or to is None or (c.sized and to not in (torch.int32, torch.int64, torch.float32, torch.float64)):
-        raise c.refuse(f"the format {c.dtype} of the network", f"{to}")
-    return c.operands[0].to(to)
-
-
-def _reduced(name: str) -> Callable[[_Call], Any]:
-    def made(c: _Call) -> Any:
-        axes, keep = c.axes(), bool(c.get("keepdims", 1))
-        if not axes and (c.moving or c.get("noop_with_empty_axes", 0)):
-            raise c.refuse("axes other than the batch", "none")
-        return getattr(c.x, name)(axes or list(range(c.rank)), keepdim=keep)
-
-    return made
-
-
-# The same numbers in another order.
-
-
-def _shape(c: _Call) -> Tensor:
-    if any(n != BATCH and n % BATCH == 0 and n for n in c.operands[0].shape):
-        raise c.refuse("no size made from that of the batch", "one")
-    sizes = torch.tensor(list(c.operands[0].shape), dtype=torch.int64)
-    return sizes[c.get("start", 0) : c.get("end", None)]
-
-
-def _flatten(c: _Call) -> Any:
-    axis = c.get("axis", 1)
-    axis = c.rank if axis == c.rank else c.axis(axis)
-    if axis == 1:
-        return nn.Flatten(1)
-    sizes = [c.x.size(i) for i in range(c.rank)]
-    if c.moving and (axis == 0 or math.prod(sizes[1:axis]) != 1):
-        raise c.refuse("axis 1", f"{axis}")
-    return c.x.reshape([sizes[0] if c.moving else math.prod(sizes[:axis]), math.prod(sizes[axis:])])
-
-
-def _reshape(c: _Call) -> Any:
-    x, sizes, zero = c.moved, c.numbers("shape", 1, batch=True), c.get("allowzero", 0)
-    if not isinstance(sizes, list) or sizes.count(-1) > 1 or (zero and 0 in sizes):
-        raise c.refuse("a shape with one size -1 at most, and 0 as a copy", f"{sizes}")
-    if not c.moving:
-        return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
-    # A first size of 1 comes from files that were made for one sample.
-    batch = {BATCH, 1} if c.one else {BATCH}
-    own = {0: lambda i: x.size(i), **dict.fromkeys(batch, lambda i: c.source.size(0))}
-    return x.reshape([own[n](i) if n in own and (n != 1 or not i) else n for i, n in enumerate(sizes)])
-
-
-def _expand(c: _Call) -> Any:
-    x, sizes = c.moved, c.numbers("shape", 1, batch=True)
-    if BATCH in sizes[1:] or (c.moving and len(sizes) > c.rank):
-        raise c.refuse("the batch as the first size", f"{sizes}")
-    if c.moving:
-        sizes = [1] * (c.rank - len(sizes)) + sizes
-        if sizes[0] not in (1, BATCH):
-            raise c.refuse("a shape that keeps the batch first", f"{sizes}")
-        # torch refuses sizes that are no copies.
-        return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
-    # Of the batch one row is kept.
-    rows = [1 if n == BATCH else n for n in sizes]
-    if BATCH in sizes and x.ndim == len(sizes) and len(x) != 1:
-        raise c.refuse("one row for each sample", f"{len(x)}")
-    return x.expand(torch.broadcast_shapes(x.shape, rows)).clone()
-
-
-def _filled_shape(c: _Call) -> Tensor:
-    sizes = c.numbers("shape", 0, batch=True)
-    if BATCH in sizes[1:]:
-        raise c.refuse("the batch as the first size", f"{sizes}")
-    value = c.get("value", torch.zeros(1))
-    return torch.full([1 if n == BATCH else n for n in sizes], value.reshape(()).item(), dtype=value.dtype)
-
-
-def _copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
-    """Entries of ``x`` copied around an axis: those at the border, mirrored ones, or those of the other end."""
-    n = x.size(axis)
-    if max(before, after) > min(n - (mode == "reflect"), 256):
-        raise ValueError(f"{before} and {after} entries of {n} copied around them")
-    from_ = [*range(-before, 0), *range(n, n + after)]
-    if mode == "replicate":
-        from_ = [min(max(i, 0), n - 1) for i in from_]
-    else:
-        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in from_]
-    parts = [x[(slice(None),) * axis + (slice(i, i + 1),)] for i in from_]
-    return torch.cat([*parts[:before], x, *parts[before:]], axis) if parts else x
-
-
-_BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
-
-
-def _pads(c: _Call) -> tuple[list[int], list[int]]:
-    """Entries before and after each axis."""
-    sizes, axes = list(c.numbers("pads", 1)), c.numbers("axes", 3)
-    places = range(c.rank) if axes is None else [c.axis(axis) for axis in axes]
-    if len(sizes) != 2 * len(places) or len(set(places)) != len(places):
-        raise c.refuse("two paddings of each axis", f"{sizes} of {list(places)}")
-    before, after = (
-        [dict(zip(places, part, strict=True)).get(i, 0) for i in range(c.rank)]
-        for part in (sizes[: len(places)], sizes[len(places) :])
-    )
-    return before, after
-
-
-def _pad(c: _Call) -> Any:
-    value, kind = c.numbers("value", 2), c.get("mode", b"constant")
-    before, after = _pads(c)
-    if (c.moving and (before[0] or after[0])) or (
-        kind != b"constant" and (kind not in _BORDERS or min(*before, *after) < 0)
-    ):
-        raise c.refuse("padding that leaves the batch alone", f"{before}, {after}, {kind!r}")
-    if kind == b"constant":
-        if value not in (None, 0, [], [0]):
-            raise c.refuse("zeros around all dimensions", f"{value}")
-        first = 1 if c.moving else 0
-        return F.pad(c.x, _around(before[first:], after[first:]))
-    x = c.x
-    for axis in range(1, c.rank):
-        x = _copied(x, axis, before[axis], after[axis], _BORDERS[kind])
-    return x
-
-
-def _slice(c: _Call) -> Any:
-    starts, ends, axes, steps = (c.numbers(name, i) for i, name in enumerate(("starts", "ends", "axes", "steps"), 1))
-    index: dict[int, slice] = {}
-    for axis, *part in zip(axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True):
-        place = c.axis(axis)
-        if part[2] < 1 or place in index:
-            raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
-        # Of the batch all is kept.
-        whole = c.moving and place == 0 and part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1
-        if c.moving and place == 0 and not whole:
-            raise c.refuse("all of the batch", f"{part}")
-        index[place] = slice(None) if whole else slice(*part)
-    return c.moved[tuple(index.get(place, slice(None)) for place in range(c.rank))]
-
-
-def _gather(c: _Call) -> Any:
-    axis, x = c.axis(c.get("axis", 0)), c.moved
-    if not c.moving:
-        n, which = x.shape[axis], c.tensor(1)
-        if which.numel() and not -n <= int(which.min()) <= int(which.max()) < n:
-            raise c.refuse(f"entries of {n}", f"{which.tolist()}")
-        flat = x.index_select(axis, (which % max(n, 1)).long().flatten())
-        return flat.reshape((*x.shape[:axis], *which.shape, *x.shape[axis + 1 :]))
-    if axis == 0:
-        raise c.refuse("entries of another axis than the batch", "0")
-    n, places = x.size(axis), c.numbers("indices", 1)
-    single = isinstance(places, int)
-    wanted = [places] if single else places
-    if not wanted or not all(isinstance(i, int) and -n <= i < n for i in wanted):
-        raise c.refuse(f"a row of entries of {n}", f"{places}")
-    wanted = [i % n for i in wanted]
-    if single:
-        return x[(slice(None),) * axis + (wanted[0],)]
-    step = wanted[1] - wanted[0] if len(wanted) > 1 else 1
-    if step > 0 and wanted == list(range(wanted[0], wanted[-1] + 1, step)):
-        return x[(slice(None),) * axis + (slice(wanted[0], wanted[-1] + 1, step),)]
-    # As a product, because its norm is that of the most copies of one entry.
-    matrix = torch.zeros(n, len(wanted), dtype=c.dtype)
-    matrix[wanted, list(range(len(wanted)))] = 1
-    return torch.matmul(x.transpose(axis, -1), matrix).transpose(axis, -1)
-
-
-def _split(c: _Call) -> Any:
-    axis, count, sizes = c.axis(c.get("axis", 0)), len(c.node.output), c.numbers("split", 1)
-    if c.get("num_outputs", count) != count or (sizes is not None and len(sizes) != count):
-        raise c.refuse(f"sizes of {count} outputs", f"{sizes}")
-    x = c.moved
-    if c.moving and axis == 0:
-        raise c.refuse("pieces of another axis than the batch", "0")
-    # torch refuses sizes that do not add up.
-    parts = x.split(sizes or [x.size(axis) // count] * count, axis)
-    return [parts[i] for i in range(count)]
-
-
-def _squeeze(c: _Call) -> Any:
-    axes = c.axes()
-    if not axes and c.moving:
-        raise c.refuse("axes, each once", f"{axes}")
-    x = c.moved
-    if not axes:
-        return x.squeeze()
-    # torch's squeeze keeps sizes other than 1; this reshape refuses them.
-    return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
-
-
-def _unsqueeze(c: _Call) -> Any:
-    return reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.moved)
-
-
-def _concat(c: _Call) -> Any:
-    axis = c.axis(c.get("axis", 1), max(t.ndim for t in c.operands))
-    if not c.moving or len(c.moving) == len(c.operands):
-        c.read.update(range(len(c.operands)))
-        return torch.cat(list(c.operands), axis)
-    values, places = c.tensors(), sorted(c.moving)
-    if axis == 0 or places != list(range(places[0], places[-1] + 1)):
-        raise c.refuse("constants before or behind values, along another axis than the batch", f"axis {axis}")
-    if any(len(t) != 1 or not (c.one or i in c.rows) for i, t in enumerate(values) if i not in c.moving):
-        raise c.refuse("one row for each sample", f"{[tuple(t.shape) for t in values]}")
-    # Zeros, to which the constants are added.
-    sizes = [t.size(axis) for t in values]
-    first, last = places[0], places[-1] + 1
-    x = torch.cat(values[first:last], axis) if last > first + 1 else values[first]
-    blank = [0, 0] * (x.ndim - 1 - axis)
-    around = [*blank, sum(sizes[:first]), sum(sizes[last:])]
-    shapes = [[1, *(t.size(i) for i in range(1, t.ndim))] for t in values]
-    filled = [torch.zeros(shapes[i], dtype=c.dtype) if i in c.moving else t for i, t in enumerate(values)]
-    return F.pad(x, around) + torch.cat(filled, axis)
-
-
-def _enlarge(c: _Call) -> nn.Module:
-    """Pixels repeated, or between pixels; a scale is a whole number, and pixels are found as all runtimes find them."""
-    sizes = c.numbers("sizes", 3, batch=True) if c.node.kind == "Resize" else None
-    scales = c.numbers("scales", 2 if c.node.kind == "Resize" and c.opset >= 11 else 1)
-    own = [c.x.size(i) for i in range(c.rank)]
-    if sizes and (sizes[0] == BATCH or (c.one and sizes[0] == 1)):
-        scales = [1.0, *(n / m for n, m in zip(sizes[1:], own[1:], strict=True))]
-    default = "half_pixel" if c.node.kind == "Resize" and c.opset >= 11 else "asymmetric"
-    mode = c.get("mode", b"nearest").decode()
-    place = c.get("coordinate_transformation_mode", default.encode()).decode()
-    rounds = c.get("nearest_mode", b"round_prefer_floor" if default == "half_pixel" else b"floor").decode()
-    near = mode == "nearest" and (place, rounds) in (
-        ("asymmetric", "floor"), ("tf_half_pixel_for_nn", "floor"), ("half_pixel", "round_prefer_floor"),
-        ("half_pixel", "round_prefer_ceil"),
-    )  # fmt: skip
-    whole = (
-        c.rank == 4 and len(scales or ()) == 4 and scales[:2] == [1, 1] and all(s >= 1 and s % 1 == 0 for s in scales)
-    )
-    if not whole or not (near or (mode == "linear" and place == "half_pixel")) or c.get("antialias", 0):
-        raise c.refuse("images enlarged by whole numbers, nearest or linear", f"{mode}, {place}, {rounds}, {scales}")
-    return (Enlarge if near else EnlargeBilinear)(int(scales[2]), int(scales[3]))
-
-
-def _depth_to_space(c: _Call) -> Any:
-    n = c.get("blocksize", 1)
-    if c.get("mode", b"DCR") == b"CRD":
-        return nn.PixelShuffle(n)
-    b, depth, rows, cols = (c.x.size(i) for i in range(4))
-    apart = c.x.reshape([b, n, n, depth // n**2, rows, cols]).permute([0, 3, 4, 1, 5, 2])
-    return apart.reshape([b, depth // n**2, rows * n, cols * n])
-
-
-def _constant(c: _Call) -> Tensor:
-    (name,) = c.node.attributes
-    value = c.get(name, None)
-    if isinstance(value, Tensor):
-        return value
-    if not name.startswith(("value_float", "value_int")):
-        raise c.refuse("numbers as its value", name)
-    return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
-
-
-def _product(c: _Call) -> Any:
-    axes, keep, x = c.axes(), bool(c.get("keepdims", 1)), c.x
-    return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes or range(c.rank)), x)
-
-
-# Of a newer definition nothing is known, before 7 operators mean something else.
-_OPERATORS: dict[str, _Row] = {
-    **{
-        kind: _Row(_each(function), versions, moves=False)
-        for versions, functions in {
-            (6, 13): {
-                "Ceil": torch.ceil,
-                "Exp": torch.exp,
-                "Floor": torch.floor,
-                "Log": torch.log,
-                "Reciprocal": torch.reciprocal,
-                "Sqrt": torch.sqrt,
-            },
-            (7, 22): {"Cos": torch.cos, "Sin": torch.sin},
-            (9, 13): {"Erf": torch.erf},
-            (1,): {"Not": torch.logical_not},
-        }.items()
-        for kind, function in functions.items()
-    },
-    "And": _Row(_elementwise(torch.logical_and), (7,), moves=False),
-    "Greater": _Row(_elementwise(torch.gt), (7, 9, 13), moves=False),
-    "Less": _Row(_elementwise(torch.lt), (7, 9, 13), moves=False),
-    "Abs": _Row(_activation(lambda: nn.LeakyReLU(-1.0)), (6, 13)),
-    "Add": _Row(_elementwise(operator.add), (7, 13, 14), rowwise=True),
-    "AveragePool": _Row(_pool(_average_pool), (7, 10, 11, 19, 22)),
-    "BatchNormalization": _Row(_batch_norm, (7, 9, 14, 15)),
-    "Cast": _Row(_cast, (6, 9, 13, 19, 21, 23, 24, 25, 28), copies=True, rowwise=True),
-    "Celu": _Row(_activation(nn.CELU, alpha=("alpha", 1.0)), (12, 28)),
-    "Clip": _Row(_clip, (6, 11, 12, 13)),
-    "Concat": _Row(_concat, (4, 11, 13), copies=True, rowwise=True),
-    "Constant": _Row(_constant, (1, 9, 11, 12, 13, 19, 21, 23, 24, 25)),
-    "ConstantOfShape": _Row(_filled_shape, (9, 20, 21, 23, 24, 25), copies=True),
-    "Conv": _Row(_conv, (1, 11, 22)),
-    "ConvTranspose": _Row(_conv_transpose, (1, 11, 22)),
-    "DepthToSpace": _Row(_depth_to_space, (1, 11, 13, 28)),
-    "Div": _Row(_elementwise(_divided), (7, 13, 14), rowwise=True),
-    "Dropout": _Row(
-        _only(_activation(nn.Identity), lambda c: not (c.has(2) and c.numbers("", 2))), (7, 10, 12, 13, 22)
-    ),
-    "Elu": _Row(_activation(nn.ELU, alpha=("alpha", 1.0)), (6, 22)),
-    "Equal": _Row(_equal, (7, 11, 13, 19), moves=False, copies=True),
-    "Expand": _Row(_expand, (8, 13), copies=True, rowwise=True),
-    "Flatten": _Row(_flatten, (1, 9, 11, 13, 21, 23, 24, 25)),
-    "Gather": _Row(_gather, (1, 11, 13), copies=True),
-    "Gelu": _Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
-    "Gemm": _Row(_gemm, (7, 9, 11, 13)),
-    "GlobalAveragePool": _Row(_global_average, (1, 22)),
-    "GroupNormalization": _Row(_normalised(_group_norm), (18, 21)),
-    "HardSigmoid": _Row(_hard_sigmoid, (6, 22)),
-    "HardSwish": _Row(_activation(nn.Hardswish), (14, 22)),
-    "Identity": _Row(_activation(nn.Identity), (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True, rowwise=True),
-    "InstanceNormalization": _Row(_normalised(_instance_norm), (6, 22)),
-    "LayerNormalization": _Row(_normalised(_layer_norm), (17,)),
-    "LeakyRelu": _Row(_activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)), (6, 16)),
-    "MatMul": _Row(_matmul, (1, 9, 13)),
-    "Max": _Row(_larger(torch.maximum, 1), (6, 8, 12, 13)),
-    "MaxPool": _Row(_pool(_max_pool), (1, 8, 10, 11, 12, 22)),
-    "Min": _Row(_larger(torch.minimum, -1), (6, 8, 12, 13)),
-    "Mish": _Row(_activation(nn.Mish), (18, 22)),
-    "Mul": _Row(_elementwise(operator.mul), (7, 13, 14), rowwise=True),
-    "Neg": _Row(_each(operator.neg), (6, 13)),
-    "PRelu": _Row(_prelu, (7, 9, 16)),
-    "Pad": _Row(_pad, (2, 11, 13, 18, 19, 21, 23, 24, 25)),
-    "Pow": _Row(_power, (7, 12, 13, 15)),
-    "ReduceMax": _Row(_reduced("amax"), (1, 11, 12, 13, 18, 20), moves=False),
-    "ReduceMean": _Row(_reduced("mean"), (1, 11, 13, 18)),
-    "ReduceProd": _Row(_product, (1, 11, 13, 18), moves=False),
-    "ReduceSum": _Row(_reduced("sum"), (1, 11, 13)),
-    "Relu": _Row(_activation(nn.ReLU), (6, 13, 14)),
-    "Reshape": _Row(_reshape, (5, 13, 14, 19, 21, 23, 24, 25), copies=True),
-    "Resize": _Row(_enlarge, (10, 11, 13, 18, 19)),
-    "Selu": _Row(_selu, (6, 22)),
-    "Shape": _Row(_shape, (1, 13, 15, 19, 21, 23, 24, 25), copies=True),
-    # With another bias, it jumps.
-    "Shrink": _Row(
-        _only(_activation(nn.Softshrink, lambd=("lambd", 0.5)), lambda c: c.get("bias", 0.0) == c.get("lambd", 0.5)),
-        (9,),
-    ),
-    "Sigmoid": _Row(_activation(nn.Sigmoid), (6, 13)),
-    "Slice": _Row(_slice, (1, 10, 11, 13), copies=True),
-    "Softmax": _Row(_softmax, (1, 11, 13)),
-    "Softplus": _Row(_activation(nn.Softplus), (1, 22)),
-    "Softsign": _Row(_activation(nn.Softsign), (1, 22)),
-    "Split": _Row(_split, (2, 11, 13, 18), copies=True),
-    "Squeeze": _Row(_squeeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
-    "Sub": _Row(_elementwise(operator.sub), (7, 13, 14), rowwise=True),
-    "Sum": _Row(_elementwise(operator.add, 1), (6, 8, 13), rowwise=True),
-    "Swish": _Row(_only(_activation(nn.SiLU), lambda c: c.get("alpha", 1.0) == 1), (24,)),
-    "Tanh": _Row(_activation(nn.Tanh), (6, 13)),
-    "Tile": _Row(lambda c: c.x.tile(c.numbers("repeats", 1)), (6, 13), moves=False),
-    "Transpose": _Row(
-        lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))), (1, 13, 21, 23, 24, 25), copies=True
-    ),
-    "Unsqueeze": _Row(_unsqueeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
-    "Upsample": _Row(_enlarge, (7, 9, 10)),
-    "Where": _Row(lambda c: torch.where(*c.operands), (9, 16), moves=False, copies=True),
-}
-
-_GATES = tuple(_gates())
-_ENDS = {pattern[0] for pattern, _ in _GATES}
