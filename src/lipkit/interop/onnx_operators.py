@@ -635,11 +635,8 @@ def _slice(c: Call) -> Any:
         place = c.axis(axis)
         if part[2] < 1 or place in index:
             raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
-        # Of the batch all is kept.
-        whole = c.moving and place == 0 and part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1
-        if c.moving and place == 0 and not whole:
-            raise c.refuse("all of the batch", f"{part}")
-        index[place] = slice(None) if whole else slice(*part)
+        # Whoever traces it wants to see that all of the batch is kept.
+        index[place] = slice(None) if part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1 else slice(*part)
     return c.moved[tuple(index.get(place, slice(None)) for place in range(c.rank))]
 
 
@@ -675,8 +672,6 @@ def _split(c: Call) -> Any:
     if c.get("num_outputs", count) != count or (sizes is not None and len(sizes) != count):
         raise c.refuse(f"sizes of {count} outputs", f"{sizes}")
     x = c.moved
-    if c.moving and axis == 0:
-        raise c.refuse("pieces of another axis than the batch", "0")
     # torch refuses sizes that do not add up.
     parts = x.split(sizes or [x.size(axis) // count] * count, axis)
     return [parts[i] for i in range(count)]
