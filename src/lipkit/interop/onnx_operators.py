@@ -48,7 +48,7 @@ class Node(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is known of an operator.
+    """All that is known of an operator.
 
     Attributes:
         rule: the module, or the values, that a call computes.
@@ -93,7 +93,7 @@ class Call:
     read: set[int] = field(default_factory=set)
 
     def on(self, operands: list[Any], source: Any) -> Call:
-        """The same call of other operands."""
+        """This call of other operands."""
         fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
         return Call(*fixed, operands, source)
 
@@ -101,7 +101,7 @@ class Call:
         return NoRuleError(f"{self.node.name}: {self.node.kind}: expected {expected}, got {got}")
 
     def has(self, index: int) -> bool:
-        """Whether an operand is given."""
+        """True if an operand is given."""
         return index < len(self.operands) and self.operands[index] is not None
 
     def tensor(self, index: int) -> Any:
@@ -229,7 +229,7 @@ def _filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
 
 
 def takes_over(conv: Node, border: tuple[str, list[int], list[int]], weight: Tensor | None) -> bool:
-    """Whether a convolution has a padding mode for pixels that are copied around its images."""
+    """True if a convolution has a padding mode for pixels that are copied around its images."""
     _, before, after = border
     if weight is None or weight.ndim != 4 or len(before) != 4 or any((*before[:2], *after[:2])):
         return False
@@ -761,7 +761,7 @@ def _product(c: Call) -> Any:
 
 
 def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
-    """What older files write for an activation, as nested (operator, operands), x its argument; and the activation."""
+    """Activations as older files write them: nested (operator, operands), x the argument; and the module."""
     exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
     cubic = ("Add", "x", ("Mul", 0.044715, ("Pow", "x", 3.0)))
     for inner, kind in (*((e, "none") for e in exact), (("Tanh", ("Mul", math.sqrt(2 / math.pi), cubic)), "tanh")):

@@ -196,7 +196,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
 
 
 def _written_alike(network: Network, file: Any) -> bool:
-    """Whether a file is, to the bit, what is written of a network."""
+    """True if a file is, to the bit, what is written of a network."""
     alone = type(file).FromString(file.SerializeToString())
     alone.ClearField("metadata_props")
     return bool(onnx_model(network) == alone)

@@ -197,14 +197,14 @@ def read_program(path: str | Path) -> ProgramNetwork | Network:
 
 
 def _graph(program: Any) -> Any:
-    """What a program computes, without where in the source each node was made."""
+    """The graph of a program, without where in the source each node was made."""
     module = program["graph_module"]
     nodes = [{**node, "metadata": None} for node in module["graph"]["nodes"]]
     return {**module, "graph": {**module["graph"], "nodes": nodes}}
 
 
 def _written_alike(network: Network, program: Any, stored: Mapping[str, Tensor]) -> bool:
-    """Whether a file has the graph and, to the bit, the numbers of what is written of a network."""
+    """True if a file has the graph and, to the bit, the numbers of what is written of a network."""
     with zipfile.ZipFile(io.BytesIO(program_bytes(network))) as archive:
         other = _json(archive, r"models/", "")
         numbers = {**_tensors(archive, "weights", ""), **_tensors(archive, "constants", "")}

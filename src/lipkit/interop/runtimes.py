@@ -69,7 +69,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
 
 
 def onnx_model(network: modules.Network) -> Any:
-    """What :func:`write_onnx` writes, without the claim; the same for the same network.
+    """The model that :func:`write_onnx` writes, without the claim; the same for the same network.
 
     Raises:
         OptionError: onnx or onnxscript is not installed.
@@ -196,7 +196,7 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
 
 
 def program_bytes(network: modules.Network) -> bytes:
-    """What :func:`write_program` writes."""
+    """The bytes of the file that :func:`write_program` writes."""
     with _quiet(), io.BytesIO() as file:
         program = torch.export.export(
             network, (_example(network),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
