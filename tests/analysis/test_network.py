@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipkit
-from lipkit.analysis import analyze, propagation
-from lipkit.analysis.propagation import folded_bound, shared_tolerances
+from lipkit.analysis import analyze, layers
+from lipkit.analysis.layers import folded_bound, shared_tolerances
 from lipkit.bounds import symbol_sup
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, ShapeError
 from lipkit.testing.reference import dense_matrix
@@ -95,7 +95,7 @@ def test_a_layer_that_only_a_normalisation_reads_is_bounded_once(monkeypatch: py
         seen.append(tolerance)
         return symbol_sup(kernel, groups=groups, tolerance=tolerance)
 
-    monkeypatch.setattr(propagation, "symbol_sup", counted)
+    monkeypatch.setattr(layers, "symbol_sup", counted)
     # A second reader needs the bound of the convolution alone; the normalisation may go with the layer behind it.
     for again, activation, bounds in ((False, True, 2), (True, True, 3), (False, False, 4)):
         seen.clear()
@@ -140,10 +140,10 @@ def test_what_is_folded_is_still_looked_at() -> None:
 def test_a_convolution_with_a_tolerance_is_guarded_like_one_without() -> None:
     for tolerance in (None, 0.01):
         layer = nn.Conv2d(3, 3, 3)
-        assert propagation.layer_bound(layer, (3, 5, 5), tolerance=tolerance)[1] == "symbol_sup"
+        assert layers.layer_bound(layer, (3, 5, 5), tolerance=tolerance)[1] == "symbol_sup"
         layer.register_forward_hook(lambda *_: None)
         with pytest.raises(NoRuleError, match="forward hooks"):
-            propagation.layer_bound(layer, (3, 5, 5), tolerance=tolerance)
+            layers.layer_bound(layer, (3, 5, 5), tolerance=tolerance)
 
 
 @given(prices=st.lists(st.floats(0, 1e9), min_size=1, max_size=20), mean=st.floats(1e-3, 0.1), seed=st.integers(0, 99))

@@ -479,7 +479,6 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "remainder": (V, lambda s, x: x % 2, "mod"),
     "whole quotient": (V, lambda s, x: x // 2, "floordiv"),
     "power": (V, lambda s, x: x**2, "pow"),
-    "mask": (V, lambda s, x: x * (s.mid > 0.5), "mul.*real numbers as factor, got torch.bool"),
     "complex factor": (V, lambda s, x: (x * 1j).real, "mul.*complex64"),
     "factor of the batch": (V, lambda s, x: x / x.shape[0], "truediv.*size of the batch"),
     "shift of the batch": (V, lambda s, x: x + x.size(0), "add.*size of the batch"),
@@ -572,6 +571,7 @@ def twice(s: Net, x: Tensor) -> Tensor:
 
 # What is odd but has one meaning.
 RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
+    "mask": (V, lambda s, x: x * (s.mid > 0.5)),
     # A normalisation is folded only where nobody else reads what it reads, under whatever name.
     "norm behind dropout": (I, lambda s, x: (s.norm(s.drop(y := s.conv(x)))) + y + x),
     "norm behind an identity": (I, lambda s, x: (s.norm(s.same(y := s.conv(x)))) + y + x),

@@ -1,12 +1,13 @@
 """Bounds of whole networks: any module that torch.fx can trace."""
 
-from lipkit.analysis.calls import Call, Operand, function_rule, function_rules
+from lipkit.analysis.layers import LayerBound
 from lipkit.analysis.lipschitz_search import SecantSearch, lipschitz_lower_bound
 from lipkit.analysis.network import NetworkBound, analyze
-from lipkit.analysis.propagation import LayerBound
+from lipkit.lowering.structure import Build, function_rule, function_rules
+from lipkit.lowering.visiting import Operand
 
 __all__ = [
-    "Call",
+    "Build",
     "LayerBound",
     "NetworkBound",
     "Operand",

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipkit.analysis import functions as functions
+from lipkit.analysis.layers import Constants, LayerBound, check_method
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
-from lipkit.analysis.propagation import LayerBound, Propagation, check_method
-from lipkit.errors import CertificateViolation, OptionError, ShapeError
+from lipkit.errors import CertificateViolation, OptionError
 from lipkit.linalg.precision import check_underflow
 from lipkit.lowering import export
-from lipkit.lowering.running import check_outputs, constant_copy, observe, sample, stays_float64, traced
+from lipkit.lowering.running import constant_copy, sample, stays_float64
+from lipkit.lowering.structure import Lowering
 from lipkit.lowering.tracing import Root
-from lipkit.modules import Shape
+from lipkit.modules.registry import Shape, checked_shape
 from lipkit.text import table
 
 
@@ -147,13 +146,15 @@ def analyze(
     # it draws (and is refused for) are not the caller's.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         root = Root(constant_copy(model))
-        input_shape = _checked(input_shape)
-        graph, other_way = traced(root, input_shape)
-        observed = observe(root, graph, input_shape)
-        upper, layers = Propagation(root, graph, observed, method, tolerance).result()
-        check_outputs(root, observed, input_shape, model, other_way)
+        input_shape = checked_shape(input_shape)
+        lowering = Lowering(root, input_shape, root, bounding=True)
+        output = lowering.output()
+        upper, layers = 0.0, tuple[LayerBound, ...]()
+        if output is not None:
+            upper, layers = Constants(lowering, output.form, method, tolerance).result()
+        lowering.check(model)
         lower = 0.0
-        if restarts and stays_float64(root, graph, input_shape):
+        if restarts and stays_float64(root, lowering.graph, input_shape):
             lower = _search(_Copied(root), input_shape, box, restarts, steps, seed)
         elif restarts:
             lower = _random_secants(_Copied(root), input_shape, box, restarts * steps)
@@ -164,19 +165,6 @@ def analyze(
         )
     # Where both meet, the secant is beyond by its rounding.
     return NetworkBound(upper, min(lower, upper), layers, input_shape, box)
-
-
-def _checked(input_shape: Shape) -> Shape:
-    """The shape as a tuple of positive sizes."""
-    try:
-        shape = tuple(operator.index(n) for n in input_shape)
-    except TypeError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ShapeError(
-            f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
-        )
-    return shape
 
 
 def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:

@@ -2,8 +2,8 @@
 
 The forward pass is traced (`lipkit.lowering.tracing`), run for two batch sizes and compared with the network
 (`lipkit.lowering.running`). What it calls becomes modules: its own, those that compute the same as a function
-(`lipkit.lowering.functional`), and for what only moves or joins numbers the ones below. Everything else is refused by
-name.
+(`lipkit.lowering.functional`), and for what only moves or joins numbers the ones below. What has a Lipschitz constant
+but no plain form becomes a leaf `Bounded`, which `lipkit.analyze` alone takes. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import RULES, Call, Placing, along, behind, joined, multiplied, viewed
 from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_tensors
-from lipkit.lowering.running import check_outputs, close, constant_copy, observe, sample, traced
-from lipkit.lowering.tracing import BATCHES, Root, fetch
-from lipkit.lowering.visiting import FunctionCall, Operand, Walk, called
+from lipkit.lowering.running import Varies, check_outputs, close, constant_copy, observe, sample, traced
+from lipkit.lowering.tracing import BATCHES, Root, fetch, flat
+from lipkit.lowering.visiting import FunctionCall, Operand, Walk, called, function_name, path_of
 from lipkit.modules.dense import Affine, Elementwise
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.guarding import type_name
@@ -32,11 +32,15 @@ from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
 from lipkit.modules.registry import _TRACED, Shape, export_plain, lipschitz
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.proof.roundoff import reciprocal_up, root, to_double
 
 Value = int | tuple[int, ...]
 
 PLAIN: dict[Any, Callable[..., Value]] = {}
 """Functions, and tensor methods by name, to ``rule(call, *arguments) -> number of the value``; a tuple for several."""
+
+BOUNDED: dict[Any, Callable[..., Value]] = {}
+"""Rules, in the same form, of functions that have a Lipschitz constant but no plain form."""
 
 
 def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.Sequential:
@@ -71,19 +75,17 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         try:
             root = Root(constant_copy(model))
-            graph, other_way = traced(root, input_shape)
-            observed = observe(root, graph, input_shape)
-            recorder = _Recorder(root, graph, observed, Root(model) if own else root)
-            output = recorder.output()
-            check_outputs(root, observed, input_shape, model, other_way)
+            lowering = Lowering(root, input_shape, Root(model) if own else root)
+            output = lowering.output()
+            lowering.check(model)
         except NoRuleError as error:
             # The same refusals serve bounds.
             raise NoRuleError(f"{function}: {str(error).removeprefix('analyze: ')}") from None
     if output is None:
         raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")
-    chain = nn.Sequential(*recorder.wiring.chain(output.form), *([] if output.shape else [Reshape()]))
+    chain = nn.Sequential(*lowering.wiring.chain(output.form), *([] if output.shape else [Reshape()]))
     if not own:
-        check_same(chain, root, input_shape, observed.outputs[1])
+        check_same(chain, root, input_shape, lowering.observed.outputs[1])
     return chain
 
 
@@ -101,15 +103,66 @@ def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected:
         )
 
 
-class _Recorder(Walk):
-    """Every operand is the number of a value in a wiring."""
+class Bounded(nn.Module):
+    """A leaf of a wiring of which a Lipschitz constant is known, and how, but no plain form."""
 
-    def __init__(self, root: Root, graph: fx.Graph, observed: Any, bound_to: Root) -> None:
-        super().__init__(root, graph, observed)
-        self.wiring, self._bound_to = Wiring(), bound_to
+    def __init__(self, constant: float | Tensor, method: str) -> None:
+        super().__init__()
+        self.constant, self.method = torch.as_tensor(constant, dtype=torch.float64), method
+
+
+@dataclass(frozen=True)
+class Label:
+    """A name, as the user knows it, of that which a module of a wiring was made from.
+
+    Attributes:
+        name: path of the module, or of the one that calls the function.
+        type: class of the module, or name of the function.
+        what: how a message names it.
+        own: whether it is a module of the network.
+    """
+
+    name: str
+    type: str
+    what: str
+    own: bool
+
+
+class Lowering(Walk):
+    """A network as a wiring of modules: every operand is the number of a value in it.
+
+    Args:
+        root: an independent copy with constant weights, which is traced and run.
+        input_shape: of one sample.
+        bound_to: holds the modules that are wired, ``root`` or the network itself.
+        bounding: whether constants are all that is asked for: there may be leaves `Bounded`, shifts are left out, and
+            factors have float64.
+
+    Attributes:
+        wiring, labels: the modules and what they were made from.
+    """
+
+    def __init__(self, root: Root, input_shape: Shape, bound_to: Root, bounding: bool = False) -> None:
+        graph, self._other_way = traced(root, input_shape)
+        self.observed = observe(root, graph, input_shape)
+        super().__init__(root, graph, self.observed)
+        self.wiring, self.labels = Wiring(), list[Label]()
+        self._input_shape, self._bound_to, self._bounding = input_shape, bound_to, bounding
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a network that is not the function of its graph: `lipkit.lowering.running.check_outputs`."""
+        check_outputs(self.root, self.observed, self._input_shape, model, self._other_way)
+
+    def shapes(self) -> dict[int, Shape]:
+        """Of one sample of each value that a node of the graph makes."""
+        operands = [x for x in flat(list(self.known.values())) if isinstance(x, Operand)]
+        return {x.form: x.shape or (1,) for x in operands}
 
     def source(self) -> int:
         return 0
+
+    def _labelled(self, label: Label) -> None:
+        self.labels += [label] * (len(self.wiring.modules) - len(self.labels))
 
     def module(self, node: fx.Node, x: Operand) -> int:
         module = fetch(self._bound_to, str(node.target))
@@ -117,23 +170,35 @@ class _Recorder(Walk):
             # Whoever reads the overwritten tensor later reads this value: see `observe`.
             module = copy.copy(module)
             module.inplace = False
-        return self.wiring.add(module, x.form)
+        value, path = self.wiring.add(module, x.form), path_of(node)
+        self._labelled(Label(path, type(module).__qualname__, f"at {path!r}", own=True))
+        return value
 
     def function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Value:
-        like = torch.zeros((), dtype=self._format)
-        call = Build(called(node), str(node.meta.get("where", "")), shapes, dtypes, self.wiring, like)
+        like = torch.zeros((), dtype=torch.float64 if self._bounding else self._format)
+        where = str(node.meta.get("where", ""))
+        call = Build(called(node), where, shapes, dtypes, self.wiring, like, self._bounding)
         args, kwargs = self.arguments(node)
         target: Any = node.target
+        rule = PLAIN.get(target) or (BOUNDED.get(target) if self._bounding else None)
+        value: Value
         if target in FUNCTIONAL:
             module = covered(call, FUNCTIONAL[target], args, kwargs)
-            return call.add(module, first_operand(call, FUNCTIONAL[target], args, kwargs))
-        if target not in PLAIN:
+            value = call.add(module, first_operand(call, FUNCTIONAL[target], args, kwargs))
+        elif rule is not None:
+            value = covered(call, rule, args, kwargs)
+        elif self._bounding:
+            raise call.refuse(
+                "it has no rule, and nothing is assumed to be 1-Lipschitz; register one with "
+                "lipkit.analysis.function_rule, or put it into a module with a rule of its own"
+            )
+        else:
             raise call.refuse(
                 "it has no plain form that could be exported; register the module that computes it with "
                 "lipkit.lowering.function_module, or put it into a module with rules of its own (lipkit.analyze bounds "
                 "more functions than can be exported)"
             )
-        value: Value = covered(call, PLAIN[target], args, kwargs)
+        self._labelled(Label(where, call.name, self.what(node), own=False))
         return value
 
 
@@ -143,11 +208,25 @@ class Build(FunctionCall):
 
     Attributes:
         wiring: where they go.
-        like: a number in the format of the network.
+        like: a number in the format that constants get.
+        bounding: of `Lowering`.
     """
 
     wiring: Wiring
     like: Tensor
+    bounding: bool
+
+    def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> int:
+        """A map of Lipschitz constant ``factor`` that has no plain form."""
+        return self.add(Bounded(factor, method), x)
+
+    def keep(self, x: Operand) -> int:
+        """A map of constant 1, which has no plain form, to the same format."""
+        return self.scale(self.same_format(x), 1.0)
+
+    def moving(self, *values: Any) -> list[Operand]:
+        """The operands; constants beside them count for nothing in a bound, and have no plain form."""
+        return [self.operand(x) for x in values if not (self.bounding and isinstance(x, (Tensor, Varies)))]
 
     def add(self, module: nn.Module, *operands: Operand) -> int:
         """The value that a module makes of operands."""
@@ -177,14 +256,18 @@ class Build(FunctionCall):
         """``of`` a constant without the batch, of at most ``axes`` dimensions, in the format of the network."""
         axes = len(self.shape) if axes is None else axes
         value = self.constant(x, name)
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        if value.is_complex() or value.dtype == torch.bool:
+        value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        if value.is_complex():
             raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
         if value.ndim == axes + 1 and len(value) == 1:
             value = value[0]
         if value.ndim > axes:
             raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
-        return of(value.double()).to(self.like)
+        return of(value).to(self.like)
+
+    def shift(self, x: Any) -> Tensor:
+        """A constant that is added, which no bound depends on."""
+        return self.like if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, repeated as torch would repeat them."""
@@ -199,6 +282,12 @@ class Build(FunctionCall):
 
     def named(self, product: Limited) -> Limited:
         """A product that messages name by this call."""
+        if self.bounding:
+            raise self.refuse(
+                "expected one constant factor or constant matrix, got two that depend on the input: such a product has "
+                "no Lipschitz constant on all of space; analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it "
+                "for inputs in a box"
+            )
         product.where = f"{self.name} in {self.where!r}" if self.where else self.name
         return product
 
@@ -207,6 +296,8 @@ class Build(FunctionCall):
         if entries == range(x.shape[dim - 1]):
             value: int = x.form
             return value
+        if not entries and self.bounding:
+            return self.scale(x, 0.0)
         if not entries:
             raise self.refuse(f"expected pieces with entries, got none of dimension {dim}")
         return self.add(Piece(dim, entries.start, entries.stop, entries.step), x)
@@ -223,6 +314,39 @@ def plain(
         return rule
 
     return put
+
+
+def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """Register ``rule(call, *arguments) -> value`` for exactly these functions and tensor methods (by name).
+
+    For functions that have a Lipschitz constant but no module that computes the same: `lipkit.analyze` bounds them,
+    nothing exports them. The rule is called with the arguments of the function, tensors that change with the network's
+    input as `lipkit.analysis.Operand`, and vouches for the l2 Lipschitz constant of each sample's part of the result:
+    ``call.scale(x, factor)`` or ``call.keep(x)``.
+
+    Raises:
+        NoRuleError: a target already has a rule, or a module that computes the same.
+
+    >>> def halve(x): return x / 2
+    >>> @function_rule(halve)
+    ... def _(call, x): return call.scale(x, 0.5)
+    >>> BOUNDED.pop(halve) is _
+    True
+    """
+
+    def put(rule: Callable[..., Value]) -> Callable[..., Value]:
+        for target in targets:
+            if target in function_rules():
+                raise NoRuleError(f"{function_name(target)} already has a rule; expected one rule for each function")
+            BOUNDED[target] = rule
+        return rule
+
+    return put
+
+
+def function_rules() -> dict[Any, Callable[..., Any]]:
+    """Every function and method name with its rule, or with what makes the module that computes the same (a copy)."""
+    return {**BOUNDED, **PLAIN, **FUNCTIONAL}
 
 
 # Reading the same entries under another shape or in another order.
@@ -310,7 +434,8 @@ plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
 @plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
 def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
     sizes = call.constant(pad, "padding")
-    if mode != "constant" or call.constant(value, "value") not in (None, 0) or len(sizes) // 2 >= call.operand(x).ndim:
+    plain = call.constant(value, "value") in (None, 0) or call.bounding
+    if mode != "constant" or not plain or len(sizes) // 2 >= call.operand(x).ndim:
         raise call.refuse(f"expected zeros around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
     return call.add(Pad(*sizes), x)
 
@@ -331,8 +456,8 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
             return call.add(Add(1, sign), call.broadcast(x), call.broadcast(y))
         return call.then(Add(1, sign), call.broadcast(x).form, call.elementwise(y, scale=weight))
     if isinstance(x, Operand):
-        return call.elementwise(x, shift=sign * weight * call.number(y, "term"))
-    return call.elementwise(y, scale=sign * weight, shift=call.number(x, "term"))
+        return call.elementwise(x, shift=sign * weight * call.shift(y))
+    return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
 
 
 @plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", place=joined)
@@ -345,11 +470,14 @@ def _mul(call: Build, x: Any, y: Any) -> int:
 
 @plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> int:
+    if call.bounding:
+        smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()
+        return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
     return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
 
 
 @plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)
-def _neg(call: Build, x: Operand) -> int:
+def _neg(call: Build, x: Operand, *, out: Any = None) -> int:
     return call.elementwise(x, scale=-1 - call.like)
 
 
@@ -380,9 +508,9 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
 
 @plain(torch.cat, torch.concat, torch.concatenate, place=along(1, default=0))
 def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
-    moving = [t for t in tensors if isinstance(t, Operand)]
+    moving = call.moving(*tensors) if call.bounding else [t for t in tensors if isinstance(t, Operand)]
     (at,) = call.dims(moving[0], dim)
-    if len(moving) == len(tensors):
+    if call.bounding or len(moving) == len(tensors):
         return call.add(Concatenate(at), *moving)
     # Constants before and behind moving values: zeros around these, and a shift.
     here = [isinstance(t, Operand) for t in tensors]
@@ -398,40 +526,44 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
 
 @plain(torch.stack)
 def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
-    at = dim % (call.operand(tensors[0]).ndim + 1)
+    given = call.moving(*tensors)
+    at = dim % (given[0].ndim + 1)
     if at == 0:
         raise call.refuse(f"expected a new dimension behind the batch, got {dim}")
-    given = [call.operand(x) for x in tensors]
     values = [call.reshaped(x.form, x.shape, (*x.shape[: at - 1], 1, *x.shape[at - 1 :])) for x in given]
     return call.then(Concatenate(at), *values)
 
 
 @plain(torch.maximum, torch.fmax, "maximum", torch.max, place=joined)
 def _maximum(call: Build, x: Any, y: Any) -> int:
-    return call.add(Maximum(), call.broadcast(x), call.broadcast(y))
+    return call.add(Maximum(), *map(call.broadcast, call.moving(x, y)))
 
 
 @plain(torch.minimum, torch.fmin, "minimum", torch.min, place=joined)
 def _minimum(call: Build, x: Any, y: Any) -> int:
-    minus = [call.elementwise(t, scale=-1 - call.like) for t in (x, y)]
+    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]
     return call.then(Affine(-1 - call.like[None], call.like[None]), call.then(Maximum(), *minus))
 
 
 @plain(torch.mean, "mean", torch.sum, "sum", place=along(1))
 def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> int:
     dims = sorted(set(call.dims(call.operand(x), dim)))
+    count = math.prod(x.shape[d - 1] for d in dims)
+    if call.bounding and call.name.endswith("sum"):
+        return call.scale(x, root(count))
     mean = call.add(Mean(*dims, keepdim=keepdim or not call.shape), x)
     if not call.shape:
         mean = call.reshaped(mean, (1,) * len(x.shape), ())
     if not call.name.endswith("sum"):
         return mean
-    count = math.prod(x.shape[d - 1] for d in dims)
     return call.then(Affine(call.like[None] + count, call.like[None]), mean)
 
 
 @plain(torch.clamp, torch.clip, "clamp", "clamp_", "clip", place=joined)
 def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     ends = [call.constant(end, "limit") for end in (min, max)]
+    if call.bounding:
+        return call.scale(call.broadcast(x), 1.0)
     if ends == [0, None]:
         return call.add(nn.ReLU(), x)
     given = [end for end in ends if end is not None]
@@ -448,6 +580,38 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
 @plain(torch.clamp_min, "clamp_min", "clamp_min_", place=joined)
 def _clamp_min(call: Build, x: Operand, limit: Any) -> Value:
     return _clamp(call, x, limit)
+
+
+# What has a constant, but no plain form.
+
+
+@function_rule("repeat")
+def _repeat(call: Build, x: Operand, *sizes: Any) -> int:
+    return call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
+
+
+@function_rule(torch.flip, "flip")
+def _flip(call: Build, x: Operand, *dims: Any) -> int:
+    call.dims(call.operand(x), dims[0] if len(dims) == 1 else dims)
+    return call.keep(x)
+
+
+@function_rule(torch.amax, torch.amin, torch.logsumexp, "amax", "amin", "logsumexp")
+def _extreme(call: Build, x: Operand, dim: Any = (), keepdim: bool = False) -> int:
+    # Of max: the change of the largest entry; of logsumexp: its gradient is a softmax, of norm at most 1.
+    call.dims(call.operand(x), dim if dim != () else None)
+    return call.keep(x)
+
+
+@function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")
+def _slope_one(call: Build, x: Operand) -> int:
+    return call.keep(x)
+
+
+@function_rule(torch.clamp_max, "clamp_max", "clamp_max_")
+def _clamp_max(call: Build, x: Operand, limit: Any) -> int:
+    call.constant(limit, "limit")
+    return call.scale(call.broadcast(x), 1.0)
 
 
 def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:

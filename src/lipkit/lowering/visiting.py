@@ -1,7 +1,6 @@
 """A walk over a traced graph: every value that changes with the input becomes an operand, all others are constants.
 
-Bounds (`lipkit.analysis`) and plain networks (`lipkit.lowering.structure`) are made by such walks, which differ in what
-they know of an operand.
+`lipkit.lowering.structure.Lowering`, which makes modules of it, says what an operand is known by.
 """
 
 from __future__ import annotations
@@ -63,11 +62,6 @@ class FunctionCall:
     def shape(self) -> Shape:
         """Of one sample of the (first) tensor in the result."""
         return self.shapes[0]
-
-    @property
-    def pieces(self) -> int:
-        """Number of tensors in the result."""
-        return len(self.shapes)
 
     def refuse(self, expected: str) -> NoRuleError:
         """The error for arguments that the rule does not cover."""

@@ -312,10 +312,27 @@ def _joining(node: nn.Module) -> Joining:
 
 def value_forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
     """The bound of every value, from the constant of every module that is no join."""
-    pieces = _disjoint(graph)
-    forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
-    for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
+
+    def behind(i: int, forms: Sequence[Form]) -> Form:
         constant = constants[i]
+        assert constant is not None
+        return forms[graph.sources[i][0]].scaled(constant.cpu())
+
+    return forms_of(list(graph.nodes), graph.sources, behind)
+
+
+def forms_of(
+    nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]], behind: Callable[[int, Sequence[Form]], Form]
+) -> list[Form]:
+    """The bound of every value of a wiring.
+
+    Args:
+        nodes, sources: as of `Graph`.
+        behind: number of a module that is no join, and the bounds so far, to the bound behind it.
+    """
+    pieces = _disjoint(nodes, sources)
+    forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
+    for i, (node, read) in enumerate(zip(nodes, sources, strict=True)):
         if isinstance(node, Join):
             forms.append(_joining(node).form(node, [forms[value] for value in read]))
         elif type(node) is Piece and (key := (read[0], node.dim)) in pieces:
@@ -323,15 +340,14 @@ def value_forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
                 cuts[key] = dict(zip(pieces[key], cut(forms[read[0]], len(pieces[key])), strict=True))
             forms.append(cuts[key][node.entries])
         else:
-            assert constant is not None
-            forms.append(forms[read[0]].scaled(constant.cpu()))
+            forms.append(behind(i, forms))
     return forms
 
 
-def _disjoint(graph: Graph) -> dict[tuple[int, int], list[range]]:
+def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[range]]:
     """For each value and dimension that is cut into pieces without common entries: the pieces."""
     found: dict[tuple[int, int], list[range]] = {}
-    for node, read in zip(graph.nodes, graph.sources, strict=True):
+    for node, read in zip(nodes, sources, strict=True):
         if type(node) is Piece:
             known = found.setdefault((read[0], node.dim), [])
             if node.entries not in known:
@@ -371,6 +387,16 @@ class Wiring:
         self.sources.append(values)
         return len(self.modules)
 
+    def used(self, output: int) -> list[int]:
+        """The values that lead to a value, the input apart, in order."""
+        found, wanted = set[int](), [output]
+        while wanted:
+            value = wanted.pop()
+            if value and value not in found:
+                found.add(value)
+                wanted += self.sources[value - 1]
+        return sorted(found)
+
     def chain(self, output: int) -> list[nn.Module]:
         """The modules that lead to a value, one behind the other: a `Graph` only where values branch.
 
@@ -380,13 +406,7 @@ class Wiring:
         >>> [type(m).__name__ for m in wiring.chain(z)]
         ['Graph', 'Tanh']
         """
-        used, wanted = [False] * (output + 1), [output]
-        while wanted:
-            value = wanted.pop()
-            if not used[value]:
-                used[value] = True
-                wanted += self.sources[value - 1] if value else ()
-        kept = [value for value in range(1, output + 1) if used[value]]
+        kept = self.used(output)
         last = {value: after for after in kept for value in self.sources[after - 1]}
         chain: list[nn.Module] = []
         begin, part, open_until = 0, list[int](), last.get(0, 0)

@@ -85,19 +85,27 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     guard(norm)
     scale, shift = running_affine(norm)
     folded: Any = copy.deepcopy(layer)
-    weight, dtype = to_double(folded.weight), folded.weight.dtype
-    taps = (1,) * (weight.ndim - 2)
-    if isinstance(folded, (nn.ConvTranspose1d, nn.ConvTranspose2d)):
-        # (in, out / groups, taps): a row belongs to one group of outputs.
-        scales = scale.view(folded.groups, 1, -1, *taps)
-        weight = (weight.unflatten(0, (folded.groups, -1)) * scales).flatten(0, 1)
-    else:
-        weight = weight * scale.view(-1, 1, *taps)
+    weight, dtype = scaled_kernel(folded, scale), folded.weight.dtype
     if folded.bias is not None:
         shift = shift + to_double(folded.bias) * scale
     folded.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
     folded.bias = nn.Parameter(shift.to(dtype), requires_grad=False)
     return folded
+
+
+def scaled_kernel(layer: Any, scale: Tensor, *, inputs: bool = False) -> Tensor:
+    """The kernel, in float64, of a linear layer whose outputs, or ``inputs``, are scaled channel by channel.
+
+    >>> scaled_kernel(nn.ConvTranspose1d(2, 3, 1), torch.zeros(2), inputs=True).abs().sum().item()
+    0.0
+    """
+    weight = to_double(layer.weight.detach())
+    taps, groups = (1,) * (weight.ndim - 2), getattr(layer, "groups", 1)
+    # Rows of a transposed convolution are its input channels.
+    if inputs == isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        return weight * scale.view(-1, 1, *taps)
+    # A row belongs to one group: (out, in / groups, taps), transposed (in, out / groups, taps).
+    return (weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *taps)).flatten(0, 1)
 
 
 def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:

@@ -131,7 +131,8 @@ _TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {}
 _LIMITS: dict[str, Callable[..., Any]] = {}
 
 
-def _checked(input_shape: Shape) -> Shape:
+def checked_shape(input_shape: Shape) -> Shape:
+    """The shape as a tuple of positive sizes."""
     try:
         shape = tuple(operator.index(n) for n in input_shape)
     except TypeError:
@@ -209,7 +210,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     rule = _rule(_LIPSCHITZ, module, "lipschitz")
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     check_underflow(workers=any(t.numel() >= SERIAL for t in own))
-    shape = None if input_shape is None else _checked(input_shape)
+    shape = None if input_shape is None else checked_shape(input_shape)
     check_samples_apart(module, shape)
     with without_autocast():
         value = rule(module, shape)
@@ -270,7 +271,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
-            shape = _checked(input_shape)
+            shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
             return Network([rule(module, shape)], shape)
         except torch.linalg.LinAlgError as error:

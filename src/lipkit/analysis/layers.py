@@ -1,29 +1,32 @@
-"""The bound of every value in a graph, from those it is computed from: which bound each layer gets, and how a batch
-normalisation and the linear layer beside it are bounded as one."""
+"""The constants of the modules of a lowered network; of a batch normalisation and the linear layer beside it as one.
+
+How they make up that of the network is said by `lipkit.modules.graph`.
+"""
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from lipkit.analysis.calls import Call, Operand, apply
 from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.lowering import lipschitz
-from lipkit.lowering.running import Observed
-from lipkit.lowering.tracing import Root, fetch
-from lipkit.lowering.visiting import Walk, called, path_of
+from lipkit.lowering.structure import Bounded, Lowering
 from lipkit.modules import Shape
 from lipkit.modules.convolutions import kernel_with_stride
-from lipkit.modules.forms import Form, source
+from lipkit.modules.forms import Form
+from lipkit.modules.graph import Join, forms_of
 from lipkit.modules.guarding import guard
-from lipkit.proof.roundoff import gamma, to_double, up
+from lipkit.modules.normalization import running_affine, scaled_kernel
+from lipkit.modules.registry import output_shape
+from lipkit.proof.roundoff import gamma, up
 
 
 def check_method(method: str) -> str:
@@ -73,6 +76,7 @@ def _default(module: nn.Module) -> str:
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -142,18 +146,8 @@ def folded_bound(
     >>> round(folded_bound(layer, norm, norm_first=False, bound=lipschitz).item(), 9)
     2.0
     """
-    scale = (to_double(norm.running_var) + norm.eps).rsqrt()  # type: ignore[arg-type, operator]
-    if norm.weight is not None:
-        scale = scale * to_double(norm.weight)  # type: ignore[arg-type]
-    weight = to_double(linear.weight.detach())  # type: ignore[operator]
-    groups = int(getattr(linear, "groups", 1))
-    # Rows of a transposed convolution are its input channels.
-    along_rows = norm_first if type(linear) in TRANSPOSED else not norm_first
-    if along_rows:
-        folded = weight * scale.view(-1, *(1,) * (weight.ndim - 1))
-    else:
-        blocks = weight.unflatten(0, (groups, -1)) * scale.view(groups, 1, -1, *(1,) * (weight.ndim - 2))
-        folded = blocks.flatten(0, 1)
+    scale, _ = running_affine(norm)  # type: ignore[arg-type]
+    folded = scaled_kernel(linear, scale, inputs=norm_first)
     layer = copy.deepcopy(linear)
     layer.weight = nn.Parameter(folded, requires_grad=False)
     layer.bias = None  # type: ignore[assignment]
@@ -161,11 +155,8 @@ def folded_bound(
     size = folded.abs().reshape(*folded.shape[:2], -1).sum(-1).square().sum().sqrt()
     lost = up(size, folded.numel() + 8) * gamma(16)
     # Squares and products below the normal range are lost, unless there is nothing to lose.
-    moves = (weight != 0).any() & (scale != 0).any()
+    moves = (linear.weight != 0).any() & (scale != 0).any()
     return up(bound(layer) + lost + moves.double() * 2.0**-500, 2)  # in float32 it would be 0
-
-
-Key = tuple[int, Shape]
 
 
 @dataclass(frozen=True)
@@ -190,153 +181,141 @@ class LayerBound:
     fraction: float
 
 
-@dataclass
-class _Row:
-    name: str
-    type: str
-    method: str
-    constant: Tensor
-
-
-class Propagation(Walk):
-    """The bound of every value, from the input to the output.
+class Constants:
+    """The constants of the modules that lead to the output of a network, and its own.
 
     Args:
-        root: the network.
-        graph, observed: as left by :func:`lipkit.lowering.running.observe`.
+        lowering: of the network, its output made.
+        output: number of that value.
         method: of convolutions.
         tolerance: of those by `symbol_sup`, on average.
     """
 
-    def __init__(self, root: Root, graph: fx.Graph, observed: Observed, method: str, tolerance: float) -> None:
-        super().__init__(root, graph, observed)
+    def __init__(self, lowering: Lowering, output: int, method: str, tolerance: float) -> None:
+        values = lowering.wiring.used(output)
+        number = {0: 0} | {value: i + 1 for i, value in enumerate(values)}
+        self._modules = [lowering.wiring.modules[value - 1] for value in values]
+        self._sources = [[number[v] for v in lowering.wiring.sources[value - 1]] for value in values]
+        self._labels = [lowering.labels[value - 1] for value in values]
+        self._shapes = {number[v]: shape for v, shape in lowering.shapes().items() if v in number}
+        self._readers: dict[int, list[int]] = collections.defaultdict(list)
+        for i, read in enumerate(self._sources):
+            for value in read:
+                self._readers[value].append(i)
         self._method = method
-        self._rows: list[_Row] = []
+        self._rows: list[tuple[LayerBound, Tensor]] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
-        self._bounds: dict[Key, tuple[Tensor, str]] = {}
-        # Layers without a bound of their own: it is one with that of the normalisation behind them.
-        self._left: set[fx.Node] = set()
-        used = (fetch(root, str(node.target)) for node in graph.nodes if node.op == "call_module")
-        found = {id(module): price(kernel_with_stride(module), module.groups) for module in used if _searched(module)}
-        self._tolerance = dict(zip(found, shared_tolerances(list(found.values()), tolerance), strict=True))
+        self._found: dict[tuple[int, Shape], tuple[Tensor, str]] = {}
+        # Values without a bound of their own: it is one with that of the normalisation behind them.
+        self._left: set[int] = set()
+        prices = {id(m): price(kernel_with_stride(m), m.groups) for m in self._modules if _searched(m)}
+        self._tolerance = dict(zip(prices, shared_tolerances(list(prices.values()), tolerance), strict=True))
 
     def result(self) -> tuple[float, tuple[LayerBound, ...]]:
-        output = self.output()
-        if output is None:
-            return 0.0, ()
-        total = output.form.total()
+        """The network's constant, and the table of its layers."""
+        total = forms_of(self._modules, self._sources, self._behind)[-1].total()
         return float(total.detach()), self._table(total)
 
-    def source(self) -> Form:
-        return source()
+    def _shape(self, value: int) -> Shape:
+        """Of one sample; of a value inside of a call by running zeros."""
+        if value not in self._shapes:
+            module, (first, *_) = self._modules[value - 1], self._sources[value - 1]
+            before = self._shape(first)
+            self._shapes[value] = before if isinstance(module, Join) else output_shape(module, before)
+        return self._shapes[value]
 
-    def _bound(self, module: nn.Module, shape: Shape, stored: nn.Module | None = None) -> tuple[Tensor, str]:
-        """Of a module, which may stand for a ``stored`` one of the network."""
-        return layer_bound(module, shape, self._method, self._tolerance.get(id(stored or module)))
-
-    def _record(self, name: str, kind: str, constant: Tensor, method: str) -> Tensor:
-        leaf = constant.detach().clone().requires_grad_()
-        self._rows.append(_Row(name, kind, method, leaf))
-        return leaf
-
-    # Modules.
-
-    def module(self, node: fx.Node, x: Operand) -> Form:
-        module = fetch(self.root, str(node.target))
-        if self._put_off(node, module, x.shape):
-            self._left.add(node)
-            return x.form.scaled(torch.tensor(math.inf, dtype=torch.float64))  # nobody reads it
+    def _behind(self, i: int, forms: Sequence[Form]) -> Form:
+        """The bound behind module i."""
+        if self._put_off(i):
+            self._left.add(i + 1)
+            return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # nobody reads it
+        label = self._labels[i]
         try:
             # Of a normalisation that the layer before was left to, only to refuse one that is not what its type says.
-            found, folded = self._plain(node, module, x), self._fold(node, module, x)
-            left = not self._left.isdisjoint(node.all_input_nodes)
-            if folded is not None and (left or bool(folded[0].total() < found[0].total())):
-                found = folded
+            found, row = self._plain(i, forms)
+            folded = self._fold(i, forms)
+            if folded is not None and (self._sources[i][0] in self._left or bool(folded[0].total() < found.total())):
+                found, row = folded
         except NoRuleError as error:
-            raise NoRuleError(f"analyze: at {path_of(node)!r}: {error}") from None
-        self._rows.append(found[1])
-        return found[0]
+            raise NoRuleError(f"analyze: {label.what}: {error}") from None
+        if label.own or row[0].bound != 1:
+            self._rows.append(row)
+        return found
 
-    def _put_off(self, node: fx.Node, module: nn.Module, shape: Shape) -> bool:
+    def _bound(self, module: nn.Module, shape: Shape, stored: nn.Module) -> tuple[Tensor, str]:
+        """Of a module, which may stand for a ``stored`` one of the network."""
+        return layer_bound(module, shape, self._method, self._tolerance.get(id(stored)))
+
+    def _plain(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]]:
+        """The bound of this layer alone."""
+        module, (value,), label = self._modules[i], self._sources[i], self._labels[i]
+        if isinstance(module, Bounded):
+            bound, method = module.constant, module.method
+        else:
+            shape = self._shape(value)
+            key = (id(module), shape)
+            if key not in self._found:
+                self._found[key] = self._bound(module, shape, module)
+            bound, method = self._found[key]
+        row = _row(bound, label.name, label.type, method)
+        return forms[value].scaled(row[1]), row
+
+    def _put_off(self, i: int) -> bool:
         """True if nobody asks for the bound of this layer but as one with the normalisation behind it.
 
         It is the smaller one, as far as the rules of ``"auto"`` are tight. A second reader needs the layer's own bound,
         and so does a linear layer behind the normalisation, which may be folded into that one instead.
         """
-        (user, *others) = node.users or (None,)
-        norm = None if user is None or user.op != "call_module" else fetch(self.root, str(user.target))
-        if user is None or norm is None or others or self._method != "auto" or not foldable(module, norm, shape):
+        (norm, *others) = self._readers[i + 1] or [None]
+        if norm is None or others or self._method != "auto" or not self._foldable(i, norm):
             return False
-        behind = (fetch(self.root, str(after.target)) for after in user.users if after.op == "call_module")
-        return not any(type(after) in (*CONVOLUTIONS, *TRANSPOSED, nn.Linear) for after in behind)
+        return not any(type(self._modules[after]) in LINEAR for after in self._readers[norm + 1])
 
-    def _plain(self, node: fx.Node, module: nn.Module, x: Operand) -> tuple[Form, _Row]:
-        """The bound of this layer alone."""
-        key = (id(module), x.shape)
-        if key not in self._bounds:
-            self._bounds[key] = self._bound(module, x.shape or (1,))
-        bound, method = self._bounds[key]
-        constant = bound.detach().clone().requires_grad_()
-        return x.form.scaled(constant), _Row(path_of(node), type(module).__qualname__, method, constant)
+    def _foldable(self, linear: int, norm: int) -> bool:
+        layer = self._modules[linear]
+        return type(layer) in LINEAR and foldable(layer, self._modules[norm], self._shape(self._sources[linear][0]))
 
-    def _fold(self, node: fx.Node, module: nn.Module, x: Operand) -> tuple[Form, _Row] | None:
+    def _fold(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]] | None:
         """The bound of this layer and the one before as one, if one of them is a batch normalisation."""
-        (previous,) = node.all_input_nodes
-        if previous.op != "call_module":
+        before = self._sources[i][0] - 1
+        if before < 0:
             return None
-        before = fetch(self.root, str(previous.target))
-        (origin,) = previous.all_input_nodes
-        start = self.known[origin]
-        norm_first = type(before) in NORMS
-        linear, norm = (module, before) if norm_first else (before, module)
-        shape = x.shape if norm_first else start.shape
-        if not foldable(linear, norm, shape):
+        norm_first = type(self._modules[before]) in NORMS
+        linear, norm = (i, before) if norm_first else (before, i)
+        if not self._foldable(linear, norm):
             return None
-        methods: list[str] = []
+        layer, shape, methods = self._modules[linear], self._shape(self._sources[linear][0]), list[str]()
 
-        def bound(layer: nn.Module) -> Tensor:
-            value, method = self._bound(layer, shape, linear)
+        def bound(folded: nn.Module) -> Tensor:
+            value, method = self._bound(folded, shape, layer)
             methods.append(method)
             return value
 
-        constant = folded_bound(linear, norm, norm_first=norm_first, bound=bound).detach().requires_grad_()
-        name = f"{path_of(previous)} + {path_of(node)}"
-        kind = f"{type(before).__qualname__} + {type(module).__qualname__}"
-        return start.form.scaled(constant), _Row(name, kind, f"{methods[0]}, folded", constant)
-
-    # Functions and tensor methods.
-
-    def function(self, node: fx.Node, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]) -> Any:
-        where = str(node.meta.get("where", ""))
-        name = called(node)
-
-        def bound(module: nn.Module, shape: Shape) -> Tensor:
-            try:
-                return self._bound(module, shape)[0]
-            except NoRuleError as error:
-                raise NoRuleError(f"analyze: {self.what(node)}: {error}") from None
-
-        def record(constant: Tensor, method: str) -> Tensor:
-            return self._record(where, name, constant, method)
-
-        call = Call(name, where, shapes, dtypes, bound, record)
-        args, kwargs = self.arguments(node)
-        return apply(call, node.target, args, kwargs)
+        constant = folded_bound(layer, self._modules[norm], norm_first=norm_first, bound=bound)
+        both = (self._labels[before], self._labels[i])
+        name, kind = (" + ".join(words) for words in zip(*((label.name, label.type) for label in both), strict=True))
+        row = _row(constant, name, kind, f"{methods[0]}, folded")
+        return forms[self._sources[before][0]].scaled(row[1]), row
 
     def _table(self, total: Tensor) -> tuple[LayerBound, ...]:
-        constants = [row.constant for row in self._rows]
+        constants = [constant for _, constant in self._rows]
         log = math.log(float(total.detach())) if 0 < float(total.detach()) < math.inf else 0.0
-        slopes = [0.0] * len(constants)
-        if log and total.requires_grad:
+        slopes: list[float] = [1.0] * len(constants)
+        if log and constants and total.requires_grad:
             found = torch.autograd.grad(total.log(), constants, allow_unused=True)
             slopes = [0.0 if g is None else float(g * c.detach()) for g, c in zip(found, constants, strict=True)]
-        layers, used = [], [g != 0 or not log for g in slopes]
-        for row, slope, counts in zip(self._rows, slopes, used, strict=True):
-            constant = float(row.constant.detach())
-            fraction = slope * math.log(constant) / log if log and 0 < constant < math.inf else 0.0
-            if counts:
-                layers.append(LayerBound(row.name, row.type, row.method, constant, fraction))
+        layers = []
+        for (row, _), slope in zip(self._rows, slopes, strict=True):
+            fraction = slope * math.log(row.bound) / log if log and 0 < row.bound < math.inf else 0.0
+            if slope:
+                layers.append(replace(row, fraction=fraction))
         rest = 1 - sum(layer.fraction for layer in layers) if log else 0.0
         if abs(rest) > 1e-9:
             layers.append(LayerBound("", "sums and concatenations", "remainder", math.exp(rest * log), rest))
         return tuple(layers)
+
+
+def _row(constant: Tensor, name: str, kind: str, method: str) -> tuple[LayerBound, Tensor]:
+    """A row of the table, and its constant as that which derivatives are asked for."""
+    constant = constant.detach().clone().requires_grad_()
+    return LayerBound(name, kind, method, float(constant.detach()), 0.0), constant
