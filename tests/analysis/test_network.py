@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -59,6 +60,41 @@ def test_branches_on_disjoint_pieces_count_by_their_maximum() -> None:
     model = Net().double()
     model.f.weight.data.copy_(3 * torch.eye(2))
     assert analyze(model, (4,), restarts=0).upper == pytest.approx(3, rel=1e-9)
+
+
+class Lambda(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_slices_without_common_entries_count_by_their_maximum() -> None:
+    apart = Lambda(lambda x: torch.cat((3 * x[:, :2], 2 * x[:, 2:]), 1))
+    assert analyze(apart, (4,), restarts=0).upper == pytest.approx(3, rel=1e-9)
+    together = Lambda(lambda x: torch.cat((3 * x[:, :3], 2 * x[:, 1:]), 1))
+    found = analyze(together, (4,), restarts=2, steps=20)
+    assert found.upper == pytest.approx(math.hypot(3, 2), rel=1e-9)
+    assert found.lower > 3.5
+
+
+def test_what_has_no_plain_form_is_bounded_but_not_exported() -> None:
+    model = Lambda(lambda x: 4 * torch.sin(x).sum(1, keepdim=True))
+    found = analyze(model, (4,), restarts=0)
+    assert found.upper == pytest.approx(8)
+    rows = [(layer.type, layer.bound) for layer in found.layers if layer.fraction]
+    assert rows == [("Tensor.sum", 2.0), ("operator.mul", 4.0)]
+    with pytest.raises(NoRuleError, match=r"export: torch\.sin: it has no plain form"):
+        lipkit.export(model, (4,))
+
+
+def test_factors_are_not_rounded_to_the_format_of_the_network() -> None:
+    for divisor in (3.0, 7.0, 10.0):
+        upper = analyze(Lambda(lambda x, d=divisor: x / d), (4,), restarts=0).upper
+        assert 1 <= Fraction(upper) * Fraction(divisor) <= 1 + Fraction(1, 2**50)
+        assert analyze(Lambda(lambda x, d=divisor: (1 / d) * x), (4,), restarts=0).upper == 1 / divisor
 
 
 def test_a_reversible_block_is_a_matrix_of_gains() -> None:
