@@ -155,7 +155,7 @@ def folded_bound(
     size = folded.abs().reshape(*folded.shape[:2], -1).sum(-1).square().sum().sqrt()
     lost = up(size, folded.numel() + 8) * gamma(16)
     # Squares and products below the normal range are lost, unless there is nothing to lose.
-    moves = (linear.weight != 0).any() & (scale != 0).any()
+    moves = (linear.weight != 0).any() & (scale != 0).any()  # type: ignore[union-attr]
     return up(bound(layer) + lost + moves.double() * 2.0**-500, 2)  # in float32 it would be 0
 
 
@@ -266,10 +266,10 @@ class Constants:
         It is the smaller one, as far as the rules of ``"auto"`` are tight. A second reader needs the layer's own bound,
         and so does a linear layer behind the normalisation, which may be folded into that one instead.
         """
-        (norm, *others) = self._readers[i + 1] or [None]
-        if norm is None or others or self._method != "auto" or not self._foldable(i, norm):
+        readers = self._readers[i + 1]
+        if len(readers) != 1 or self._method != "auto" or not self._foldable(i, readers[0]):
             return False
-        return not any(type(self._modules[after]) in LINEAR for after in self._readers[norm + 1])
+        return not any(type(self._modules[after]) in LINEAR for after in self._readers[readers[0] + 1])
 
     def _foldable(self, linear: int, norm: int) -> bool:
         layer = self._modules[linear]
