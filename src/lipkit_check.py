@@ -580,11 +580,11 @@ def transform(h, w):
 def fourier(config, get, shape):
     n, m, h, w = (config[k] for k in ("in_channels", "out_channels", "height", "width"))
     need(shape == (n, h, w), f"shape {(n, h, w)}, got {shape}")
-    kh, kw = config.get("kernel_size", (h, w))
+    kh, kw = config["kernel_size"]
     need(h % kh == 0 and w % kw == 0, f"a kernel of {kh} x {kw}")
     spend((4 * m * n + 16) * kh * kw + 16 * kw * kw + 64 * kh * kh, f"a symbol of {kh} x {kw} frequencies")
     reals, pairs = frequencies(kh, kw)
-    parts = 2 if config.get("complex_pairs", True) else 1
+    parts = 1 + config["complex_pairs"]
     real, error = ops.of(get("real", (len(reals), m, n)))
     pair = ops.of(get("pair", (len(pairs), parts, m, n)))[0]
     half, dh, dw, bias = kw // 2 + 1, h // kh, w // kw, get.bias(config, m)
@@ -621,14 +621,11 @@ def fourier(config, get, shape):
 
 
 def affine(config, get, shape):
-    if config["type"] == "Affine":
-        sizes = [(config["channels"], *(1,) * (len(shape) - 1))] * 2
-        stored = [get(name, each[:1]).reshape(each) for name, each in zip(("scale", "shift"), sizes, strict=True)]
-    else:
-        sizes = [tuple(config[name]) for name in ("scale", "shift")]
-        stored = [get(name, each) for name, each in zip(("scale", "shift"), sizes, strict=True)]
-    fit = all(len(each) == len(shape) and all(a in (1, b) for a, b in zip(each, shape, strict=True)) for each in sizes)
+    sizes, rest = [config[k] for k in ("scale", "shift")], (1,) * (len(shape) - len(config["scale"]))
+    fit = len(sizes[0]) == len(sizes[1]) <= len(shape)
+    fit &= all(a in (1, b) for each in sizes for a, b in zip([*each, *rest], shape, strict=False))
     need(fit, f"{sizes[0]} factors, got {shape}")
+    stored = [get(k, each).reshape(*each, *rest) for k, each in zip(("scale", "shift"), sizes, strict=True)]
     (scale, error), (move, _) = map(ops.of, stored)
     size = root(Fraction(math.prod(shape)))
     b = (ops.rounding(1) * largest(move) + 3 * ops.unit) * size
@@ -854,30 +851,18 @@ def softmax(config, get, shape):
     return Node(shape, Fraction(1, 2), forward, ops.rounding(2), ops.rounding(64 + size) * root(Fraction(size)))
 
 
-def normalization(config, get, shape):
-    """Layer, group and instance normalisation: groups of n numbers are centred and divided by their deviation."""
-    kind, eps = config["type"], Fraction(config["eps"])
-    need(isinstance(ops, Floats) and eps > 0, f"{kind} with eps above 0, in floating point")
-    affected, b = np.ones(()), np.zeros(())
-    if kind == "LayerNorm":
-        size = tuple(config["normalized_shape"])
-        need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
-        affected = get("weight", size) if config["elementwise_affine"] else affected
-        b = get("bias", size) if config["elementwise_affine"] & config["bias"] else b
-        groups = math.prod(shape) // math.prod(size)
-    else:
-        channels = config["num_channels" if kind == "GroupNorm" else "num_features"]
-        groups = config["num_groups"] if kind == "GroupNorm" else channels
-        need(shape[0] == channels and channels % groups == 0, f"{channels} channels, got {shape}")
-        rank = len(shape) if kind == "GroupNorm" else int(kind[-2]) + 1
-        need(len(shape) == rank and math.prod(shape) > groups, f"{kind} of two numbers or more each, got {shape}")
-        if config["affine"]:
-            affected, b = (get(k, (channels,)).reshape(-1, *(1,) * (len(shape) - 1)) for k in ("weight", "bias"))
-    n = math.prod(shape) // groups
+def layer_norm(config, get, shape):
+    """Groups of n numbers are centred and divided by their deviation."""
+    eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
+    need(isinstance(ops, Floats) and eps > 0, "LayerNorm with eps above 0, in floating point")
+    need(shape[len(shape) - len(size) :] == size, f"a shape that ends in {size}, got {shape}")
+    affected = get("weight", size) if config["elementwise_affine"] else np.ones(())
+    b = get("bias", size) if config["elementwise_affine"] & config["bias"] else np.zeros(())
+    n = math.prod(size)
     norm = root(largest(affected) ** 2 / eps)
 
     def forward(c):
-        c = c.reshape(len(c), groups, n)
+        c = c.reshape(len(c), -1, n)
         c = c - c.mean(2, keepdims=True)
         c = c / np.sqrt((c * c).mean(2, keepdims=True) + float(config["eps"]))
         return c.reshape(-1, *shape) * affected + b
@@ -1084,15 +1069,10 @@ def _moves(config, shape):
         out = grown(*config["shape"])
         need(len(out) == n and all(a in (1, b) for a, b in zip(shape, out, strict=True)), f"Expand of {shape} to {out}")
         return lambda c: np.broadcast_to(c, (len(c), *out))
-    if kind == "ResizeChannels":
-        before, after = config["in_channels"], config["out_channels"]
-        need(shape[0] == before and after >= 1, f"{before} channels, got {shape}")
-        edges = [(0, after - before)] + [(0, 0)] * (n - 1)
-    elif kind in ("Pad", "ZeroPad2d"):
-        sizes = config["padding"] if isinstance(config["padding"], list) else [config["padding"]] * 4
+    if kind == "Pad":
+        sizes = config["padding"]
         need(len(sizes) % 2 == 0 and len(sizes) <= 2 * n, f"{kind} of {shape} by {sizes}")
         edges = [(0, 0)] * (n - len(sizes) // 2) + [*zip(sizes[::2], sizes[1::2], strict=True)][::-1]
-    if kind in ("ResizeChannels", "Pad", "ZeroPad2d"):
         for of in (min, max):
             grown(*(m + of(a, 0) + of(b, 0) for m, (a, b) in zip(shape, edges, strict=True)))
         return lambda c: _padded(c, edges)
@@ -1421,18 +1401,16 @@ def sequential(config, get, shape):
 
 KINDS = {
     "Linear": linear, "Conv1d": convolution, "Conv2d": convolution, "ConvTranspose1d": transposed,
-    "ConvTranspose2d": transposed, "FourierConv2d": fourier, "PhaseConv2d": fourier, "TaylorConv2d": taylor,
-    "Affine": affine, "Elementwise": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
+    "ConvTranspose2d": transposed, "FourierConv2d": fourier, "TaylorConv2d": taylor,
+    "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
-    "Mean": mean, "LayerCenter": layer_center, "EnlargeBilinear": bilinear,
+    "Mean": mean, "LayerCenter": layer_center, "LayerNorm": layer_norm, "EnlargeBilinear": bilinear,
     "Graph": graph, "SlopeResidual": slope_residual,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Sequential": sequential, "Network": sequential,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
-for _name in ("LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"):
-    KINDS[_name] = normalization
-for _name in ("Identity", "Flatten", "Unflatten", "PixelShuffle", "PixelUnshuffle", "ZeroPad2d", "ResizeChannels",
+for _name in ("Identity", "Flatten", "Unflatten", "PixelShuffle", "PixelUnshuffle",
               "Shift2d", "Reshape", "Permute", "Piece", "Roll", "Pad", "Enlarge", "Expand"):  # fmt: skip
     KINDS[_name] = rearrangement
 for _name, (_slope, _function, *_scale) in SMOOTH.items():
@@ -1442,25 +1420,24 @@ for _name, (_slope, _function, *_scale) in SMOOTH.items():
 # Names of the arguments of each type. An integer, or by the mark behind it: ? true or false, . a number, ' a word, * a
 # list of integers, / one or a word, | one or an integer, ~ the same or null, % a list that its rule reads, ! an object.
 ARGUMENTS = {
-    "Linear": "in_features out_features bias?", "Affine NActivation": "channels", "Elementwise": "scale* shift*",
+    "Linear": "in_features out_features bias?", "NActivation": "channels", "Affine": "scale* shift*",
     "Conv1d Conv2d": "in_channels out_channels kernel_size* stride* padding/ dilation* groups padding_mode' bias?",
     "ConvTranspose1d ConvTranspose2d":
         "in_channels out_channels kernel_size* stride* padding* output_padding* groups bias? dilation*",
-    "FourierConv2d": "in_channels out_channels height width bias?", "Softmax Concatenate": "dim",
-    "PhaseConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
+    "FourierConv2d": "in_channels out_channels height width kernel_size* complex_pairs? bias?", "Roll": "dim shift",
+    "Softmax Concatenate": "dim",
     "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "PixelShuffle": "upscale_factor",
     "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*", "PixelUnshuffle": "downscale_factor",
     "SandwichBlock SlopeResidual": "channels first! activation! second!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
-    "GroupNorm": "num_groups num_channels eps. affine?", "Mean": "dims* keepdim?",
-    "InstanceNorm1d InstanceNorm2d InstanceNorm3d": "num_features eps. affine?",
+    "Mean": "dims* keepdim?",
     "AvgPool2d": "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~",
     "MaxPool2d": "kernel_size| stride| padding| dilation| ceil_mode?", "L2NormPool2d": "kernel_size~",
     "AdaptiveAvgPool2d": "output_size~", "GroupSort": "group_size~", "Householder": "channels order",
     "CELU ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.", "Softshrink": "lambd.",
     "LeakyReLU": "negative_slope.", "PReLU": "num_parameters", "GELU": "approximate'", "Shift2d": "channels moved",
-    "ZeroPad2d Pad": "padding*", "Flatten": "start_dim end_dim", "Unflatten": "dim unflattened_size*",
-    "ResizeChannels": "in_channels out_channels", "Reshape Expand": "shape*", "Piece": "dim start stop step",
+    "Pad": "padding*", "Flatten": "start_dim end_dim", "Unflatten": "dim unflattened_size*",
+    "Reshape Expand": "shape*", "Piece": "dim start stop step",
     "Enlarge EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
     "Sequential": "modules%", "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip

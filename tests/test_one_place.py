@@ -39,27 +39,13 @@ assert float(certificate.radius.max()) > 0
 assert lipkit.modules.sha256(lipkit.load(lipkit.save(network, "net"))) == certificate.network_sha256
 """,
     "a module of exported networks": """
-from lipkit.modules import Local, export_rule, lipschitz_rule, rounding_rule, stored
+from lipkit.modules import Plain, add_plain, exact
 
 class Negate(nn.Module):
     def forward(self, x):
         return -x
 
-@lipschitz_rule(Negate)
-def _(module, input_shape):
-    return 1.0
-
-@export_rule(Negate)
-def _(module, input_shape):
-    return Negate()
-
-@rounding_rule(Negate)
-def _(module, input_shape, arithmetic):
-    from lipkit.proof import Line
-    zero = lambda x: Line(x.new_zeros(len(x)), 0.0)
-    return lambda x: Local(zero(x), zero(x))
-
-stored(Negate)
+add_plain(Plain(Negate, constant=1.0, rounding=exact, stored={}))
 network = lipkit.export(nn.Sequential(Negate(), nn.Linear(6, 3)), (6,))
 assert float(lipkit.certify(network, x, y).radius.max()) > 0
 assert torch.equal(lipkit.load(lipkit.save(network, "net"))(x), network(x))

@@ -16,7 +16,7 @@ from lipkit.bounds.lmi import lmi_matrix
 from lipkit.certificates import lipsdp
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Add, Affine, Elementwise, Graph, Network
+from lipkit.modules import Add, Affine, Graph, Network
 
 
 def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:
@@ -165,7 +165,7 @@ def test_linear_modules_that_follow_each_other_are_one_layer() -> None:
         Affine(scale, scale),
         nn.Dropout(0.5),
         third,
-        Elementwise(torch.ones(1), d[0, :1]),
+        Affine(torch.ones(1), d[0, :1]),
     ]
     written = Network(
         [first, nn.Unflatten(1, (1, 4)), second, Affine(scale[:1], scale[:1]), *chain, nn.ReLU(), last], (3,)
@@ -249,6 +249,10 @@ def test_runs_inside_graphs_and_branches_get_their_own_multipliers() -> None:
     assert torch.equal(attached(x), network(x))
     again = lipkit.export(attached, (3,))
     assert same(float(lipschitz(again)), proof.gain)
+    branches = Network([Graph([branch, Add(1, 1)], [[0], [1, 0]]), *back], (4,))
+    found = lipsdp.solve(branches)
+    assert same(found.gain, (1 + inner) * outer, 1e-6)
+    assert branches[0].nodes[0].multipliers() == {}
 
 
 def test_weights_with_zero_and_extreme_norms() -> None:

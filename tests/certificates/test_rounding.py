@@ -18,8 +18,7 @@ from lipkit import modules
 from lipkit.certificates import Certificate, certify, certify_regression
 from lipkit.certificates.evaluators import evaluator, machine, violations
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules import rounding_rule
-from lipkit.modules.machine import _RULES
+from lipkit.modules import ROWS
 
 EVALUATORS = ("float64", "float32", "float32_blocked")
 
@@ -432,16 +431,13 @@ def test_unknown_names_are_refused() -> None:
         certify(network, x, y, rounding="ignore", evaluator="float32")
 
 
-def test_a_module_without_a_rounding_rule_names_the_remedy() -> None:
-    kept = _RULES.pop(nn.ReLU)
-    try:
-        network = modules.Network([nn.Linear(2, 2), nn.ReLU()], (2,))
-        x, y = torch.rand(2, 2), torch.zeros(2, dtype=torch.int64)
-        with pytest.raises(NoRuleError, match=r"nn\.modules\.activation\.ReLU, .* or certify with rounding='ignore'"):
-            certify(network, x, y)
-        assert isinstance(certify(network, x, y, rounding="ignore"), Certificate)
-    finally:
-        rounding_rule(nn.ReLU)(kept)
+def test_a_module_without_a_rounding_rule_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, nn.ReLU, ROWS[nn.ReLU]._replace(rounding=None))
+    network = modules.Network([nn.Linear(2, 2), nn.ReLU()], (2,))
+    x, y = torch.rand(2, 2), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(NoRuleError, match=r"nn\.modules\.activation\.ReLU, .* or certify with rounding='ignore'"):
+        certify(network, x, y)
+    assert isinstance(certify(network, x, y, rounding="ignore"), Certificate)
 
 
 @pytest.mark.parametrize("name", EVALUATORS)

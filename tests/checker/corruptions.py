@@ -181,8 +181,7 @@ def huge_dimension(folder: Path, rng: Random) -> None:
         case 2:
             huge = max(huge, 10**9)
             extra = [
-                {"type": "ResizeChannels", "in_channels": 1, "out_channels": huge},
-                {"type": "ZeroPad2d", "padding": [huge] * 4},
+                {"type": "Pad", "padding": [huge] * 4},
                 {"type": "AdaptiveAvgPool2d", "output_size": huge},
                 {"type": "Unflatten", "dim": 1, "unflattened_size": [huge, huge]},
                 {"type": "AvgPool2d", "kernel_size": 1, "stride": 1, "padding": huge, "ceil_mode": False,

@@ -52,11 +52,11 @@ MORE: list[tuple[nn.Module, Shape]] = [
     (Graph([nn.ReLU(), Product(torch.tensor([0.5, 2.0]))], [[0], [0, 1]]), (4,)),
     (Graph([Permute(2, 1), MatrixProduct(2, 3, 2, torch.rand(2))], [[0], [0, 1]]), (2, 3)),
     (modules.LayerCenter(2, 3), IMAGE), (EnlargeBilinear(1, 2), IMAGE),
-    (modules.PhaseConv2d(2, 2, 4, 4, (2, 4), complex_pairs=False), IMAGE),
+    (modules.FourierConv2d(2, 2, 4, 4, (2, 4), complex_pairs=False), IMAGE),
     (modules.TaylorConv2d(2, 3, (3, 1), 3), IMAGE), (block(modules.SandwichBlock), (3,)),
-    (block(modules.SlopeResidual), (3,)), (modules.ResizeChannels(2, 3), IMAGE),
-    (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), IMAGE), (nn.GroupNorm(1, 3), (3,)),
-    (nn.Conv1d(2, 2, 2, padding=1, padding_mode="circular"), (2, 4)), (nn.InstanceNorm1d(3), (3, 4)),
+    (block(modules.SlopeResidual), (3,)), (modules.Pad(0, 0, 0, 0, 0, 1), IMAGE),
+    (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), IMAGE),
+    (nn.Conv1d(2, 2, 2, padding=1, padding_mode="circular"), (2, 4)),
 ]  # fmt: skip
 BASES = [(make(), shape) for make, shape in EXAMPLES.values()] + LINEAR + BENT + MORE
 SIZES: tuple[Any, ...] = (-3, -2, -1, 0, 1, 2, 3, 4, 16, 2**31, 2**40, 10**30)

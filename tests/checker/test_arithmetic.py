@@ -361,9 +361,10 @@ def test_balls_of_a_bad_machine_hold_the_exact_values() -> None:
     hold: dict[str, Any] = {"weight": rng.random((4, 3, 3, 3)), "bias": rng.random(4) * 20}
     conv = {"type": "Conv2d", "in_channels": 3, "out_channels": 4, "kernel_size": [3, 3], "stride": [1, 1],
             "padding": [1, 1], "dilation": [1, 1], "groups": 1, "padding_mode": "circular", "bias": True}  # fmt: skip
-    plane = {"type": "FourierConv2d", "in_channels": 3, "out_channels": 4, "height": 4, "width": 5, "bias": False}
+    plane = {"type": "FourierConv2d", "in_channels": 3, "out_channels": 4, "height": 4, "width": 5, "bias": False,
+             "kernel_size": [4, 5], "complex_pairs": True}  # fmt: skip
     symbol = {"real": rng.random((2, 4, 3)), "pair": rng.random((9, 2, 4, 3))}
-    affine = {"type": "Affine", "channels": 3}, {"scale": rng.random(3) + 1, "shift": rng.random(3)}
+    affine = {"type": "Affine", "scale": [3], "shift": [3]}, {"scale": rng.random(3) + 1, "shift": rng.random(3)}
     dense = {"type": "Linear", "in_features": 5, "out_features": 6, "bias": True}
     matrix = {"weight": rng.random((6, 5)), "bias": rng.random(6)}
     residual = {"type": "Graph", "modules": [affine[0], {"type": "Blend"}], "sources": [[0], [1, 0]]}

@@ -56,7 +56,8 @@ def narrow(n: int) -> Bomb:
 
 
 def plane(n: int) -> Bomb:
-    layer = of("FourierConv2d", in_channels=1, out_channels=1, height=n, width=1, bias=False)
+    sizes = {"height": n, "width": 1, "kernel_size": [n, 1], "complex_pairs": True}
+    layer = of("FourierConv2d", in_channels=1, out_channels=1, bias=False, **sizes)
     tensors = {"0.real": np.zeros((2, 1, 1)), "0.pair": np.zeros(((n - 2) // 2, 2, 1, 1))}
     return [layer], [1, n, 1], tensors
 
@@ -78,8 +79,7 @@ BOMBS: dict[str, Callable[[int], Bomb]] = {
     "Expand": lambda n: ([of("Expand", shape=[n, n])], [1, 1], {}),
     "Pad": lambda n: ([of("Pad", padding=[n, 0])], [1], {}),
     "Pad and back": lambda n: ([of("Pad", padding=[n, 0]), of("Pad", padding=[-n, 0])], [4], {}),
-    "ZeroPad2d": lambda n: ([of("ZeroPad2d", padding=[0, n, 0, n])], [1, 1], {}),
-    "ResizeChannels": lambda n: ([of("ResizeChannels", in_channels=1, out_channels=n)], [1], {}),
+    "Pad twice": lambda n: ([of("Pad", padding=[0, n, 0, n])], [1, 1], {}),
     "Concatenate": lambda n: ([doubled(n.bit_length())], [4], {}),
     "MatrixProduct": lambda n: ([of("Enlarge", rows=n, cols=1), of("Reshape", shape=[n, 1]),
                                  of("Graph", modules=[of("Permute", dims=[2, 1]),
@@ -131,7 +131,7 @@ def cost(bomb: Bomb) -> tuple[bool, int, int]:
     return refused, peak, calls
 
 
-SIZES = {"AdaptiveAvgPool2d": 1 << 20, "Pad": 1 << 30, "Pad and back": 1 << 30, "ResizeChannels": 1 << 30, "pieces": 15,
+SIZES = {"AdaptiveAvgPool2d": 1 << 20, "Pad": 1 << 30, "Pad and back": 1 << 30, "pieces": 15,
          "Mean": 1 << 22, "logits": 1 << 20, "modules": 1 << 15, "TaylorConv2d": 50, "slopes": 100}  # fmt: skip
 LONG = ("modules", "pieces")
 
@@ -152,7 +152,7 @@ EACH: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any], str]] = [
     (of("ReLU"), (1 << 22,), {}, "an activation"), (of("Pad", padding=[1 << 22, 0]), (1,), {}, "an activation"),
     (of("Householder", channels=2, order=4096), (2,), {"angles": np.zeros((4096, 1))}, "^4096 angles"),
     (of("TaylorConv2d", **ONE, terms=100), (1, 1, 1), {"kernel": np.ones((1, 1, 1, 1))}, "a polynomial"),
-    (of("PhaseConv2d", **ONE, height=512, width=1, complex_pairs=True) | {"kernel_size": [512, 1]}, (1, 512, 1),
+    (of("FourierConv2d", **ONE, height=512, width=1, complex_pairs=True) | {"kernel_size": [512, 1]}, (1, 512, 1),
      {"real": np.zeros((2, 1, 1)), "pair": np.zeros((255, 2, 1, 1))}, "a symbol"),
     (of("Mean", dims=[1], keepdim=True), (1 << 20,), {}, "a mean"),
     (of("EnlargeBilinear", rows=2, cols=1), (1, 1024, 1), {}, "an enlargement"),

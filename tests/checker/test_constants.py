@@ -184,6 +184,7 @@ def test_blocks_of_a_fourier_layer_are_not_multiplied_by_those_of_a_convolution(
     # Frequencies in another order would say 8.
     wave = np.cos(2 * np.pi * np.arange(8) / 8)
     plane = {"type": "FourierConv2d", "in_channels": 1, "out_channels": 1, "height": 8, "width": 8, "bias": True}
+    plane |= {"kernel_size": [8, 8], "complex_pairs": True}
     turned = conv([1, 8], padding="same", padding_mode="circular")
     config = {
         "type": "SandwichBlock",

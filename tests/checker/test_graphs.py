@@ -22,7 +22,7 @@ import lipkit_check as k
 from lipkit import layers
 from lipkit.modules import HalfAbs, Householder, L2NormPool2d, Mean, NActivation
 from lipkit.modules.configuration import describe
-from lipkit.modules.dense import Elementwise
+from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.views import Enlarge, Expand, Pad, Permute, Piece, Reshape, Roll
@@ -32,8 +32,8 @@ LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
     (Reshape(6, 8), SHAPE), (Permute(3, 1, 2), SHAPE), (Piece(3, 1, 6, 2), SHAPE), (Piece(1, 1, 2), SHAPE),
     (Roll(2, -1), SHAPE), (Roll(3, 7), SHAPE), (Pad(1, 2, -1, 0), SHAPE), (Pad(0, -2), (5,)), (Enlarge(2, 3), SHAPE),
     (Expand(2, 3, 6), (2, 1, 6)), (Expand(4, 4), (1, 1)), (Mean(2, 3), SHAPE), (Mean(1, keepdim=True), SHAPE),
-    (Elementwise(torch.rand(1, 4, 1) - 2, torch.rand(2, 1, 6)), SHAPE),
-    (Elementwise(torch.rand(5), torch.ones(1)), (5,)),
+    (Affine(torch.rand(1, 4, 1) - 2, torch.rand(2, 1, 6)), SHAPE),
+    (Affine(torch.rand(5), torch.ones(1)), (5,)),
     (nn.ConvTranspose2d(2, 3, 2, 2), SHAPE), (nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2), SHAPE),
     (nn.ConvTranspose2d(2, 3, (3, 1), (1, 2), (2, 0), (0, 1), dilation=(2, 1), bias=False), SHAPE),
     (nn.ConvTranspose1d(2, 3, 4, 3, 2, 1), (2, 5)), (nn.ConvTranspose2d(2, 2, 3, 1, 1), SHAPE),
@@ -213,7 +213,7 @@ def test_balls_of_a_bad_machine_hold_the_exact_values_of_graphs() -> None:
     with torch.no_grad():
         turned.weight.abs_()
     cases = [
-        turned, Mean(2), Elementwise(torch.rand(2, 1, 1), torch.rand(2, 4, 1)), L2NormPool2d(2), NActivation(2),
+        turned, Mean(2), Affine(torch.rand(2, 1, 1), torch.rand(2, 4, 1)), L2NormPool2d(2), NActivation(2),
         Householder(2, order=2), Graph([nn.ReLU(), Add(1, 1)], [[0], [0, 1]]),
         Graph([nn.ReLU(), Blend(torch.tensor(0.3))], [[0], [0, 1]]),
         Graph([nn.ReLU(), Product(limits)], [[0], [0, 1]]),

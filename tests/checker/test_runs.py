@@ -47,8 +47,8 @@ EXACT = [
 ]
 IMAGES = [
     nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.MaxPool2d(2), nn.ZeroPad2d((1, -2, 0, 3)), nn.PixelUnshuffle(2),
-    nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2)), modules.ResizeChannels(1, 5), nn.BatchNorm2d(1),
-    nn.Sequential(modules.ResizeChannels(1, 9), modules.Shift2d(9, 2)), modules.ResizeChannels(1, 1), layers.Scale(0.3),
+    nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2)), modules.Pad(0, 0, 0, 0, 0, 4), nn.BatchNorm2d(1),
+    nn.Sequential(modules.Pad(0, 0, 0, 0, 0, 8), modules.Shift2d(9, 2)), modules.Pad(0, 0), layers.Scale(0.3),
     nn.Conv2d(1, 2, 3, 2, 1), nn.Conv2d(1, 4, 3, padding="same", padding_mode="circular"), layers.Residual(nn.ReLU()),
     layers.SocConv2d(1, 2, 3, padding_mode="zeros"),
     nn.Sequential(nn.Flatten(), nn.Unflatten(1, (4, 16)), nn.Conv1d(4, 4, 3)),

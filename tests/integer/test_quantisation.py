@@ -65,9 +65,9 @@ def _moves() -> modules.Network:
     return chain(
         modules.Affine(torch.tensor([0.7, -1.3]), torch.tensor([0.1, 0.2])),
         nn.PixelUnshuffle(2),
-        modules.ResizeChannels(8, 10),
+        modules.Pad(0, 0, 0, 0, 0, 2),
         modules.Shift2d(10, 2),
-        modules.Elementwise(torch.ones(1, 1, 1), torch.linspace(-1, 1, 90).view(10, 3, 3)),
+        modules.Affine(torch.ones(1, 1, 1), torch.linspace(-1, 1, 90).view(10, 3, 3)),
         modules.MaxMin(),
         nn.Conv2d(10, 4, 1, bias=False),
         modules.GroupSort(None),

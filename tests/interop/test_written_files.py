@@ -19,7 +19,7 @@ from lipkit import interop, models, modules
 from lipkit.errors import CertificateViolation, DataError
 from lipkit.integer import c_source
 from lipkit.interop import runtimes
-from lipkit.modules.configuration import stored_types
+from lipkit.modules.plain import stored_types
 
 IMAGE = (2, 8, 8)
 Case = tuple[Callable[[], nn.Module], tuple[int, ...]]
@@ -44,13 +44,13 @@ def random(module: nn.Module) -> nn.Module:
 
 
 PLAIN: list[Case] = [
-    (lambda: nn.ZeroPad2d((1, 2, 0, 2)), IMAGE),
+    (lambda: modules.Pad(*(1, 2, 0, 2)), IMAGE),
     (lambda: nn.Flatten(2, -1), IMAGE),
     (lambda: nn.Unflatten(-1, (2, 4)), IMAGE),
     (lambda: nn.PixelUnshuffle(2), IMAGE),
     (lambda: nn.PixelShuffle(2), (8, 2, 3)),
-    (lambda: modules.ResizeChannels(2, 5), IMAGE),
-    (lambda: modules.ResizeChannels(5, 2), (5,)),
+    (lambda: modules.Pad(0, 0, 0, 0, 0, 3), IMAGE),
+    (lambda: modules.Pad(0, -3), (5,)),
     (lambda: modules.Shift2d(9, 2), (9, 2, 3)),
     (nn.ReLU, (3,)),
     (nn.ReLU6, (3,)),
@@ -83,15 +83,10 @@ PLAIN: list[Case] = [
     (lambda: nn.Linear(3, 4, bias=False), (2, 5, 3)),
     (lambda: modules.Affine(torch.randn(2), torch.randn(2)), IMAGE),
     (lambda: modules.Affine(torch.randn(1), torch.randn(1)), (3,)),
-    (lambda: modules.Elementwise(torch.randn(2, 1, 8), torch.randn(1, 8, 1)), IMAGE),
+    (lambda: modules.Affine(torch.randn(2, 1, 8), torch.randn(1, 8, 1)), IMAGE),
     (lambda: modules.LayerCenter(3, 1), IMAGE),
     (lambda: random(nn.LayerNorm((3, 4), 0.5, bias=False)), (2, 3, 4)),
     (lambda: nn.LayerNorm(4, 1e-2, elementwise_affine=False), (2, 3, 4)),
-    (lambda: random(nn.GroupNorm(2, 4, 0.5)), (4, 3)),
-    (lambda: nn.GroupNorm(1, 2, 0.5, affine=False), IMAGE),
-    (lambda: random(nn.InstanceNorm1d(2, 0.1, affine=True)), (2, 5)),
-    (lambda: nn.InstanceNorm2d(2, 1e-2), IMAGE),
-    (lambda: random(nn.InstanceNorm3d(2, affine=True)), (2, 2, 3, 2)),
     (lambda: nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 7)),
     (lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, dilation=2), (4, 5)),
     (lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), bias=False), IMAGE),
@@ -134,8 +129,8 @@ PLAIN: list[Case] = [
     (lambda: modules.EnlargeBilinear(2, 4), IMAGE),
     (lambda: modules.Expand(2, 8, 8), (2, 1, 8)),
     (lambda: random(modules.FourierConv2d(2, 3, 5, 6)), (2, 5, 6)),
-    (lambda: random(modules.PhaseConv2d(2, 4, 6, 9, (3, 3), True)), (2, 6, 9)),
-    (lambda: random(modules.PhaseConv2d(2, 4, 4, 6, (2, 3), bias=False)), (2, 4, 6)),
+    (lambda: random(modules.FourierConv2d(2, 4, 6, 9, (3, 3), True)), (2, 6, 9)),
+    (lambda: random(modules.FourierConv2d(2, 4, 4, 6, (2, 3), bias=False)), (2, 4, 6)),
     (lambda: random(modules.TaylorConv2d(2, 3, (3, 5), terms=4)), IMAGE),
     (lambda: modules.SandwichBlock(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), torch.ones(5)), (3,)),
     (lambda: modules.SlopeResidual(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), torch.ones(5)), (3,)),
@@ -161,7 +156,7 @@ CEIL: list[Case] = [
     (lambda: nn.MaxPool2d(3, (3, 2), 1, ceil_mode=True), IMAGE),
 ]
 ODD: list[Case] = [
-    (lambda: nn.ZeroPad2d((1, -1, 0, 2)), IMAGE),
+    (lambda: modules.Pad(*(1, -1, 0, 2)), IMAGE),
     (lambda: modules.Pad(1, -2, 0, 3), IMAGE),
     (lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, 2, dilation=2), (4, 5)),
 ]

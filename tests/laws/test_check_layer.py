@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import CayleyLinear
-from lipkit.modules import export_rule, lipschitz_rule, registry
+from lipkit.modules import ROWS, export_rule, lipschitz_rule
 from lipkit.testing import Case, LawBroken, Refusal, check_layer, dense_matrix, is_affine, jacobians, run_law, tolerance
 
 
@@ -41,7 +41,7 @@ def _rules() -> Iterator[None]:
         return plain
 
     yield
-    del registry._LIPSCHITZ[Rotation], registry._EXPORT[Rotation]
+    del ROWS[Rotation]
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipkit.layers import AfterStep, CayleyConv2d, CayleyLinear
 from lipkit.layers.export import export_linear, register_one_lipschitz
-from lipkit.modules import Affine, export_rule, lipschitz_rule, registry
+from lipkit.modules import ROWS, Affine, export_rule, lipschitz_rule
 from lipkit.testing import LAWS, LawBroken, check_layer, conv_refusals, linear_refusals
 
 
@@ -444,7 +444,7 @@ CONV = (FirstSizeOnly, EvenOnly, StaleSize, BatchMixing, TakesAnyImage)
 
 @pytest.fixture(autouse=True, scope="module")
 def _rules_of_this_file() -> Iterator[None]:
-    before = dict(registry._LIPSCHITZ), dict(registry._EXPORT)
+    before = dict(ROWS)
     register_one_lipschitz(*LINEAR, *CONV)
     lipschitz_rule(Overclaimed)(lambda module, input_shape: 2.0)
     lipschitz_rule(NoBiasOnExport, ExportsItself, ExportSharesMemory)(lambda module, input_shape: 1.0)
@@ -470,9 +470,8 @@ def _rules_of_this_file() -> Iterator[None]:
         return nn.Sequential(linear, last)
 
     yield
-    for table, saved in zip((registry._LIPSCHITZ, registry._EXPORT), before, strict=True):
-        table.clear()
-        table.update(saved)
+    ROWS.clear()
+    ROWS.update(before)
 
 
 GAINS = {"options": {"gain": (1.0, 0.5)}}

@@ -159,7 +159,7 @@ def test_moving_the_batch_adds_no_module() -> None:
     plain = export(Net(lambda s, x: s.a(x.permute(1, 0, 2)).transpose(0, 1)).eval(), M)
     assert [type(module) for module in plain] == [nn.Linear]
     token = export(Net(lambda s, x: torch.cat((s.cls.expand(x.shape[0], -1, -1), x), 1)).eval(), M)
-    assert [type(module).__name__ for module in token] == ["Pad", "Elementwise"]
+    assert [type(module).__name__ for module in token] == ["Pad", "Affine"]
     assert float(lipschitz(token)) == 1
 
 

@@ -25,7 +25,7 @@ from lipkit.certificates import certify_regression
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.lowering import function_module
 from lipkit.lowering.functional import FUNCTIONAL
-from lipkit.modules import registry
+from lipkit.modules import ROWS, Plain
 
 V, M, I = (4,), (3, 4), (2, 6, 6)  # noqa: E741
 Forward = Callable[[Any, Tensor], Any]
@@ -321,7 +321,7 @@ class Peeks(nn.Module):
 @pytest.mark.parametrize(("most", "message"), [(5, "3 and 8 samples differ"), (60, "8 and 65 samples differ")])
 def test_larger_batches_are_a_second_line(monkeypatch: pytest.MonkeyPatch, most: int, message: str) -> None:
     monkeypatch.setattr(Peeks, "most", most)
-    monkeypatch.setitem(registry._LIPSCHITZ, Peeks, lambda module, input_shape: 1.0)
+    monkeypatch.setitem(ROWS, Peeks, Plain(Peeks, 1.0))
     network = Net(lambda s, x: s.same(x) + x)
     network.same = Peeks()
     with pytest.raises(NoRuleError, match=message):

@@ -22,7 +22,6 @@ from lipkit.modules import (
     Affine,
     Blend,
     Concatenate,
-    Elementwise,
     EnlargeBilinear,
     Expand,
     Graph,
@@ -315,7 +314,7 @@ VIEWS: list[tuple[nn.Module, tuple[int, ...]]] = [
     (Expand(2, 3, 4), (2, 1, 4)),
     (Mean(1, 3), (2, 3, 4)),
     (Mean(2, keepdim=True), (2, 3, 4)),
-    (Elementwise(torch.randn(1, 3), torch.randn(2, 1)), (2, 3)),
+    (Affine(torch.randn(1, 3), torch.randn(2, 1)), (2, 3)),
     (Affine(torch.randn(2), torch.randn(2)), (2, 3)),
     (nn.Upsample(scale_factor=2), (1, 2, 3)),
     (nn.Upsample(size=(4, 12)), (1, 2, 3)),
@@ -366,8 +365,8 @@ def test_views_refuse() -> None:
         (Reshape(2), torch.ones(1, 3)),
         (Piece(1, 0, 4), torch.ones(1, 3)),
         (Pad(1, 1), torch.ones(3)),
-        (Elementwise(torch.ones(2), torch.ones(1)), torch.ones(1, 3)),
-        (Elementwise(torch.ones(2), torch.ones(2)), torch.ones(1, 2, 2)),
+        (Affine(torch.ones(2), torch.ones(1)), torch.ones(1, 3)),
+        (Affine(torch.ones(2, 1), torch.ones(1, 2)), torch.ones(1, 2)),
     ):
         with pytest.raises(ShapeError):
             module(x)

@@ -64,7 +64,7 @@ EXCEPTIONS = {
     "lipkit/modules/normalization.py:Center.forward": "statistics of training",
     "lipkit/modules/normalization.py:BatchLipNorm.forward": "statistics of training",
     "lipkit/modules/products.py:Limited.clipped": MACHINE,
-    "lipkit/modules/ranges.py:_through": STORED,
+    "lipkit/modules/products.py:_through": STORED,
     "lipkit/lowering/running.py:sample": "random inputs",
     "lipkit/lowering/running.py:_alone": "an output, to compare",
     "lipkit/lowering/structure.py:check_same": "an output, to compare",

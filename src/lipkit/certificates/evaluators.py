@@ -187,8 +187,8 @@ def violations(name: str, kind: str, network: nn.Module | None = None) -> list[s
 
 def _convolves(module: nn.Module, blocks: bool) -> bool:
     """True for a module that calls a convolution of torch."""
-    if isinstance(module, modules.PhaseConv2d):
-        return module.kernel_size == (1, 1)
+    if isinstance(module, modules.FourierConv2d):
+        return not module.whole and module.kernel_size == (1, 1)
     return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
 
 
@@ -196,7 +196,7 @@ def _shares_windows(module: nn.Module) -> bool:
     """True where algorithms can reuse work between windows; without overlap a convolution is a product of matrices."""
     if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
         return windows_overlap(module)
-    return not isinstance(module, modules.PhaseConv2d)
+    return not isinstance(module, modules.FourierConv2d)
 
 
 def check_rounding(rounding: str) -> str:

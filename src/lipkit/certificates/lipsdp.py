@@ -23,7 +23,8 @@ from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
 from lipkit.modules.chains import constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
-from lipkit.modules.registry import Shape, output_shape
+from lipkit.modules.plain import Shape
+from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import next_down
 
 Place = int | str

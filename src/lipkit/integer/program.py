@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError
-from lipkit.modules.registry import Shape
+from lipkit.modules.plain import Shape
 
 WORD = 2**31 - 1
 """The largest modulus of an entry or a weight."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +37,8 @@ from lipkit.modules.chains import ChainProof
 from lipkit.modules.guarding import type_name
 from lipkit.modules.machine import entries
 from lipkit.modules.network import Network
-from lipkit.modules.registry import Shape, lipschitz
+from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill
+from lipkit.modules.registry import lipschitz
 from lipkit.proof.arithmetic import grow, grow_number, size
 
 
@@ -68,30 +68,13 @@ class Value:
         return grow_number(self.reach + 2 * self.error)
 
 
-Rule = Callable[["Builder", Any, "Value", float], "Value"]
-
-_RULES: dict[type[nn.Module], Rule] = {}
-
-
-def integer_rule(*types: type[nn.Module]) -> Callable[[Rule], Rule]:
+def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule]:
     """Register ``rule(builder, module, value, gain) -> value`` as the integer program of exactly these types.
 
-    ``gain`` is the proved constant of the module; the value that is returned bounds what the program makes of it.
-
-    >>> class Negate(nn.Module):
-    ...     def forward(self, x): return -x
-    >>> @integer_rule(Negate)
-    ... def _(builder, module, value, gain):
-    ...     same = builder.branch([], value)
-    ...     return builder.blend(value, gain, (same, same), (-0.5, -0.5))
-    >>> del _RULES[Negate]  # only so that the example leaves the table as it was
+    ``gain`` is the proved constant of the module; the value that is returned bounds what the program makes of it. A
+    new module names it in its row (`lipkit.modules.Plain`).
     """
-
-    def put(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(types, rule))
-        return rule
-
-    return put
+    return fill("integer", types)
 
 
 class Builder:
@@ -238,14 +221,15 @@ class Builder:
     def chain(self, modules: Sequence[nn.Module], value: Value, gains: Sequence[float | None]) -> Value:
         """After modules that follow each other; constants that are None are proved here."""
         for module, gain in zip(modules, gains, strict=True):
-            if type(module) not in _RULES:
+            row = ROWS.get(type(module))
+            if row is None or row.integer is None:
+                known = ", ".join(kind.__name__ for kind, row in ROWS.items() if row.integer is not None)
                 raise NoRuleError(
-                    f"evaluator 'integer': expected modules that an integer program can compute "
-                    f"({', '.join(kind.__name__ for kind in _RULES)}), got {type_name(type(module))}: certify for "
-                    "float64 or float32, or register a rule with lipkit.integer.integer_rule"
+                    f"evaluator 'integer': expected modules that an integer program can compute ({known}), got "
+                    f"{type_name(type(module))}: certify for float64 or float32, or register "
+                    "a rule with lipkit.integer.integer_rule"
                 )
-            known = gain if gain is not None else gain_of(module, value.shape)
-            value = _RULES[type(module)](self, module, value, known)
+            value = row.integer(self, module, value, gain_of(module, value.shape) if gain is None else gain)
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: Value) -> Value:

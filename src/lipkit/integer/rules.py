@@ -1,6 +1,6 @@
 """The integer programs of single modules: what `lipkit.integer.quantisation` walks over.
 
-A convolution is a move, which pads and puts windows side by side, and a product. Fourier and phase layers become
+A convolution is a move, which pads and puts windows side by side, and a product. Fourier layers become
 circular convolutions with a kernel as large as the image, a Taylor polynomial a matrix: their numbers are responses to
 impulses in float64, whose distance from the exact ones is part of the error.
 """
@@ -22,20 +22,20 @@ from lipkit.errors import NoRuleError
 from lipkit.integer.program import Fold, Move, Sort
 from lipkit.integer.quantisation import Builder, Value, gain_of, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
-from lipkit.modules.dense import Affine, Elementwise
-from lipkit.modules.fourier import FourierConv2d, StoredSymbol
+from lipkit.modules.dense import Affine
+from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, value_forms, value_shapes
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import entries, local_error
-from lipkit.modules.phase import PhaseConv2d
+from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean, _pair
-from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
-from lipkit.modules.registry import Shape, lipschitz, output_shape
+from lipkit.modules.rearrange import Shift2d
+from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.modules.views import VIEWS
+from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll
 from lipkit.proof.arithmetic import FLOAT64, grow_number
 from lipkit.proof.norms import spectral_norm
 
@@ -60,7 +60,8 @@ def _move(moved: Tensor) -> Move:
     return Move(moved.flatten().long() - 1)
 
 
-@integer_rule(*RESHAPES, *VIEWS, ResizeChannels, Shift2d)
+@integer_rule(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle)
+@integer_rule(Reshape, Permute, Piece, Roll, Pad, Shift2d)
 def _moves(builder: Builder, module: nn.Module, value: Value, gain: float) -> Value:
     move, shape = _move(module(_indices(value.shape))), output_shape(module, value.shape)
     return builder.exact(move, value, shape)
@@ -104,9 +105,9 @@ def _dense(builder: Builder, module: nn.Linear, value: Value, gain: float) -> Va
     return builder.linear(value, gain, (module.out_features,), module.weight, module.bias, norm)
 
 
-@integer_rule(Affine, Elementwise)
-def _scale(builder: Builder, module: Affine | Elementwise, value: Value, gain: float) -> Value:
-    rows = value.shape[:1] if isinstance(module, Affine) else value.shape
+@integer_rule(Affine)
+def _scale(builder: Builder, module: Affine, value: Value, gain: float) -> Value:
+    rows = value.shape[: module.scale.ndim]
     n, rest = entries(rows), entries(value.shape) // entries(rows)
     scale, shift = (t.expand(rows).reshape(n) for t in (module.scale, module.shift))
 
@@ -173,8 +174,8 @@ def _convolve(
     )
 
 
-@integer_rule(FourierConv2d, PhaseConv2d, SpreadConv2d)
-def _symbol(builder: Builder, module: StoredSymbol | SpreadConv2d, value: Value, gain: float) -> Value:
+@integer_rule(FourierConv2d, SpreadConv2d)
+def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: Value, gain: float) -> Value:
     if isinstance(module, SpreadConv2d):
         check_parts(module)
     channels, h, w = value.shape

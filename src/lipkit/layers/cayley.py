@@ -167,7 +167,7 @@ class CayleyConv2d(SymbolConv2d):
 
 
 register_one_lipschitz(CayleyLinear)
-lipschitz_rule(CayleyConv2d)(lambda module, input_shape: 1.0)
+lipschitz_rule(CayleyConv2d)(1.0)
 
 # What the norms of the two parts of a spread layer may multiply to: the rounding of both grows with it.
 WORST = 16.0

@@ -140,10 +140,6 @@ def _orthogonal_linear(layer: OrthogonalLinear, input_shape: Shape | None) -> Te
     return 1.0 if proved(layer.orthogonalize) else spectral_norm(layer.weight())
 
 
-@lipschitz_rule(NormalizedLinear)
-def _normalized_linear(layer: NormalizedLinear, input_shape: Shape | None) -> Tensor:
-    return spectral_norm(layer.weight())
-
-
+lipschitz_rule(NormalizedLinear)(lambda layer, input_shape: spectral_norm(layer.weight()))
 export_rule(OrthogonalLinear, NormalizedLinear)(export_linear)
 register_one_lipschitz(BjorckLinear)

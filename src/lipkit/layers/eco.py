@@ -21,8 +21,7 @@ from lipkit.linalg.exponential import SQUARINGS, check_terms, taylor_range
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.linalg.skew_polynomial import check_squarings, taylor_exponential
 from lipkit.linalg.table import Orthogonalize, function_name, orthogonalized, proved, resolve
-from lipkit.modules import Shape, export_rule, lipschitz_rule
-from lipkit.modules.phase import PhaseConv2d
+from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 
 EVALUATIONS = ("phase", "dilated")
 TRAIN_TERMS, EVAL_TERMS = 5, 10
@@ -247,7 +246,7 @@ def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
         return patch_module(layer.symbol(layer.eval_terms).real[0], layer.stride, layer.bias)
     unshuffle = [nn.PixelUnshuffle(layer.stride)] if layer.stride > 1 else []
     symbol = layer.symbol(layer.eval_terms)
-    return nn.Sequential(*unshuffle, PhaseConv2d.from_symbol(symbol, layer.kernel_size, height, width, layer.bias))
+    return nn.Sequential(*unshuffle, FourierConv2d.from_symbol(symbol, height, width, layer.bias, layer.kernel_size))
 
 
 ECO = Family(

@@ -178,5 +178,5 @@ def register_one_lipschitz(*types: type[nn.Module]) -> None:
         (KernelConv2d, export_kernel_conv),
     ]
     for kind in types:
-        lipschitz_rule(kind)(lambda module, input_shape: 1.0)
+        lipschitz_rule(kind)(1.0)
         export_rule(kind)(next(rule for base, rule in exports if issubclass(kind, base)))

@@ -84,9 +84,7 @@ class LiResConv2d(KernelConv2d):
         return f"{super().extra_repr()}, padding_mode={'zeros' if self.zeros else 'circular'}"
 
 
-@lipschitz_rule(LiResConv2d)
-def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
-    return 1.0
+lipschitz_rule(LiResConv2d)(1.0)
 
 
 @export_rule(LiResConv2d)

@@ -37,8 +37,8 @@ from lipkit.layers.export import circular_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
-from lipkit.modules.rearrange import ResizeChannels
 from lipkit.modules.residual import SlopeResidual
+from lipkit.modules.views import Pad
 
 WIDE = 64
 """From this width on, a proof in every step would dominate training."""
@@ -152,7 +152,7 @@ def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn
         first.bias.copy_(layer.bias)
     second.weight.copy_(-(multiplier[:, None] * free).mT)
     block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
-    return _resized(layer.in_features, layer.inner, layer.out_features, block)
+    return _resized(layer.in_features, layer.inner, layer.out_features, block, 0)
 
 
 def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
@@ -162,14 +162,14 @@ def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.M
     first = circular_module(fold(kernel, *size), layer.bias)
     second = circular_module(fold(adjoint(-multiplier[:, None, None, None] * kernel), *size), None)
     block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
-    resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block)
+    resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block, 2)
     return nn.Sequential(*stride_modules(layer), resized)
 
 
-def _resized(before: int, inner: int, after: int, block: nn.Module) -> nn.Sequential:
-    head = [ResizeChannels(before, inner)] if before != inner else []
-    tail = [ResizeChannels(inner, after)] if after != inner else []
-    return nn.Sequential(*head, block, *tail)
+def _resized(before: int, inner: int, after: int, block: nn.Module, axes: int) -> nn.Sequential:
+    """Channels before so many other axes appended in front of a block, and those behind it dropped."""
+    head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))
+    return nn.Sequential(*([head] if before != inner else []), block, *([tail] if after != inner else []))
 
 
 def safe_reciprocal(t: Tensor) -> Tensor:
@@ -344,9 +344,7 @@ class CplConv2d(SlopeResidualConv2d):
         return cpl_multiplier(symbol_sup_estimate(free, tolerance=NORM_TOLERANCE), self.hidden, free)
 
 
-@lipschitz_rule(SllLinear, CplLinear, SllConv2d)
-def _one(module: nn.Module, input_shape: Shape | None) -> float:
-    return 1.0
+lipschitz_rule(SllLinear, CplLinear, SllConv2d)(1.0)
 
 
 @lipschitz_rule(CplConv2d)

@@ -93,15 +93,7 @@ class StiefelConv2d(KernelConv2d, OnManifold):
         return at_least_float32(self.free)
 
 
-@lipschitz_rule(StiefelLinear)
-def _linear(layer: StiefelLinear, input_shape: Shape | None) -> Tensor:
-    return spectral_norm(layer.weight())
-
-
-@lipschitz_rule(StiefelConv2d)
-def _conv(layer: StiefelConv2d, input_shape: Shape | None) -> Tensor:
-    return spectral_norm(layer.kernel().flatten(1))
-
-
+lipschitz_rule(StiefelLinear)(lambda layer, input_shape: spectral_norm(layer.weight()))
+lipschitz_rule(StiefelConv2d)(lambda layer, input_shape: spectral_norm(layer.kernel().flatten(1)))
 export_rule(StiefelLinear)(export_linear)
 export_rule(StiefelConv2d)(export_kernel_conv)

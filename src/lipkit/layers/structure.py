@@ -282,25 +282,11 @@ lipschitz_rule(Residual)(graph_constant)
 export_rule(Residual)(export_graph)
 
 
-@lipschitz_rule(Normalize)
-def _normalize(module: Normalize, input_shape: Shape | None) -> float:
-    # Loaded statistics may have any sign.
-    return reciprocal_up(float(module.std.to(torch.float64).abs().amin()))
-
-
-@lipschitz_rule(Rescale)
-def _rescale(module: Rescale, input_shape: Shape | None) -> Tensor:
-    return module.units.to(torch.float64).abs().amax()
-
-
-@lipschitz_rule(Scale)
-def _scale(module: Scale, input_shape: Shape | None) -> Tensor:
-    return module.gamma().to(torch.float64).abs()
-
-
-@lipschitz_rule(ScaledAvgPool2d)
-def _pool(module: ScaledAvgPool2d, input_shape: Shape | None) -> float:
-    return 1.0
+# Loaded statistics may have any sign.
+lipschitz_rule(Normalize)(lambda m, input_shape: reciprocal_up(float(m.std.to(torch.float64).abs().amin())))
+lipschitz_rule(Rescale)(lambda module, input_shape: module.units.to(torch.float64).abs().amax())
+lipschitz_rule(Scale)(lambda module, input_shape: module.gamma().to(torch.float64).abs())
+lipschitz_rule(ScaledAvgPool2d)(1.0)
 
 
 @export_rule(Normalize)

@@ -25,12 +25,13 @@ from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_
 from lipkit.lowering.running import Varies, check_outputs, close, constant_copy, observe, sample, traced
 from lipkit.lowering.tracing import BATCHES, Root, fetch, flat
 from lipkit.lowering.visiting import FunctionCall, Operand, Walk, called, function_name, path_of
-from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.guarding import type_name
+from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean
 from lipkit.modules.products import Limited, MatrixProduct, Product
-from lipkit.modules.registry import _TRACED, Shape, export_plain, lipschitz
+from lipkit.modules.registry import _TRACED, export_plain, lipschitz
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.proof.roundoff import reciprocal_up, root, to_double
 
@@ -278,7 +279,7 @@ class Build(FunctionCall):
         if all(t.shape[1:].numel() == 1 for t in full):
             channels = max(t.shape[0] for t in full)
             return self.add(Affine(*(t.reshape(-1).expand(channels) for t in full)), given)
-        return self.add(Elementwise(*full), given)
+        return self.add(Affine(*full), given)
 
     def named(self, product: Limited) -> Limited:
         """A product that messages name by this call."""

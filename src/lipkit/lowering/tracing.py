@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.modules.network import Network
-from lipkit.modules.registry import _LIPSCHITZ
+from lipkit.modules.plain import bounded
 
 # Sizes of the batches that a graph is traced and run for: where a tensor's sizes differ, there is its batch.
 BATCHES = (2, 3)
@@ -116,7 +116,7 @@ def is_leaf(module: nn.Module) -> bool:
     if kind in (nn.Sequential, Network):
         # A run of layers that multipliers bound together is one unit.
         return isinstance(module, Network) and bool(module.multipliers())
-    return kind in _LIPSCHITZ or kind.__module__.startswith("torch.nn.modules")
+    return bounded(kind) or kind.__module__.startswith("torch.nn.modules")
 
 
 class Root(nn.Module):

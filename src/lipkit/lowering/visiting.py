@@ -18,7 +18,8 @@ from lipkit.lowering.axes import MIXED, batch_first, keeps_place
 from lipkit.lowering.running import Observed, Operand, Varies
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.modules.activations import ACTIVATIONS
-from lipkit.modules.registry import Shape, what_is_missing
+from lipkit.modules.plain import Shape
+from lipkit.modules.registry import what_is_missing
 from lipkit.proof.roundoff import root
 
 # What takes the sizes of its result.

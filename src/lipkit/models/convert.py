@@ -19,7 +19,7 @@ from lipkit.models.rebuild import Builder
 from lipkit.models.settle import replaced, settled, watched
 from lipkit.modules import Shape, load, output_shape
 from lipkit.modules.guarding import refuse_wrapper
-from lipkit.modules.registry import rules
+from lipkit.modules.plain import rules
 
 # SyncBatchNorm inherits from none of the others.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

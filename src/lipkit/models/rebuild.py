@@ -88,13 +88,14 @@ class Builder(Converter):
             return [new]
         if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:
             return [MaxMin()]
-        if kind is Affine and name == "0":
+        per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
+        if per_channel and name == "0":
             # A translation of the inputs: learnt scales have no place in a network of norm 1.
             self.note(name, module, "Affine", "its scales became 1")
             scale = module.get_buffer("scale")
             signs = torch.where(scale < 0, -1.0, 1.0).to(scale)
             return [Affine(signs, module.get_buffer("shift") / scale.abs().clamp_min(1e-3))]
-        if kind is Affine:
+        if per_channel:
             self.note(name, module, "nothing", "the layers around it have biases")
             return []
         if kind in (Enlarge, EnlargeBilinear):

@@ -18,7 +18,7 @@ from lipkit.layers.structure import Scale
 from lipkit.lowering.running import carry_out, computed_tensors
 from lipkit.models.constrained import Converted
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
-from lipkit.modules.registry import rules
+from lipkit.modules.plain import rules
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 

@@ -12,7 +12,7 @@ from lipkit.layers import NormalizedLinear
 from lipkit.layers.sll import SllConv2d, SllLinear
 from lipkit.models._parts import check_flag, check_sizes
 from lipkit.models.frame import Image, architecture
-from lipkit.modules.rearrange import ResizeChannels
+from lipkit.modules.views import Pad
 
 # Channels, convolutions, dense layers.
 SIZES = {"small": (45, 20, 7), "medium": (60, 30, 10), "large": (90, 50, 10), "xlarge": (120, 70, 15)}
@@ -79,5 +79,5 @@ def sllnet(
     # Of norm 1: sixteen weights of a quarter.
     layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]
     layers += [SllLinear(features, features, hidden=n, **options) for n in units]
-    last = NormalizedLinear if last_layer_normalization else ResizeChannels
-    return [*layers, last(features, image.classes)]
+    dropped = Pad(0, image.classes - features)
+    return [*layers, NormalizedLinear(features, image.classes) if last_layer_normalization else dropped]

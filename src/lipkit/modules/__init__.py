@@ -1,21 +1,21 @@
 """A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
 
-from lipkit.modules import chains, convolutions, ranges  # noqa: F401 (their rules are registered)
+from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
-from lipkit.modules.configuration import stored
-from lipkit.modules.dense import Affine, Elementwise, PositionCode
+from lipkit.modules.dense import Affine, PositionCode
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
-from lipkit.modules.machine import Local, local_error, rounding_rule, rounding_rules
+from lipkit.modules.machine import exact, local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter
-from lipkit.modules.phase import PhaseConv2d
+from lipkit.modules.plain import ROWS, Local, Plain, Shape, Stored, add_plain, export_rule, lipschitz_rule, rules
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
-from lipkit.modules.rearrange import ResizeChannels, Shift2d
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape, rules
+from lipkit.modules.ranges import Range, around, monotone, one_sign
+from lipkit.modules.rearrange import Shift2d
+from lipkit.modules.registry import output_shape
 from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.spread import SpreadConv2d
@@ -24,6 +24,7 @@ from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
 
 __all__ = [
+    "ROWS",
     "Activation",
     "Add",
     "Affine",
@@ -31,7 +32,6 @@ __all__ = [
     "Blend",
     "Center",
     "Concatenate",
-    "Elementwise",
     "Enlarge",
     "EnlargeBilinear",
     "Expand",
@@ -52,20 +52,24 @@ __all__ = [
     "Network",
     "Pad",
     "Permute",
-    "PhaseConv2d",
     "Piece",
+    "Plain",
     "PositionCode",
     "Product",
+    "Range",
     "Reshape",
-    "ResizeChannels",
     "Roll",
     "SandwichBlock",
     "Shape",
     "Shift2d",
     "SlopeResidual",
     "SpreadConv2d",
+    "Stored",
     "TaylorConv2d",
     "add_activation",
+    "add_plain",
+    "around",
+    "exact",
     "export_rule",
     "group_sort",
     "guard",
@@ -73,13 +77,12 @@ __all__ = [
     "load",
     "local_error",
     "maxmin",
+    "monotone",
+    "one_sign",
     "output_shape",
-    "rounding_rule",
-    "rounding_rules",
     "rules",
     "save",
     "sha256",
-    "stored",
 ]
 
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import directly, transformed
-from lipkit.modules.configuration import COUNT, INTEGER, Accepts, either, real, stored
-from lipkit.modules.machine import Local, Measure, RoundingRule, entries, rounding_rule
-from lipkit.modules.rearrange import export_copy, export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.configuration import COUNT, INTEGER, either, real
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain
+from lipkit.modules.ranges import Range, around, monotone
+from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, grow_number, size
 from lipkit.proof.roundoff import to_double
 
@@ -320,10 +321,12 @@ def add_activation(row: Activation) -> None:
             return row.rounding(module, input_shape, arithmetic)
         return pointwise(*row.rounding, 0.0, input_shape, arithmetic)
 
-    lipschitz_rule(row.kind)(slope)
-    export_rule(row.kind)(export_copy)
-    rounding_rule(row.kind)(error)
-    stored(row.kind, None, None, **row.arguments)
+    def range_of(module: nn.Module, x: Range) -> Range:
+        if slope_restricted(module):
+            return monotone(module, x)
+        return around(module(x.centre), float(lipschitz(module)) * x.radius)
+
+    add_plain(Plain(row.kind, slope, error, row.arguments, range_of))
     ACTIVATIONS[row.kind] = row
     if row.restricted:
         BY_NAME[row.kind.__name__.lower()] = row.kind
@@ -429,27 +432,17 @@ for _row in (
     add_activation(_row)
 
 
-# Not scalar: sorting and softmax.
-
-
-@lipschitz_rule(MaxMin, GroupSort)
-def _sorting(module: nn.Module, input_shape: Shape | None) -> float:
-    return 1.0
-
-
-@lipschitz_rule(nn.Softmax)
-def _softmax(module: nn.Softmax, input_shape: Shape | None) -> float:
-    # Its Jacobian diag(p) - p p^T has norm at most 1/2.
-    return 0.5
-
-
-@rounding_rule(MaxMin, GroupSort, nn.MaxPool2d)
-def _compare(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    """The rounding of a module that compares numbers: it only moves them."""
     shape = output_shape(module, input_shape)
     return pointwise(0.0, 0.0, 0.0, shape if entries(shape) > entries(input_shape) else input_shape, arithmetic)
 
 
-@rounding_rule(nn.Softmax)
+# Not scalar: sorting and softmax.
+add_plain(Plain(MaxMin, 1.0, comparing, {}, monotone))
+add_plain(Plain(GroupSort, 1.0, comparing, {"group_size": either(INTEGER, None)}, monotone))
+
+
 def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # e^-d / sum, d >= 0 the distance to the largest entry: rounding d moves e^-d by at most u d e^-d <= 0.37 u, and
     # the sum of n of them by at most 0.37 n u; the results have a norm of at most 1 in each group of n.
@@ -470,7 +463,9 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     return measure
 
 
-export_rule(GroupSort, MaxMin)(export_same)
-stored(MaxMin)
-stored(GroupSort, group_size=either(INTEGER, None))
-stored(nn.Softmax, dim=either(INTEGER, None))
+def _softmax_range(module: nn.Softmax, x: Range) -> Range:
+    return Range(torch.zeros_like(x.low), torch.ones_like(x.high))
+
+
+# Its Jacobian diag(p) - p p^T has norm at most 1/2.
+add_plain(Plain(nn.Softmax, 0.5, _softmax_error, {"dim": either(INTEGER, None)}, _softmax_range))

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +16,15 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.dense import Affine, Elementwise
-from lipkit.modules.fourier import StoredSymbol
+from lipkit.modules.configuration import INTEGER, mapping, submodules
+from lipkit.modules.dense import Affine
+from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.machine import (
-    Measure,
-    Step,
-    local_of,
-    prepare,
-    rounding_rule,
-    step_of,
-    through,
-)
+from lipkit.modules.machine import Step, local_of, prepare, step_of, through
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import gamma, multiply_up, product, to_double, up
@@ -59,7 +54,7 @@ _SAME = (nn.Flatten, nn.Unflatten, nn.Dropout, Reshape)
 
 def in_runs(module: nn.Module) -> bool:
     """True for modules of types that runs can hold."""
-    return type(module) in (nn.Linear, Affine, Elementwise, *_SAME) or slope_restricted(module)
+    return type(module) in (nn.Linear, Affine, *_SAME) or slope_restricted(module)
 
 
 def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
@@ -106,11 +101,10 @@ def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None
     """The matrix of a linear layer, the diagonal of a scaling of vectors, None for others; shifts aside."""
     if type(module) is nn.Linear:
         return to_double(module.weight.detach())
-    if not vectors or type(module) not in (Affine, Elementwise):
+    if not vectors or type(module) is not Affine:
         return None
-    assert isinstance(module.scale, Tensor)
     scale = to_double(module.scale)
-    return (scale.view(-1, *[1] * (len(shape) - 1)) if type(module) is Affine else scale).expand(shape).flatten()
+    return scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim)).expand(shape).flatten()
 
 
 def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -130,12 +124,10 @@ def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor,
     return times(left, right), bound + 4 * n * 2.0**-1074
 
 
-@lipschitz_rule(nn.Sequential)
 def _sequential(module: nn.Sequential, input_shape: Shape | None) -> Tensor:
     return chain_constant(module, input_shape)
 
 
-@lipschitz_rule(Network)
 def _network(module: Network, input_shape: Shape | None) -> Tensor:
     if input_shape not in (None, module.input_shape):
         raise ShapeError(f"network exported for inputs of shape {module.input_shape}, got {input_shape}")
@@ -230,7 +222,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
         shape = output_shape(module, shape)
     products = [*itertools.accumulate(factors, multiply_up, initial=torch.ones((), dtype=torch.float64))]
     whole = _with_multipliers(network, factors) if network.multipliers() else products[-1]
-    symbols = sum(isinstance(module, StoredSymbol) for module in network.modules())
+    symbols = sum(isinstance(module, FourierConv2d) for module in network.modules())
     return ChainProof(
         constant=_rounded_up(whole),
         prefixes=(1.0, *map(_rounded_up, products[1:])),
@@ -247,7 +239,6 @@ def _rounded_up(bound: Tensor) -> float:
     return math.nextafter(value, math.inf) if value > 0 else 0.0
 
 
-@export_rule(nn.Sequential, Network)
 def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
     parts: list[Network] = []
     for i, child in enumerate(module):
@@ -265,7 +256,23 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
     return nn.Sequential(*parts)
 
 
-@rounding_rule(nn.Sequential, Network)
 def _sequential_error(module: nn.Sequential, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     steps, _ = prepare(list(module), input_shape, arithmetic)
     return lambda x: local_of(through(steps, x))
+
+
+def _made(modules: Any, input_shape: Any, multipliers: dict[str, int]) -> Network:
+    given = {int(i): torch.zeros(operator.index(n)) for i, n in multipliers.items()}
+    return Network(modules, input_shape, given)
+
+
+def _read(network: Network) -> dict[str, Any]:
+    sizes = {str(i): len(m) for i, m in network.multipliers().items()}
+    # Not children(): that would list a module that stands in the chain twice only once.
+    return {"modules": tuple(network), "input_shape": network.input_shape, "multipliers": sizes}
+
+
+_parts = Stored({"modules": submodules}, lambda m: {"modules": tuple(m)}, lambda modules: nn.Sequential(*modules))
+_whole = Stored({"modules": submodules, "input_shape": INTEGER, "multipliers": mapping}, _read, _made)
+add_plain(Plain(nn.Sequential, _sequential, _sequential_error, _parts, export=_export_sequential))
+add_plain(Plain(Network, _network, _sequential_error, _whole, export=_export_sequential))

@@ -1,23 +1,18 @@
 """The configuration of plain modules: JSON values that name modules of a closed list by their short names.
 
-Each module's file says how it is stored (`stored`). Building makes exactly those modules and never imports or evaluates
-anything that a configuration says.
+The row of each module says how it is stored (`lipkit.modules.plain.Stored`). Building makes exactly those modules and
+never imports or evaluates anything that a configuration says.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import nn
 
 from lipkit.errors import DataError, OptionError
-from lipkit.modules.network import Network
-
-Accepts = Callable[[Any], bool]
-"""True for a value of a configuration that the argument takes."""
+from lipkit.modules.plain import ROWS, Accepts, Stored, stored_type, stored_types
 
 
 def flag(value: Any) -> bool:
@@ -72,60 +67,18 @@ def mapping(value: Any) -> bool:
 
 INTEGER, COUNT = whole(), whole(1)
 
-
-class _Stored(NamedTuple):
-    kind: type[nn.Module]
-    arguments: dict[str, Accepts]
-    read: Callable[[Any], dict[str, Any]]
-    make: Callable[..., nn.Module]
-
-
-_STORED: dict[str, _Stored] = {}
-
 # How deep the modules of one network may be nested.
 MAX_DEPTH = 50
 
 
-def stored(
-    kind: type[nn.Module],
-    read: Callable[[Any], dict[str, Any]] | None = None,
-    make: Callable[..., nn.Module] | None = None,
-    **arguments: Accepts,
-) -> None:
-    """Let networks with modules of exactly this type be saved and loaded.
-
-    Args:
-        kind: the type.
-        read: the arguments of a module; by default its attributes of those names (of ``bias``, whether there is one).
-        make: from the arguments to a module, its tensors unset; by default ``kind``.
-        arguments: what each accepts.
-    """
-
-    def attributes(module: Any) -> dict[str, Any]:
-        found = {name: getattr(module, name) for name in arguments if name != "bias"}
-        return found | ({"bias": module.bias is not None} if "bias" in arguments else {})
-
-    _STORED[kind.__name__] = _Stored(kind, arguments, read or attributes, make or kind)
+def stored_as(kind: type[nn.Module]) -> Stored | None:
+    """How modules of exactly this type are saved, if they are."""
+    stored = ROWS[kind].stored if kind in ROWS else None
+    return stored if stored is None or isinstance(stored, Stored) else Stored(stored)
 
 
-def stored_types() -> tuple[type[nn.Module], ...]:
-    """Every type that can be saved."""
-    return tuple(entry.kind for entry in _STORED.values())
-
-
-def _network(modules: Any, input_shape: Any, multipliers: dict[str, int]) -> Network:
-    given = {int(i): torch.zeros(operator.index(n)) for i, n in multipliers.items()}
-    return Network(modules, input_shape, given)
-
-
-def _read_network(network: Network) -> dict[str, Any]:
-    sizes = {str(i): len(m) for i, m in network.multipliers().items()}
-    # Not children(): that would list a module that stands in the chain twice only once.
-    return {"modules": tuple(network), "input_shape": network.input_shape, "multipliers": sizes}
-
-
-stored(Network, _read_network, _network, modules=submodules, input_shape=INTEGER, multipliers=mapping)
-stored(nn.Sequential, lambda m: {"modules": tuple(m)}, lambda modules: nn.Sequential(*modules), modules=submodules)
+def _attributes(module: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: module.bias is not None if name == "bias" else getattr(module, name) for name in names}
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
@@ -138,14 +91,14 @@ def describe(module: nn.Module) -> dict[str, Any]:
     {'type': 'LeakyReLU', 'negative_slope': 0.1}
     """
     kind = type(module)
-    entry = _STORED.get(kind.__name__)
-    if entry is None or entry.kind is not kind:
+    entry = stored_as(kind)
+    if entry is None:
+        known = ", ".join(sorted(known.__name__ for known in stored_types()))
         raise OptionError(
-            f"expected a plain module ({', '.join(sorted(_STORED))}), got {kind.__module__}.{kind.__qualname__}; "
-            "call lipkit.export first"
+            f"expected a plain module ({known}), got {kind.__module__}.{kind.__qualname__}; call lipkit.export first"
         )
     config: dict[str, Any] = {"type": kind.__name__}
-    for name, value in entry.read(module).items():
+    for name, value in (entry.read(module) if entry.read else _attributes(module, entry.arguments)).items():
         if entry.arguments[name] is submodule:
             value = describe(value)
         elif entry.arguments[name] is submodules:
@@ -172,9 +125,10 @@ def _build(config: Any, depth: int) -> nn.Module:
     if not isinstance(config, dict) or not isinstance(config.get("type"), str):
         raise DataError(f"network configuration: expected an object with a 'type', got {str(config)[:80]!r}")
     name = config["type"]
-    if name not in _STORED:
+    kind = stored_type(name)
+    entry = None if kind is None else stored_as(kind)
+    if kind is None or entry is None:
         raise DataError(f"network configuration: unknown or missing {name!r} in {str(config)[:80]!r}")
-    entry = _STORED[name]
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k != "type"}
     if set(given) != set(entry.arguments):
         raise DataError(f"{name}: expected the arguments {sorted(entry.arguments)}, got {sorted(given)}")
@@ -186,6 +140,6 @@ def _build(config: Any, depth: int) -> nn.Module:
         elif accepts is submodules:
             given[key] = tuple(_build(part, depth + 1) for part in given[key])
     try:
-        return entry.make(**given)
+        return (entry.make or kind)(**given)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"network configuration: {name} cannot be built: {error}") from None

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from lipkit.bounds import circular, polyphase, symbol_sup
 from lipkit.errors import NoRuleError
-from lipkit.modules.configuration import COUNT, Accepts, either, flag, stored, whole
-from lipkit.modules.dense import inner_products
-from lipkit.modules.machine import Measure, entries, rounding_rule
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import (
-    Arithmetic,
-)
+from lipkit.modules.configuration import COUNT, either, flag, whole
+from lipkit.modules.dense import inner_products, linear_range
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Accepts, Measure, Plain, Shape, add_plain
+from lipkit.modules.registry import output_shape
+from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import up
 
 _Conv = nn.Conv1d | nn.Conv2d
@@ -81,7 +80,6 @@ def _on_plane(module: _Conv | _Transposed) -> Tensor:
     return symbol_sup(kernel_with_stride(module), groups=module.groups)
 
 
-@lipschitz_rule(nn.Conv1d, nn.Conv2d)
 def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
     name = f"nn.{type(module).__name__}"
     axes = module.weight.ndim - 2
@@ -115,7 +113,6 @@ def _conv(module: _Conv, input_shape: Shape | None) -> Tensor:
     return symbol_sup(kernel, groups=groups)
 
 
-@lipschitz_rule(nn.ConvTranspose1d, nn.ConvTranspose2d)
 def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
     # The adjoint of a strided convolution of the plane, of which padding and output_padding choose the rows to keep.
     if module.padding_mode != "zeros":
@@ -123,27 +120,15 @@ def _transposed(module: _Transposed, input_shape: Shape | None) -> Tensor:
     return _on_plane(module)
 
 
-@export_rule(nn.Conv3d, nn.ConvTranspose3d)
-def _export_three_dimensional(module: nn.Module, input_shape: Shape) -> NoReturn:
-    raise _three(module)
-
-
-@lipschitz_rule(nn.Conv3d, nn.ConvTranspose3d)
-def _three_dimensional(module: nn.Module, input_shape: Shape | None) -> NoReturn:
-    raise _three(module)
-
-
-def _three(module: nn.Module) -> NoRuleError:
-    return NoRuleError(
+def _three(module: nn.Module, input_shape: Shape | None) -> NoReturn:
+    raise NoRuleError(
         f"nn.{type(module).__name__}: expected a convolution of one or two dimensions, got three: its symbol has three "
         "frequencies, which no bound here covers; register a rule with lipkit.modules.lipschitz_rule"
     )
 
 
-@export_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-def _copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    output_shape(module, input_shape)
-    return copy.deepcopy(module)
+for _kind in (nn.Conv3d, nn.ConvTranspose3d):
+    add_plain(Plain(_kind, _three, export=_three))
 
 
 def windows_overlap(conv: nn.Conv1d | nn.Conv2d) -> bool:
@@ -169,7 +154,6 @@ def padded_copies(module: _Conv, input_shape: Shape) -> float:
     return float(torch.bincount(padded.flatten().long()).amax())
 
 
-@rounding_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
     groups, taps = module.groups, math.prod(module.weight.shape[2:])
@@ -202,10 +186,12 @@ def _padding(sizes: Accepts) -> Accepts:
     return lambda value: value in ("same", "valid") if isinstance(value, str) else sizes(value)
 
 
-for _number, _kind, _turned in ((1, nn.Conv1d, nn.ConvTranspose1d), (2, nn.Conv2d, nn.ConvTranspose2d)):
+for _number, _straight, _turned in ((1, nn.Conv1d, nn.ConvTranspose1d), (2, nn.Conv2d, nn.ConvTranspose2d)):
     _counts, _sizes = whole(1, count=_number), whole(0, count=_number)
     _both = {"in_channels": COUNT, "out_channels": COUNT, "kernel_size": _counts, "stride": _counts, "bias": flag}
     _both |= {"dilation": _counts, "groups": COUNT}
     _modes = either(None, "zeros", "reflect", "replicate", "circular")
-    stored(_kind, None, None, **_both, padding=_padding(_sizes), padding_mode=_modes)
-    stored(_turned, None, None, **_both, padding=_sizes, output_padding=_sizes)
+    _own, _back = {"padding": _padding(_sizes), "padding_mode": _modes}, {"padding": _sizes, "output_padding": _sizes}
+    _dims = (_number + 1, _number + 1)
+    add_plain(Plain(_straight, _conv, _conv_error, _both | _own, linear_range, dims=_dims))
+    add_plain(Plain(_turned, _transposed, _conv_error, _both | _back, linear_range, dims=_dims))

@@ -11,8 +11,10 @@ around it; :math:`\| |W| \|_2` is bounded by the root of its largest row sum tim
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.configuration import COUNT, flag, stored
-from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.configuration import COUNT, flag
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.ranges import Range, around
+from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import (
     FLOAT64,
     Arithmetic,
@@ -38,65 +41,20 @@ from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import to_double
 
 
-@lipschitz_rule(nn.Linear)
-def _linear(module: nn.Linear, input_shape: Shape | None) -> Tensor:
-    return spectral_norm(module.weight)
-
-
 class Affine(nn.Module):
-    """``y = scale * x + shift`` per channel (dimension 1), with constant buffers.
+    """``y = scale * x + shift``, entry by entry, with constant buffers.
 
     Args:
-        scale, shift: tensors ``(C,)``, or ``(1,)`` for one value for every channel.
-
-    Raises:
-        ShapeError: other shapes, or an input with another number of channels (it would be repeated).
-
-    >>> import torch
-    >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
-    [[1.0, 1.0, 1.0]]
-    """
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, scale: Tensor, shift: Tensor) -> None:
-        super().__init__()
-        if scale.ndim != 1 or scale.shape != shift.shape or not len(scale):
-            raise ShapeError(
-                f"Affine: expected scale and shift of one shape (C,), got {tuple(scale.shape)} and {tuple(shift.shape)}"
-            )
-        self.register_buffer("scale", scale.detach().clone())
-        self.register_buffer("shift", shift.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim < 2 or len(self.scale) not in (1, x.shape[1]):
-            raise ShapeError(f"Affine: expected {len(self.scale)} channels in dimension 1, got shape {tuple(x.shape)}")
-        shape = (-1,) + (1,) * (x.ndim - 2)
-        return x * self.scale.view(shape) + self.shift.view(shape)
-
-    def extra_repr(self) -> str:
-        return f"channels={len(self.scale)}"
-
-
-@lipschitz_rule(Affine)
-def _affine(module: Affine, input_shape: Shape | None) -> Tensor:
-    return to_double(module.scale).abs().amax()
-
-
-class Elementwise(nn.Module):
-    """``y = scale * x + shift``, entry by entry, where both may be repeated along dimensions of size 1.
-
-    Args:
-        scale, shift: tensors with the dimensions of one sample, each of its size or 1.
+        scale, shift: tensors with the first dimensions of a sample, each of its size or 1: ``(C,)`` for each channel.
 
     Raises:
         ShapeError: other numbers of dimensions, or a sample that they would repeat.
 
     >>> import torch
-    >>> layer = Elementwise(torch.tensor([[2.0], [3.0]]), torch.zeros(1, 1))
-    >>> layer(torch.ones(1, 2, 2)).tolist()
-    [[[2.0, 2.0], [3.0, 3.0]]]
+    >>> Affine(torch.tensor([2.0]), torch.tensor([1.0]))(torch.zeros(1, 3)).tolist()
+    [[1.0, 1.0, 1.0]]
+    >>> Affine(torch.tensor([[2.0, 3.0]]), torch.zeros(1, 1))(torch.ones(1, 2, 2)).tolist()
+    [[[2.0, 3.0], [2.0, 3.0]]]
     """
 
     scale: Tensor
@@ -104,34 +62,27 @@ class Elementwise(nn.Module):
 
     def __init__(self, scale: Tensor, shift: Tensor) -> None:
         super().__init__()
-        if scale.ndim < 1 or scale.ndim != shift.ndim or not scale.numel() or not shift.numel():
+        alike = all(a == b or 1 in (a, b) for a, b in zip(scale.shape, shift.shape, strict=False))
+        if scale.ndim < 1 or scale.ndim != shift.ndim or not alike or not scale.numel() or not shift.numel():
             raise ShapeError(
-                "Elementwise: expected scale and shift with the dimensions of one sample, got "
+                "Affine: expected scale and shift with the first dimensions of a sample, got "
                 f"{tuple(scale.shape)} and {tuple(shift.shape)}"
             )
         self.register_buffer("scale", scale.detach().clone())
         self.register_buffer("shift", shift.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        shapes = (self.scale.shape, self.shift.shape)
-        if x.ndim != self.scale.ndim + 1 or not all(map(_fits, shapes, (x.shape[1:],) * 2)):
+        sample, rest = x.shape[1:], (1,) * (x.ndim - 1 - self.scale.ndim)
+        sizes = [*zip(self.scale.shape, sample, strict=False), *zip(self.shift.shape, sample, strict=False)]
+        if len(sample) < self.scale.ndim or any(n not in (1, m) for n, m in sizes):
             raise ShapeError(
-                f"Elementwise: expected samples that scale {tuple(self.scale.shape)} and shift "
+                f"Affine: expected samples that scale {tuple(self.scale.shape)} and shift "
                 f"{tuple(self.shift.shape)} fit, got {tuple(x.shape)}"
             )
-        return x * self.scale + self.shift
+        return x * self.scale.view(*self.scale.shape, *rest) + self.shift.view(*self.shift.shape, *rest)
 
     def extra_repr(self) -> str:
         return f"scale={tuple(self.scale.shape)}, shift={tuple(self.shift.shape)}"
-
-
-def _fits(sizes: tuple[int, ...], sample: tuple[int, ...]) -> bool:
-    return all(n in (1, m) for n, m in zip(sizes, sample, strict=True))
-
-
-@lipschitz_rule(Elementwise)
-def _elementwise(module: Elementwise, input_shape: Shape | None) -> Tensor:
-    return to_double(module.scale).abs().amax()
 
 
 class PositionCode(nn.Module):
@@ -165,11 +116,6 @@ class PositionCode(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, {self.height}, {self.width}"
-
-
-@lipschitz_rule(PositionCode)
-def _position(module: PositionCode, input_shape: Shape | None) -> float:
-    return 1.0
 
 
 def inner_products(
@@ -217,7 +163,14 @@ def inner_products(
     return measure
 
 
-@rounding_rule(nn.Linear)
+def linear_range(module: Any, x: Range) -> Range:
+    """Of a layer with a weight: its moduli on the radii."""
+    positive = copy.deepcopy(module)
+    positive.weight = nn.Parameter(module.weight.abs(), requires_grad=False)
+    positive.bias = None
+    return around(module(x.centre), positive(x.radius))
+
+
 def _linear_error(module: nn.Linear, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     weight, bias = module.weight.abs(), None if module.bias is None else module.bias.abs()
     return inner_products(
@@ -228,6 +181,10 @@ def _linear_error(module: nn.Linear, input_shape: Shape, arithmetic: Arithmetic)
         entries(output_shape(module, input_shape)),
         arithmetic,
     )
+
+
+_features = {"in_features": COUNT, "out_features": COUNT, "bias": flag}
+add_plain(Plain(nn.Linear, lambda m, shape: spectral_norm(m.weight), _linear_error, _features, linear_range))
 
 
 def last_layer(
@@ -259,37 +216,19 @@ def last_layer(
     return at, torch.where(zero, 0.0, slope), peak
 
 
-def scaling(
-    scale: Tensor,
-    shift: Tensor,
-    operations: int,
-    input_shape: Shape,
-    arithmetic: Arithmetic,
-    stored: float = 0.0,
-    lost: float = 0.0,
-) -> Measure:
-    """Numbers times ``scale`` plus ``shift``, by that many chained operations.
-
-    Args:
-        scale, shift: ``(C,)`` for each channel (dimension 1), or with the dimensions of one sample.
-        stored: the largest modulus among the numbers that both are made of.
-        lost: what the scale may be off by, absolutely, before it is made.
-    """
-    scale, shift = (
-        t.detach().double().abs().view((-1,) + (1,) * (len(input_shape) - 1) if t.ndim == 1 else t.shape)
-        for t in (scale, shift)
-    )
-    error = arithmetic.gamma(operations + 2 * arithmetic.stored)
+def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    rest = (1,) * (len(input_shape) - module.scale.ndim)
+    scale, shift = (t.detach().double().abs().view(*t.shape, *rest) for t in (module.scale, module.shift))
+    error = arithmetic.gamma(3 + 2 * arithmetic.stored)
     largest = grow_number(float(scale.amax()))
-    lost += arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
-    floor = math.sqrt(entries(input_shape)) * (arithmetic.tiny * (largest + 4 * operations + stored) + lost * stored)
-    biggest = max(largest, stored)
+    lost = arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
+    floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 12)
 
     def measure(x: Tensor) -> Local:
         reached = Line(grow(size(x.abs() * scale + shift)), largest)
         error_line = reached.times(error).plus(Line(size(x), 1.0).times(lost))
         peak = reached.times(2.0)
-        return Local(error_line.plus(flat(reached.at, floor)), Line(peak.at + biggest, peak.slope))
+        return Local(error_line.plus(flat(reached.at, floor)), Line(peak.at + largest, peak.slope))
 
     return measure
 
@@ -299,30 +238,21 @@ def _has_subnormal(values: Tensor, arithmetic: Arithmetic) -> bool:
     return bool(((magnitude < arithmetic.tiny) & (magnitude > 0)).any())
 
 
-@rounding_rule(Affine, Elementwise)
-def _affine_error(module: Affine | Elementwise, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return scaling(module.scale, module.shift, 3, input_shape, arithmetic)
+def _affine_range(module: Affine, x: Range) -> Range:
+    return around(module(x.centre), Affine(module.scale.abs(), torch.zeros_like(module.shift))(x.radius))
 
 
-@export_rule(PositionCode)
+_stored = Stored(
+    {"scale": COUNT, "shift": COUNT},
+    lambda m: {"scale": tuple(m.scale.shape), "shift": tuple(m.shift.shape)},
+    lambda scale, shift: Affine(torch.zeros(scale), torch.zeros(shift)),
+)
+add_plain(Plain(Affine, lambda m, shape: to_double(m.scale).abs().amax(), _affine_error, _stored, _affine_range))
+
+
 def _export_position(module: PositionCode, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
-    return Elementwise(torch.ones_like(module.offset[:1, :1, :1]), module.offset)
+    return Affine(torch.ones_like(module.offset[:1, :1, :1]), module.offset)
 
 
-export_rule(Affine, Elementwise)(export_same)
-
-stored(nn.Linear, in_features=COUNT, out_features=COUNT, bias=flag)
-stored(
-    Affine,
-    lambda m: {"channels": len(m.scale)},
-    lambda channels: Affine(torch.zeros(channels), torch.zeros(channels)),
-    channels=COUNT,
-)
-stored(
-    Elementwise,
-    lambda m: {"scale": tuple(m.scale.shape), "shift": tuple(m.shift.shape)},
-    lambda scale, shift: Elementwise(torch.zeros(scale), torch.zeros(shift)),
-    scale=COUNT,
-    shift=COUNT,
-)
+add_plain(Plain(PositionCode, 1.0, export=_export_position))

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, apply_symbol
+from lipkit.conv.phase_product import apply_phases
+from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
-from lipkit.modules.configuration import COUNT, flag, stored, whole
-from lipkit.modules.machine import Local, Measure
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule
+from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Local, Measure, Plain, Shape, add_plain
+from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
@@ -37,48 +39,75 @@ from lipkit.proof.roundoff import gamma, to_double, up
 MAX_SIDE = 4096
 
 
-class StoredSymbol(nn.Module):
-    """A convolution ``(B, in_channels, height, width) -> (B, out_channels, height, width)`` kept as its symbol.
+class FourierConv2d(nn.Module):
+    r"""Circular convolution ``(B, cin, h, w) -> (B, cout, h, w)`` stored as its symbol: real products only.
 
-    Subclasses set ``in_channels``, ``out_channels``, ``height`` and ``width`` and call :meth:`make_buffers`. The
-    transform is no state: it follows from ``transform_size``, is made in float64 and rounded once to the dtype of the
-    module (again after ``.double()`` or ``.to``).
+    .. math:: y = T^\top \, \mathrm{diag}(M_f) \, T \, x + b
+
+    with T the real orthonormal 2-D Fourier transform (``lipkit.conv.spectrum``) and :math:`M_f` the matrices of the
+    symbol. No inverse, no complex number, no FFT: it runs wherever matrix products do.
+
+    With a smaller kernel kh x kw, whose taps lie h / kh and w / kw apart, T is that of kh x kw, on each of the phase
+    images (``lipkit.conv.phase_product``).
+
+    Args:
+        in_channels, out_channels: channels.
+        height, width: the only image size it accepts.
+        kernel_size: (kh, kw), which divide height and width; by default the whole image.
+        complex_pairs: whether the matrices of the conjugate pairs of frequencies are complex.
+        bias: whether a bias (cout,) is added.
+        device, dtype: of the buffers.
+
+    Buffers ``real`` (n_r, cout, cin), ``pair`` (n_p, 2, cout, cin: real and imaginary part; or n_p, 1, cout, cin) and
+    ``bias`` are zero until they are set, for instance by ``load_state_dict`` or :meth:`from_symbol`. The transform is
+    no state: it follows from the size, is made in float64 and rounded once to the dtype of the module (again after
+    ``.double()`` or ``.to``).
+
+    Raises:
+        ShapeError: an empty or too large size, a kernel that does not divide the image; an input of another image size
+            or channel number.
+
+    >>> layer = FourierConv2d(2, 4, 5, 6, bias=False)
+    >>> layer(torch.ones(1, 2, 5, 6)).shape
+    torch.Size([1, 4, 5, 6])
+    >>> FourierConv2d(2, 4, 6, 9, (3, 3), bias=False).real.shape
+    torch.Size([1, 4, 2])
     """
 
-    in_channels: int
-    out_channels: int
-    height: int
-    width: int
-    transform_size: tuple[int, int]
     real: Tensor
     pair: Tensor
     bias: Tensor | None
 
-    def make_buffers(
+    def __init__(
         self,
-        counts: tuple[int, int, int],
-        transform_size: tuple[int, int],
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        in_channels: int,
+        out_channels: int,
+        height: int,
+        width: int,
+        kernel_size: tuple[int, int] | None = None,
+        complex_pairs: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Zero buffers ``real`` (n_r, cout, cin), ``pair`` (n_p, parts, cout, cin) and ``bias``, and the transform.
-
-        Args:
-            counts: (n_r, n_p, parts).
-            transform_size: sides of the images that are transformed.
-            bias, device, dtype: as in the constructors.
-        """
-        n_real, n_pair, parts = counts
-        matrix = (self.out_channels, self.in_channels)
-        self.transform_size = transform_size
+        super().__init__()
+        kernel = (height, width) if kernel_size is None else kernel_size
+        if len(kernel) != 2 or min(in_channels, out_channels, height, width, *kernel) < 1 or max(kernel) > MAX_SIDE:
+            raise ShapeError(
+                f"FourierConv2d: expected positive channels and sides, and kernel sizes from 1 to {MAX_SIDE} (the "
+                f"transform takes the square of a side), got {in_channels}, {out_channels}, {height}, {width}, {kernel}"
+            )
+        check_fits(height, width, kernel)
+        self.in_channels, self.out_channels, self.height, self.width = in_channels, out_channels, height, width
+        self.kernel_size, self.complex_pairs = (kernel[0], kernel[1]), complex_pairs
+        (n_real, n_pair), matrix = distinct_frequencies(self.kernel_size), (out_channels, in_channels)
         self.register_buffer("real", torch.zeros(n_real, *matrix, device=device, dtype=dtype))
-        self.register_buffer("pair", torch.zeros(n_pair, parts, *matrix, device=device, dtype=dtype))
-        self.register_buffer("bias", torch.zeros(self.out_channels, device=device, dtype=dtype) if bias else None)
+        self.register_buffer("pair", torch.zeros(n_pair, 1 + complex_pairs, *matrix, device=device, dtype=dtype))
+        self.register_buffer("bias", torch.zeros(out_channels, device=device, dtype=dtype) if bias else None)
         self._make_transform()
 
     def _make_transform(self) -> None:
-        made = transform_matrices(*self.transform_size, dtype=self.real.dtype, device=self.real.device)
+        made = transform_matrices(*self.kernel_size, dtype=self.real.dtype, device=self.real.device)
         self.transforms = len(made)
         for i, matrix in enumerate(made):
             self.register_buffer(f"transform{i}", matrix, persistent=False)
@@ -88,14 +117,19 @@ class StoredSymbol(nn.Module):
         self._make_transform()
         return self
 
-    def fill(self, symbol: Symbol, bias: Tensor | None) -> Self:
-        """Copy these values into the buffers."""
+    @classmethod
+    def from_symbol(
+        cls, symbol: Symbol, height: int, width: int, bias: Tensor | None, kernel_size: tuple[int, int] | None = None
+    ) -> Self:
+        """The layer of this symbol and bias, as detached copies."""
+        _, parts, cout, cin = symbol.pair.shape
+        layer = cls(cin, cout, height, width, kernel_size, parts == 2, bias is not None).to(symbol.real)
         with torch.no_grad():
-            self.real.copy_(symbol.real)
-            self.pair.copy_(symbol.pair)
-            if self.bias is not None and bias is not None:
-                self.bias.copy_(bias)
-        return self
+            layer.real.copy_(symbol.real)
+            layer.pair.copy_(symbol.pair)
+            if layer.bias is not None and bias is not None:
+                layer.bias.copy_(bias)
+        return layer
 
     def matrices(self) -> list[Tensor]:
         """The transform: one dense matrix, or one per axis."""
@@ -105,70 +139,23 @@ class StoredSymbol(nn.Module):
         """The stored symbol."""
         return Symbol(self.real, self.pair)
 
-
-class FourierConv2d(StoredSymbol):
-    r"""Circular convolution ``(B, cin, h, w) -> (B, cout, h, w)`` stored as its symbol: real products only.
-
-    .. math:: y = T^\top \, \mathrm{diag}(M_f) \, T \, x + b
-
-    with T the real orthonormal 2-D Fourier transform (``lipkit.conv.spectrum``) and :math:`M_f` the matrices of the
-    symbol. No inverse, no complex number, no FFT: it runs wherever matrix products do.
-
-    Args:
-        in_channels, out_channels: channels.
-        height, width: the only image size it accepts.
-        bias: whether a bias (cout,) is added.
-        device, dtype: of the buffers.
-
-    Buffers ``real`` (n_r, cout, cin), ``pair`` (n_p, 2, cout, cin) and ``bias`` are zero until they are set, for
-    instance by ``load_state_dict`` or :meth:`from_symbol`. The transform is no state: it follows from the size, is
-    made in float64 and rounded once to the dtype of the module (again after ``.double()`` or ``.to``).
-
-    Raises:
-        ShapeError: an empty or too large size; an input of another image size or channel number.
-
-    >>> layer = FourierConv2d(2, 4, 5, 6, bias=False)
-    >>> layer(torch.ones(1, 2, 5, 6)).shape
-    torch.Size([1, 4, 5, 6])
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        height: int,
-        width: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if min(in_channels, out_channels, height, width) < 1 or max(height, width) > MAX_SIDE:
-            raise ShapeError(
-                f"FourierConv2d: expected positive channels and sides from 1 to {MAX_SIDE} (the transform takes the "
-                f"square of a side), got {in_channels}, {out_channels}, {height}, {width}"
-            )
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.height, self.width = height, width
-        n_real = (2 - height % 2) * (2 - width % 2)
-        n_pair = (height * width - n_real) // 2
-        self.make_buffers((n_real, n_pair, 2), (height, width), bias, device, dtype)
-
-    @classmethod
-    def from_symbol(cls, symbol: Symbol, height: int, width: int, bias: Tensor | None) -> Self:
-        """The layer of this symbol and bias, as detached copies."""
-        _, cout, cin = symbol.real.shape
-        layer = cls(cin, cout, height, width, bias is not None, device=symbol.real.device, dtype=symbol.real.dtype)
-        return layer.fill(symbol, bias)
+    @property
+    def whole(self) -> bool:
+        """True if its frequencies are those of the image, and its pairs complex."""
+        return self.complex_pairs and self.kernel_size == (self.height, self.width)
 
     def forward(self, x: Tensor) -> Tensor:
         expected = (self.in_channels, self.height, self.width)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
             raise ShapeError(f"FourierConv2d: expected input of shape (B, *{expected}), got {tuple(x.shape)}")
-        return apply_symbol(self.symbol(), x, self.matrices(), self.bias)
+        if self.whole:
+            return apply_symbol(self.symbol(), x, self.matrices(), self.bias)
+        return apply_phases(self.symbol(), x, self.kernel_size, self.matrices(), self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, {self.height}, {self.width}, bias={self.bias is not None}"
+        kernel = "" if self.whole else f", kernel_size={self.kernel_size}, complex_pairs={self.complex_pairs}"
+        sizes = f"{self.in_channels}, {self.out_channels}, {self.height}, {self.width}"
+        return f"{sizes}{kernel}, bias={self.bias is not None}"
 
 
 def transform_norm(matrices: list[Tensor]) -> float:
@@ -186,12 +173,14 @@ def transform_norm(matrices: list[Tensor]) -> float:
     return norm * (1 + gamma(4))
 
 
-@lipschitz_rule(FourierConv2d)
 def _fourier(module: FourierConv2d, input_shape: Shape | None) -> Tensor:
     norms = [spectral_norm(module.real)]
     if len(module.pair):
-        norms.append(spectral_norm(torch.complex(to_double(module.pair[:, 0]), to_double(module.pair[:, 1]))))
-    return up(torch.stack(norms).amax() * transform_norm(module.matrices()) ** 2, 4)
+        pair = to_double(module.pair)
+        norms.append(spectral_norm(torch.complex(pair[:, 0], pair[:, 1]) if module.complex_pairs else pair))
+    # Splitting into phase images moves pixels; a 1 x 1 kernel has no transform.
+    norm = torch.stack(norms).amax()
+    return norm if module.kernel_size == (1, 1) else up(norm * transform_norm(module.matrices()) ** 2, 4)
 
 
 _ROOM = 4
@@ -216,7 +205,7 @@ def schur(magnitude: Tensor) -> float:
     return grow_number(math.sqrt(float(products.amax())) * (1 + FLOAT64.gamma(magnitude.shape[1] + magnitude.shape[2])))
 
 
-def spectral_blocks(module: StoredSymbol) -> float:
+def spectral_blocks(module: FourierConv2d) -> float:
     """Bound of the norm of the matrices of moduli of all frequencies."""
     real, pair = module.real.detach().double().abs(), module.pair.detach().double().abs()
     # For the block [[|R|, |S|], [|S|, |R|]] row and column sums are those of |R| + |S|.
@@ -253,7 +242,33 @@ def relative_to_input(
     return measure
 
 
-export_rule(FourierConv2d)(export_same)
+def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    """The rounding of a convolution that is kept as its symbol."""
+    outputs, cin = entries(output_shape(module, input_shape)), module.in_channels
+    gain = float(lipschitz(module, input_shape)) * (1 + 2.0**-44)
+    blocks = spectral_blocks(module)
+    parts = module.pair.shape[1] if module.pair.numel() else 1
+    terms = parts * cin
+    sizes = [len(matrix) for matrix in module.matrices()]
+    transform = transform_error(sizes, arithmetic)
+    product = arithmetic.gamma(terms + _ROOM + arithmetic.stored) * blocks
+    there = gain * transform + product * (1 + transform)
+    # Back: the error so far, and that of the inverse transform on numbers of at most (gain + there) ||x||.
+    relative = grow_number(there + transform * (gain + there))
+    # Underflow: at most two for each operation, each carried on by a norm of at most sqrt(2) (1 + blocks) sqrt(terms).
+    steps = entries(input_shape) + outputs
+    biggest = float(torch.cat([module.real.flatten(), module.pair.flatten()]).detach().abs().amax())
+    carried = (sum(sizes) + terms + 8) * (2 + blocks) ** 2 * (1 + biggest)
+    floor = 8 * math.sqrt(steps) * carried * arithmetic.tiny
+    # Numbers below the normal range are lost: of each entry of the transform and of the matrices, at most eta.
+    relative += 4 * (steps + sum(sizes) + terms) * (2 + blocks) * arithmetic.tiny
+    found = relative_to_input(relative, floor, module.bias, outputs, gain + blocks, arithmetic, transform)
+    if biggest > arithmetic.room:
+        return lambda x: found(x)._replace(peak=flat(size(x), math.inf))
+    return found
 
-SIDE = whole(-(2**31), 1 << 16)
-stored(FourierConv2d, in_channels=COUNT, out_channels=COUNT, height=SIDE, width=SIDE, bias=flag)
+
+_side = whole(-(2**31), 1 << 16)
+_stored = {"in_channels": COUNT, "out_channels": COUNT, "height": _side, "width": _side, "bias": flag}
+_stored |= {"kernel_size": INTEGER, "complex_pairs": flag}
+add_plain(Plain(FourierConv2d, _fourier, _symbol_error, _stored))

@@ -21,24 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lacks_memory
-from lipkit.modules.configuration import INTEGER, stored, submodules
+from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
-from lipkit.modules.machine import (
-    Local,
-    Measure,
-    Step,
-    Walk,
-    advance,
-    entries,
-    nothing,
-    reach,
-    rounding_rule,
-    start,
-    step_of,
-)
+from lipkit.modules.machine import Step, Walk, advance, entries, nothing, reach, start, step_of
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.registry import Shape, export_plain, export_rule, lipschitz, lipschitz_rule
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.registry import export_plain, lipschitz
 from lipkit.modules.views import Piece
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number
 
@@ -356,7 +345,6 @@ def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> d
     return {key: ranges for key, ranges in found.items() if len(set().union(*ranges)) == total[key]}
 
 
-@lipschitz_rule(Graph)
 def graph_constant(module: Graph, input_shape: Shape | None) -> Tensor:
     guard(module.nodes)
     refuse_inplace(module)
@@ -428,7 +416,6 @@ class Wiring:
         return Graph([self.modules[value - 1] for value in part], sources)
 
 
-@export_rule(Graph)
 def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     guard(module.nodes)
     refuse_inplace(module)
@@ -454,7 +441,6 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     return nn.Sequential(*wiring.chain(place[-1]))
 
 
-@rounding_rule(Graph)
 def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     refuse_inplace(module)
     shapes = value_shapes(module, input_shape)
@@ -520,14 +506,13 @@ def _wired(value: Any) -> bool:
     )
 
 
-stored(Add, lambda m: {"signs": m.signs}, lambda signs: Add(*signs), signs=INTEGER)
-stored(Concatenate, dim=INTEGER)
-stored(Maximum)
-stored(Blend, make=lambda: Blend(torch.zeros(())))
-stored(
-    Graph,
+add_plain(Plain(Add, stored=Stored({"signs": INTEGER}, make=lambda signs: Add(*signs))))
+add_plain(Plain(Concatenate, stored={"dim": INTEGER}))
+add_plain(Plain(Maximum, stored={}))
+add_plain(Plain(Blend, stored=Stored({}, make=lambda: Blend(torch.zeros(())))))
+_graph_stored = Stored(
+    {"modules": submodules, "sources": _wired},
     lambda m: {"modules": tuple(m.nodes), "sources": tuple(list(read) for read in m.sources)},
     lambda modules, sources: Graph(modules, sources),
-    modules=submodules,
-    sources=_wired,
 )
+add_plain(Plain(Graph, graph_constant, _graph_error, _graph_stored, export=export_graph))

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.activations import LIBRARY, Activation, _compare, _sorting, add_activation, pointwise
-from lipkit.modules.configuration import COUNT, stored
-from lipkit.modules.machine import Measure, rounding_rule
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule
+from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
+from lipkit.modules.configuration import COUNT
+from lipkit.modules.plain import Measure, Plain, Shape, add_plain
 from lipkit.proof.arithmetic import Arithmetic, grow_number
 
 
@@ -157,7 +155,6 @@ class Householder(nn.Module):
         return f"{self.channels}, order={self.order}"
 
 
-@export_rule(LPReLU)
 def _export_lprelu(module: LPReLU, input_shape: Shape) -> nn.Module:
     slopes = module.slopes.detach().clamp(-1, 1)
     plain = nn.PReLU(len(slopes)).to(slopes)
@@ -186,10 +183,6 @@ def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arit
 add_activation(Activation(NActivation, 1.0, _n_error, {"channels": COUNT}))
 
 # Not scalar: what happens to a number depends on its channel, or on another one.
-lipschitz_rule(HalfAbs, Householder)(_sorting)
-export_rule(HalfAbs, Householder)(export_same)
-lipschitz_rule(LPReLU)(lambda module, input_shape: 1.0)
-rounding_rule(HalfAbs)(_compare)
-rounding_rule(Householder)(_householder_error)
-stored(HalfAbs)
-stored(Householder, channels=COUNT, order=COUNT)
+add_plain(Plain(HalfAbs, 1.0, comparing, {}))
+add_plain(Plain(Householder, 1.0, _householder_error, {"channels": COUNT, "order": COUNT}))
+add_plain(Plain(LPReLU, 1.0, export=_export_lprelu))

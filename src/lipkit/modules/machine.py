@@ -1,66 +1,19 @@
-"""``local_error``: an open function whose rules, registered by exact type, bound the rounding error of one module."""
+"""``local_error``: the rounding error of one module by its row, and of chains of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
-from lipkit.modules.guarding import guard, remember, type_name
-from lipkit.modules.registry import Shape, lipschitz, output_shape
+from lipkit.modules.guarding import guard, type_name
+from lipkit.modules.plain import ROWS, Local, Measure, Shape
+from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number, size
-
-
-class Local(NamedTuple):
-    r"""The error that one module adds, as a function of the distance s of its input from the given one.
-
-    Attributes:
-        error: ``error(s)`` bounds :math:`\|\hat m(h) - m(h)\|_2` for every h of the machine's format with
-            :math:`\|h - x\|_2 \le s`: :math:`\hat m` in machine arithmetic, m in real arithmetic on the stored numbers.
-        peak: bounds the modulus of every number that occurs on the way.
-    """
-
-    error: Line
-    peak: Line
-
-
-# At a batch x (N, *input_shape) in float64: bounds for all inputs near each of its samples.
-Measure = Callable[[Tensor], Local]
-
-RoundingRule = Callable[[Any, Shape, Arithmetic], Measure]
-
-_RULES: dict[type[nn.Module], RoundingRule] = {}
-
-
-def rounding_rule(*types: type[nn.Module]) -> Callable[[RoundingRule], RoundingRule]:
-    """Register ``rule(module, input_shape, arithmetic) -> measure`` as the rounding error of exactly these types.
-
-    The module is given in float64, with exactly the numbers that are stored; ``measure(x)`` returns a `Local`.
-
-    >>> class Negate(nn.Module):
-    ...     def forward(self, x): return -x
-    >>> @rounding_rule(Negate)
-    ... def _(module, input_shape, arithmetic): return lambda x: Local(nothing(x), nothing(x))
-    """
-
-    def put(rule: RoundingRule) -> RoundingRule:
-        for kind in types:
-            if kind in _RULES:
-                raise NoRuleError(f"{kind.__qualname__} already has a rounding rule; expected one for each type")
-            _RULES[kind] = rule
-            remember(kind)
-        return rule
-
-    return put
-
-
-def rounding_rules() -> tuple[type[nn.Module], ...]:
-    """Every type with a rounding rule."""
-    return tuple(_RULES)
 
 
 def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -70,14 +23,19 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
         NoRuleError: no rule for exactly this type, or a module whose forward pass may not be that of its type.
     """
     guard(module)
-    kind = type(module)
-    name = type_name(kind)
-    if kind not in _RULES:
+    row = ROWS.get(type(module))
+    if row is None or row.rounding is None:
         raise NoRuleError(
-            f"rounding='sound': expected modules with a bound of their rounding error, got {name}, which has none: "
-            "register one with lipkit.modules.rounding_rule, or certify with rounding='ignore'"
+            "rounding='sound': expected modules with a bound of their rounding error, got "
+            f"{type_name(type(module))}, which has none: export the network, give one to its row "
+            "(lipkit.modules.add_plain), or certify with rounding='ignore'"
         )
-    return _RULES[kind](module, input_shape, arithmetic)
+    return row.rounding(module, input_shape, arithmetic)
+
+
+def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    """The answer of a module that only moves numbers, drops them, or changes their signs: no error."""
+    return lambda x: Local(nothing(x), nothing(x))
 
 
 def nothing(x: Tensor) -> Line:

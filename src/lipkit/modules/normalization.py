@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.configuration import COUNT, INTEGER, flag, real, stored
-from lipkit.modules.dense import Affine, _has_subnormal, scaling
+from lipkit.modules.configuration import COUNT, INTEGER, flag, real
+from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import export_copy, export_same
-from lipkit.modules.registry import Shape, check_dims, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.ranges import Range, around
+from lipkit.modules.registry import check_dims, export_copy, output_shape
+from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow_number, size
 from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 _InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
-
-_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,7 @@ def running_affine(module: _BatchNorm | _InstanceNorm) -> tuple[Tensor, Tensor]:
     return scale, shift
 
 
-@lipschitz_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _batch_norm(module: _BatchNorm, input_shape: Shape | None) -> Tensor:
+def _batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape | None) -> Tensor:
     scale, _ = running_affine(module)
     largest = up(scale.abs().amax(), 4)
     if module.weight is not None and bool((module.weight != 0).any()):
@@ -125,7 +124,6 @@ def own_constant(module: nn.LayerNorm | nn.GroupNorm | _InstanceNorm) -> Tensor:
     return constant
 
 
-@lipschitz_rule(nn.LayerNorm)
 def _layer_norm(module: nn.LayerNorm, input_shape: Shape | None) -> Tensor:
     normalized = tuple(module.normalized_shape)
     if input_shape is not None and input_shape[-len(normalized) :] != normalized:
@@ -136,20 +134,13 @@ def _layer_norm(module: nn.LayerNorm, input_shape: Shape | None) -> Tensor:
     return own_constant(module)
 
 
-@lipschitz_rule(nn.GroupNorm)
-def _group_norm(module: nn.GroupNorm, input_shape: Shape | None) -> Tensor:
-    return own_constant(module)
-
-
-@lipschitz_rule(*_INSTANCE)
 def _instance_norm(module: _InstanceNorm, input_shape: Shape | None) -> Tensor:
     if module.track_running_stats:
         return torch.as_tensor(_batch_norm(module, input_shape), dtype=torch.float64)
     return own_constant(module)
 
 
-@export_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _export_batch_norm(module: _BatchNorm, input_shape: Shape) -> nn.Module:
+def _export_batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape) -> nn.Module:
     scale, shift = running_affine(module)
     output_shape(module, input_shape)
     dtype = module.running_var.dtype  # type: ignore[union-attr]
@@ -206,7 +197,6 @@ class Center(nn.Module):
         return f"{self.channels}, momentum={self.momentum}"
 
 
-@lipschitz_rule(Center)
 def _center(module: Center, input_shape: Shape | None) -> float:
     if module.training:
         raise NoRuleError(
@@ -216,11 +206,13 @@ def _center(module: Center, input_shape: Shape | None) -> float:
     return 1.0
 
 
-@export_rule(Center)
 def _export_center(module: Center, input_shape: Shape) -> nn.Module:
     _center(module, input_shape)
     output_shape(module, input_shape)
     return Affine(torch.ones_like(module.running_mean), -module.running_mean)
+
+
+add_plain(Plain(Center, _center, export=_export_center))
 
 
 class BatchLipNorm(Center):
@@ -313,13 +305,11 @@ class LayerCenter(nn.Module):
         return ", ".join(map(str, self.dims))
 
 
-@lipschitz_rule(LayerCenter)
 def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
     check_dims(module, input_shape, max(module.dims))
     return 1.0
 
 
-@rounding_rule(LayerCenter)
 def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     terms = math.prod(input_shape[dim - 1] for dim in module.dims)
     # The mean of n numbers is wrong by gamma(n + 2) of the mean of their moduli, n times, and the difference by a unit:
@@ -334,7 +324,6 @@ def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Ari
     return measure
 
 
-@lipschitz_rule(BatchLipNorm)
 def _batch_lip_norm(module: BatchLipNorm, input_shape: Shape | None) -> Tensor:
     _center(module, input_shape)
     return up(_factor(module), 4)
@@ -344,7 +333,6 @@ def _factor(module: BatchLipNorm) -> Tensor:
     return (to_double(module.running_var).amax() + module.eps).rsqrt()
 
 
-@export_rule(BatchLipNorm)
 def _export_batch_lip_norm(module: BatchLipNorm, input_shape: Shape) -> nn.Module:
     _center(module, input_shape)
     output_shape(module, input_shape)
@@ -353,70 +341,41 @@ def _export_batch_lip_norm(module: BatchLipNorm, input_shape: Shape) -> nn.Modul
     return Affine(scale.expand_as(mean).to(mean.dtype), shift.to(mean.dtype))
 
 
-@export_rule(*_INSTANCE)
-def _export_instance_norm(module: _InstanceNorm, input_shape: Shape) -> nn.Module:
-    if not module.track_running_stats:
-        return export_copy(module, input_shape)
-    return _export_batch_norm(module, input_shape)
+def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> nn.Module:
+    """Groups of channels beside each other, a layer normalisation of each, and factors for each channel."""
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        return _export_batch_norm(module, input_shape)
+    own_constant(module)
+    output_shape(module, input_shape)
+    groups = module.num_groups if isinstance(module, nn.GroupNorm) else input_shape[0]
+    n = math.prod(input_shape) // groups
+    parts: list[nn.Module] = [nn.LayerNorm(n, module.eps, elementwise_affine=False)]
+    if (groups, n) != input_shape:
+        parts = [Reshape(groups, n), *parts, Reshape(*input_shape)]
+    weight, bias = (module._parameters[name] for name in ("weight", "bias"))
+    like = bias if weight is None else weight
+    if like is not None:  # a functional form may have either alone
+        scale = torch.ones_like(like) if weight is None else weight
+        parts.append(Affine(scale, torch.zeros_like(like) if bias is None else bias))
+    return nn.Sequential(*parts)
 
 
-export_rule(nn.LayerNorm, nn.GroupNorm)(export_copy)
-export_rule(LayerCenter)(export_same)
-
-
-@rounding_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def running_statistics(
-    module: nn.BatchNorm2d | nn.InstanceNorm2d, input_shape: Shape, arithmetic: Arithmetic
-) -> Measure:
-    """The rule of a normalisation by its running statistics."""
-    scale, _ = running_affine(module)
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    mean = module.running_mean.abs() * scale.abs()
-    # The root, its reciprocal, three products and two sums, on scale, mean and shift, in either order.
-    shift = mean + (0.0 if module.bias is None else module.bias.abs())
-    variance: Tensor = module.running_var + module.eps
-    numbers = [t for t in (module.running_mean, module.running_var, module.weight, module.bias) if t is not None]
-    inverse = float(variance.rsqrt().amax())
-    stored = max(inverse, module.eps, *(float(t.detach().abs().amax()) for t in numbers))
-    clear = float(variance.amin()) >= 8 * arithmetic.tiny / arithmetic.unit
-    if not clear or module.eps < 0 or float(module.running_var.amin()) < 0:
-        stored = math.inf  # beside such a variance counts what is flushed to zero, or what cancels
-    flushed = module.weight is not None and _has_subnormal(module.weight, arithmetic)
-    lost = grow_number(arithmetic.tiny * inverse) if flushed else 0.0
-    return scaling(scale, shift, 12, input_shape, arithmetic, stored, lost)
-
-
-def own_statistics(
-    module: nn.LayerNorm | nn.GroupNorm | nn.InstanceNorm2d,
-    terms: int,
-    input_shape: Shape,
-    arithmetic: Arithmetic,
-    squares: bool = False,
-) -> Measure:
-    """The bound of the module docstring.
-
-    Args:
-        terms: n, the numbers of one group, which lie beside each other.
-        squares: whether the variance may be a difference of two squares.
-    """
+def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    terms = math.prod(module.normalized_shape)
     eps, numbers, up = module.eps, entries(input_shape), 1 + 2.0**-40
     gain = float(own_constant(module).detach())
     weight, bias = (0.0 if t is None else float(t.detach().abs().amax()) for t in (module.weight, module.bias))
     weight = 1.0 if module.weight is None else weight
     shift = 0.0 if module.bias is None else float(size(module.bias[None])) * math.sqrt(numbers / module.bias.numel())
     gamma = arithmetic.gamma(4 * terms + 32)
-    cap = math.sqrt(terms * eps / (5 * gamma)) if squares else math.sqrt(terms * eps) / (4 * gamma)
-    cap = min(cap, math.sqrt(arithmetic.largest) / 8)  # squares must not overflow either
+    # Squares must not overflow either.
+    cap = min(math.sqrt(terms * eps) / (4 * gamma), math.sqrt(arithmetic.largest) / 8)
     # What is flushed to zero must not count beside eps.
     usable = gamma < math.inf and eps * arithmetic.unit >= 64 * (terms + 8) * arithmetic.tiny * (1 + cap)
     rising = arithmetic.room / cap * up if usable else math.inf
     linear = 5 * gamma * gain * up + 4 * arithmetic.tiny
     flushed = arithmetic.tiny * (12 * (terms + 8) * gain + 8 * weight + 8)
     constant = grow_number(arithmetic.gamma(4) * shift + math.sqrt(numbers) * flushed)
-    quadratic = 2 * gamma * gain / math.sqrt(eps * terms) * up if squares else 0.0
-    # The slope of the peak keeps a factor of 2^22 below the range of float64, for the gain of what comes before.
-    most = max(1.0, 2 * math.sqrt(numbers * eps), arithmetic.room * 2.0**-1000)
 
     def measure(x: Tensor) -> Local:
         groups = size(x.detach().double().reshape(-1, terms)).view(len(x), -1)
@@ -425,33 +384,31 @@ def own_statistics(
         peak = reached.times(grow_number(4 + 6 * gain))
         peak = Line(peak.at + 2 * shift + max(weight, bias, eps, 2 * gain), peak.slope)
         peak = flat(reached.at, math.inf) if rising == math.inf else peak.most(furthest.times(rising))
-        if squares:
-            error = error.plus(Line(size(groups.square()), grow_number(most)).times(quadratic))
-            peak = peak.most(Line(torch.zeros_like(reached.at), arithmetic.room / most * up))
         return Local(error, peak)
 
     return measure
 
 
-@rounding_rule(nn.LayerNorm)
-def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return own_statistics(module, math.prod(module.normalized_shape), input_shape, arithmetic)
+def _export_layer_norm(module: nn.LayerNorm, input_shape: Shape) -> nn.Module:
+    _layer_norm(module, input_shape)  # its weights may have the dimensions of a matrix
+    return export_copy(module, input_shape)
 
 
-@rounding_rule(nn.GroupNorm)
-def _group_norm_error(module: nn.GroupNorm, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return own_statistics(module, entries(input_shape) // module.num_groups, input_shape, arithmetic, squares=True)
+def _layer_norm_range(module: nn.LayerNorm, x: Range) -> Range:
+    # |x_i - mean| <= sqrt(n - 1) times the standard deviation.
+    size = math.sqrt(max(math.prod(module.normalized_shape) - 1, 0)) * torch.ones_like(x.low)
+    weight = size if module.weight is None else size * module.weight.abs()
+    centre = torch.zeros_like(x.low) if module.bias is None else torch.zeros_like(x.low) + module.bias
+    return around(centre, weight)
 
 
-@rounding_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def _instance_norm_error(module: nn.InstanceNorm2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    if module.track_running_stats:
-        return running_statistics(module, input_shape, arithmetic)
-    return own_statistics(module, math.prod(input_shape[1:]), input_shape, arithmetic)
-
-
-stored(LayerCenter, lambda m: {"dims": m.dims}, lambda dims: LayerCenter(*dims), dims=COUNT)
-stored(nn.LayerNorm, normalized_shape=INTEGER, eps=real, elementwise_affine=flag, bias=flag)
-stored(nn.GroupNorm, num_groups=COUNT, num_channels=COUNT, eps=real, affine=flag)
-for _kind in _INSTANCE:
-    stored(_kind, num_features=COUNT, eps=real, affine=flag)
+for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+    add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
+add_plain(Plain(BatchLipNorm, _batch_lip_norm, export=_export_batch_lip_norm))
+_dims = Stored({"dims": COUNT}, make=lambda dims: LayerCenter(*dims))
+_norm = {"normalized_shape": INTEGER, "eps": real, "elementwise_affine": flag, "bias": flag}
+add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, _dims))
+add_plain(Plain(nn.LayerNorm, _layer_norm, _layer_norm_error, _norm, _layer_norm_range, export=_export_layer_norm))
+add_plain(Plain(nn.GroupNorm, lambda module, input_shape: own_constant(module), export=_export_apart))
+for _instance, _rank in ((nn.InstanceNorm1d, 2), (nn.InstanceNorm2d, 3), (nn.InstanceNorm3d, 4)):
+    add_plain(Plain(_instance, _instance_norm, export=_export_apart, dims=(_rank, _rank)))

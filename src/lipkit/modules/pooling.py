@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
-from lipkit.modules.configuration import COUNT, INTEGER, either, flag, stored
-from lipkit.modules.machine import Local, Measure, entries, rounding_rule
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, check_dims, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.activations import comparing
+from lipkit.modules.configuration import COUNT, INTEGER, either, flag
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.ranges import monotone, one_sign
+from lipkit.modules.registry import check_dims, lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma
@@ -86,14 +88,16 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-@lipschitz_rule(nn.MaxPool2d)
 def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
     if module.return_indices:
         raise NoRuleError("nn.MaxPool2d: expected return_indices=False, got True: indices are not Lipschitz")
     return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
 
 
-@lipschitz_rule(nn.AvgPool2d)
+_windows = {"kernel_size": INTEGER, "stride": INTEGER, "padding": INTEGER, "ceil_mode": flag}
+add_plain(Plain(nn.MaxPool2d, _max_pool, comparing, {**_windows, "dilation": INTEGER}, monotone, dims=(2, 3)))
+
+
 def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     kernels, strides, paddings = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
     axes = list(zip(kernels, strides, paddings, strict=True))
@@ -110,7 +114,6 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     return constant * (1 + gamma(4))
 
 
-@lipschitz_rule(nn.AdaptiveAvgPool2d)
 def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
     if input_shape is None:
         raise ShapeError(
@@ -156,15 +159,11 @@ class Mean(nn.Module):
         return ", ".join(map(str, self.dims)) + f", keepdim={self.keepdim}"
 
 
-@lipschitz_rule(Mean)
 def _mean(module: Mean, input_shape: Shape | None) -> float:
     if input_shape is None:
         raise ShapeError("Mean: expected an input_shape, because its constant depends on the sizes, got none")
     check_dims(module, input_shape, max(module.dims))
     return 1 / math.sqrt(math.prod(input_shape[dim - 1] for dim in module.dims)) * (1 + gamma(4))
-
-
-export_rule(Mean)(export_same)
 
 
 class L2NormPool2d(nn.Module):
@@ -204,12 +203,6 @@ class L2NormPool2d(nn.Module):
         return f"kernel_size={self.kernel_size}"
 
 
-@lipschitz_rule(L2NormPool2d)
-def _l2_pool(module: L2NormPool2d, input_shape: Shape | None) -> float:
-    return 1.0
-
-
-@rounding_rule(L2NormPool2d)
 def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
     terms = entries(input_shape) // outputs
@@ -226,7 +219,9 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
     return measure
 
 
-@rounding_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
+add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))
+
+
 def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
     if isinstance(module, nn.AvgPool2d):
@@ -248,23 +243,9 @@ def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Sh
     return measure
 
 
-stored(
-    nn.AvgPool2d,
-    kernel_size=INTEGER,
-    stride=INTEGER,
-    padding=INTEGER,
-    ceil_mode=flag,
-    count_include_pad=flag,
-    divisor_override=either(INTEGER, None),
-)
-stored(nn.MaxPool2d, kernel_size=INTEGER, stride=INTEGER, padding=INTEGER, dilation=INTEGER, ceil_mode=flag)
-export_rule(L2NormPool2d)(export_same)
-stored(L2NormPool2d, kernel_size=either(COUNT, None))
-stored(nn.AdaptiveAvgPool2d, output_size=either(INTEGER, None))
-stored(
-    Mean,
-    lambda m: {"dims": m.dims, "keepdim": m.keepdim},
-    lambda dims, keepdim: Mean(*dims, keepdim=keepdim),
-    dims=COUNT,
-    keepdim=flag,
-)
+_counted = {**_windows, "count_include_pad": flag, "divisor_override": either(INTEGER, None)}
+_size = {"output_size": either(INTEGER, None)}
+_dims = Stored({"dims": COUNT, "keepdim": flag}, make=lambda dims, keepdim: Mean(*dims, keepdim=keepdim))
+add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
+add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
+add_plain(Plain(Mean, _mean, _average, _dims, one_sign))

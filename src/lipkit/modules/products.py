@@ -6,23 +6,27 @@ inputs it has one: where :math:`|u| \le a` and :math:`|v| \le b`, clipping chang
 .. math:: \|\Delta (u v)\| \le b \|\Delta u\| + a \|\Delta v\|
 
 everywhere. So limits need no proof: a network with them has its constant on all of space, and is the function that it
-was made from wherever its values stay within them (`lipkit.modules.ranges` finds such limits for a box of inputs).
+was made from wherever its values stay within them (`limited` finds such limits for a box of inputs).
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import COUNT, stored
+from lipkit.modules.configuration import COUNT
 from lipkit.modules.forms import Form, added
-from lipkit.modules.graph import Join, Joining, add_join, check_alike
-from lipkit.modules.registry import _LIMITS
+from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, add_join, check_alike
+from lipkit.modules.network import Network
+from lipkit.modules.plain import ROWS, Plain, Stored, add_plain
+from lipkit.modules.ranges import Range, around
+from lipkit.modules.registry import _LIMITS, lipschitz
 from lipkit.proof.arithmetic import Line, grow_number
 from lipkit.proof.roundoff import root, to_double
 
@@ -138,9 +142,6 @@ def refuse_unlimited(network: nn.Module) -> None:
             )
 
 
-_LIMITS["refused"] = refuse_unlimited
-
-
 def _form(join: Limited, forms: Sequence[Form]) -> Form:
     refuse_unlimited(join)
     a, b = (torch.tensor(norm, dtype=torch.float64) for norm in join.norms())
@@ -165,11 +166,102 @@ def _joining(operations: Callable[[Any], int]) -> Joining:
 add_join(Product, _joining(lambda product: 3))
 add_join(MatrixProduct, _joining(lambda product: product.inner + 3))
 
-stored(Product, make=lambda: Product(torch.zeros(2)))
-stored(
-    MatrixProduct,
-    make=lambda rows, inner, cols: MatrixProduct(rows, inner, cols, torch.zeros(2)),
-    rows=COUNT,
-    inner=COUNT,
-    cols=COUNT,
+add_plain(Plain(Product, stored=Stored({}, make=lambda: Product(torch.zeros(2)))))
+_sizes = dict.fromkeys(("rows", "inner", "cols"), COUNT)
+add_plain(
+    Plain(MatrixProduct, stored=Stored(_sizes, make=lambda **sizes: MatrixProduct(**sizes, limits=torch.zeros(2))))
 )
+
+# Relative allowance for float64 rounding of a range.
+_SLACK = 1e-6
+
+
+def limited(network: Network, box: tuple[float, float]) -> Network:
+    """The network with limits on its products that no input with entries in the box exceeds.
+
+    Raises:
+        NoRuleError: the range of a factor is not finite.
+
+    >>> from lipkit.lowering import export
+    >>> from lipkit.modules import Graph
+    >>> square = Network([Graph([Product()], [[0, 0]])], (2,))
+    >>> found = limited(square, (-1.0, 3.0))
+    >>> round(float(found[0].nodes[0].limits.max()), 3), round(float(lipschitz(found)), 3)
+    (3.0, 6.0)
+    """
+    ones = torch.ones(1, *network.input_shape, dtype=torch.float64)
+    found = Range(box[0] * ones, box[1] * ones)
+    modules: list[nn.Module] = []
+    double = copy.deepcopy(network).cpu().double()
+    with torch.no_grad():
+        for plain, twin in zip(network, double, strict=True):
+            found, module = _through(plain, twin, found)
+            modules.append(module)
+    multipliers = network.multipliers()
+    result = Network(modules, network.input_shape, multipliers)
+    result.input_range = box
+    return result
+
+
+def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
+    """The range behind a module, and the module with limits."""
+    if type(plain) is not Graph:
+        return _range_of(double, given), plain
+    assert isinstance(double, Graph)
+    values: list[Range] = [given]
+    nodes: list[nn.Module] = []
+    for node, twin, read in zip(plain.nodes, double.nodes, plain.sources, strict=True):
+        parts = [values[value] for value in read]
+        if isinstance(node, Limited):
+            node = node.limited(_limits(node, parts).to(node.limits))
+            assert isinstance(twin, Limited)
+            twin = twin.limited(node.limits.double())
+        if isinstance(node, Join):
+            values.append(_joined(twin, parts))
+            nodes.append(node)
+            continue
+        found, module = _through(node, twin, parts[0])
+        values.append(found)
+        nodes.append(module)
+    return values[-1], Graph(nodes, plain.sources)
+
+
+def _limits(product: Limited, parts: Iterable[Range]) -> Tensor:
+    largest = torch.tensor([part.largest for part in parts], dtype=torch.float64) * (1 + _SLACK)
+    if not bool(largest.isfinite().all()):
+        name = product.where or type(product).__name__
+        raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
+    return torch.minimum(largest, product.limits.double())
+
+
+def _range_of(module: nn.Module, x: Range) -> Range:
+    row = ROWS.get(type(module))
+    if row is not None and row.range is not None:
+        return row.range(module, x)
+    out: Tensor = module(x.centre)
+    distance = float(lipschitz(module, tuple(x.low.shape[1:]))) * float(x.radius.norm())
+    return around(out, torch.full_like(out, distance, dtype=torch.float64))
+
+
+def _joined(join: nn.Module, parts: list[Range]) -> Range:
+    kind = type(join)
+    if kind in (Concatenate, Maximum):
+        return Range(join(*(part.low for part in parts)), join(*(part.high for part in parts)))
+    if kind is Add:
+        return around(join(*(part.centre for part in parts)), torch.stack([part.radius for part in parts]).sum(0))
+    if isinstance(join, Blend):
+        s = join.share
+        radius = s.abs() * parts[0].radius + (1 - s).abs() * parts[1].radius
+        return around(join(*(part.centre for part in parts)), radius)
+    u, v = parts
+    if kind is Product:
+        corners = torch.stack([a * b for a in u for b in v])
+        return Range(corners.amin(0), corners.amax(0))
+    if kind is MatrixProduct:
+        most = [torch.maximum(part.low.abs(), part.high.abs()) for part in parts]
+        size = most[0] @ most[1]
+        return Range(-size, size)
+    raise NoRuleError(f"expected a join whose range is known, got {kind.__qualname__}")
+
+
+_LIMITS.update(limited=limited, refused=refuse_unlimited)

@@ -1,30 +1,19 @@
-"""Modules that move numbers or drop them: reshapes, pixel shuffles, padding, dropout, fewer or more channels."""
+"""Modules that move numbers or drop them: reshapes, pixel shuffles, shifts, dropout."""
 
 from __future__ import annotations
 
-import copy
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import COUNT, INTEGER, stored
-from lipkit.modules.machine import Local, Measure, nothing, rounding_rule
-from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
-from lipkit.proof.arithmetic import Arithmetic
-
-RESHAPES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d)
-
-
-@lipschitz_rule(*RESHAPES)
-def _reshape(module: nn.Module, input_shape: Shape | None) -> float:
-    # Negative padding crops: still at most 1.
-    return 1.0
+from lipkit.modules.configuration import COUNT, INTEGER
+from lipkit.modules.machine import exact
+from lipkit.modules.plain import Plain, Shape, add_plain
+from lipkit.modules.ranges import one_sign
+from lipkit.modules.views import Pad
 
 
-@lipschitz_rule(nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
-def _dropout(module: nn.Dropout, input_shape: Shape | None) -> float:
+def _dropout(module: nn.Module, input_shape: Shape | None) -> float:
     if module.training:
         raise NoRuleError(
             f"nn.{type(module).__name__}: expected evaluation mode, got training mode, where the output is random; "
@@ -33,61 +22,23 @@ def _dropout(module: nn.Dropout, input_shape: Shape | None) -> float:
     return 1.0
 
 
-@export_rule(nn.Dropout, nn.Dropout2d, nn.AlphaDropout)
-def _export_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
-    lipschitz(module)  # refuses training mode
+def _without_dropout(module: nn.Module, input_shape: Shape) -> nn.Module:
+    _dropout(module, input_shape)
     return nn.Identity()
 
 
-@export_rule(*RESHAPES, nn.Softmax, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is plain already, once ``lipschitz`` has not refused it."""
-    if not isinstance(module, nn.Linear):
-        lipschitz(module, input_shape)  # refuses what mixes the samples of a batch
-    output_shape(module, input_shape)
-    plain = copy.deepcopy(module)
-    if hasattr(plain, "inplace"):
-        # A constant network leaves its input as it is.
-        setattr(plain, "inplace", False)  # noqa: B010
-    return plain
+for _kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout):
+    add_plain(Plain(_kind, _dropout, export=_without_dropout))
 
-
-def export_same(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is plain already, whose constant is proved elsewhere."""
-    output_shape(module, input_shape)
-    return copy.deepcopy(module)
-
-
-class ResizeChannels(nn.Module):
-    """Zero channels appended, or the last ones dropped (dimension 1): 1-Lipschitz.
-
-    Args:
-        in_channels, out_channels: channels before and after.
-
-    Raises:
-        OptionError: a number below 1. ShapeError: an input with other channels.
-
-    >>> ResizeChannels(2, 3)(torch.ones(1, 2)).tolist(), ResizeChannels(2, 1)(torch.ones(1, 2)).tolist()
-    ([[1.0, 1.0, 0.0]], [[1.0]])
-    """
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        if min(in_channels, out_channels) < 1:
-            raise OptionError(f"channels: expected at least 1, got {in_channels} and {out_channels}")
-        self.in_channels, self.out_channels = in_channels, out_channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim < 2 or x.shape[1] != self.in_channels:
-            raise ShapeError(
-                f"ResizeChannels: expected {self.in_channels} channels in dimension 1, got {tuple(x.shape)}"
-            )
-        if self.out_channels <= self.in_channels:
-            return x[:, : self.out_channels]
-        return F.pad(x, [0, 0] * (x.ndim - 2) + [0, self.out_channels - self.in_channels])
-
-    def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}"
+for _row in (
+    Plain(nn.Identity, stored={}),
+    Plain(nn.ZeroPad2d, export=lambda module, input_shape: Pad(*module.padding), dims=(2, 9)),
+    Plain(nn.Flatten, stored={"start_dim": INTEGER, "end_dim": INTEGER}),
+    Plain(nn.Unflatten, stored={"dim": INTEGER, "unflattened_size": INTEGER}),
+    Plain(nn.PixelUnshuffle, stored={"downscale_factor": INTEGER}, dims=(3, 9)),
+    Plain(nn.PixelShuffle, stored={"upscale_factor": INTEGER}, dims=(3, 9)),
+):
+    add_plain(_row._replace(constant=1.0, rounding=exact, range=one_sign))
 
 
 # One pixel down, up, right and left, as (dimension, shift) of torch.roll.
@@ -143,45 +94,4 @@ class Shift2d(nn.Module):
         return f"{self.channels}, moved={self.moved}"
 
 
-@lipschitz_rule(ResizeChannels, Shift2d)
-def _resize(module: nn.Module, input_shape: Shape | None) -> float:
-    return 1.0
-
-
-@export_rule(ResizeChannels)
-def _export_resize(module: ResizeChannels, input_shape: Shape) -> nn.Module:
-    output_shape(module, input_shape)
-    return ResizeChannels(module.in_channels, module.out_channels)
-
-
-@export_rule(Shift2d)
-def _export_shift(module: Shift2d, input_shape: Shape) -> nn.Module:
-    output_shape(module, input_shape)
-    return Shift2d(module.channels, module.moved)
-
-
-@rounding_rule(
-    nn.Identity,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.PixelShuffle,
-    nn.PixelUnshuffle,
-    nn.ZeroPad2d,
-    nn.Dropout,
-    nn.Dropout2d,
-    nn.AlphaDropout,
-    ResizeChannels,
-    Shift2d,
-)
-def _move(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return lambda x: Local(nothing(x), nothing(x))
-
-
-stored(nn.Identity)
-stored(nn.ZeroPad2d, padding=INTEGER)
-stored(nn.Flatten, start_dim=INTEGER, end_dim=INTEGER)
-stored(nn.Unflatten, dim=INTEGER, unflattened_size=INTEGER)
-stored(nn.PixelUnshuffle, downscale_factor=INTEGER)
-stored(nn.PixelShuffle, upscale_factor=INTEGER)
-stored(ResizeChannels, in_channels=COUNT, out_channels=COUNT)
-stored(Shift2d, channels=COUNT, moved=COUNT)
+add_plain(Plain(Shift2d, 1.0, exact, {"channels": COUNT, "moved": COUNT}))

@@ -1,93 +1,27 @@
-"""``lipschitz`` and ``export``: open functions whose rules are registered by exact type.
-
-The contract of a constrained layer:
-
-1. All parameters exist, in their final shape, when ``__init__`` returns; the raw parameter is never called
-   ``weight``.
-2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
-   the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
-   error is inside the bound, and norms that wide CPL layers do not prove in training). The image size comes from the
-   input.
-3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
-4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
-   raises.
-5. A class is abstract or final; variants are functions passed as options.
-
-A layer joins by two rules, one for each function. Nothing is ever assumed to be 1-Lipschitz: a module without a rule,
-and one whose forward pass is not the one its type names (hooks, an instance-level ``forward``, parametrizations),
-is refused.
-"""
+"""``lipschitz`` and ``export``: open functions that read the rows of `lipkit.modules.plain`."""
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, interval, lacks_memory
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
-from lipkit.modules.guarding import guard, refuse_wrapper, remember, type_name
+from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.network import Network
-
-Shape = tuple[int, ...]
-"""The shape of one sample, without the batch."""
-
-# The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
-LipschitzRule = Callable[[Any, Shape | None], Tensor | float]
-
-ExportRule = Callable[[Any, Shape], nn.Module]
-
-Rule = TypeVar("Rule", LipschitzRule, ExportRule)
-
-_LIPSCHITZ: dict[type[nn.Module], LipschitzRule] = {}
-
-_EXPORT: dict[type[nn.Module], ExportRule] = {}
-
-
-def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
-    """Register ``rule(module, input_shape) -> number`` as the proved l2 Lipschitz bound of exactly these types.
-
-    >>> class Negate(nn.Module):
-    ...     def forward(self, x): return -x
-    >>> @lipschitz_rule(Negate)
-    ... def _(module, input_shape): return 1.0
-    >>> float(lipschitz(Negate()))
-    1.0
-    >>> del _LIPSCHITZ[Negate]  # only so that the example leaves the table as it was
-    """
-    return _register(_LIPSCHITZ, types)
-
-
-def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
-    """Register ``rule(module, input_shape) -> plain module`` as the export of exactly these types."""
-    return _register(_EXPORT, types)
-
-
-def _register(table: dict[type[nn.Module], Rule], types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Rule]:
-    def put(rule: Rule) -> Rule:
-        for kind in types:
-            if kind in table:
-                raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
-            table[kind] = rule
-            remember(kind)
-        return rule
-
-    return put
-
-
-def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
-    """Every type with a rule, and whether it has one for ``lipschitz`` and one for ``export``."""
-    return {kind: (kind in _LIPSCHITZ, kind in _EXPORT) for kind in {**_LIPSCHITZ, **_EXPORT}}
+from lipkit.modules.plain import ROWS, Shape, bounded, rules
 
 
 def what_is_missing(module: nn.Module) -> str | None:
     """Why a module of torch has no rule and what to write instead, where that is known."""
     kind = type_name(type(module))
-    if type(module) in _LIPSCHITZ:
+    if bounded(type(module)):
         return None
     if kind.startswith("torch.nn.modules.rnn."):
         return (
@@ -102,20 +36,20 @@ def what_is_missing(module: nn.Module) -> str | None:
     )
 
 
-def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) -> Rule:
+def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     if not isinstance(module, nn.Module):
         raise NoRuleError(f"{function}: expected an nn.Module, got {type_name(type(module))}")
     refuse_wrapper(module, function)
     guard(module)
     kind = type(module)
-    if kind in table:
-        return table[kind]
+    if (found := _answer(kind, function)) is not None:
+        return found
     if kind not in rules() and not kind.__module__.startswith("torch.nn."):
         # Its own forward pass says what it computes.
         return _TRACED[function]
     if why := what_is_missing(module):
         raise NoRuleError(f"{function} has no rule for {type_name(kind)}: {why}")
-    parents = [type_name(base) for base in kind.__mro__[1:] if base in table]
+    parents = [type_name(base) for base in kind.__mro__[1:] if _answer(base, function)]
     why = f" (a rule of its base {parents[0]} does not carry over: the forward pass may differ)" if parents else ""
     raise NoRuleError(
         f"{function} has no rule for {type_name(kind)}{why}: nothing is assumed to be 1-Lipschitz; register one with "
@@ -123,11 +57,37 @@ def _rule(table: dict[type[nn.Module], Rule], module: nn.Module, function: str) 
     )
 
 
+def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
+    row = ROWS.get(kind)
+    if row is None or (function == "lipschitz" and row.constant is None):
+        return None
+    if function == "lipschitz":
+        constant = row.constant
+        return constant if callable(constant) else lambda module, shape: constant
+    return row.export or (export_copy if row.stored is not None and row.constant is not None else None)
+
+
+def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
+    """A copy of a module that is plain already, once ``lipschitz`` has not refused it: how it refuses options.
+
+    A matrix that is copied is proved elsewhere: its norm takes longer.
+    """
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if all(t.ndim < 2 for t in own):
+        lipschitz(module, input_shape)
+    output_shape(module, input_shape)
+    plain = copy.deepcopy(module)
+    if hasattr(plain, "inplace"):
+        # A constant network leaves its input as it is.
+        setattr(plain, "inplace", False)  # noqa: B010
+    return plain
+
+
 # What modules above this one fill in, so that it imports none of them. For modules with a forward pass of their own:
 # what `structure` does in place of a rule, by the name of the function.
 _TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {}
 
-# Products of two values: "limited" of a network and its box (`ranges`), "refused" without one (`products`).
+# Products of two values: "limited" of a network and its box, "refused" without one (`products`).
 _LIMITS: dict[str, Callable[..., Any]] = {}
 
 
@@ -144,17 +104,6 @@ def checked_shape(input_shape: Shape) -> Shape:
     return shape
 
 
-# Dimensions of a sample, at least and at most: with fewer, torch takes the batch for channels or pixels.
-_DIMS: dict[type[nn.Module], tuple[int, int]] = {
-    **dict.fromkeys((nn.Conv1d, nn.ConvTranspose1d, nn.InstanceNorm1d), (2, 2)),
-    **dict.fromkeys((nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d), (3, 3)),
-    **dict.fromkeys((nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d), (2, 3)),
-    **dict.fromkeys((nn.PixelShuffle, nn.PixelUnshuffle), (3, 9)),
-    nn.InstanceNorm3d: (4, 4),
-    nn.ZeroPad2d: (2, 9),
-}
-
-
 def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
     """``ShapeError`` where the module would take the batch for channels or pixels, as it does for unbatched input."""
     if input_shape is not None and not least <= len(input_shape) <= most:
@@ -169,7 +118,7 @@ def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
     Traceback (most recent call last):
     lipkit.errors.NoRuleError: nn.Softmax: expected dimensions that leave the batch (dimension 0) alone, got -2 ...
     """
-    check_dims(module, input_shape, *_DIMS.get(type(module), (0,)))
+    check_dims(module, input_shape, *(ROWS[type(module)].dims if type(module) in ROWS else (0,)))
     if isinstance(module, nn.Softmax | nn.Flatten | nn.Unflatten):
         dim = module.start_dim if isinstance(module, nn.Flatten) else module.dim
         least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
@@ -187,7 +136,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
 
     Args:
         module: a module with a rule: lipkit's layers and models, and the ``torch.nn`` modules listed by
-            :func:`rules`; or one whose own forward pass can be traced down to such modules
+            `lipkit.modules.rules`; or one whose own forward pass can be traced down to such modules
             (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
 
@@ -207,7 +156,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     >>> float(lipschitz(nn.Sequential(nn.ReLU(), nn.LeakyReLU(0.1))))
     1.0
     """
-    rule = _rule(_LIPSCHITZ, module, "lipschitz")
+    rule = _rule(module, "lipschitz")
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     check_underflow(workers=any(t.numel() >= SERIAL for t in own))
     shape = None if input_shape is None else checked_shape(input_shape)
@@ -266,7 +215,7 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
 
 def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     """:func:`export` of a part, whose products need no limits yet."""
-    rule = _rule(_EXPORT, module, "export")
+    rule = _rule(module, "export")
     cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):

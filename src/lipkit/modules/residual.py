@@ -13,8 +13,9 @@ from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.graph import Add, Graph
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import Measure, local_error, rounding_rule
-from lipkit.modules.registry import Shape, export, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.machine import local_error
+from lipkit.modules.plain import Measure, Plain, Shape, add_plain
+from lipkit.modules.registry import export, lipschitz, output_shape
 from lipkit.modules.sandwich import stored_block
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.norms import spectral_norm
@@ -91,7 +92,6 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
     return symbol(kernel, h, w).flatten(0, 1), float(symbol_error(kernel))
 
 
-@lipschitz_rule(SlopeResidual)
 def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     """The smaller of what the multiplier proves and 1 + the product of the three constants."""
     parts = (module.first, module.activation, module.second)
@@ -112,7 +112,6 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     return product
 
 
-@export_rule(SlopeResidual)
 def _export_slope_residual(module: SlopeResidual, input_shape: Shape) -> nn.Module:
     output_shape(module, input_shape)
     inner = output_shape(module.first, input_shape)
@@ -123,10 +122,10 @@ def _export_slope_residual(module: SlopeResidual, input_shape: Shape) -> nn.Modu
     return SlopeResidual(parts[0], parts[1], parts[2], module.multiplier)
 
 
-@rounding_rule(SlopeResidual)
 def _slope_residual_error(module: SlopeResidual, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     parts = [module.first, module.activation, module.second, Add(1, 1)]
     return local_error(Graph(parts, [[0], [1], [2], [0, 3]]), input_shape, arithmetic)
 
 
-stored_block(SlopeResidual)
+_stored = stored_block(SlopeResidual)
+add_plain(Plain(SlopeResidual, _slope_residual, _slope_residual_error, _stored, export=_export_slope_residual))

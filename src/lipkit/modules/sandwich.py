@@ -11,18 +11,12 @@ from lipkit.bounds.lmi import sandwich_gain
 from lipkit.errors import ShapeError
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import chain_constant
-from lipkit.modules.configuration import COUNT, stored, submodule
+from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
-from lipkit.modules.machine import (
-    Measure,
-    Runner,
-    local_of,
-    prepare,
-    rounding_rule,
-    through,
-)
-from lipkit.modules.registry import Shape, export, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.machine import Runner, local_of, prepare, through
+from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.registry import export, output_shape
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.proof.roundoff import gamma, to_double
 
@@ -72,7 +66,6 @@ def _matrix(module: nn.Module) -> Tensor | None:
     return None
 
 
-@lipschitz_rule(SandwichBlock)
 def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     """The smaller of what the multiplier proves and the product of the three constants (which refuses hooks)."""
     parts = (module.first, module.activation, module.second)
@@ -84,7 +77,7 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     if first is not None and second is not None and len(first) == len(multiplier) == second.shape[1]:
         return torch.minimum(product, sandwich_gain(first, second, multiplier))
     if type(one) is FourierConv2d and type(two) is FourierConv2d and one.out_channels == len(multiplier):
-        transforms = one.matrices()
+        transforms = one.matrices() if one.whole and two.whole else []
         if len(transforms) == two.transforms and all(map(torch.equal, transforms, two.matrices())):
             size = transform_norm(transforms) ** 2 * (1 + gamma(2))
             gains = [sandwich_gain(one.real, two.real, multiplier, size)]
@@ -95,7 +88,6 @@ def _sandwich(module: SandwichBlock, input_shape: Shape | None) -> Tensor:
     return product
 
 
-@export_rule(SandwichBlock)
 def _export_sandwich(module: SandwichBlock, input_shape: Shape) -> nn.Module:
     parts: list[nn.Module] = []
     for part in (module.first, module.activation, module.second):
@@ -112,13 +104,12 @@ def _parts(module: Any, input_shape: Shape, arithmetic: Arithmetic) -> Runner:
     return lambda x: through(steps, x)
 
 
-@rounding_rule(SandwichBlock)
 def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     run = _parts(module, input_shape, arithmetic)
     return lambda x: local_of(run(x))
 
 
-def stored_block(kind: type[nn.Module]) -> None:
+def stored_block(kind: type[nn.Module]) -> Stored:
     """A block of two linear maps around an activation, with a multiplier for each unit."""
 
     def read(block: Any) -> dict[str, Any]:
@@ -128,7 +119,8 @@ def stored_block(kind: type[nn.Module]) -> None:
     def make(channels: int, first: nn.Module, activation: nn.Module, second: nn.Module) -> nn.Module:
         return kind(first, activation, second, torch.zeros(channels))
 
-    stored(kind, read, make, channels=COUNT, first=submodule, activation=submodule, second=submodule)
+    parts = dict.fromkeys(("first", "activation", "second"), submodule)
+    return Stored({"channels": COUNT, **parts}, read, make)
 
 
-stored_block(SandwichBlock)
+add_plain(Plain(SandwichBlock, _sandwich, _sandwich_error, stored_block(SandwichBlock), export=_export_sandwich))

@@ -20,13 +20,13 @@ from lipkit.conv.circular import circular_conv2d, circular_pads
 from lipkit.conv.symbol import symbol_at
 from lipkit.conv.transform import frequencies, transform_matrices
 from lipkit.errors import OptionError
-from lipkit.modules.configuration import COUNT, flag, stored, submodule
+from lipkit.modules.configuration import COUNT, flag, submodule
 from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import Local, Measure, Step, entries, prepare, reach, rounding_rule, start, through
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz, lipschitz_rule, output_shape
+from lipkit.modules.machine import Step, entries, prepare, reach, start, through
+from lipkit.modules.plain import Local, Measure, Plain, Shape, add_plain
+from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow_number
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
@@ -118,7 +118,8 @@ class SpreadConv2d(nn.Module):
 
 def _small(first: nn.Module) -> FourierConv2d:
     """The first part, which maps n to n channels without a bias."""
-    if type(first) is not FourierConv2d or first.bias is not None or first.in_channels != first.out_channels:
+    fits = type(first) is FourierConv2d and first.whole and first.in_channels == first.out_channels
+    if type(first) is not FourierConv2d or not fits or first.bias is not None:
         raise OptionError(f"SpreadConv2d: expected a FourierConv2d from n to n channels without bias, got {first}")
     return first
 
@@ -143,7 +144,7 @@ def _transform_distance(module: FourierConv2d) -> float:
     Entries made in float64 are within 64 u of sqrt(2 / n). The butterfly is part of either product, or multiplies by
     a rounded root of one half.
     """
-    exact = transform_matrices(*module.transform_size, dtype=torch.float64, device=torch.device("cpu"))
+    exact = transform_matrices(*module.kernel_size, dtype=torch.float64, device=torch.device("cpu"))
     total = 1 + 8 * float(torch.finfo(module.real.dtype).eps)
     for stored_matrix, made in zip(module.matrices(), exact, strict=True):
         off = float(spectral_norm(stored_matrix.detach().cpu().double() - made)) * (1 + 1e-12)
@@ -152,7 +153,6 @@ def _transform_distance(module: FourierConv2d) -> float:
     return total * (1 + 1e-12) - 1
 
 
-@lipschitz_rule(SpreadConv2d)
 def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
     """The smaller of the norm of the product of the symbols less E, and one more than the product of the norms."""
     first, kernel = check_parts(module), to_double(module.weight)
@@ -178,7 +178,6 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
     return torch.minimum(apart, up(found + moved, 4))
 
 
-@rounding_rule(SpreadConv2d)
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     """F t + b after the first part, and x added to that: inner products of all terms, in any order."""
     check_parts(module)
@@ -223,6 +222,5 @@ class _Spreading(nn.Module):
         return circular_conv2d(t, self.weight, self.bias)
 
 
-export_rule(SpreadConv2d)(export_same)
-
-stored(SpreadConv2d, first=submodule, out_channels=COUNT, kernel_size=COUNT, bias=flag)
+_stored = {"first": submodule, "out_channels": COUNT, "kernel_size": COUNT, "bias": flag}
+add_plain(Plain(SpreadConv2d, _spread, _spread_error, _stored))

@@ -12,11 +12,11 @@ from lipkit.bounds.symbol_sup import symbol_sup
 from lipkit.conv.exponential_conv import adjoint, taylor_features, taylor_norm
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms
-from lipkit.modules.configuration import COUNT, INTEGER, flag, stored, whole
+from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.fourier import relative_to_input, schur
-from lipkit.modules.machine import Measure, entries, rounding_rule
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.machine import entries
+from lipkit.modules.plain import Measure, Plain, Shape, add_plain
+from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import Arithmetic, grow_number
 from lipkit.proof.roundoff import gamma, to_double
 
@@ -85,7 +85,6 @@ class TaylorConv2d(nn.Module):
         )
 
 
-@lipschitz_rule(TaylorConv2d)
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
     """|p_T(i theta)| over the angles that the skew part reaches, and what the symmetric part can add (none: 0)."""
     kernel = to_double(module.kernel)
@@ -102,7 +101,6 @@ def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
     return taylor_norm(angle, error, module.terms)
 
 
-@rounding_rule(TaylorConv2d)
 def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     r"""Terms :math:`x_i = A x_{i-1} / i`: ``e_i = (a e_{i-1} + gamma |A| (n_{i-1} + e_{i-1})) / i``, relative to x."""
     kernel = module.kernel.detach().double()
@@ -127,13 +125,5 @@ def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmet
     return relative_to_input(relative, lost * grown, module.bias, outputs, grow_number(peak), arithmetic)
 
 
-export_rule(TaylorConv2d)(export_same)
-
-stored(
-    TaylorConv2d,
-    in_channels=COUNT,
-    out_channels=COUNT,
-    kernel_size=INTEGER,
-    terms=whole(-(2**31), 1000),
-    bias=flag,
-)
+_terms = {"kernel_size": INTEGER, "terms": whole(-(2**31), 1000), "bias": flag}
+add_plain(Plain(TaylorConv2d, _taylor, _taylor_error, {"in_channels": COUNT, "out_channels": COUNT, **_terms}))

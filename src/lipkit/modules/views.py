@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.modules.configuration import COUNT, INTEGER, stored, whole
-from lipkit.modules.machine import Local, Measure, entries, nothing, rounding_rule
-from lipkit.modules.rearrange import export_same
-from lipkit.modules.registry import Shape, export_rule, lipschitz_rule, output_shape
+from lipkit.modules.configuration import COUNT, INTEGER, whole
+from lipkit.modules.machine import entries, exact
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.ranges import one_sign
+from lipkit.modules.registry import output_shape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import root
 
@@ -48,6 +49,9 @@ class Reshape(nn.Module):
         return ", ".join(map(str, self.shape))
 
 
+add_plain(Plain(Reshape, 1.0, exact, Stored({"shape": COUNT}, make=lambda shape: Reshape(*shape)), one_sign))
+
+
 class Permute(nn.Module):
     """The dimensions behind the batch in another order.
 
@@ -73,6 +77,9 @@ class Permute(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.dims))
+
+
+add_plain(Plain(Permute, 1.0, exact, Stored({"dims": COUNT}, make=lambda dims: Permute(*dims)), one_sign))
 
 
 class Piece(nn.Module):
@@ -109,6 +116,9 @@ class Piece(nn.Module):
         return f"{self.dim}, {self.start}, {self.stop}, {self.step}"
 
 
+add_plain(Plain(Piece, 1.0, exact, {"dim": COUNT, "start": whole(0), "stop": COUNT, "step": COUNT}, one_sign))
+
+
 class Roll(nn.Module):
     """One dimension moved circularly.
 
@@ -128,6 +138,9 @@ class Roll(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, {self.shift}"
+
+
+add_plain(Plain(Roll, 1.0, exact, {"dim": COUNT, "shift": INTEGER}, one_sign))
 
 
 class Pad(nn.Module):
@@ -157,6 +170,9 @@ class Pad(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.padding))
+
+
+add_plain(Plain(Pad, 1.0, exact, Stored({"padding": INTEGER}, make=lambda padding: Pad(*padding)), one_sign))
 
 
 class Enlarge(nn.Module):
@@ -244,31 +260,11 @@ class Expand(nn.Module):
         return ", ".join(map(str, self.shape))
 
 
-VIEWS = (Reshape, Permute, Piece, Roll, Pad)
-
-
-@lipschitz_rule(*VIEWS)
-def _view(module: nn.Module, input_shape: Shape | None) -> float:
-    return 1.0
-
-
-@lipschitz_rule(Enlarge, EnlargeBilinear)
-def _enlarge(module: Enlarge, input_shape: Shape | None) -> float:
-    return root(module.rows * module.cols)
-
-
-@lipschitz_rule(Expand)
 def _expand(module: Expand, input_shape: Shape | None) -> float:
     # Without the shape: as if all of it were copies of one number.
     return root(math.prod(module.shape) // (1 if input_shape is None else math.prod(input_shape)))
 
 
-@lipschitz_rule(nn.Upsample)
-def _upsample(module: nn.Upsample, input_shape: Shape | None) -> float:
-    return root(math.prod(_factors(module, input_shape)))
-
-
-@export_rule(nn.Upsample)
 def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
     factors = _factors(module, input_shape)
     if len(factors) != 2:
@@ -276,14 +272,12 @@ def _export_upsample(module: nn.Upsample, input_shape: Shape) -> nn.Module:
     return (Enlarge if module.mode == "nearest" else EnlargeBilinear)(*factors)
 
 
-@lipschitz_rule(nn.ChannelShuffle)
 def _shuffle(module: nn.ChannelShuffle, input_shape: Shape | None) -> float:
     if input_shape is not None and input_shape[0] % module.groups:
         raise ShapeError(f"nn.ChannelShuffle: expected channels in {module.groups} groups, got {input_shape[0]}")
     return 1.0
 
 
-@export_rule(nn.ChannelShuffle)
 def _export_shuffle(module: nn.ChannelShuffle, input_shape: Shape) -> nn.Module:
     _shuffle(module, input_shape)
     channels, *rest = input_shape
@@ -311,7 +305,6 @@ def _factors(module: nn.Upsample, input_shape: Shape | None) -> list[int]:
     return factors
 
 
-@rounding_rule(EnlargeBilinear)
 def _between_pixels(module: EnlargeBilinear, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     # Three sums and three products of weights that add up to 1, in whatever order: |error| <= gamma |A| |x|, A >= 0.
     error, norm = arithmetic.gamma(8), root(module.rows * module.cols)
@@ -325,18 +318,9 @@ def _between_pixels(module: EnlargeBilinear, input_shape: Shape, arithmetic: Ari
     return measure
 
 
-@rounding_rule(*VIEWS, Enlarge, Expand, nn.Upsample, nn.ChannelShuffle)
-def _exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return lambda x: Local(nothing(x), nothing(x))
-
-
-export_rule(*VIEWS, Enlarge, EnlargeBilinear, Expand)(export_same)
-
-stored(Reshape, lambda m: {"shape": m.shape}, lambda shape: Reshape(*shape), shape=COUNT)
-stored(Permute, lambda m: {"dims": m.dims}, lambda dims: Permute(*dims), dims=COUNT)
-stored(Piece, dim=COUNT, start=whole(0), stop=COUNT, step=COUNT)
-stored(Roll, dim=COUNT, shift=INTEGER)
-stored(Pad, lambda m: {"padding": m.padding}, lambda padding: Pad(*padding), padding=INTEGER)
-stored(Enlarge, rows=COUNT, cols=COUNT)
-stored(EnlargeBilinear, rows=COUNT, cols=COUNT)
-stored(Expand, lambda m: {"shape": m.shape}, lambda shape: Expand(*shape), shape=COUNT)
+for _kind, _rounding in ((Enlarge, exact), (EnlargeBilinear, _between_pixels)):
+    _stored = {"rows": COUNT, "cols": COUNT}
+    add_plain(Plain(_kind, lambda module, shape: root(module.rows * module.cols), _rounding, _stored, one_sign))
+add_plain(Plain(Expand, _expand, exact, Stored({"shape": COUNT}, make=lambda shape: Expand(*shape)), one_sign))
+add_plain(Plain(nn.Upsample, lambda module, shape: root(math.prod(_factors(module, shape))), export=_export_upsample))
+add_plain(Plain(nn.ChannelShuffle, _shuffle, export=_export_shuffle))

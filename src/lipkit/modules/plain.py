@@ -1,0 +1,179 @@
+"""One row for each module: all that it answers, in one table by exact type.
+
+The contract of a constrained layer:
+
+1. All parameters exist, in their final shape, when ``__init__`` returns; the raw parameter is never called
+   ``weight``.
+2. The constrained object is made by a method (``weight()``, ``kernel()``, ``symbol(h, w)``) without side effects,
+   the same in training and evaluation mode (declared exceptions: the Taylor terms of SOC and ECO, whose truncation
+   error is inside the bound, and norms that wide CPL layers do not prove in training). The image size comes from the
+   input.
+3. ``forward`` is functional code on that object. Emulated stride is an explicit resampling step, never a hook.
+4. Constructors take the argument names of ``nn.Conv2d`` or ``nn.Linear`` in their order. What is not supported
+   raises.
+5. A class is abstract or final; variants are functions passed as options.
+
+A layer that is trained joins by two rules, `lipschitz_rule` and `export_rule`; a module of exported networks by a row,
+`add_plain`. Nothing is ever assumed to be 1-Lipschitz: a module without a rule, and one whose forward pass is not the
+one its type names (hooks, an instance-level ``forward``, parametrizations), is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError
+from lipkit.modules.guarding import remember, type_name
+from lipkit.modules.ranges import Range
+from lipkit.proof.arithmetic import Arithmetic, Line
+
+Shape = tuple[int, ...]
+"""The shape of one sample, without the batch."""
+
+Accepts = Callable[[Any], bool]
+"""True for a value of a configuration that the argument takes."""
+
+
+class Local(NamedTuple):
+    r"""The error that one module adds, as a function of the distance s of its input from the given one.
+
+    Attributes:
+        error: ``error(s)`` bounds :math:`\|\hat m(h) - m(h)\|_2` for every h of the machine's format with
+            :math:`\|h - x\|_2 \le s`: :math:`\hat m` in machine arithmetic, m in real arithmetic on the stored numbers.
+        peak: bounds the modulus of every number that occurs on the way.
+    """
+
+    error: Line
+    peak: Line
+
+
+# At a batch x (N, *input_shape) in float64: bounds for all inputs near each of its samples.
+Measure = Callable[[Tensor], Local]
+
+
+class Stored(NamedTuple):
+    """How modules are saved and loaded.
+
+    Attributes:
+        arguments: what each accepts.
+        read: the arguments of a module; by default its attributes of those names (of ``bias``, whether there is one).
+        make: from the arguments to a module, its tensors unset; by default its type.
+    """
+
+    arguments: Mapping[str, Accepts]
+    read: Callable[[Any], dict[str, Any]] | None = None
+    make: Callable[..., nn.Module] | None = None
+
+
+# The first argument of a rule is the exact type it was registered for, which a table of rules cannot express.
+LipschitzRule = Callable[[Any, Shape | None], Tensor | float] | float
+ExportRule = Callable[[Any, Shape], nn.Module]
+RoundingRule = Callable[[Any, Shape, Arithmetic], Measure]
+RangeRule = Callable[[Any, Range], Range]
+IntegerRule = Callable[[Any, Any, Any, float], Any]
+
+Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
+
+
+class Plain(NamedTuple):
+    """All that a module answers. What it does not answer is refused by name.
+
+    Attributes:
+        kind: its type, matched exactly.
+        constant: its proved l2 Lipschitz bound, a number or ``constant(module, input_shape)``.
+        rounding: ``rounding(module, input_shape, arithmetic)`` bounds its error in machine arithmetic: a `Measure`. The
+            module is given in float64, with exactly the numbers that are stored.
+        stored: what its constructor takes, by name, or a `Stored`; a module that is stored exports as a copy.
+        range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
+        integer: ``integer(builder, module, value, gain)``, its program in int32 (`lipkit.integer.Builder`).
+        export: ``export(module, input_shape)``, plain modules that compute the same, where it is none itself.
+        dims: dimensions of a sample, at least and at most: with fewer, torch takes the batch for channels or pixels.
+    """
+
+    kind: type[nn.Module]
+    constant: LipschitzRule | None = None
+    rounding: RoundingRule | None = None
+    stored: Mapping[str, Accepts] | Stored | None = None
+    range: RangeRule | None = None
+    integer: IntegerRule | None = None
+    export: ExportRule | None = None
+    dims: tuple[int, int] = (0, 9)
+
+
+ROWS: dict[type[nn.Module], Plain] = {}
+"""Every module that answers anything, by type."""
+
+
+def add_plain(row: Plain) -> None:
+    """Let exported networks hold modules of exactly this type.
+
+    Raises:
+        NoRuleError: its type has a row already, or another one is stored under its name.
+
+    >>> add_plain(Plain(nn.ReLU, 1.0))
+    Traceback (most recent call last):
+    lipkit.errors.NoRuleError: torch.nn.modules.activation.ReLU already has a rule; expected one rule for each type
+    """
+    taken = row.kind if row.kind in ROWS else None if row.stored is None else stored_type(row.kind.__name__)
+    if taken is not None:
+        raise NoRuleError(f"{type_name(taken)} already has a rule; expected one rule for each type")
+    ROWS[row.kind] = row
+    remember(row.kind)
+
+
+def lipschitz_rule(*types: type[nn.Module]) -> Callable[[LipschitzRule], LipschitzRule]:
+    """Register ``rule(module, input_shape) -> number``, or a number, as the proved l2 bound of exactly these types.
+
+    >>> class Negate(nn.Module):
+    ...     def forward(self, x): return -x
+    >>> @lipschitz_rule(Negate)
+    ... def _(module, input_shape): return 1.0
+    >>> ROWS.pop(Negate).constant(Negate(), None)  # which leaves the table as it was
+    1.0
+    """
+    return fill("constant", types)
+
+
+def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
+    """Register ``rule(module, input_shape) -> plain module`` as the export of exactly these types."""
+    return fill("export", types)
+
+
+def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Rule]:
+    """Register a rule as this answer of exactly these types."""
+
+    def filled(rule: Rule) -> Rule:
+        for kind in types:
+            row = ROWS.get(kind, Plain(kind))
+            if getattr(row, column) is not None:
+                raise NoRuleError(f"{type_name(kind)} already has a rule; expected one rule for each type")
+            answer: dict[str, Any] = {column: rule}
+            ROWS[kind] = row._replace(**answer)
+            remember(kind)
+        return rule
+
+    return filled
+
+
+def bounded(kind: type[nn.Module]) -> bool:
+    """True for a type that has a constant of its own."""
+    return kind in ROWS and ROWS[kind].constant is not None
+
+
+def stored_types() -> tuple[type[nn.Module], ...]:
+    """Every type that can be saved."""
+    return tuple(kind for kind, row in ROWS.items() if row.stored is not None)
+
+
+def stored_type(name: str) -> type[nn.Module] | None:
+    """The one that is saved under this name."""
+    return next((kind for kind in stored_types() if kind.__name__ == name), None)
+
+
+def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
+    """Every type with a rule, and whether it has one for ``lipschitz`` and one for ``export``."""
+    found = {kind: (bounded(kind), row.export is not None or row.stored is not None) for kind, row in ROWS.items()}
+    return {kind: (known, exported) for kind, (known, exported) in found.items() if known or ROWS[kind].export}
