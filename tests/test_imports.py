@@ -15,7 +15,7 @@ import lipkit
 
 ROOT = Path(lipkit.__file__).parent
 ORDER = [
-    *("errors", "text", "files", "memory", "networks", "linalg", "conv", "proof", "bounds", "modules"),
+    *("errors", "text", "shown", "files", "memory", "networks", "linalg", "conv", "proof", "bounds", "modules"),
     *("lowering", "integer"),
     *("layers", "models", "data"),
     "attacks",

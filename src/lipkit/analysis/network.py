@@ -17,11 +17,12 @@ from lipkit.lowering.running import constant_copy, sample, stays_float64
 from lipkit.lowering.structure import Lowering
 from lipkit.lowering.tracing import Root
 from lipkit.modules.registry import Shape, checked_shape
+from lipkit.shown import Shown, axes, upper
 from lipkit.text import table
 
 
-@dataclass(frozen=True)
-class NetworkBound:
+@dataclass(frozen=True, repr=False)
+class NetworkBound(Shown):
     """Proved bound and searched estimate of a network's Lipschitz constant, layer by layer.
 
     Attributes:
@@ -38,9 +39,6 @@ class NetworkBound:
     input_shape: Shape
     box: Box | None = None
 
-    def __str__(self) -> str:
-        return self.describe()
-
     def describe(self, everything: bool = False) -> str:
         """The bounds and a table of the layers, what raises the bound most first.
 
@@ -52,14 +50,31 @@ class NetworkBound:
         shown = [layer for layer in layers if everything or abs(layer.fraction) >= 5e-4 or layer.bound == float("inf")]
         rows = [["fraction", "bound", "type", "method", "layer"]]
         rows += [[f"{100 * x.fraction:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
-        head = f"upper {self.upper:.6g}"
+        head = f"L <= {upper(self.upper)} (proved)"
         if self.lower:
-            head += f"  lower {self.lower:.6g} (found by search, no certificate)"
+            head += f", L >= {self.lower:.6g} (found by search, no certificate)"
         if self.box is not None:
             head += f"  for inputs in [{self.box[0]:g}, {self.box[1]:g}]"
         left = len(layers) - len(shown)
         end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
         return "\n".join([head, "", table([], rows), *end])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
+
+        Args:
+            ax: axes of matplotlib; None makes new ones.
+
+        Raises:
+            OptionError: matplotlib is not installed.
+        """
+        ax = axes(ax, f"Lipschitz bound of the layer (network: {self.upper:.4g})", "")
+        most = sorted(self.layers, key=lambda layer: -abs(layer.fraction))[:20]
+        shown = [layer for layer in self.layers if any(layer is one for one in most)]
+        ax.barh(range(len(shown)), [layer.bound for layer in shown])
+        ax.set_yticks(range(len(shown)), [layer.name or layer.type for layer in shown])
+        ax.invert_yaxis()
+        return ax
 
 
 def analyze(

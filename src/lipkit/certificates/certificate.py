@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +15,17 @@ from torch import Tensor
 from lipkit import modules
 from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding
-from lipkit.certificates.intervals import check_radii
+from lipkit.certificates.intervals import check_radii, format_radius
 from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, measure
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules.chains import ChainProof
+from lipkit.shown import Shown, axes, upper
+from lipkit.text import table
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Certificate:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Certificate(Shown):
     r"""Proved radii of N samples. All tensors are on the CPU.
 
     Attributes:
@@ -104,11 +107,65 @@ class Certificate:
         """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["index", "label", "prediction", "correct", "radius", "margin", "radius_ignored"])
-        columns = (self.label, self.prediction, self.correct.long(), self.radius, self.margin, self.radius_ignored)
-        rows = zip(range(len(self)), *(column.tolist() for column in columns), strict=True)
-        writer.writerows(rows)
+        columns = self._columns()
+        writer.writerow(["index", *columns])
+        columns["correct"] = self.correct.long()
+        writer.writerows(zip(range(len(self)), *(column.tolist() for column in columns.values()), strict=True))
         write_atomic(Path(path), text.getvalue().encode())
+
+    def _columns(self) -> dict[str, Tensor]:
+        names = ("label", "prediction", "correct", "radius", "margin", "radius_ignored")
+        return {name: getattr(self, name) for name in names}
+
+    def to_frame(self) -> Any:
+        """The columns of `save_csv` as a DataFrame of pandas, one row a sample.
+
+        Raises:
+            OptionError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise OptionError("expected the package pandas for to_frame, got none: pip install pandas") from error
+        columns = {name: column.numpy() for name, column in self._columns().items()}
+        return pandas.DataFrame(columns).rename_axis("index")
+
+    def describe(self) -> str:
+        """Accuracies, the proved constant and what the radii hold for, in three lines."""
+        image = len(self.input_shape) == 3
+        spread = self.radius.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        eps = [36 / 255, 72 / 255, 108 / 255, 1.0] if image else sorted(float(f"{r:.3g}") for r in spread if r > 0)
+        shares = [f"{100 * float(self.certified(r).double().mean()):.1f} %" for r in eps]
+        head = f"{len(self)} samples: clean {100 * self.clean_accuracy:.1f} %"
+        head += f", certified({format_radius(eps[0])}) {shares[0]}" if eps else ", nothing certified"
+        included = "included" if self.rounding == "sound" else "ignored"
+        head += f", L <= {upper(self.constant)}, rounding {included}"
+        curve = table([], [["radius", *map(format_radius, eps)], ["certified", *shares]])
+        made = f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
+        made += f" of network {self.network_sha256[:12]}"
+        return "\n".join([head, *([curve] if eps else []), made])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw certified accuracy against the l2 radius; returns the axes.
+
+        Args:
+            ax: axes of matplotlib; None makes new ones.
+
+        Raises:
+            OptionError: matplotlib is not installed.
+        """
+        ax = axes(ax, "l2 radius", "certified accuracy")
+        for radius, style in ((self.radius, "-"), (self.radius_ignored, ":")):
+            end = radius[self.correct].sort().values
+            left = 1 - torch.arange(1, len(end) + 1) / max(len(end), 1)
+            x = torch.cat((torch.zeros(1, dtype=torch.float64), end)).tolist()
+            y = (torch.cat((torch.ones(1), left)) * self.clean_accuracy).tolist()
+            if style == "-" or not torch.equal(self.radius, radius):
+                label = "rounding included" if style == "-" and self.rounding == "sound" else "rounding ignored"
+                ax.step(x, y, style, where="post", label=label)
+        ax.set(ylim=(0, 1.02), xlim=(0, None))
+        ax.legend()
+        return ax
 
 
 def certify(

@@ -29,10 +29,11 @@ from lipkit.proof.roundoff import next_down
 
 Place = int | str
 """An activation: its index, or where it lies deeper its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
+from lipkit.shown import Shown, upper
 
 
-@dataclass(frozen=True)
-class GainProof:
+@dataclass(frozen=True, repr=False)
+class GainProof(Shown):
     """A gain that was proved.
 
     Attributes:
@@ -46,6 +47,13 @@ class GainProof:
     product: float
     multipliers: dict[Place, Tensor]
     steps: int
+
+    def describe(self) -> str:
+        """The proved gain beside the product of the norms."""
+        return (
+            f"gain <= {upper(self.gain)} (proved); product of the layers' norms {self.product:.8g}\n"
+            f"{len(self.multipliers)} diagonals of multipliers, found in {self.steps} Newton steps"
+        )
 
 
 def _chained(graph: Graph, shape: Shape) -> Graph:

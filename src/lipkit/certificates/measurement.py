@@ -23,10 +23,11 @@ from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.guarding import guard, refuse_wrapper
 from lipkit.proof.arithmetic import Arithmetic
+from lipkit.shown import Shown, upper
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Proof:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Proof(Shown):
     """Proved constants of a network and rounding errors of its modules in one arithmetic, from `lipkit.prove`.
 
     It holds a float64 copy of the network, which nobody else has, and is not a file: a certificate that is made with it
@@ -56,6 +57,14 @@ class Proof:
     device: torch.device = dataclasses.field(repr=False)
     program: Program | None = dataclasses.field(repr=False)
     logits: Callable[[Tensor], sound.Logits] | None = dataclasses.field(repr=False)
+
+    def describe(self) -> str:
+        """The proved constant, and what it was proved for."""
+        included = "included" if self.rounding == "sound" else "ignored"
+        return (
+            f"L <= {upper(self.constant)} (proved), rounding {included}\n"
+            f"for {self.evaluator.name} evaluation of network {self.network_sha256[:12]}"
+        )
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
         """Raise unless this is the proof of exactly this network and evaluation.

@@ -36,13 +36,14 @@ from lipkit.modules import Affine, Network
 from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import grow, product
+from lipkit.shown import Shown, upper
 
 # An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
 _MOST_LMI_OUTPUTS = 64
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RegressionCertificate:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class RegressionCertificate(Shown):
     r"""Proved deviations of a regression network at N samples. All tensors are on the CPU, in float64.
 
     Attributes:
@@ -105,6 +106,17 @@ class RegressionCertificate:
     def mse(self) -> float:
         """Mean of the squared errors over samples and outputs."""
         return float(self.error.square().mean())
+
+    def describe(self) -> str:
+        """Error, the proved constant and the largest deviation, in three lines."""
+        included = "included" if self.rounding == "sound" else "ignored"
+        return (
+            f"{len(self)} samples, {self.target.shape[1]} outputs: mean squared error {self.mse:.6g}, "
+            f"L <= {upper(self.constant)}, rounding {included}\n"
+            f"an input that moves by {self.delta:g} (l2) moves the outputs by at most {upper(self.deviation)}\n"
+            f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation of network "
+            f"{self.network_sha256[:12]}"
+        )
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row a sample."""

@@ -62,7 +62,7 @@ def command(
         first, second, critic=critic, steps=steps, batch_size=batch_size, lr=lr, folds=folds, confidence=confidence,
         diameter=diameter, seed=seed, device=device,
     )  # fmt: skip
-    click.echo(json.dumps(facts(found)) if as_json else describe(found))
+    click.echo(json.dumps(facts(found)) if as_json else found.describe())
 
 
 def samples(spec: str, root: str | None, limit: int | None) -> Tensor:
@@ -96,18 +96,3 @@ def facts(found: Estimate) -> dict[str, Any]:
         "train_value": None if math.isnan(found.train_value) else found.train_value,
         "steps": found.steps, "held_out": list(found.held_out), "folds": len(found.critics),
     }  # fmt: skip
-
-
-def describe(found: Estimate) -> str:
-    """The result in words."""
-    kind = "proved for this sample size, given the diameter" if found.proved else "asymptotic: Student's t"
-    return "\n".join(
-        [
-            f"lower bound of W1: {found.value:.6g}, estimated on {found.held_out[0]} and {found.held_out[1]} "
-            "held-out samples",
-            f"interval at {100 * found.confidence:g} %: {found.low:.6g} to {found.high:.6g}  ({kind}); of this lower "
-            "bound: W1 may lie above it",
-            f"critics: {len(found.critics)}, constant {found.constant:.9g} (proved), "
-            f"on their training samples {found.train_value:.6g}",
-        ]
-    )

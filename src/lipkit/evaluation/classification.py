@@ -16,6 +16,7 @@ from lipkit.certificates.intervals import Share, check_radii, share
 from lipkit.data import as_split
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, Attacked, CrossCheck, attack_samples, resolved_box
+from lipkit.shown import Shown, figures
 
 EPS = (36 / 255, 72 / 255, 108 / 255, 255 / 255)
 """The radii of the field's tables, in units of images in [0, 1]."""
@@ -30,8 +31,8 @@ class ClassRow:
     certified: tuple[Share, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Evaluation(Shown):
     """The findings of `evaluate`. ``eps`` and ``certified`` run in parallel; ``times`` are seconds.
 
     ``certified_ignored`` runs in parallel too: certified as if no logit were rounded, the field's convention.
@@ -58,6 +59,10 @@ class Evaluation:
             result[f"{self.attack.name}({format_radius(row.eps)})"] = row.share.value
         result["lipschitz"] = self.certificate.constant
         return result
+
+    def describe(self) -> str:
+        """The certificate, and every figure."""
+        return "\n".join([self.certificate.describe(), figures(self.metrics())])
 
 
 def evaluate(

@@ -14,6 +14,7 @@ from lipkit.analysis import SecantSearch, lipschitz_lower_bound
 from lipkit.certificates import RegressionCertificate, certify_regression
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import CertificateViolation
+from lipkit.shown import Shown, figures
 
 if TYPE_CHECKING:
     from lipkit.data import Split
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class RegressionEvaluation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RegressionEvaluation(Shown):
     """The findings of `evaluate_regression`.
 
     Attributes:
@@ -61,6 +62,10 @@ class RegressionEvaluation:
             "lower": self.lower,
             "tightness": self.tightness,
         }
+
+    def describe(self) -> str:
+        """The certificate, and every figure."""
+        return "\n".join([self.certificate.describe(), figures(self.metrics())])
 
 
 def evaluate_regression(

@@ -18,6 +18,7 @@ from lipkit.experiments.recipe import Recipe, to_yaml
 from lipkit.files import write_atomic
 from lipkit.report import Record, RegressionRecord, save_evaluation, save_regression, write_report
 from lipkit.report.record import RECORD, Facts, from_evaluation, from_regression
+from lipkit.shown import Shown, figures
 from lipkit.training.checkpoints import create
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ CHECKER = "lipkit_check.py"
 """The independent checker, a module of its own beside the package; a copy lies with each certificate."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, repr=False)
+class Outcome(Shown):
     """Folder, figures and record of a run that has ended.
 
     Attributes:
@@ -73,6 +74,10 @@ class Outcome:
     folder: Path
     metrics: Mapping[str, float]
     record: Record | RegressionRecord | None
+
+    def describe(self) -> str:
+        """The figures, and where they are."""
+        return f"{figures(self.metrics)}\n{self.folder}"
 
 
 def finish(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
+from lipkit.shown import LINES, preformatted, screen
 
 
 def _flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | None]]:
@@ -100,3 +101,18 @@ class Network(nn.Sequential):
 
     def extra_repr(self) -> str:
         return f"input_shape={self.input_shape}"
+
+    def __str__(self) -> str:
+        """The modules in lines of their own, at most a screen; ``repr`` has all. A claim of multipliers says so."""
+        rows = [f"{i:>4} {' '.join(repr(module).split())}" for i, module in enumerate(self)]
+        if len(rows) > LINES - 2:
+            half = (LINES - 3) // 2
+            rows = [*rows[:half], f"     ... {len(rows) - 2 * half} modules more: repr() has all", *rows[-half:]]
+        numbers = sum(t.numel() for t in self.state_dict().values())
+        head = f"Network of {len(self)} modules, {numbers:,} constant numbers, for inputs of shape {self.input_shape}"
+        head += "" if self.input_range is None else f" in [{self.input_range[0]:g}, {self.input_range[1]:g}]"
+        claim = f"multipliers claimed at {', '.join(map(str, self.multipliers()))}: checked when the network is proved"
+        return screen("\n".join([head, *rows, *([claim] if self.multipliers() else [])]))
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))

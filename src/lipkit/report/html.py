@@ -20,6 +20,7 @@ from lipkit.report.examples import GROUPS, class_name, data_uri, is_image, load_
 from lipkit.report.record import read_record
 from lipkit.report.run_files import read_radii, read_series
 from lipkit.report.schema import AnyRecord, Record, RegressionRecord
+from lipkit.shown import upper
 from lipkit.text import printable, visible
 
 REPORT = "report.html"
@@ -77,6 +78,7 @@ def environment() -> jinja2.Environment:
         "latency": tables.latency,
         "breakable": _breakable,
         "number": lambda value: f"{value:.8g}",
+        "upper": upper,
     }
     return made
 

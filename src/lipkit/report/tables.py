@@ -6,6 +6,7 @@ import math
 
 from lipkit.certificates.intervals import Share, format_radius
 from lipkit.report.schema import AnyRecord, LatencyRecord, Record, RegressionRecord, RoundingRecord, ShareRecord
+from lipkit.shown import upper
 from lipkit.text import printable, table
 
 
@@ -87,7 +88,7 @@ def output_rows(record: RegressionRecord) -> tuple[list[str], list[list[str]]]:
 
 def summary(record: AnyRecord) -> str:
     """A record in plain text: name, Lipschitz constants, accuracies or errors."""
-    lines = [record.name, f"Lipschitz constant {record.lipschitz.computed:.8g} ({record.lipschitz.method})"]
+    lines = [record.name, f"L <= {upper(record.lipschitz.computed)} (proved, {record.lipschitz.method})"]
     if isinstance(record, RegressionRecord):
         lines += [
             f"lower bound {record.lower:.8g}, tightness {percent(record.tightness)}",

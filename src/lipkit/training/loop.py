@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from lipkit.errors import OptionError, RunError
 from lipkit.layers import after_step
 from lipkit.layers.steps import after_step_layers
 from lipkit.modules import Shape
+from lipkit.shown import Shown, axes
 from lipkit.training import checkpoints, losses, saving, schedules
 from lipkit.training import trainee as trainees
 from lipkit.training.clocks import Budget, Clock
@@ -27,8 +29,8 @@ from lipkit.training.sources import Augment, Source, derived_seed, kept_random_s
 from lipkit.training.trainee import Trainee
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
     """The outcome of training.
 
     Attributes:
@@ -52,6 +54,43 @@ class Run:
     def result(self) -> nn.Module:
         """The network to export: the averaged model if there is one, else the model."""
         return self.model if self.average is None else self.average
+
+    def describe(self) -> str:
+        """Epochs and last figures; no constant, since a trained model's is a claim until its export is proved."""
+        last = self.history[-1] if self.history else {}
+        costs = ("lr", "seconds", "samples_per_second", "memory_mib")
+        figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in costs]
+        seconds, early = sum(row.get("seconds", 0.0) for row in self.history), ", stopped before the last one"
+        count = sum(p.numel() for p in self.model.parameters())
+        return "\n".join(
+            [
+                f"{self.epochs_done} epochs in {seconds:.1f} s{'' if self.finished else early}",
+                *textwrap.wrap(f"last epoch: {', '.join(figures) or 'none'}", 98),
+                f"{type(self.model).__name__}, {count:,} parameters{'' if self.average is None else ', averaged'}"
+                + ("" if self.folder is None else f", in {self.folder}"),
+                "nothing is proved yet: lipkit.export(run.result, input_shape), then lipkit.certify",
+            ]
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the loss (left) and accuracies (right) by epoch; returns the axes on the left.
+
+        Args:
+            ax: axes of matplotlib; None makes new ones.
+
+        Raises:
+            OptionError: matplotlib is not installed.
+        """
+        ax = axes(ax, "epoch", "loss")
+        ax.plot([row["epoch"] for row in self.history], [row["loss"] for row in self.history], "k", label="loss")
+        right, names = ax.twinx(), dict.fromkeys(name for row in self.history for name in row)
+        for name in names:
+            if name in ("accuracy", "clean") or name.startswith("certified("):
+                points = [(row["epoch"], row[name]) for row in self.history if name in row]
+                right.plot(*zip(*points, strict=True), ".-", label=name)
+        right.set(ylabel="fraction of samples", ylim=(0, 1.02))
+        ax.figure.legend(loc="outside upper center", ncols=4)
+        return ax
 
 
 def fit(

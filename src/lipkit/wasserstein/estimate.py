@@ -22,6 +22,7 @@ from lipkit.layers import after_step
 from lipkit.lowering import export
 from lipkit.modules import Network
 from lipkit.modules.chains import prove_chain
+from lipkit.shown import Shown, upper
 from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
 from lipkit.wasserstein.intervals import Moments, bernstein, check_confidence, moments, student
@@ -32,8 +33,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Shown):
     r"""An estimated lower bound of :math:`W_1(P, Q)`.
 
     Attributes:
@@ -71,6 +72,18 @@ class Estimate:
     def proved(self) -> bool:
         """True if the interval covers at this sample size (given the diameter), not only as samples grow."""
         return self.method == "bernstein"
+
+    def describe(self) -> str:
+        """The estimate with its interval, and what it rests on."""
+        kind = "proved for this sample size, given the diameter" if self.proved else "asymptotic: Student's t"
+        return (
+            f"lower bound of W1: {self.value:.6g}, estimated on {self.held_out[0]} and {self.held_out[1]} "
+            "held-out samples\n"
+            f"interval at {100 * self.confidence:g} %: {self.low:.6g} to {self.high:.6g}  ({kind})\n"
+            "  of this lower bound: W1 may lie above it\n"
+            f"critics: {len(self.critics)}, L <= {upper(self.constant)} (proved), on their training samples "
+            f"{self.train_value:.6g}"
+        )
 
 
 def distance(

@@ -1,0 +1,105 @@
+"""Results that read themselves: `print` takes at most a screen, notebooks show the same, `axes` is where plots go."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, Context
+from typing import Any
+
+from lipkit.errors import OptionError
+from lipkit.text import printable, table
+
+LINES, COLUMNS = 25, 100
+"""The most that `print` of a result shows."""
+
+
+class Shown:
+    """A dataclass of results: `describe` says all, ``print``, ``repr`` and notebooks as much of it as fits a screen."""
+
+    def describe(self) -> str:
+        """Every field, tensors and networks by their size."""
+        fields = [f.name for f in dataclasses.fields(self) if f.repr]  # type: ignore[arg-type]
+        return "\n".join([type(self).__name__, table([], [[name, brief(getattr(self, name))] for name in fields])])
+
+    def __str__(self) -> str:
+        return screen(self.describe())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+
+def screen(text: str) -> str:
+    r"""As much of a text as fits: `LINES` lines of `COLUMNS` characters, of which the last one says what is left out.
+
+    >>> len(screen("a\n" * 99).splitlines()), screen("a\n" * 99).splitlines()[-1]
+    (25, '... and 75 lines more: describe() has all')
+    """
+    lines = text.splitlines()
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1} lines more: describe() has all"]
+    return "\n".join(printable(line, COLUMNS) for line in lines)
+
+
+def preformatted(text: str) -> str:
+    """The text as HTML, for notebooks.
+
+    >>> preformatted("L <= 1")
+    '<pre>L &lt;= 1</pre>'
+    """
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def upper(value: float) -> str:
+    """An upper bound in eight digits, rounded up: what is printed is proved, too.
+
+    >>> upper(1.00000012), upper(1.0), upper(float("inf"))
+    ('1.0000002', '1', 'inf')
+    """
+    return f"{float(Context(prec=8, rounding=ROUND_CEILING).create_decimal(value)):.8g}"
+
+
+def figures(metrics: Mapping[str, float]) -> str:
+    """Figures by name, one a line.
+
+    >>> print(figures({"clean": 0.97, "lipschitz": 1.00000012}))
+    clean      0.97
+    lipschitz  1.0000001
+    """
+    return table([], [[name, f"{value:.8g}"] for name, value in metrics.items()])
+
+
+def brief(value: Any) -> str:
+    """One line for a value: numbers in eight digits, tensors and what holds many values by type and size.
+
+    >>> brief(0.1 + 0.2), brief([1, 2]), brief(dict.fromkeys(range(99)))
+    ('0.3', '[1, 2]', 'dict of 99')
+    """
+    if hasattr(value, "shape"):
+        return f"{type(value).__name__} {str(value.dtype).rpartition('.')[2]} {tuple(value.shape)}"
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    if len(shown := str(value)) <= 70 and "\n" not in shown:
+        return shown
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else shown.splitlines()[0]
+
+
+def axes(ax: Any, x: str, y: str) -> Any:
+    """Where a plot goes: the axes given, or new ones of matplotlib.pyplot, with names of x and y and a grid.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+    """
+    if ax is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ModuleNotFoundError as error:
+            raise OptionError('expected matplotlib to plot, got none: pip install "lipkit[train]"') from error
+        ax = plt.figure(layout="constrained").add_subplot()
+    ax.set(xlabel=x, ylabel=y)
+    ax.grid(alpha=0.3)
+    return ax
