@@ -34,6 +34,20 @@ def test_lines_are_one_per_epoch():
     assert shown[2] == "epoch 2/2  loss 0.2500  accuracy 50.0 %  clean 75.0 %  certified(36/255) 62.5 %"
 
 
+def test_a_long_epoch_has_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    lines = console.Lines(out)
+    for step in range(20, 2001, 20):
+        clock[0] += 4.0
+        row = ROW if step == 2000 else None
+        lines.progress(Progress(1, 1, step, 2000, 0.5, None, row, seconds_left=2000 / step))
+    shown = out.getvalue().splitlines()
+    assert shown[0] == "epoch 1/1  step 200/2000  loss 0.5000  left 0:10"
+    assert len(shown) == 10
+    assert shown[-1].startswith("epoch 1/1  loss 0.2500  accuracy 50.0 %  clean")
+
+
 def test_the_bar_shows_loss_accuracy_certified_accuracy_and_time_left():
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=140)

@@ -105,6 +105,26 @@ def test_every_key_of_a_recipe_is_described():
     assert [key for key, text in described.items() if not text] == []
 
 
+def test_the_first_line_comes_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys; from lipkit.cli.main import main; import lipkit.errors\n"
+        "class Stop:\n def find_spec(self, name, *_):\n  assert name != 'torch', 'torch'\n"
+        "sys.meta_path.insert(0, Stop()); main(sys.argv[1:])"
+    )
+    for arguments, first in (
+        (["digits_sll"], "digits_sll: 8 x 8 digits, small SLL network"),
+        ([], "digits_cayley: 8 x 8 digits"),
+        (["--resume", str(tmp_path)], f"continuing {tmp_path}"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, "train", *arguments], capture_output=True, text=True)
+        line, *rest = done.stderr.splitlines()
+        assert line.startswith(first)
+        assert line.endswith("; importing torch")
+        assert "torch" in rest[0]
+    done = subprocess.run([sys.executable, "-c", code, "train", "no_such"], capture_output=True, text=True)
+    assert "importing torch" not in done.stderr
+
+
 @pytest.mark.slow
 def test_two_processes_from_the_command_line(tmp_path):
     command = [sys.executable, "-m", "lipkit.cli.main", "train", *QUICK, "--devices", "2", "--strategy", "ddp"]

@@ -279,6 +279,15 @@ def test_progress_reports_every_epoch_and_its_steps():
     assert events[-1].row["loss"] == events[-1].loss
 
 
+def test_slow_steps_are_reported_one_by_one(monkeypatch):
+    events, fast = [], []
+    for progress, every in ((events, 0.0), (fast, 9.0)):
+        monkeypatch.setattr("lipkit.training.progress.READ_SECONDS", every)
+        training.fit(network(), blobs(), epochs=1, lr=0.05, batch_size=2, accelerator="cpu", progress=progress.append)
+    assert [e.step for e in events] == list(range(1, 49))
+    assert events[-1].loss == fast[-1].loss
+
+
 @pytest.mark.thorough
 def test_regression_with_a_torch_dataset():
     class Line(Dataset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 
 LEAST_BAR = 8  # columns below which a bar says nothing
+WAIT = 10.0  # seconds after which a log shows a step inside an epoch, ten of them at most
 
 
 class Lines:
-    """One plain line per epoch, for logs and pipes.
+    """One plain line per epoch, and up to ten inside a long one, for logs and pipes.
 
     Args:
         stream: where to; None is stderr at the time of writing.
@@ -30,14 +32,22 @@ class Lines:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
+        self._time, self._place = time.monotonic(), 0
 
     def note(self, text: str) -> None:
         print(printable(text), file=self._stream or sys.stderr, flush=True)
 
     def progress(self, event: Progress) -> None:
-        if event.row is not None:
-            left = f"  left {duration(event.seconds_left)}" if event.epoch < event.epochs else ""
-            self.note(f"epoch {event.epoch}/{event.epochs}  {describe(event.row)}{left}")
+        now, place = time.monotonic(), position(event)
+        if event.row is None and (now - self._time < WAIT or 10 * (place - self._place) < event.steps):
+            return
+        self._time, self._place = now, place
+        left = f"  left {duration(event.seconds_left)}" if place < event.epochs * event.steps else ""
+        step, row = "", event.row
+        if row is None:
+            step, row = f"  step {event.step}/{event.steps}", {"loss": event.loss}
+            row |= {} if event.accuracy is None else {"accuracy": event.accuracy}
+        self.note(f"epoch {event.epoch}/{event.epochs}{step}  {describe(row)}{left}")
 
 
 class Terminal:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from lipkit.cli.list import recipes
 from lipkit.cli.main import ALLOW_CODE
+from lipkit.cli.source import Source
 from lipkit.memory import importing
 from lipkit.text import printable
 
@@ -46,6 +51,8 @@ def command(
     if root is not None:
         overrides.append(data_root(root))
     placed = [f"train.{key}={value}" for key, value in placement.items() if value is not None]
+    if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0" and (line := started(name, resume)):
+        click.echo(f"{line}; importing torch", err=True)
     if resume is None:
         with importing():
             from lipkit.experiments.recipe import DEFAULT, load_recipe
@@ -57,6 +64,19 @@ def command(
         )
     else:
         _resume(resume, placed, large_eps, allow_code)
+
+
+def started(name: str | None, resume: Path | None) -> str:
+    """What will be trained, known before torch is imported; empty where the name will be refused.
+
+    >>> started("digits_sll", None)[:41], started("no_such_recipe", None)
+    ('digits_sll: 8 x 8 digits, small SLL netwo', '')
+    """
+    known = {row[0]: ": ".join(row) for row in recipes()}
+    if resume is not None:
+        return f"continuing {printable(resume)}" if resume.is_dir() else ""
+    name = name or ast.literal_eval(ast.unparse(Source("lipkit.experiments.recipe").find("DEFAULT")))
+    return known.get(name, printable(name) if Path(name).is_file() else "")
 
 
 def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> None:

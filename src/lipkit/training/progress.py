@@ -17,6 +17,8 @@ from lipkit.errors import OptionError, RunError
 
 # Losses are read back from the device once in so many steps: each reading waits for all work queued there.
 READ_EVERY = 20
+# Steps may be slow: a process alone also reads after so many seconds. Several must read at the same step.
+READ_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Totals:
         self.samples, self.seconds_before = int(before.get("samples", 0)), float(before.get("seconds", 0.0))
         self.pending: list[Tensor] = []
         self.samples_before, self.start = self.samples, time.perf_counter()
+        self.read = self.start
 
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step.
@@ -99,7 +102,8 @@ class Totals:
         self.pending.append(sums)
         self.samples += size
         last = step == self.steps or fraction >= 1
-        if len(self.pending) < READ_EVERY and not last:
+        overdue = self.fabric.world_size == 1 and time.perf_counter() - self.read >= READ_SECONDS
+        if len(self.pending) < READ_EVERY and not last and not overdue:
             return False
         self._read(step)
         done = self.epoch + step / self.steps
@@ -121,6 +125,7 @@ class Totals:
             self.loss += loss
             self.correct += correct
         self.pending.clear()
+        self.read = time.perf_counter()
 
     def seconds(self) -> float:
         """Seconds of this epoch so far, those before an interruption included."""
