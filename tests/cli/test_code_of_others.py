@@ -31,6 +31,7 @@ COMMANDS = {
     "check": [["their/certificate.jsonl", "their/network", "npz:their/data.npz"]],
     "attack": [["their", "--samples", "2", "--steps", "1"]],
     "report": [["their"]],
+    "compare": [["their"], ["their", "--to", "html"]],
     "bound": [["their", "--restarts", "0"], ["their/model.pt", "--input-shape", "1,8,8"]],
     "wasserstein": [["their/samples.npy", "their/samples.npy", "--steps", "1"]],
     "list": [["networks"]],

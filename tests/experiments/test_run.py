@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -160,9 +161,10 @@ def test_seeds_print_mean_and_deviation(tmp_path, capsys):
     records = [read_record(tmp_path / f"digits_cayley-{i:03d}") for i in (1, 2)]
     assert [r.seed for r in records] == [0, 1]
     values = [r.clean.value for r in records]
-    line = next(line for line in captured.out.splitlines() if line.startswith("clean"))
-    assert float(line.split()[1]) == pytest.approx(sum(values) / 2, abs=1e-6)
-    assert float(line.split()[2]) == pytest.approx(abs(values[0] - values[1]) / 2**0.5, abs=1e-6)
+    row = captured.out.splitlines()[2].split()
+    assert row[:2] == ["digits_cayley", "2"]
+    assert float(row[2]) == pytest.approx(100 * sum(values) / 2, abs=0.005)
+    assert float(row[4]) == pytest.approx(100 * abs(values[0] - values[1]) / 2**0.5, abs=0.005)
     assert "epoch 1/1  loss" in captured.err
 
 
@@ -280,7 +282,8 @@ def test_regression_ends_with_an_error_a_bound_and_a_search(mine, tmp_path, caps
     captured = capsys.readouterr()
     assert "test mse" in captured.err
     assert "tightness" in captured.out
-    folder = tmp_path / "runs" / "digits_cayley-001"
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"digits_cayley-[\w.+]+_bounded-mse-001", folder.name)
     record = read_record(folder)
     assert record.task == "regression"
     assert record.mse < 0.02

@@ -78,7 +78,7 @@ def _value(given: Sequence[str], place: int) -> str:
 
 # A verb is the module of that name in this package, which holds its `command`; in the order of the help.
 VERBS = (
-    *("train", "certify", "check", "attack", "report", "bound", "wasserstein"),
+    *("train", "certify", "check", "attack", "report", "compare", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
 )
 # Of every verb that loads what the recipe of a run names: the run may be somebody else's.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +97,10 @@ def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> Non
                 if seeds:
                     show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
     if seeds and outcomes:
-        click.echo(spread([outcome.metrics for outcome in outcomes], [str(o.folder) for o in outcomes]))
+        from lipkit.report.comparison import settings, to_text
+
+        folders = [outcome.folder for outcome in outcomes]
+        click.echo(f"{to_text(settings(folders))}\n\nruns  {', '.join(printable(folder) for folder in folders)}")
     elif outcomes:
         click.echo(result(outcomes[0]))
 
@@ -135,24 +137,6 @@ def result(outcome: Outcome) -> str:
 
     folder = printable(outcome.folder)
     return f"{summary(outcome.record)}\n\nrun     {folder}\nreport  {printable(outcome.folder / REPORT)}"
-
-
-def spread(metrics: Sequence[Mapping[str, float]], runs: Sequence[str]) -> str:
-    """Mean and standard deviation (n - 1) of each figure over the seeds.
-
-    >>> print(spread([{"clean": 0.97}, {"clean": 0.99}], ["runs/a", "runs/b"]))
-    2 seeds        mean  standard deviation
-    clean      0.980000            0.014142
-    <BLANKLINE>
-    runs     runs/a, runs/b
-    """
-    width = max(len("2 seeds") + 2, *(len(name) for name in metrics[0])) if metrics else 0
-    lines = [f"{f'{len(metrics)} seeds':<{width}}{'mean':>10}  standard deviation"]
-    for name in metrics[0]:
-        values = [row[name] for row in metrics]
-        deviation = f"{statistics.stdev(values):.6f}" if len(values) > 1 else "n/a"
-        lines.append(f"{name:<{width}}{statistics.fmean(values):>10.6f}{deviation:>20}")
-    return "\n".join([*lines, "", f"runs     {', '.join(runs)}"])
 
 
 def data_root(path: Path) -> str:

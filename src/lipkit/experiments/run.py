@@ -13,6 +13,7 @@ RUN/
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +30,12 @@ from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
 from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, load_data, penalty
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
-from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
+from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
 from lipkit.files import write_atomic
 from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
-from lipkit.report.html import REPORT
+from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts
 from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
@@ -137,6 +138,7 @@ def _train(
         "train_samples": len(data.train),
         "times": {"train": seconds},
         "device": str(fabric.device),
+        "changed": list(changed(recipe)),
     }
     return finish(folder, recipe, network, data, facts, display, fabric.device)
 
@@ -298,7 +300,7 @@ def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Pa
         return resume
     folder = ""
     if fabric.is_global_zero:
-        made = checkpoints.create(out, recipe.name) if asked is None else Path(asked)
+        made = checkpoints.create(out, run_name(recipe)) if asked is None else Path(asked)
         checkpoints.check_new(made, NETWORK, RECORD)
         made.mkdir(parents=True, exist_ok=True)
         write_atomic(made / RECIPE, to_yaml(recipe).encode())
@@ -357,6 +359,31 @@ def unplaced(recipe: Recipe) -> Recipe:
     """
     plain = {key: TrainSection.model_fields[key].default for key in PLACEMENT}
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=plain)})
+
+
+def changed(recipe: Recipe) -> dict[str, str]:
+    """The keys that differ from the packaged recipe of this name, with their values; not where, nor from which seed.
+
+    >>> changed(load_recipe("digits_cayley", ["model.options.layer=aol", "train.seed=3"]))
+    {'model.options.layer': 'aol'}
+    """
+    if recipe.name not in names():
+        return {}
+    before, now = (dict(flatten(unplaced(seeded(r, 0)).plain())) for r in (load_recipe(recipe.name), recipe))
+    return {key: value for key, value in now.items() if before.get(key) != value and key != "data.root"}
+
+
+def run_name(recipe: Recipe) -> str:
+    """The recipe's name and, if it is a packaged one, the changes of its model and loss.
+
+    >>> run_name(load_recipe("mnist_cayley", ["model.options={layer: aol, width: 2}", "train.epochs=5"]))
+    'mnist_cayley-aol-width2'
+    """
+    words = [recipe.name]
+    for key, value in changed(recipe).items():
+        if key.startswith(("model.", "loss.")) and value != "{}":
+            words.append(value if value[:1].isalpha() else f"{key.rpartition('.')[2]}{value}")
+    return re.sub(r"[^\w.+-]+", "_", "-".join(words))[:60]
 
 
 def seeded(recipe: Recipe, seed: int) -> Recipe:

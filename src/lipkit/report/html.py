@@ -55,6 +55,7 @@ def render(folder: Path) -> str:
             record=record,
             training=markupsafe.Markup(plots.training_curves(read_series(folder))),
             recipe=list(flatten(record.recipe)),
+            model=_model(record.recipe),
             **_results(folder, record),
         )
     )
@@ -106,6 +107,17 @@ def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:
         "accuracy": tables.accuracy_rows(record),
         "groups": _groups(folder, record),
     }
+
+
+def _model(recipe: Mapping[str, Any]) -> str:
+    """The network in words: its name, and its options.
+
+    >>> _model({"model": {"name": "small", "options": {"layer": "cayley"}}}), _model({})
+    ('small, layer cayley', '')
+    """
+    model = recipe.get("model") or {}
+    options = (f"{key} {value}" for key, value in flatten(model.get("options") or {}))
+    return ", ".join([str(model["name"]), *options]) if model else ""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -166,6 +166,23 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
     return figure
 
 
+def certified_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    """Certified accuracy against the l2 radius, one curve a name: radii and fractions."""
+    return both(lambda narrow: _certified(curves, narrow), "comparison")
+
+
+def _certified(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], narrow: bool) -> Figure:
+    figure, (axis,) = figure_of(1, narrow)
+    for number, (name, (eps, values)) in enumerate(curves.items()):
+        line = ("-", "--", ":", "-.")[number // len(SERIES) % 4]
+        label = printable(name, 40).replace("$", r"\$")
+        axis.plot(eps, values, color=SERIES[number % len(SERIES)], linestyle=line, label=label)
+    axis.set(xlim=(0, None), ylim=(0, 1.02), xlabel="l2 radius", ylabel="certified accuracy")
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    legend(axis)
+    return figure
+
+
 def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list[str]:
     """Labels at places in [0, 1] without those that would run into the one before."""
     kept, end = [], -1.0

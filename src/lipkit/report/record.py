@@ -150,6 +150,7 @@ class Facts(TypedDict, total=False):
         times: seconds by name; those of the evaluation are added.
         device: where the training ran.
         latency: from `lipkit.evaluation.latency`.
+        changed: dotted keys of the recipe that were changed from the packaged one of its name.
     """
 
     train_samples: int | None
@@ -160,6 +161,7 @@ class Facts(TypedDict, total=False):
     times: Mapping[str, float] | None
     device: str
     latency: Latency | None
+    changed: Sequence[str]
 
 
 def _common(
@@ -176,6 +178,7 @@ def _common(
         "name": name,
         "created": now(),
         "recipe": dict(facts.get("recipe") or {}),
+        "changed": list(facts.get("changed") or ()),
         "versions": versions(),
         "seed": facts.get("seed"),
         "hardware": hardware(facts.get("device", "cpu")),

@@ -138,12 +138,14 @@ class _Versioned(_Model):
 class RunRecord(_Versioned):
     """The figures of a run of any task. Times are seconds.
 
-    ``further`` are figures measured after it, by name, ``after`` the options of those measurements.
+    ``changed`` are keys of the recipe that differ from the packaged one of its name. ``further`` are figures measured
+    after it, by name, ``after`` the options of those measurements.
     """
 
     name: str
     created: str
     recipe: dict[str, Any]
+    changed: list[str] = Field(default_factory=list)
     versions: dict[str, str]
     seed: int | None
     hardware: HardwareRecord

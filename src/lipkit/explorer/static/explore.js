@@ -174,7 +174,7 @@ async function begin() {
   const content = await ask("/api/runs");
   state.runs = content.runs;
   state.largest = content.largest;
-  element("radius").max = steps();
+  element("radius").max = steps(); // the slider's 36 becomes its end where that is less
   element("radius").addEventListener("input", slide);
   element("index").addEventListener("change", (event) => choose(Number(event.target.value)));
   element("earlier").addEventListener("click", () => turn(-PER_PAGE));

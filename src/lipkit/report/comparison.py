@@ -1,0 +1,172 @@
+"""Runs beside each other: one row for each setting, mean and standard deviation over its seeds, and the curves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import markupsafe
+import numpy as np
+
+from lipkit.errors import RunError
+from lipkit.report import plots
+from lipkit.report.html import environment, flatten
+from lipkit.report.record import RECORD, read_record
+from lipkit.report.run_files import read_radii
+from lipkit.report.schema import AnyRecord
+from lipkit.shown import upper
+from lipkit.text import table
+
+# Keys in which runs of one setting may differ, and the most columns of keys: beyond, runs go by their names.
+SAME = re.compile(
+    r"name|description|data\.root|train\.(seed|accelerator|devices|nodes|strategy|max_minutes|checkpoint_seconds|"
+    r"tensorboard)"
+)
+MOST_KEYS = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in the seed alone.
+
+    Attributes:
+        keys: what sets them apart from the other settings: names of the recipe and their values.
+        runs: their folders.
+        records: their records, in the same order.
+    """
+
+    keys: dict[str, str]
+    runs: tuple[Path, ...]
+    records: tuple[AnyRecord, ...]
+
+    def values(self, figure: str) -> list[float]:
+        """One figure of every run that has it."""
+        return [r.metrics()[figure] for r in self.records if figure in r.metrics()]
+
+
+def settings(paths: Sequence[Path]) -> list[Setting]:
+    """The settings among runs, in the order in which they come.
+
+    Args:
+        paths: folders of runs, or folders that hold such.
+
+    Raises:
+        RunError: there is no run in a folder, or a record cannot be read.
+    """
+    runs = [run for path in paths for run in _runs(path)]
+    records = [read_record(run) for run in runs]
+    recipes = [{k: v for k, v in flatten(record.recipe) if not SAME.fullmatch(k)} for record in records]
+    names = dict.fromkeys(name for recipe in recipes for name in recipe)
+    differing = [name for name in names if len({recipe.get(name) for recipe in recipes}) > 1]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, recipe in enumerate(recipes):
+        groups.setdefault(tuple(recipe.get(name, "") for name in differing), []).append(number)
+    bare = [re.sub(r"-\d+$", "", records[members[0]].name) for members in groups.values()]
+    result = []
+    for (values, members), name in zip(groups.items(), bare, strict=True):
+        keys = dict(zip(differing, values, strict=True))
+        if not 0 < len(keys) <= MOST_KEYS:
+            keys = {"run": name if bare.count(name) == 1 else records[members[0]].name}
+        result.append(Setting(keys, tuple(runs[i] for i in members), tuple(records[i] for i in members)))
+    return result
+
+
+def _runs(path: Path) -> list[Path]:
+    if path.is_file() or (path / RECORD).exists():
+        return [path]
+    found = sorted(p for p in path.iterdir() if (p / RECORD).exists()) if path.is_dir() else []
+    if not found:
+        raise RunError(f"expected a finished run, or a folder of such, got {path}")
+    return found
+
+
+def rows(found: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: what sets a setting apart, the number of its runs, mean and standard deviation of figures."""
+    figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
+    keys = list(dict.fromkeys(key for one in found for key in one.keys))
+    header = [*(key.rpartition(".")[2] for key in keys), "runs"]
+    header += ["L <=" if name == "lipschitz" else name for name in figures]
+    body = []
+    for one in found:
+        cells = [*(one.keys.get(key, "") for key in keys), str(len(one.runs))]
+        body.append(cells + [_cell(name, one.values(name)) for name in figures])
+    return header, body
+
+
+def _cell(name: str, values: Sequence[float]) -> str:
+    """
+    >>> _cell("clean", [0.97, 0.99]), _cell("test_mse", [0.12345678]), _cell("lipschitz", [1.0, 1.00000001])
+    ('98.00 ± 1.41 %', '0.12346', '1.0000001')
+    """
+    if not values or name == "lipschitz":  # each run has a bound of its own: the largest one holds for all
+        return upper(max(values)) if values else ""
+    per_cent = name == "clean" or name.startswith(("certified(", "pgd("))
+    mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    if per_cent:
+        return f"{100 * mean:.2f}{'' if spread is None else f' ± {100 * spread:.2f}'} %"
+    return f"{mean:.5g}{'' if spread is None else f' ± {spread:.2g}'}"
+
+
+def to_text(found: Sequence[Setting]) -> str:
+    """The table in aligned columns."""
+    header, body = rows(found)
+    seeds = any(len(one.runs) > 1 for one in found)
+    return table(header, body) + ("\n\nmean ± standard deviation (n - 1) over the runs of a row" if seeds else "")
+
+
+def to_csv(found: Sequence[Setting]) -> str:
+    """One line for each run, numbers that read back exactly: run, what sets it apart, seed, figures."""
+    figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
+    keys = dict.fromkeys(key for one in found for key in one.keys)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", *(key for key in keys if key != "run"), "seed", *figures])
+    for one in found:
+        for run, record in zip(one.runs, one.records, strict=True):
+            apart = [one.keys.get(key, "") for key in keys if key != "run"]
+            writer.writerow([run, *apart, record.seed, *(record.metrics().get(name, "") for name in figures)])
+    return text.getvalue().rstrip("\n")
+
+
+def to_latex(found: Sequence[Setting]) -> str:
+    r"""The table for a paper, with the rules of the package booktabs."""
+    header, body = rows(found)
+    lines = [" & ".join(_latex(cell) for cell in row) + r" \\" for row in (header, *body)]
+    columns = "l" * (header.index("runs")) + "r" * (len(header) - header.index("runs"))
+    rules = (rf"\begin{{tabular}}{{{columns}}}", r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}")
+    return "\n".join([*rules[:2], lines[0], rules[2], *lines[1:], *rules[3:]])
+
+
+def _latex(cell: str) -> str:
+    r"""
+    >>> print(_latex("cayley_bcop: 98.0 ± 1.4 %, L <= 1"))
+    cayley\_bcop: 98.0 $\pm$ 1.4 \%, L $\le$ 1
+    """
+    cell = re.sub(r"([&%#_{}$])", r"\\\1", cell.replace("\\", "/").replace("~", " ").replace("^", " "))
+    return cell.replace("±", r"$\pm$").replace("<=", r"$\le$")
+
+
+def to_html(found: Sequence[Setting]) -> str:
+    """The table and the curves of certified accuracy as a page that loads nothing."""
+    curves = {}
+    for one in found:
+        radii = [each for each in map(read_radii, filter(Path.is_dir, one.runs)) if each is not None]
+        if radii:
+            name = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in one.keys.items())
+            curves[name] = (radii, max(float(np.quantile(r.radius, 0.99)) for r in radii))
+    eps = np.linspace(0, max((end for _, end in curves.values()), default=1.0), 300)
+    lines = {name: (eps, np.mean([r.certified(eps) for r in radii], axis=0)) for name, (radii, _) in curves.items()}
+    picture = markupsafe.Markup(plots.certified_curves(lines) if lines else "")
+    header, body = rows(found)
+    runs = [(run, record) for one in found for run, record in zip(one.runs, one.records, strict=True)]
+    page = environment().get_template("comparison.html.j2")
+    return page.render(header=header, rows=body, curves=picture, runs=runs)
+
+
+FORMS = {"text": to_text, "csv": to_csv, "latex": to_latex, "html": to_html}
+"""What writes a comparison, by the name of the form."""
