@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import io
 import os
 from pathlib import Path
@@ -124,7 +125,7 @@ class Certificate(Shown):
             OptionError: pandas is not installed.
         """
         try:
-            import pandas
+            pandas: Any = importlib.import_module("pandas")
         except ModuleNotFoundError as error:
             raise OptionError("expected the package pandas for to_frame, got none: pip install pandas") from error
         columns = {name: column.numpy() for name, column in self._columns().items()}
@@ -134,7 +135,7 @@ class Certificate(Shown):
         """Accuracies, the proved constant and what the radii hold for, in three lines."""
         image = len(self.input_shape) == 3
         spread = self.radius.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-        eps = [36 / 255, 72 / 255, 108 / 255, 1.0] if image else sorted(float(f"{r:.3g}") for r in spread if r > 0)
+        eps = [36 / 255, 72 / 255, 108 / 255] if image else sorted(float(f"{r:.3g}") for r in spread if r > 0)
         shares = [f"{100 * float(self.certified(r).double().mean()):.1f} %" for r in eps]
         head = f"{len(self)} samples: clean {100 * self.clean_accuracy:.1f} %"
         head += f", certified({format_radius(eps[0])}) {shares[0]}" if eps else ", nothing certified"
@@ -142,7 +143,6 @@ class Certificate(Shown):
         head += f", L <= {upper(self.constant)}, rounding {included}"
         curve = table([], [["radius", *map(format_radius, eps)], ["certified", *shares]])
         made = f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
-        made += f" of network {self.network_sha256[:12]}"
         return "\n".join([head, *([curve] if eps else []), made])
 
     def plot(self, ax: Any = None) -> Any:

@@ -114,8 +114,7 @@ class RegressionCertificate(Shown):
             f"{len(self)} samples, {self.target.shape[1]} outputs: mean squared error {self.mse:.6g}, "
             f"L <= {upper(self.constant)}, rounding {included}\n"
             f"an input that moves by {self.delta:g} (l2) moves the outputs by at most {upper(self.deviation)}\n"
-            f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation of network "
-            f"{self.network_sha256[:12]}"
+            f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
         )
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
