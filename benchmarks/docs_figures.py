@@ -6,6 +6,7 @@ python benchmarks/docs_figures.py NAME [NAME ...]  # some
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -223,9 +224,31 @@ def deblurring() -> plt.Figure:
         return denoiser.draw(denoiser.main(["--out", folder]))
 
 
+def speed() -> plt.Figure:
+    """The geometric means of docs/lab/performance.md, section "Layers on the CPU"."""
+    text = (FOLDER.parent / "lab" / "performance.md").read_text().partition("<!-- bench cpu layers -->")[2]
+    means: dict[str, list[float]] = {}
+    for family, _, rows in re.findall(r"### (\w+): (training step|exported forward)\n\n(.*?)\n\n", text, re.S):
+        head, *body = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines())
+        mean = next(row for row in body if row[:2] == ["geometric mean", "128"])
+        means.setdefault(family, []).append(float(mean[head.index("lipkit")]))
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    places = np.arange(len(means))
+    for k, phase in enumerate(("training step", "exported forward")):
+        bars = axis.barh(places + 0.4 * k - 0.2, [pair[k] for pair in means.values()], 0.4, label=phase)
+        axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+    axis.axvline(1, color="0.3", linewidth=1)
+    axis.set(yticks=places, yticklabels=list(means), xlabel="times a circular nn.Conv2d (less is faster)", xscale="log")
+    axis.set(xticks=[0.25, 0.5, 1, 2, 4], xticklabels=["0.25", "0.5", "1", "2", "4"], xlim=(0.2, 5))
+    axis.minorticks_off()
+    axis.invert_yaxis()
+    axis.legend(frameon=False)
+    return figure
+
+
 DRAWN = (
     singular_values, real_transform, eco_frequencies, exponential, bcop, svcm, residual, lmi, certified_accuracy,
-    first_page, deblurring,
+    first_page, deblurring, speed,
 )  # fmt: skip
 FIGURES: dict[str, Callable[[], plt.Figure]] = {f.__name__: f for f in DRAWN}
 

@@ -1,4 +1,4 @@
-"""The gain of every autograd Function of the package over its plain twin: the table of docs/performance.md.
+"""The gain of every autograd Function of the package over its plain twin: the table of docs/lab/performance.md.
 
     python -m benchmarks.functions
 

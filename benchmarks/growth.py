@@ -1,6 +1,6 @@
 """Cost against size: how a training step and its memory grow with channels, side and batch.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.growth [--families cayley,eco] [--doc docs/performance.md]
+    OMP_NUM_THREADS=1 python -m benchmarks.growth [--families cayley,eco] [--doc docs/lab/performance.md]
 
 From 128 channels, 16 x 16 images (12 x 12 for ECO, whose kernels of 3 divide the side) and batches of 32, one size at a
 time moves. Times are process time of one thread, the median of a few steps; memory is the peak of a fresh process above

@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
 
     Each step of a training run allocates the same large tensors. By default glibc returns them to the system when they
     are freed, which then hands out, zeroed, and maps every page of 4 KiB anew: about a tenth of the time of a step
-    (``docs/performance.md``). The price is that memory stays with the process once it was used: its peak, also
+    (``docs/lab/performance.md``). The price is that memory stays with the process once it was used: its peak, also
     after the peak. ``lipkit train`` and ``python -m papers`` call this for their own process; a library must not.
 
     Returns:

@@ -66,7 +66,7 @@ def command(
 
 
 def started(name: str | None, resume: Path | None) -> str:
-    """What will be trained, known before torch is imported; empty where the name will be refused.
+    """The run in words, known before torch is imported; empty where the name will be refused.
 
     >>> started("digits_sll", None)[:41], started("no_such_recipe", None)
     ('digits_sll: 8 x 8 digits, small SLL netwo', '')

@@ -169,4 +169,4 @@ def to_html(found: Sequence[Setting]) -> str:
 
 
 FORMS = {"text": to_text, "csv": to_csv, "latex": to_latex, "html": to_html}
-"""What writes a comparison, by the name of the form."""
+"""Writers of a comparison, by the name of the form."""
