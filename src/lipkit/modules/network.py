@@ -103,11 +103,14 @@ class Network(nn.Sequential):
         return f"input_shape={self.input_shape}"
 
     def __str__(self) -> str:
-        """The modules in lines of their own, at most a screen; ``repr`` has all. A claim of multipliers says so."""
-        rows = [f"{i:>4} {' '.join(repr(module).split())}" for i, module in enumerate(self)]
+        """The modules one below the other, at most a screen; ``repr`` has all. A claim of multipliers says so."""
+        rows = []
+        for i, module in enumerate(self):
+            first, *rest = repr(module).splitlines()
+            rows += [f"{i:>4} {first}", *(f"     {line}" for line in rest)]
         if len(rows) > LINES - 2:
             half = (LINES - 3) // 2
-            rows = [*rows[:half], f"     ... {len(rows) - 2 * half} modules more: repr() has all", *rows[-half:]]
+            rows = [*rows[:half], f"     ... {len(rows) - 2 * half} lines more: repr() has all", *rows[-half:]]
         numbers = sum(t.numel() for t in self.state_dict().values())
         head = f"Network of {len(self)} modules, {numbers:,} constant numbers, for inputs of shape {self.input_shape}"
         head += "" if self.input_range is None else f" in [{self.input_range[0]:g}, {self.input_range[1]:g}]"
