@@ -22,7 +22,7 @@ from lipkit.evaluation import Attack, evaluate
 from lipkit.report import save_evaluation, write_report
 from lipkit.report.html import flatten
 from lipkit.report.plots import _accuracy, accuracy_curve, training_curves
-from lipkit.report.record import Record, from_evaluation, read_record
+from lipkit.report.record import Record, from_evaluation, read_record, write_record
 from lipkit.report.run_files import read_radii
 from lipkit.report.schema import ShareRecord
 from lipkit.report.tables import accuracy_rows, class_rows, summary
@@ -262,3 +262,14 @@ def test_no_line_joins_the_points_of_an_attack(run: Path) -> None:
 
 def test_flatten_keeps_order_and_empty_settings() -> None:
     assert list(flatten({"b": {}, "a": {"x": None}, "c": []})) == [("b", "{}"), ("a.x", "None"), ("c", "")]
+
+
+def test_changed_keys_are_marked_and_the_model_is_named(run: Path, tmp_path: Path) -> None:
+    recipe = {"model": {"name": "small", "options": {"layer": "<b>aol"}}, "train": {"epochs": 5}}
+    record = read_record(run)
+    assert "<b>changed</b>" not in write_report(run).read_text()
+    write_record(record.model_copy(update={"recipe": recipe, "changed": ["train.epochs"]}), tmp_path / "record.json")
+    page = write_report(tmp_path).read_text()
+    assert page.count("<b>changed</b>") == 1
+    assert "<td>train.<wbr>epochs</td><td><code>5</code> <b>changed</b></td>" in page
+    assert "small, layer &lt;b&gt;aol · " in page

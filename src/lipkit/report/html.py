@@ -115,9 +115,11 @@ def _model(recipe: Mapping[str, Any]) -> str:
     >>> _model({"model": {"name": "small", "options": {"layer": "cayley"}}}), _model({})
     ('small, layer cayley', '')
     """
-    model = recipe.get("model") or {}
+    model = recipe.get("model")
+    if not isinstance(model, Mapping) or "name" not in model:
+        return ""
     options = (f"{key} {value}" for key, value in flatten(model.get("options") or {}))
-    return ", ".join([str(model["name"]), *options]) if model else ""
+    return ", ".join([str(model["name"]), *options])
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
