@@ -232,7 +232,7 @@ def speed() -> plt.Figure:
         head, *body = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines())
         mean = next(row for row in body if row[:2] == ["geometric mean", "128"])
         means.setdefault(family, []).append(float(mean[head.index("lipkit")]))
-    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(4.8, 4.4), layout="constrained")
     places = np.arange(len(means))
     for k, phase in enumerate(("training step", "exported forward")):
         bars = axis.barh(places + 0.4 * k - 0.2, [pair[k] for pair in means.values()], 0.4, label=phase)
