@@ -26,10 +26,10 @@ from lipkit.modules.graph import value_shapes
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import next_down
+from lipkit.shown import Shown, upper
 
 Place = int | str
 """An activation: its index, or where it lies deeper its path in the network that `attach` makes: ``"2.nodes.0.1"``."""
-from lipkit.shown import Shown, upper
 
 
 @dataclass(frozen=True, repr=False)
