@@ -1,0 +1,471 @@
+r"""A network as linear maps, scalar activations, sums and stacks: what linear bounds go back through.
+
+Every module says once what it is made of, by a rule registered by exact type (`circuit_rule`). Sorting and maxima are
+:math:`\max(a, b) = b + \mathrm{relu}(a - b)`, so that the bounds needed are those of differences. What has no rule is
+a `Leaf`: a ball around its output at the sample, by the constants of everything before it.
+
+A linear map is a triple: its adjoint, its map of moduli :math:`|W| h`, its bias. Adjoints are torch's own, in float64:
+inner products of a known number of terms, in any order.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.certificates.relaxation import Relaxation
+from lipkit.errors import NoRuleError
+from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin
+from lipkit.modules.dense import Affine, Elementwise
+import lipkit.modules.isometric  # noqa: F401 (its activations join the table)
+from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
+from lipkit.modules.guarding import guard, remember, type_name
+from lipkit.modules.machine import local_error
+from lipkit.modules.network import Network
+from lipkit.modules.normalization import LayerCenter
+from lipkit.modules.pooling import Mean
+from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
+from lipkit.modules.registry import Shape, output_shape
+from lipkit.modules.residual import SlopeResidual
+from lipkit.modules.sandwich import SandwichBlock
+from lipkit.modules.views import VIEWS, Enlarge, EnlargeBilinear, Expand
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
+
+
+class Noise(NamedTuple):
+    """Rounding errors of the evaluator in one linear node, entry by entry, with s the sum of moduli of its terms.
+
+    Attributes:
+        depth: chained operations; the error is gamma(depth) s, and the smallest normal number for every operation.
+        terms: of one output.
+        swell: numbers on the way are at most this many times s.
+        weight: moduli of the stored numbers, for those that are flushed or overflow; None where none is stored.
+    """
+
+    depth: int
+    terms: int = 1
+    swell: float = 1.0
+    weight: Tensor | None = None
+
+
+class Linear(NamedTuple):
+    """``y = W x + k`` of a sample.
+
+    Attributes:
+        shape: of y.
+        adjoint: ``(B, *shape)`` to ``(B, *input)``, every entry a sum of at most ``terms`` products.
+        moduli: |x| to at least |W| |x|, but for rounding of sums of at most 2^20 terms.
+        bias: k, of y's shape; None for 0.
+        noise: of the evaluator; None where it moves numbers and computes nothing.
+    """
+
+    shape: Shape
+    adjoint: Callable[[Tensor], Tensor]
+    moduli: Callable[[Tensor], Tensor]
+    terms: int
+    bias: Tensor | None = None
+    noise: Noise | None = None
+
+
+class Scalar(NamedTuple):
+    """An activation entry by entry: its lines, and its error in the evaluator's arithmetic (None: it has none)."""
+
+    lines: Relaxation
+    noise: Callable[[Tensor], tuple[Tensor, Tensor]] | None
+
+
+class Total(NamedTuple):
+    """``sum_i c_i x_i`` of values of one shape; ``flushed`` where the evaluator only chooses among numbers."""
+
+    factors: tuple[float, ...]
+    noise: Noise | None
+    flushed: bool = False
+
+
+class Stack(NamedTuple):
+    """Values one behind the other along a dimension (the batch is 0)."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class Leaf(NamedTuple):
+    """The output of the network's module ``index``, as a ball around its value at the sample."""
+
+    index: int
+
+
+Node = Linear | Scalar | Total | Stack | Leaf
+
+
+class Circuit:
+    """Nodes in the order of computation: value 0 is the input, value i + 1 the output of node i.
+
+    Args:
+        network: exported, in float64.
+        arithmetic: of the evaluator; None for exact evaluations.
+    """
+
+    def __init__(self, network: Network, arithmetic: Arithmetic | None) -> None:
+        self.arithmetic, self.device = arithmetic, _device(network)
+        self.nodes: list[Node] = []
+        self.sources: list[tuple[int, ...]] = []
+        self.shapes: list[Shape] = [network.input_shape]
+        shape, value = network.input_shape, 0
+        for index, module in enumerate(network):
+            before = len(self.nodes)
+            shape = output_shape(module, shape)
+            try:
+                value = self.module(module, value)
+            except NoRuleError:
+                del self.nodes[before:], self.sources[before:], self.shapes[before + 1 :]
+                value = self._add(Leaf(index), (), shape)
+        self.output = value
+        self.read = {source for node, s in zip(self.nodes, self.sources, strict=True) for source in s
+                     if isinstance(node, Scalar)}  # fmt: skip
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a module has no rule."""
+        return any(isinstance(node, Leaf) for node in self.nodes)
+
+    def shape(self, value: int) -> Shape:
+        """Of one sample of a value."""
+        return self.shapes[value]
+
+    def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:
+        self.nodes.append(node)
+        self.sources.append(tuple(sources))
+        self.shapes.append(tuple(shape))
+        return len(self.nodes)
+
+    def module(self, module: nn.Module, *values: int) -> int:
+        """The value that a module makes of values.
+
+        Raises:
+            NoRuleError: it, or a part of it, has no rule.
+        """
+        guard(module)
+        if type(module) not in _RULES:
+            raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
+        return _RULES[type(module)](self, module, *values)
+
+    def linear(self, value: int, linear: Linear) -> int:
+        """A linear map of a value."""
+        return self._add(linear, (value,), linear.shape)
+
+    def scalar(self, value: int, module: nn.Module, *, exact: bool = False) -> int:
+        """A scalar activation; ``exact`` where the evaluator makes no error in it."""
+        noise = None if exact or self.arithmetic is None else _noise_of(module, self.arithmetic)
+        return self._add(Scalar(Relaxation(module), noise), (value,), self.shapes[value])
+
+    def total(
+        self, values: Sequence[int], factors: Sequence[float], noise: Noise | None = None, *, flushed: bool = False
+    ) -> int:
+        """A sum of values with factors."""
+        return self._add(Total(tuple(factors), noise, flushed), values, self.shapes[values[0]])
+
+    def stack(self, values: Sequence[int], dim: int) -> int:
+        """Values one behind the other."""
+        shapes = [self.shapes[value] for value in values]
+        sizes = tuple(shape[dim - 1] for shape in shapes)
+        shape = (*shapes[0][: dim - 1], sum(sizes), *shapes[0][dim:])
+        return self._add(Stack(dim, sizes), values, shape)
+
+    def select(self, value: int, index: Tensor) -> int:
+        """Entries of a value: ``index`` counts them from 1 on, in the shape of the result; 0 gives a zero."""
+        return self.linear(value, _selection(index.to(self.device), self.shapes[value]))
+
+    def maximum(self, a: int, b: int) -> int:
+        """``b + relu(a - b)``: the evaluator compares, and computes nothing."""
+        apart = self.total((a, b), (1.0, -1.0))
+        return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
+
+
+CircuitRule = Callable[..., int]
+
+_RULES: dict[type[nn.Module], CircuitRule] = {}
+
+
+def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule]:
+    """Register ``rule(circuit, module, *values) -> value`` for exactly these types: what a module is made of.
+
+    >>> class Twice(nn.Module):
+    ...     def forward(self, x): return x + x
+    >>> @circuit_rule(Twice)
+    ... def _(circuit, module, value): return circuit.total((value, value), (1.0, 1.0), Noise(depth=1, terms=2))
+    >>> del _RULES[Twice]  # only so that the example leaves the table as it was
+    """
+
+    def put(rule: CircuitRule) -> CircuitRule:
+        for kind in types:
+            if kind in _RULES:
+                raise NoRuleError(f"{type_name(kind)} already has a rule of local bounds; expected one for each type")
+            _RULES[kind] = rule
+            remember(kind)
+        return rule
+
+    return put
+
+
+def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Error and largest number on the way, for entries of at most h."""
+    found = local_error(module, (1,), arithmetic)(torch.zeros(1, 1, dtype=torch.float64))
+
+    def noise(h: Tensor) -> tuple[Tensor, Tensor]:
+        error, peak = (grow(line.at.to(h.device) + line.slope * h) for line in found)
+        return error, peak
+
+    return noise
+
+
+def _selection(index: Tensor, shape: Shape) -> Linear:
+    flat, size = index.flatten(), math.prod(shape)
+    kept = flat[flat > 0] - 1
+    most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
+    same = len(flat) == size and bool((flat == torch.arange(1, size + 1, device=flat.device)).all())
+    back = torch.zeros(size, dtype=torch.int64, device=flat.device)
+    back[kept] = (flat > 0).nonzero()[:, 0] + 1
+
+    def adjoint(a: Tensor) -> Tensor:
+        if same:
+            return a.reshape(len(a), *shape)
+        if most <= 1:
+            return F.pad(a.flatten(1), (1, 0))[:, back].reshape(len(a), *shape)
+        total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))
+        return total[:, 1:].reshape(len(a), *shape)
+
+    def forward(h: Tensor) -> Tensor:
+        return F.pad(h.flatten(1), (1, 0))[:, flat].reshape(len(h), *index.shape)
+
+    return Linear(tuple(index.shape), adjoint, forward, max(most, 1))
+
+
+def _positions(shape: Shape, like: torch.device) -> Tensor:
+    """1, 2, ... in the shape of one sample, as a batch of one."""
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device=like).reshape(1, *shape)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+@circuit_rule(*RESHAPES, *VIEWS, ResizeChannels, Shift2d, Enlarge, Expand)
+def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
+    # Numbers of entries, moved as the module moves numbers, are exact.
+    moved = module(_positions(circuit.shape(value), _device(module)))
+    return circuit.select(value, moved[0].long())
+
+
+@circuit_rule(nn.Linear)
+def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
+    weight, size = module.weight.detach(), module.weight.detach().abs()
+    shape = (*circuit.shape(value)[:-1], module.out_features)
+    return circuit.linear(
+        value,
+        Linear(
+            shape,
+            lambda a: a @ weight,
+            lambda h: F.linear(h, size),
+            module.out_features,
+            None if module.bias is None else module.bias.detach().expand(shape),
+            inner_products(circuit.arithmetic, module.in_features, size),
+        ),
+    )
+
+
+def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, blocked: bool = True) -> Noise | None:
+    """The noise of inner products of that many terms and a bias."""
+    if arithmetic is None:
+        return None
+    depth = arithmetic.depth(terms) if blocked else terms
+    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)
+
+
+@circuit_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+def _convolution(circuit: Circuit, module: Any, value: int) -> int:
+    turned = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
+    axes, taps = module.weight.ndim - 2, math.prod(module.weight.shape[2:])
+    weight, size, groups = module.weight.detach(), module.weight.detach().abs(), module.groups
+    out = output_shape(module, circuit.shape(value))
+    padding = module.padding
+    if not turned and (module.padding_mode != "zeros" or isinstance(padding, str)):
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        border = list(module._reversed_padding_repeated_twice)
+        padded = F.pad(_positions(circuit.shape(value), _device(module)), border, mode=mode)
+        value, padding = circuit.select(value, padded[0].long()), (0,) * axes
+    into = circuit.shape(value)
+    options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
+    plain = (F.conv1d, F.conv2d)[axes - 1]
+    if turned:
+        back = functools.partial(plain, **options)
+        ahead = functools.partial(
+            (F.conv_transpose1d, F.conv_transpose2d)[axes - 1], output_padding=module.output_padding, **options
+        )
+        counts = module.in_channels // groups * taps, module.out_channels // groups * taps
+        adjoint = lambda a: back(a, weight)  # noqa: E731
+    else:
+        ahead = functools.partial(plain, **options)
+        gradient = (torch.nn.grad.conv1d_input, torch.nn.grad.conv2d_input)[axes - 1]
+        counts = module.in_channels // groups * taps, module.out_channels // groups * taps
+        adjoint = lambda a: gradient((len(a), *into), weight, a, **options)  # noqa: E731
+    bias = None if module.bias is None else module.bias.detach().reshape(-1, *[1] * axes).expand(out)
+    noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
+    return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
+
+
+def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
+    """The adjoint of a linear module, by torch's gradient of it."""
+
+    def adjoint(a: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = a.new_zeros(len(a), *shape).requires_grad_()
+            return torch.autograd.grad(module(x), x, a)[0]
+
+    return adjoint
+
+
+@circuit_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean, EnlargeBilinear, LayerCenter)
+def _averages(circuit: Circuit, module: Any, value: int) -> int:
+    shape = circuit.shape(value)
+    out = output_shape(module, shape)
+    terms, most = math.prod(shape), 0
+    if isinstance(module, nn.AvgPool2d):
+        kernel, most = module.kernel_size, abs(module.divisor_override or 0)
+        terms = kernel**2 if isinstance(kernel, int) else math.prod(kernel)
+    elif isinstance(module, EnlargeBilinear):
+        terms = 4 * module.rows * module.cols
+    elif not isinstance(module, LayerCenter):
+        terms //= math.prod(out)
+    centred = isinstance(module, LayerCenter)
+    moduli = (lambda h: h + h.mean(module.dims, keepdim=True)) if centred else (lambda h: module(h).abs())
+    noise = None if circuit.arithmetic is None else Noise(terms + 8, terms + 8, float(max(terms, most) + 4))
+    return circuit.linear(value, Linear(out, _by_gradient(module, shape), moduli, terms + 8, None, noise))
+
+
+@circuit_rule(Affine, Elementwise)
+def _scaled(circuit: Circuit, module: Affine | Elementwise, value: int) -> int:
+    shape = circuit.shape(value)
+    scale, shift = module.scale.detach(), module.shift.detach()
+    if isinstance(module, Affine):
+        scale, shift = (t.reshape(-1, *[1] * (len(shape) - 1)) for t in (scale, shift))
+    size = scale.abs()
+    noise = None if circuit.arithmetic is None else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)
+    linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
+    return circuit.linear(value, linear)
+
+
+@circuit_rule(*ACTIVATIONS)
+def _activation(circuit: Circuit, module: nn.Module, value: int) -> int:
+    return circuit.scalar(value, module)
+
+
+@circuit_rule(nn.Sequential, Network)
+def _chain(circuit: Circuit, module: nn.Sequential, value: int) -> int:
+    for part in module:
+        value = circuit.module(part, value)
+    return value
+
+
+@circuit_rule(SandwichBlock)
+def _sandwich(circuit: Circuit, module: SandwichBlock, value: int) -> int:
+    for part in (module.first, module.activation, module.second):
+        value = circuit.module(part, value)
+    return value
+
+
+@circuit_rule(SlopeResidual)
+def _slope_residual(circuit: Circuit, module: SlopeResidual, value: int) -> int:
+    return circuit.total((value, _sandwich(circuit, module, value)), (1.0, 1.0), Noise(1, 2, 2.0))
+
+
+@circuit_rule(Graph)
+def _graph(circuit: Circuit, module: Graph, value: int) -> int:
+    values = [value]
+    for node, read in zip(module.nodes, module.sources, strict=True):
+        values.append(circuit.module(node, *(values[i] for i in read)))
+    return values[-1]
+
+
+@circuit_rule(Add)
+def _sum(circuit: Circuit, module: Add, *values: int) -> int:
+    return circuit.total(values, [float(sign) for sign in module.signs], Noise(len(values) - 1, len(values), 2.0))
+
+
+@circuit_rule(Blend)
+def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
+    share = float(module.share.detach().double())
+    arithmetic = circuit.arithmetic or FLOAT64
+    rest = 1 - share
+    # A rounded share is off by u |share|, which is another part of the rest; one below the normal range counts as 0.
+    ratio = abs(share / rest) if rest else 0.0
+    if ratio > 1e6:
+        raise NoRuleError(f"local bounds: expected a share that leaves a rest in a Blend, got {share}")
+    depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))
+    size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)
+    return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))
+
+
+@circuit_rule(Concatenate)
+def _concatenate(circuit: Circuit, module: Concatenate, *values: int) -> int:
+    return circuit.stack(values, module.dim)
+
+
+@circuit_rule(Maximum)
+def _maximum(circuit: Circuit, module: Maximum, *values: int) -> int:
+    return functools.reduce(circuit.maximum, values)
+
+
+@circuit_rule(MaxMin, GroupSort)
+def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
+    shape, grid = circuit.shape(value), _positions(circuit.shape(value), torch.device("cpu"))[0].long()
+    if isinstance(module, GroupSort) and (module.group_size or shape[0]) != 2:
+        raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
+    halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
+    a, b = (circuit.select(value, half) for half in halves)
+    more = circuit.scalar(circuit.total((a, b), (1.0, -1.0)), nn.ReLU(), exact=True)
+    parts = circuit.total((b, more), (1.0, 1.0), flushed=True), circuit.total((a, more), (1.0, -1.0), flushed=True)
+    sorted_ = circuit.stack(parts, 1)
+    if isinstance(module, MaxMin):
+        return sorted_
+    whole = _positions(shape, torch.device("cpu"))[0].long()
+    return circuit.select(sorted_, torch.stack(whole.chunk(2), 1).flatten(0, 1))
+
+
+@circuit_rule(nn.MaxPool2d)
+def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
+    shape = circuit.shape(value)
+    if module.return_indices:
+        raise NoRuleError("local bounds: expected a pooling that returns no indices")
+    # The windows' taps: each by a pooling of numbers in another order would do, but one window at a time is simplest.
+    one = copy.deepcopy(module)
+    one.return_indices = True
+    grid = _positions(shape, torch.device("cpu"))
+    _, first = one(grid)
+    kernel, stride, padding, dilation = (
+        (n, n) if isinstance(n, int) else tuple(n)
+        for n in (module.kernel_size, module.stride, module.padding, module.dilation)
+    )
+    rows, cols = first.shape[-2:]
+    at = [
+        torch.arange(n)[:, None] * s - p + torch.arange(k)[None] * d
+        for n, s, p, k, d in zip((rows, cols), stride, padding, kernel, dilation, strict=True)
+    ]
+    inside = [(i >= 0) & (i < n) for i, n in zip(at, shape[-2:], strict=True)]
+    places = at[0][:, None, :, None] * shape[-1] + at[1][None, :, None, :]
+    inside_both = (inside[0][:, None, :, None] & inside[1][None, :, None, :]).flatten(2)
+    # Taps beyond the border repeat one that the window has.
+    places = torch.where(inside_both, places.flatten(2), first[0].reshape(-1, rows, cols)[0][..., None])
+    index = torch.arange(math.prod(shape[:-2])).reshape(-1, 1, 1, 1) * math.prod(shape[-2:]) + places + 1
+    taps = [circuit.select(value, tap) for tap in index.reshape(*shape[:-2], rows, cols, -1).unbind(-1)]
+    while len(taps) > 1:
+        pairs = [circuit.maximum(a, b) for a, b in zip(taps[::2], taps[1::2], strict=False)]
+        taps = pairs + taps[len(taps) - len(taps) % 2 :]
+    return taps[0]

@@ -1,0 +1,421 @@
+r"""Local certificates: linear bounds of the logits that hold on a ball around each sample, proved in floating point.
+
+On the ball of radius R around x, inside the network's ``input_range``, every value v of the machine has
+:math:`|v| \le H`, and every number z that goes into an activation lies in [l, u], where two lines enclose the
+activation (`lipkit.certificates.relaxation`). Rows C of an inequality on the logits go back through the nodes of the
+`Circuit`; row by row
+
+.. math:: C \hat f(x') \ge A x' + c - e, \qquad
+          \min_{\|x' - x\| \le r} A x' + c - e = A x + c - e - r \|A\|_2 \quad\text{for every } r \le R,
+
+which is positive up to a radius in closed form. The pre-activations have rows of their own, from the first layer on.
+
+**Rounding.** The inequality holds for *any* rows, so computed rows are used as they are, and e takes off what each
+step loses, with H for the values. One vector E a node serves all rows, :math:`e \mathrel{+}= |A| E`:
+
+- of a linear map :math:`\gamma_n |W| H` (products by the adjoint) and :math:`\gamma_m |k|` (its bias), and in the
+  evaluator's arithmetic :math:`\gamma_d (|W| H + |k|)`, its own rounding of :math:`W v + k`;
+- of an activation :math:`2 u \max |a| H` (slopes) and :math:`\gamma_m \max |b|`, and the evaluator's error there;
+- where rows meet at a shared value, :math:`2 u |A| H` for each sum; at a leaf, :math:`|A|_2` times its ball;
+- of the running constant, :math:`\gamma` times the sum of the moduli of its terms; of what underflows, the smallest
+  normal number for every product.
+
+l, u, H, lines and all else that is used as a number is rounded outward before it is used.
+
+References: Zhang, Weng, Chen, Hsieh, Daniel, "Efficient neural network robustness certification with general
+activation functions", NeurIPS 2018 (the lines); Weng et al., "Towards fast computation of certified robustness for
+ReLU networks", ICML 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lipkit.certificates.circuit import Circuit, Leaf, Linear, Noise, Scalar, Stack, Total
+from lipkit.certificates.relaxation import Lines
+from lipkit.errors import NoRuleError
+from lipkit.modules.machine import Step, Walk, advance, prepare, start
+from lipkit.modules.network import Network
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
+
+_UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
+# Numbers of the widest value in one block of rows: about 10 such tensors are alive at once.
+_BLOCK = 1 << 23
+# Sums have at most 2^22 terms: factors that cover the rounding of sums of terms >= 0.
+_UP = 1 + 2.0**-29
+_TOLERANCE = 1e-3
+_MOST_PASSES = 12
+_LARGEST = 2.0**40
+
+
+def dot(rows: Tensor, vector: Tensor) -> Tensor:
+    """Rows (N or 1, R, ...) times vectors (N or 1, ...): (N or 1, R)."""
+    a, v = rows.reshape(*rows.shape[:2], -1), vector.reshape(len(vector), -1)
+    if len(a) == 1:
+        return (a[0] @ v.mT).mT
+    return a @ v[0] if len(v) == 1 else (a @ v[:, :, None])[:, :, 0]
+
+
+def round_out(value: Tensor, sign: float) -> Tensor:
+    return torch.nextafter(value, torch.full_like(value, sign * math.inf))
+
+
+class Ball:
+    """What holds for all inputs within ``radius`` of N samples.
+
+    Args:
+        circuit: of the network.
+        x: (N, *input_shape) float64.
+        radius: (N,) float64, finite.
+        box: limits of every input, or None.
+        walks: of the leaves' modules, see `Bounds`.
+    """
+
+    def __init__(
+        self,
+        circuit: Circuit,
+        x: Tensor,
+        radius: Tensor,
+        box: tuple[float, float] | None,
+        walks: dict[int, Walk],
+    ) -> None:
+        self.circuit, self.x, self.radius, self.walks = circuit, x, radius, walks
+        self.wide = radius.reshape(-1, *[1] * (x.ndim - 1))
+        low, high = round_out(x - self.wide, -1), round_out(x + self.wide, 1)
+        self.moves: tuple[Tensor, Tensor] | None = None
+        if box is not None:
+            low, high = low.clamp_min(box[0]), high.clamp_max(box[1])
+            self.moves = round_out(low - x, -1), round_out(high - x, 1)
+        self.fits = radius.isfinite()
+        self.sizes: list[Tensor] = [torch.maximum(low.abs(), high.abs())]
+        self.errors: list[Tensor] = []
+        self.lost: list[Tensor] = []
+        self.lines: dict[int, Lines] = {}
+        self.ranges: dict[int, tuple[Tensor, Tensor]] = {}
+        for value, (node, sources) in enumerate(zip(circuit.nodes, circuit.sources, strict=True), 1):
+            size, error, lost = self._node(value, node, [self.sizes[source] for source in sources], sources)
+            self.fits &= size.flatten(1).isfinite().all(1) & error.flatten(1).isfinite().all(1)
+            self.sizes.append(size)
+            self.errors.append(error)
+            self.lost.append(lost)
+            if value in circuit.read:
+                self.ranges[value] = self._range(value)
+
+    def _node(
+        self, value: int, node: object, given: list[Tensor], sources: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """H and E of a node's output, and what underflow may cost a row of it, (N,)."""
+        shape = self.circuit.shape(value)
+        outputs = math.prod(shape)
+        lost = sum((size.flatten(1).sum(1) for size in given), torch.zeros_like(self.radius))
+        if isinstance(node, Linear):
+            sums = grow(node.moduli(given[0]) * _UP)
+            error = FLOAT64.gamma(node.terms + 2) * sums
+            lost = node.terms * lost
+            if node.bias is not None:
+                error = error + FLOAT64.gamma(outputs + 2) * node.bias.abs()
+                sums = sums + node.bias.abs()
+            size, noise = sums, self._noise(sums, node.noise, given)
+        elif isinstance(node, Total):
+            parts = zip(node.factors, given, strict=True)
+            sums = size = grow(sum(abs(factor) * part for factor, part in parts))  # type: ignore[arg-type]
+            exact = all(abs(factor) in (0.0, 1.0) for factor in node.factors)
+            error = torch.zeros_like(sums) if exact else FLOAT64.gamma(4) * sums
+            noise = self._noise(sums, node.noise, given)
+            if node.flushed and self.circuit.arithmetic is not None:
+                noise = noise + 8 * self.circuit.arithmetic.tiny
+        elif isinstance(node, Scalar):
+            lines = self.lines[value] = node.lines(*self.ranges[sources[0]])
+            steep = torch.maximum(lines.low_slope.abs(), lines.high_slope.abs())
+            high = torch.maximum(lines.low.abs(), lines.high.abs())
+            error = 2 * _UNIT * steep * given[0] + FLOAT64.gamma(2 * outputs + 4) * high
+            size = torch.maximum(lines.least.abs(), lines.most.abs())
+            noise = torch.zeros_like(size)
+            if node.noise is not None:
+                noise, peak = node.noise(given[0])
+                self._room(peak)
+        elif isinstance(node, Stack):
+            size = torch.cat([part.expand(len(self.x), *part.shape[1:]) for part in given], node.dim)
+            error = noise = torch.zeros_like(size)
+        else:
+            assert isinstance(node, Leaf)
+            walk = self.walks[node.index]
+            size = grow(walk.centre.abs() + self.spread(node)[:, None].reshape(-1, *[1] * len(shape)))
+            error, noise = FLOAT64.gamma(outputs + 4) * walk.centre.abs(), torch.zeros_like(size)
+            self.fits &= walk.peak.at + walk.peak.slope * self.radius < (self.circuit.arithmetic or FLOAT64).room
+        return grow(size + noise), grow((error + noise) * _UP), grow(_TINY * (lost + outputs + 2) * 4)
+
+    def _noise(self, sums: Tensor, noise: Noise | None, given: list[Tensor]) -> Tensor:
+        """The evaluator's error in a linear node."""
+        machine = self.circuit.arithmetic
+        if machine is None or noise is None:
+            return torch.zeros_like(sums)
+        floor = torch.zeros_like(self.radius)
+        biggest = 0.0
+        if noise.weight is not None and noise.weight.numel():
+            biggest = float(noise.weight.amax())
+            floor = floor + biggest * noise.terms  # inputs below the normal range may count as 0
+            if bool(((noise.weight > 0) & (noise.weight < machine.tiny)).any()):
+                floor = floor + sum(part.flatten(1).sum(1) for part in given)
+        floor = grow(machine.tiny * (floor + 2 * noise.terms + 2 * noise.depth + 2))
+        gamma = machine.gamma(noise.depth)
+        self._room(grow(sums * (noise.swell * (1 + gamma)) + biggest))
+        return gamma * sums + floor.reshape(-1, *[1] * (sums.ndim - 1))
+
+    def _room(self, peak: Tensor) -> None:
+        """No number on the way may overflow."""
+        machine = self.circuit.arithmetic
+        if machine is not None:
+            self.fits &= (peak.flatten(1) < machine.room).all(1)
+
+    def spread(self, leaf: Leaf) -> Tensor:
+        """Bounds how far a leaf's output in the machine is from that in float64 at the sample, (N,)."""
+        spread = self.walks[leaf.index].spread
+        return grow(spread.at + spread.slope * self.radius)
+
+    def _range(self, value: int) -> tuple[Tensor, Tensor]:
+        """Bounds of the machine's number in every entry of a value; H becomes no larger than they are."""
+        low, high = self._extremes(value)
+        size = self.sizes[value]
+        low, high = torch.maximum(low, -size), torch.minimum(high, size)
+        self.fits &= (low <= high).flatten(1).all(1)  # false for NaN
+        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))
+        low, high = torch.where(known, low, 0.0), torch.where(known, high, 0.0)
+        self.sizes[value] = torch.maximum(low.abs(), high.abs())
+        return low, high
+
+    def _extremes(self, value: int) -> tuple[Tensor, Tensor]:
+        shape = self.circuit.shape(value)
+        entries = math.prod(shape)
+        lows, highs = [], []
+        for block in _blocks(entries, self._step()):
+            rows = torch.zeros(2 * len(block), entries, dtype=torch.float64, device=self.x.device)
+            at = torch.arange(len(block), device=self.x.device)
+            rows[at, at + block.start] = 1.0
+            rows[at + len(block), at + block.start] = -1.0
+            base, norm = self.below(value, rows.reshape(1, 2 * len(block), *shape))
+            found = round_out(base - round_out(self.radius[:, None] * norm, 1), -1)
+            low, high = found.expand(len(self.x), -1).chunk(2, 1)
+            lows.append(low)
+            highs.append(-high)
+        return (torch.cat(part, 1).reshape(-1, *shape) for part in (lows, highs))  # type: ignore[return-value]
+
+    def _step(self) -> int:
+        widest = max(math.prod(shape) for shape in self.circuit.shapes)
+        return max(1, _BLOCK // (2 * widest * len(self.x)))
+
+    def below(self, value: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.
+
+        Args:
+            value: v. rows: (N or 1, R, *shape of v).
+        """
+        pending = {value: rows}
+        zero = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
+        const, moduli, error, norm = zero, zero, zero, zero
+        for at in range(value, 0, -1):
+            if at not in pending:
+                continue
+            a = pending.pop(at)
+            node, sources = self.circuit.nodes[at - 1], self.circuit.sources[at - 1]
+            size = a.abs()
+            error = error + dot(size, self.errors[at - 1]) + self.lost[at - 1][:, None]
+            term, parts = zero, list[Tensor]()
+            if isinstance(node, Linear):
+                if node.bias is not None:
+                    term = dot(a, node.bias[None])
+                parts = [node.adjoint(a.flatten(0, 1)).unflatten(0, a.shape[:2])]
+            elif isinstance(node, Total):
+                parts = [a if factor == 1 else a * factor for factor in node.factors]
+            elif isinstance(node, Scalar):
+                lines = self.lines[at]
+                up, down = a.clamp_min(0.0), a.clamp_max(0.0)
+                term = dot(up, lines.low) + dot(down, lines.high)
+                parts = [up * lines.low_slope[:, None] + down * lines.high_slope[:, None]]
+            elif isinstance(node, Stack):
+                parts = list(a.split(node.sizes, node.dim + 1))
+            else:
+                walk = self.walks[node.index]
+                term = dot(a, walk.centre)
+                length = _norm(a)
+                error = error + grow(length * walk.spread.at[:, None])
+                norm = norm + grow(length * walk.spread.slope)
+            const, moduli = const + term, moduli + term.abs()
+            for source, part in zip(sources, parts, strict=True):
+                if source in pending:
+                    part = pending[source] + part
+                    error = error + 2 * _UNIT * dot(part.abs(), self.sizes[source])
+                pending[source] = part
+        if 0 in pending:
+            a = pending[0]
+            term = dot(a, self.x)
+            inputs = math.prod(self.x.shape[1:])
+            error = error + FLOAT64.gamma(inputs + 2) * dot(a.abs(), self.x.abs()) + _TINY * inputs
+            const, moduli = const + term, moduli + term.abs()
+            const, error, length = self._inside(a, const, error)
+            norm = norm + length
+        nodes = len(self.circuit.nodes)
+        error = grow((error + FLOAT64.gamma(2 * nodes + 16) * (moduli + const.abs())) * _UP)
+        return round_out(const - error, -1), grow(norm)
+
+    def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r"""What ball and box together leave of ``a d``, d the move of the input.
+
+        For any split :math:`A = P + Q`: :math:`A d \ge -r \|P\| + \sum_i \min(Q_i a_i, Q_i b_i)`, d in [a, b]. The
+        split proposed is that of the minimum, :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)` and t
+        such that :math:`\|d^*\| = R`; P = A (the ball alone) and Q = A (the box alone) are tried, too.
+        """
+        norm = _norm(a)
+        if self.moves is None:
+            return const, error, norm
+        low, high = (move.flatten(1)[:, None] for move in self.moves)
+        rows, radius = a.flatten(2), self.radius[:, None]
+        steep = norm / radius.clamp_min(_TINY)
+        for _ in range(4):
+            steep = steep.clamp_min(2.0**-500)
+            d = torch.clamp(-rows / steep[..., None], low, high)
+            length = torch.linalg.vector_norm(d, dim=2)
+            steep = steep * (length / radius.clamp_min(_TINY)).clamp_max(1.0)
+        best, worst = -radius * norm, torch.zeros_like(norm)
+        chosen = norm.expand(len(self.x), -1)
+        for p in (-d * steep[..., None], torch.zeros_like(rows)):
+            q = rows - p
+            least = torch.minimum(q * low, q * high)
+            far = torch.maximum(low.abs(), high.abs())
+            inputs = rows.shape[2]
+            inside = least.sum(2)
+            off = FLOAT64.gamma(inputs + 4) * (q.abs() * far).sum(2) + 4 * _TINY * inputs
+            length = _norm(p).expand(len(self.x), -1)
+            value = inside - off - radius * length
+            better = value > best
+            best = torch.where(better, value, best)
+            worst = torch.where(better, off - inside, worst)
+            chosen = torch.where(better, length, chosen)
+        return const, error + worst.clamp_min(0.0) + grow(worst.abs() * 2.0**-50), chosen
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """l2 norms (N, R) of rows, rounded up."""
+    flat = rows.flatten(2)
+    return torch.linalg.vector_norm(flat, dim=2) * _UP + math.sqrt(flat.shape[2]) * 2.0**-500
+
+
+def _blocks(entries: int, step: int) -> Iterator[range]:
+    return (range(i, min(i + step, entries)) for i in range(0, entries, step))
+
+
+class Bounds:
+    """Local radii of one network, batch by batch.
+
+    Args:
+        network: exported, in float64, a copy that nobody else holds.
+        arithmetic: of the evaluator; None ignores its rounding (the computation's own is still taken off).
+        box: limits of the inputs, outside of which nothing is said; None for none.
+
+    Raises:
+        NoRuleError: a value with more than 2^22 entries.
+    """
+
+    def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
+        self.network, self.box = network, box
+        self.circuit = Circuit(network, arithmetic)
+        largest = max(math.prod(shape) for shape in self.circuit.shapes)
+        if largest > 1 << 22:
+            raise NoRuleError(f"local bounds: expected values of at most 2^22 entries, got one of {largest}")
+        self.steps: list[Step] = []
+        if self.circuit.leaves:
+            self.steps = prepare(list(network), network.input_shape, arithmetic or FLOAT64)[0]
+        self.samples = max(1, min(32, (1 << 20) // largest))
+        self.classes = max(1, _BLOCK // (largest * self.samples))
+
+    def walks(self, x: Tensor) -> dict[int, Walk]:
+        """What is known behind each module of the network, by the constants of those before it."""
+        walks, walk = {}, start(x)
+        for index, step in enumerate(self.steps):
+            walk = advance(walk, step)
+            walks[index] = walk
+        return walks
+
+    def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow beyond it.
+
+        Args:
+            x: (N, *input_shape) float64. labels: (N,). radius: (N,) float64, finite.
+        """
+        ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
+        outputs = math.prod(self.circuit.shape(self.circuit.output))
+        own = torch.nn.functional.one_hot(labels, outputs).double()
+        others = torch.arange(outputs - 1, device=x.device) + (torch.arange(outputs - 1, device=x.device) >= labels[:, None])
+        found = torch.full_like(radius, math.inf)
+        for block in _blocks(outputs - 1, self.classes):
+            other = others[:, block.start : block.stop]
+            rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
+            base, norm = ball.below(self.circuit.output, rows)
+            reach = round_out(base / torch.where(norm > 0, norm, 1.0), -1)
+            reach = torch.where(norm > 0, reach, torch.where(base > 0, math.inf, 0.0))
+            found = torch.minimum(found, torch.where(base > 0, reach, 0.0).amin(1))
+        found = torch.where(ball.fits & (found > 0), found, 0.0)
+        return torch.minimum(found, radius), found
+
+    def guess(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Distances (N,) to the boundary if the network were linear: where a search begins, and no bound."""
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            values = self.network(point)
+            margins = values.gather(1, labels[:, None]) - values
+            order = margins.detach().scatter(1, labels[:, None], math.inf).argsort(1)
+            nearest = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
+            for i in range(min(3, values.shape[1] - 1)):
+                margin = margins.gather(1, order[:, i : i + 1])[:, 0]
+                if not margin.requires_grad:
+                    break
+                steep = torch.autograd.grad(margin.sum(), point, retain_graph=True)[0].flatten(1).norm(dim=1)
+                nearest = torch.minimum(nearest, margin.detach() / steep)
+        return torch.where(nearest.isfinite() & (nearest > 0), nearest, 0.0)
+
+    def radii(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
+        r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
+
+        A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
+        radius that a pass has proved counts.
+
+        Args:
+            x: (N, *input_shape) float64, on the network's device. labels: (N,) int64.
+            start: (N,) radii known from elsewhere.
+        """
+        parts = zip(x.split(self.samples), labels.split(self.samples), start.split(self.samples), strict=True)
+        with torch.no_grad():
+            return torch.cat([self._search(*part) for part in parts])
+
+    def _search(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
+        best, guess = torch.zeros_like(start), self.guess(x, labels)
+        # p(R) - R at the ends: positive at the lower one. The upper end is not known at first.
+        low, at_low = torch.zeros_like(best), guess
+        high, at_high = torch.full_like(best, math.inf), torch.full_like(best, -math.inf)
+        radius = torch.maximum(0.4 * guess, torch.where(start.isfinite(), start, 0.0)).clamp_max(_LARGEST)
+        active = guess > 0
+        for _ in range(_MOST_PASSES):
+            index = active.nonzero()[:, 0]
+            if not len(index):
+                break
+            at = radius[index]
+            proved, allowed = self.proved(x[index], labels[index], at)
+            best[index] = torch.maximum(best[index], proved)
+            gap = allowed - at
+            fine = gap >= 0
+            # The end that stays twice loses half of its weight (the Illinois rule).
+            at_high[index] = torch.where(fine, at_high[index] / 2, gap)
+            at_low[index] = torch.where(fine, gap, at_low[index] / 2)
+            low[index] = torch.where(fine, at, low[index])
+            high[index] = torch.where(fine, high[index], at)
+            width = high - low
+            closed = low + width * (at_low / (at_low - at_high)).nan_to_num(0.5).clamp(0.02, 0.98)
+            open_ = torch.maximum(low * 1.5, low + 0.5 * torch.minimum(at_low, 2 * low))
+            radius = torch.where(high.isfinite(), closed, open_.clamp_max(_LARGEST))
+            active = active & (torch.minimum(high, _LARGEST * torch.ones_like(high)) - best > _TOLERANCE * best)
+            active = active & (low < _LARGEST) & (high > 1e-12 * guess)
+        return best

@@ -1,0 +1,210 @@
+r"""Two lines around a scalar activation on an interval, proved in float64.
+
+For any slope a the line :math:`a z + b` lies below s on [l, u] if :math:`b \le \min_{[l, u]} (s(z) - a z)`, so slopes
+are free and intercepts are proved. An activation names its joints, between which it is convex, concave or straight.
+On a straight or concave piece [c, d] the minimum of :math:`g(z) = s(z) - a z` is at an end; on a convex one
+
+.. math:: g(z) \ge g(z_0) - \max\big(g'(z_0) (z_0 - c),\ -g'(z_0) (d - z_0),\ 0\big)
+
+for any z0 in it (a tangent); the maximum likewise. Where no joints are known but slopes in [p, q], with the middle m,
+
+.. math:: |s(z) - s(m) - \tfrac{p + q}2 (z - m)| \le \tfrac{(q - p)(u - l)}4 .
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError
+from lipkit.modules.activations import ACTIVATIONS, slope_restricted
+from lipkit.modules.guarding import type_name
+from lipkit.modules.isometric import HalfAbs, LPReLU, NActivation
+from lipkit.modules.machine import local_error
+from lipkit.modules.registry import lipschitz
+from lipkit.proof.arithmetic import FLOAT64, grow
+
+# Of a slope in float64, absolutely: derivatives are of size 1, by library functions of 16 units.
+_SLOPE_ERROR = 2.0**-40
+_STEPS = 40
+
+
+class Curve(NamedTuple):
+    """The shape of a scalar activation.
+
+    Attributes:
+        joints: of a module to the points between its pieces, rising: numbers, or tensors of the shape of one sample.
+        bends: of each piece: 1 convex, -1 concave, 0 straight.
+    """
+
+    joints: Callable[[Any], tuple[float | Tensor, ...]]
+    bends: tuple[int, ...]
+
+
+def _at(*joints: float) -> Callable[[Any], tuple[float | Tensor, ...]]:
+    return lambda module: joints
+
+
+def _thresholds(module: NActivation) -> tuple[float | Tensor, ...]:
+    return module.thresholds.amin(0), module.thresholds.amax(0)
+
+
+# Where s'' of SiLU vanishes: z tanh(z / 2) = 2.
+_SILU = 2.3993572805154
+
+CURVES: dict[type[nn.Module], Curve] = {
+    **dict.fromkeys((nn.ReLU, nn.LeakyReLU, nn.PReLU, LPReLU, HalfAbs), Curve(_at(0.0), (0, 0))),
+    nn.ReLU6: Curve(_at(0.0, 6.0), (0, 0, 0)),
+    nn.Hardtanh: Curve(lambda m: (m.min_val, m.max_val), (0, 0, 0)),
+    nn.Softshrink: Curve(lambda m: (-m.lambd, m.lambd), (0, 0, 0)),
+    nn.Hardsigmoid: Curve(_at(-3.0, 3.0), (0, 0, 0)),
+    nn.Hardswish: Curve(_at(-3.0, 3.0), (0, 1, 0)),
+    NActivation: Curve(_thresholds, (0, 0, 0)),
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softsign), Curve(_at(0.0), (1, -1))),
+    nn.Tanhshrink: Curve(_at(0.0), (-1, 1)),
+    nn.Softplus: Curve(_at(), (1,)),
+    nn.LogSigmoid: Curve(_at(), (-1,)),
+    **dict.fromkeys((nn.CELU, nn.SELU), Curve(_at(0.0), (1, 0))),
+    nn.SiLU: Curve(_at(-_SILU, _SILU), (-1, 1, -1)),
+}
+"""Activations with known joints, by exact type; the others are bounded by the range of their slopes."""
+
+
+class Lines(NamedTuple):
+    """``low_slope z + low <= s(z) <= high_slope z + high`` on an interval, and the range of s there."""
+
+    low_slope: Tensor
+    low: Tensor
+    high_slope: Tensor
+    high: Tensor
+    least: Tensor
+    most: Tensor
+
+
+def curve_of(module: Any) -> Curve | None:
+    """The curve of an activation; None where its slopes alone are known.
+
+    Raises:
+        NoRuleError: a module that is no scalar activation.
+    """
+    if type(module) is nn.GELU and module.approximate == "none":
+        return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
+    if type(module) is nn.ELU:
+        return Curve(_at(0.0), (1 if module.alpha >= 0 else -1, 0))
+    if type(module) not in CURVES and type(module) not in ACTIVATIONS:
+        raise NoRuleError(f"expected a scalar activation, got {type_name(type(module))}")
+    return CURVES.get(type(module))
+
+
+class Relaxation:
+    """Lines around one activation. Inputs are float64, ``(N, *shape)``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.curve = module, curve_of(module)
+        constant = float(lipschitz(module))
+        if not constant < math.inf:
+            raise NoRuleError(f"expected an activation with a finite slope, got {module}")
+        self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
+        # Beyond its threshold torch's Softplus has slope 1, the exact one has 1 - 1 / (1 + e^z).
+        jump = math.exp(-module.threshold) * 1.001 if isinstance(module, nn.Softplus) else 0.0
+        self.slope_error = _SLOPE_ERROR * max(1.0, constant) + jump
+        self.error = local_error(module, (1,), FLOAT64)(torch.zeros(1, 1, dtype=torch.float64)).error
+
+    def __call__(self, low: Tensor, high: Tensor) -> Lines:
+        """Lines on [low, high], which are finite."""
+        largest = torch.maximum(low.abs(), high.abs())
+        wrong = grow(self.error.at + self.error.slope * largest)
+        with torch.no_grad():
+            return self._by_slopes(low, high, wrong) if self.curve is None else self._by_pieces(low, high, wrong)
+
+    def _by_slopes(self, low: Tensor, high: Tensor, wrong: Tensor) -> Lines:
+        (p, q), middle, width = self.slopes, (low + high) / 2, high - low
+        value, slope = self.module(middle), (p + q) / 2
+        size = value.abs() + (abs(slope) + q - p) * (middle.abs() + width)
+        slack = grow((q - p) / 4 * width * (1 + 2.0**-40)) + wrong + grow(2.0**-49 * size)
+        a, b = torch.full_like(low, slope, dtype=torch.float64), value - slope * middle
+        reach = grow(max(abs(p), abs(q)) * width / 2 * (1 + 2.0**-40)) + wrong + grow(2.0**-49 * size)
+        return Lines(a, b - slack, a, b + slack, value - reach, value + reach)
+
+    def _by_pieces(self, low: Tensor, high: Tensor, wrong: Tensor) -> Lines:
+        assert self.curve is not None
+        edges = [low]
+        for joint in self.curve.joints(self.module):
+            point = torch.as_tensor(joint, dtype=torch.float64)
+            point = point.reshape(-1, *[1] * (low.ndim - 2)) if point.ndim == 1 else point
+            edges.append(torch.minimum(torch.maximum(point.expand_as(low), low), high))
+        edges.append(high)
+        values = [self.module(edge) for edge in edges]
+        flat = torch.zeros_like(low)
+        slopes = [_chord(edges[0], edges[-1], values[0], values[-1]), flat]
+        pieces = zip(edges[:-1], edges[1:], values[:-1], values[1:], self.curve.bends, strict=True)
+        for c, d, at_c, at_d, bend in pieces:
+            slopes.append(_chord(c, d, at_c, at_d))
+            if bend:
+                slopes += [self._slope(c), self._slope(d), self._slope((c + d) / 2)]
+        if any(self.curve.bends):
+            slopes.append((self._slope(low) + self._slope(high)) / 2)
+        middle = (low + high) / 2
+        found: Lines | None = None
+        for a in slopes:
+            below, above = self._intercepts(a, edges, values, wrong)
+            if found is None:
+                found = Lines(a, below, a, above, below, above)
+                continue
+            better = a * middle + below > found.low_slope * middle + found.low
+            lower = a * middle + above < found.high_slope * middle + found.high
+            found = Lines(
+                torch.where(better, a, found.low_slope),
+                torch.where(better, below, found.low),
+                torch.where(lower, a, found.high_slope),
+                torch.where(lower, above, found.high),
+                below if a is flat else found.least,
+                above if a is flat else found.most,
+            )
+        assert found is not None
+        return found
+
+    def _intercepts(
+        self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Bounds of s(z) - a z on the interval."""
+        assert self.curve is not None
+        gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]
+        below, above = torch.stack(gaps).amin(0), torch.stack(gaps).amax(0)
+        for c, d, bend in zip(edges[:-1], edges[1:], self.curve.bends, strict=True):
+            if bend:
+                z = self._touching(a, c, d, bend)
+                slope = bend * (self._slope(z) - a)
+                off = self.slope_error
+                slack = torch.maximum((slope + off) * (z - c), (off - slope) * (d - z)).clamp_min(0)
+                extreme = self.module(z) - a * z - bend * grow(slack * (1 + 2.0**-40))
+                below = torch.minimum(below, extreme) if bend > 0 else below
+                above = torch.maximum(above, extreme) if bend < 0 else above
+        largest = torch.maximum(edges[0].abs(), edges[-1].abs())
+        size = torch.stack(values).abs().amax(0) + wrong + a.abs() * largest + (edges[-1] - edges[0])
+        slack = wrong + grow(2.0**-50 * size)
+        return below - slack, above + slack
+
+    def _touching(self, a: Tensor, c: Tensor, d: Tensor, bend: int) -> Tensor:
+        """Where s has slope a between c and d, nearly: its slope is monotone there."""
+        for _ in range(_STEPS):
+            z = (c + d) / 2
+            beyond = bend * (self._slope(z) - a) > 0
+            c, d = torch.where(beyond, c, z), torch.where(beyond, z, d)
+        return (c + d) / 2
+
+    def _slope(self, z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            return torch.autograd.grad(self.module(z).sum(), z)[0]
+
+
+def _chord(c: Tensor, d: Tensor, at_c: Tensor, at_d: Tensor) -> Tensor:
+    """The slope between two points; 0 where they are one."""
+    apart = d > c
+    slope = (at_d - at_c) / torch.where(apart, d - c, 1.0)
+    return torch.where(apart & slope.isfinite(), slope, 0.0)
