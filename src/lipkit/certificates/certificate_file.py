@@ -39,8 +39,9 @@ KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
 STATEMENTS = {
     "task": "classification",
     "norm": "l2",
-    "proof": "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds",
 }
+PROOF = "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds"
+LOCAL_PROOF = f"linear bounds around each sample in float64 with a-priori rounding bounds, or {PROOF}"
 # Of the lines of samples.
 COLUMNS = ("index", "label", "prediction", "radius", "radius_ignored", "margin")
 
@@ -109,6 +110,8 @@ def write_certificate(file: CertificateFile, path: str | Path) -> Path:
         "constant": found.constant,
         "body_constant": found.body_constant,
         "method": found.method,
+        "proof": LOCAL_PROOF if found.method == "local" else PROOF,
+        **({"input_range": found.input_range} if found.method == "local" else {}),
         "dtype": found.dtype,
         "rounding": found.rounding,
         "evaluator": dataclasses.asdict(found.evaluator),
@@ -137,7 +140,7 @@ def _worded(value: Any) -> Any:
 _LONGEST_LINE, _LONGEST_HEADER = 1 << 12, 1 << 20
 _WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _PROVED = ("constant", "body_constant", "method", "dtype", "network_sha256", "rounding")
-_KNOWN = {"kind", *STATEMENTS, *_PROVED, "architecture", "input_shape", "evaluator", "data", "versions"}
+_KNOWN = {"kind", *STATEMENTS, "proof", *_PROVED, "architecture", "input_shape", "evaluator", "data", "versions"}
 
 
 def read_certificate(path: str | Path) -> CertificateFile:
@@ -157,6 +160,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
             columns = list(zip(*rows, strict=True))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
+    local = header["method"] == "local"
     tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
     certificate = Certificate(
         label=tensors[1].long(),
@@ -166,9 +170,11 @@ def read_certificate(path: str | Path) -> CertificateFile:
         margin=tensors[5],
         evaluator=_evaluator(path, header.get("evaluator")),
         input_shape=tuple(header["input_shape"]),
+        input_range=tuple(map(float, header["input_range"])) if local and header["input_range"] else None,
         **{key: header[key] for key in _PROVED},
     )
     known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
+    known |= {"input_range"} if local else set()
     other = {key: value for key, value in header.items() if key not in known}
     return CertificateFile(certificate, header["data"], tuple(header["architecture"]), header["versions"], other)
 
@@ -208,7 +214,8 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
             f"{path}: expected a {KIND} of schema version {SCHEMA_VERSION}, got {str(header.get('kind'))[:40]!r} of "
             f"{str(header.get('schema_version'))[:40]!r}"
         )
-    for key, statement in STATEMENTS.items():
+    local = header.get("method") == "local"
+    for key, statement in (*STATEMENTS.items(), ("proof", LOCAL_PROOF if local else PROOF)):
         if header.get(key, statement) != statement:
             raise DataError(f"{path}: expected {key} {statement!r}, got {str(header[key])[:40]!r}")
     for key in ("constant", "body_constant"):
@@ -231,6 +238,11 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
             raise DataError(f"{path}: expected {key} as a string, got {str(header.get(key))[:40]!r}")
     if header["rounding"] not in ("sound", "ignore"):
         raise DataError(f"{path}: expected rounding 'sound' or 'ignore', got {header['rounding'][:40]!r}")
+    limits = header.setdefault("input_range", None) if local else None
+    if limits is not None:
+        numbers = isinstance(limits, list) and all(type(value) in (int, float) for value in limits)
+        if not numbers or len(limits) != 2 or not limits[0] < limits[1]:
+            raise DataError(f"{path}: expected input_range as two rising numbers, got {str(limits)[:80]!r}")
     for key, kind, empty in (("architecture", list, []), ("versions", dict, {})):
         if not isinstance(header.setdefault(key, empty), kind):
             raise DataError(f"{path}: expected {key} as a {kind.__name__}, got {str(header[key])[:40]!r}")
@@ -329,7 +341,8 @@ def verify(
             f"{printable(file.data['sha256'], 80)}, got {len(x)} samples with {data_sha256(x, y)}"
         )
     name = "float64" if claimed.evaluator.name == "real" else claimed.evaluator.name
-    proved = certify(network, x, y, rounding=claimed.rounding, evaluator=name, batch_size=batch_size)
+    method = "local" if claimed.method == "local" else "global"
+    proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=name, batch_size=batch_size)
     ours, theirs = proved.evaluator, claimed.evaluator
     if (ours.name, ours.dtype, ours.block) != (theirs.name, theirs.dtype, theirs.block):
         raise OptionError(f"expected the evaluator {theirs}, got {ours}")
@@ -390,6 +403,8 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
         elif not bound >= known * (1 - TOLERANCE):
             raise CertificateViolation(f"expected {name} of at least {known:.12g}, got {bound:.12g}")
     architecture = tuple(type(module).__name__ for module in network)
+    if claimed.method == "local" and claimed.input_range != network.input_range:
+        raise CertificateViolation(f"expected input_range {network.input_range}, got {claimed.input_range}")
     for name, told, found in (
         ("method", claimed.method, proved.method),
         ("dtype", claimed.dtype, proved.dtype),

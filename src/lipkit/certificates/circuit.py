@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lipkit.modules.isometric  # noqa: F401 (its activations join the table)
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import NoRuleError
 from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin
 from lipkit.modules.dense import Affine, Elementwise
-import lipkit.modules.isometric  # noqa: F401 (its activations join the table)
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import local_error

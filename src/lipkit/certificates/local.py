@@ -40,7 +40,7 @@ from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import Step, Walk, advance, prepare, start
 from lipkit.modules.network import Network
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
 # Numbers of the widest value in one block of rows: about 10 such tensors are alive at once.
@@ -95,7 +95,7 @@ class Ball:
         self.errors: list[Tensor] = []
         self.lost: list[Tensor] = []
         self.lines: dict[int, Lines] = {}
-        self.ranges: dict[int, tuple[Tensor, Tensor]] = {}
+        self.ranges: dict[int, tuple[Tensor, Tensor]] = {0: (low, high)}
         for value, (node, sources) in enumerate(zip(circuit.nodes, circuit.sources, strict=True), 1):
             size, error, lost = self._node(value, node, [self.sizes[source] for source in sources], sources)
             self.fits &= size.flatten(1).isfinite().all(1) & error.flatten(1).isfinite().all(1)
@@ -275,7 +275,7 @@ class Ball:
         low, high = (move.flatten(1)[:, None] for move in self.moves)
         rows, radius = a.flatten(2), self.radius[:, None]
         steep = norm / radius.clamp_min(_TINY)
-        for _ in range(4):
+        for _ in range(2):
             steep = steep.clamp_min(2.0**-500)
             d = torch.clamp(-rows / steep[..., None], low, high)
             length = torch.linalg.vector_norm(d, dim=2)
@@ -301,7 +301,8 @@ class Ball:
 def _norm(rows: Tensor) -> Tensor:
     """l2 norms (N, R) of rows, rounded up."""
     flat = rows.flatten(2)
-    return torch.linalg.vector_norm(flat, dim=2) * _UP + math.sqrt(flat.shape[2]) * 2.0**-500
+    n = flat.shape[2]
+    return torch.linalg.vector_norm(flat, dim=2) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500
 
 
 def _blocks(entries: int, step: int) -> Iterator[range]:
@@ -349,7 +350,8 @@ class Bounds:
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shape(self.circuit.output))
         own = torch.nn.functional.one_hot(labels, outputs).double()
-        others = torch.arange(outputs - 1, device=x.device) + (torch.arange(outputs - 1, device=x.device) >= labels[:, None])
+        others = torch.arange(outputs - 1, device=x.device)
+        others = others + (others >= labels[:, None])
         found = torch.full_like(radius, math.inf)
         for block in _blocks(outputs - 1, self.classes):
             other = others[:, block.start : block.stop]
@@ -362,12 +364,16 @@ class Bounds:
         return torch.minimum(found, radius), found
 
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Distances (N,) to the boundary if the network were linear: where a search begins, and no bound."""
+        """Distances (N,) to the boundary if the network were linear: where a search begins, and no bound.
+
+        0 where another class is the largest, 1 where nothing moves.
+        """
         with torch.enable_grad():
             point = x.detach().requires_grad_()
             values = self.network(point)
             margins = values.gather(1, labels[:, None]) - values
             order = margins.detach().scatter(1, labels[:, None], math.inf).argsort(1)
+            right = margins.detach().scatter(1, labels[:, None], math.inf).amin(1) > 0
             nearest = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
             for i in range(min(3, values.shape[1] - 1)):
                 margin = margins.gather(1, order[:, i : i + 1])[:, 0]
@@ -375,7 +381,7 @@ class Bounds:
                     break
                 steep = torch.autograd.grad(margin.sum(), point, retain_graph=True)[0].flatten(1).norm(dim=1)
                 nearest = torch.minimum(nearest, margin.detach() / steep)
-        return torch.where(nearest.isfinite() & (nearest > 0), nearest, 0.0)
+        return torch.where(right, torch.where(nearest.isfinite(), nearest, 1.0), 0.0)
 
     def radii(self, x: Tensor, labels: Tensor, start: Tensor) -> Tensor:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.

@@ -109,6 +109,8 @@ class Relaxation:
         if not constant < math.inf:
             raise NoRuleError(f"expected an activation with a finite slope, got {module}")
         self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
+        if isinstance(module, nn.GELU):  # s'(z) + s'(-z) = 1
+            self.slopes = (1 - constant, constant)
         # Beyond its threshold torch's Softplus has slope 1, the exact one has 1 - 1 / (1 + e^z).
         jump = math.exp(-module.threshold) * 1.001 if isinstance(module, nn.Softplus) else 0.0
         self.slope_error = _SLOPE_ERROR * max(1.0, constant) + jump
@@ -168,9 +170,7 @@ class Relaxation:
         assert found is not None
         return found
 
-    def _intercepts(
-        self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of s(z) - a z on the interval."""
         assert self.curve is not None
         gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]

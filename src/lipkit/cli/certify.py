@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 @click.option("--input-shape", metavar="C,H,W", help="Of MODEL, where it leaves it open.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), metavar="RUNS", help="For MODEL.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
+@click.option(
+    "--method",
+    type=click.Choice(("global", "local", "best")),
+    help="Of the radii (certify.method): see lipkit.certify.",
+)
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 @ALLOW_CODE
 def command(
@@ -30,6 +35,7 @@ def command(
     input_shape: str | None,
     out: Path,
     device: str,
+    method: str | None,
     large_eps: bool,
     allow_code: bool,
 ) -> None:
@@ -44,7 +50,7 @@ def command(
 
     An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
     certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples
-    (C, H, W) that are no images in [0, 1].
+    (C, H, W) that are no images in [0, 1]. --method local is for networks that were not trained for their constant.
     """
     data = changes[0] if changes and "=" not in changes[0] else None
     for change in changes[data is not None :]:
@@ -54,7 +60,8 @@ def command(
     from lipkit.cli.train import data_root, result
     from lipkit.experiments import run as pipeline
 
-    wanted = [*changes[data is not None :], *([] if root is None else [data_root(root)])]
+    wanted = [] if method is None else [f"certify.method={method}"]
+    wanted += [*changes[data is not None :], *([] if root is None else [data_root(root)])]
     if data is None:
         if not Path(run).exists():
             raise click.UsageError(f"expected the folder of a run, or MODEL DATA, got {run!r}, which does not exist")

@@ -69,6 +69,7 @@ def evaluate(
     network: modules.Network,
     split: Any,
     *,
+    method: str = "global",
     eps: Sequence[float] = EPS,
     attack: Attack | None = None,
     classes: Sequence[str] = (),
@@ -90,6 +91,7 @@ def evaluate(
     Args:
         network: an exported network (`lipkit.export`).
         split: samples and int64 labels, as `lipkit.data.as_split` takes them: a pair (x, y), say.
+        method: of the certificate, see `lipkit.certify`.
         eps: l2 radii for certified accuracy, in units of the input.
         attack: what to run, in l2; None is ``Attack()``: PGD at ``eps``, on 1000 samples. ``Attack(eps=())`` is none.
         classes: class names, one for each logit; empty names them 0, 1, ...
@@ -116,7 +118,7 @@ def evaluate(
     seen = (float(x.min()), float(x.max()))
     check_radii((*eps, *radii), network.input_shape, network.input_range, seen=seen, large=large_eps)
     attack = dataclasses.replace(attack, eps=radii, box=resolved_box(attack.box, x))
-    certificate = certify(network, x, y, batch_size=batch_size, device=device)
+    certificate = certify(network, x, y, method=method, batch_size=batch_size, device=device)
     certified_at = time.perf_counter()
     attacked: tuple[Attacked, ...] = ()
     cross_check = CrossCheck(0, math.inf)

@@ -127,6 +127,7 @@ def _classification(
     evaluation = evaluate(
         network,
         test,
+        method=section.method,
         eps=section.eps,
         attack=attack,
         classes=data.classes,

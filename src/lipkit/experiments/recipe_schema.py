@@ -173,6 +173,9 @@ class CertifySection(Section):
     eps: Annotated[Radii, Field(min_length=1)] = Field(
         default=(36 / 255, 72 / 255, 108 / 255, 1.0), description="l2 radii of certified accuracy; 36/255 is understood"
     )
+    method: Literal["global", "local", "best"] = Field(
+        default="global", description="of the radii: by constants, or by linear bounds around each sample, too"
+    )
     attack_eps: Radii | None = Field(default=None, description="l2 radii of the attack; null for those of eps")
     attack_steps: Count = Field(default=50, description="gradient steps of the attack")
     attack_restarts: Count = Field(default=1, description="starts of the attack")

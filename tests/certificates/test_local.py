@@ -1,0 +1,590 @@
+"""Local certificates: a reference in numpy, exact truth on small networks, rounding that decides, attacks inside."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipkit_check
+from lipkit import modules
+from lipkit.certificates import certify, local, relaxation
+from lipkit.certificates.certificate_file import describe, read_certificate, verify, write_certificate
+from lipkit.certificates.circuit import _RULES, Circuit, Leaf, Linear, Noise, circuit_rule
+from lipkit.certificates.local import Ball, Bounds
+from lipkit.certificates.relaxation import Relaxation
+from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError
+from lipkit.modules.activations import ACTIVATIONS
+from lipkit.proof.arithmetic import FLOAT32, FLOAT64
+
+Array = Any
+
+
+def mlp(sizes: Sequence[int], seed: int, activation: nn.Module | None = None) -> modules.Network:
+    """In float64."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.ReLU() if activation is None else activation]
+    return modules.Network(layers[:-1], (sizes[0],)).double()
+
+
+def joined(seed: int) -> modules.Network:
+    """A network with every join, in float32."""
+    torch.manual_seed(seed)
+
+    def graph() -> nn.Module:
+        nodes = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), modules.Add(1, -1), modules.MaxMin()]
+        nodes += [modules.Blend(torch.rand(())), modules.Concatenate(1), modules.Piece(1, 0, 16, 2), modules.Maximum()]
+        return modules.Graph(nodes, [[0], [1], [2], [0, 3], [4], [5, 0], [6, 1], [7], [8, 0]])
+
+    return modules.Network([nn.Linear(6, 8), graph(), nn.Tanh(), graph(), nn.GELU(), nn.Linear(8, 3)], (6,))
+
+
+def images(seed: int) -> modules.Network:
+    """Convolutions of all kinds, pooling, views, in float32."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [
+        modules.Affine(torch.tensor([2.0, 0.5]), torch.tensor([0.1, -0.2])),
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(4, 6, 3, padding="same", dilation=2, groups=2, bias=False),
+        modules.MaxMin(),
+        nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1),
+        nn.Softplus(),
+        modules.LayerCenter(1),
+        modules.EnlargeBilinear(2, 1),
+        nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+        modules.Permute(2, 1, 3),
+        nn.Flatten(),
+        nn.LazyLinear(12),
+        modules.GroupSort(2),
+        modules.Elementwise(torch.rand(12), torch.rand(12)),
+        nn.Hardtanh(-1, 2),
+        nn.Linear(12, 3),
+    ]
+    with torch.no_grad():
+        nn.Sequential(*layers)(torch.zeros(1, 2, 4, 6))
+    layers[13] = nn.Linear(layers[13].in_features, 12)  # type: ignore[arg-type]
+    return modules.Network(layers, (2, 4, 6))
+
+
+# --- the same bounds, written from the papers ---------------------------------------------------------------------
+
+
+def crown(weights: list[tuple[Array, Array]], x: Array, label: int, r: float) -> tuple[list[Array], Array, Array]:
+    """Zhang et al. (2018) in l2 for a ReLU network: bounds of each pre-activation; base and norm of each margin."""
+    low: list[Array] = []
+    high: list[Array] = []
+
+    def back(rows: Array, k: int) -> tuple[Array, Array]:
+        w, b = weights[k]
+        a, const = rows @ w, rows @ b
+        for j in reversed(range(k)):
+            lo, hi = low[j], high[j]
+            mixed = (lo < 0) & (hi > 0)
+            gap = np.where(mixed, hi - lo, 1.0)
+            steep = np.where(mixed, hi / gap, (lo >= 0) * 1.0)
+            flat = np.where(mixed, (hi > -lo) * 1.0, (lo >= 0) * 1.0)
+            const = const + np.minimum(a, 0) @ np.where(mixed, -lo * steep, 0.0)
+            a = np.maximum(a, 0) * flat + np.minimum(a, 0) * steep
+            w, b = weights[j]
+            const, a = const + a @ b, a @ w
+        return a @ x + const, np.linalg.norm(a, axis=1)
+
+    for k in range(len(weights) - 1):
+        one = np.eye(len(weights[k][1]))
+        for sign, kept in ((1, low), (-1, high)):
+            base, norm = back(sign * one, k)
+            kept.append(sign * (base - r * norm))
+    eye = np.eye(len(weights[-1][1]))
+    rows = np.delete(eye[label] - eye, label, 0)
+    return [np.stack(pair) for pair in zip(low, high, strict=True)], *back(rows, len(weights) - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_are_those_of_the_reference(seed: int) -> None:
+    network = mlp((6, 9, 8, 7, 4), seed)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    weights = [(m.weight.numpy(), m.bias.numpy()) for m in network if isinstance(m, nn.Linear)]
+    bounds = Bounds(network, FLOAT64, None)
+    for r in (1e-3, 0.1, 0.7):
+        radius = torch.full((3,), r, dtype=torch.float64)
+        ball = Ball(bounds.circuit, x, radius, None, {})
+        allowed = bounds.proved(x, labels, radius)[1]
+        for i in range(3):
+            ranges, base, norm = crown(weights, x[i].numpy(), int(labels[i]), r)
+            for (low, high), found in zip(list(ball.ranges.values())[1:], ranges, strict=True):
+                assert np.abs(np.stack([low[i], high[i]]) - found).max() < 1e-9
+            assert abs(float(allowed[i]) - max(0.0, (base / norm).min())) < 1e-9
+
+
+# --- the truth ----------------------------------------------------------------------------------------------------
+
+
+def nearest_flip(network: modules.Network, x: Tensor, label: int) -> float:
+    """The exact distance to another class of a ReLU network with one hidden layer, over all patterns of its units."""
+    from scipy.optimize import minimize
+
+    first, last = network[0], network[2]
+    w, b, v, c = (t.numpy() for t in (first.weight, first.bias, last.weight, last.bias))
+    found = math.inf
+    for pattern in itertools.product((0.0, 1.0), repeat=len(b)):
+        on = np.array(pattern)
+        signs = 2 * on - 1
+        for other in set(range(len(c))) - {label}:
+            row = (v[other] - v[label]) * on
+            g, h = np.vstack([signs[:, None] * w, row @ w]), np.append(signs * b, row @ b + c[other] - c[label])
+            # Nearest point of the polytope g x + h >= 0, by its dual: min |g' m|^2 / 2 + (g x + h) m, m >= 0.
+            at = g @ x.numpy() + h
+            gram = g @ g.T
+            dual = minimize(
+                lambda m, q=gram, d=at: (m @ q @ m / 2 + d @ m, q @ m + d),
+                np.ones(len(at)), jac=True, bounds=[(0, 1e6)] * len(at), method="L-BFGS-B", options={"ftol": 1e-15},
+            )  # fmt: skip
+            found = min(found, math.sqrt(max(0.0, -2 * dual.fun)))  # a lower bound of the distance, by duality
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(6))
+def test_no_radius_is_above_the_truth(seed: int) -> None:
+    network = mlp((2, 5, 3), seed)
+    x = torch.randn(3, 2, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    found = certify(network, x, labels, method="local").radius
+    # One activation layer: near the sample all is linear, and the radius is the truth where no unit switches.
+    for i in range(3):
+        truth = nearest_flip(network, x[i], int(labels[i]))
+        assert 0 < float(found[i]) <= truth * (1 + 1e-6) + 1e-9
+    grid = torch.linspace(0, 2 * math.pi, 2001, dtype=torch.float64)[:, None]
+    circle = torch.cat([grid.cos(), grid.sin()], 1) * (1 - 1e-9)
+    for i in range(3):
+        for share in (0.5, 1.0):
+            assert (network(x[i] + share * found[i] * circle).argmax(1) == labels[i]).all()
+
+
+def test_a_linear_network_has_its_own_radius() -> None:
+    network = mlp((5, 3), 0)
+    x = torch.randn(9, 5, dtype=torch.float64)
+    y = network(x)
+    labels = y.argmax(1)
+    rows = network[0].weight
+    apart = (rows[labels][:, None] - rows).norm(dim=2)
+    exact = ((y.amax(1, keepdim=True) - y) / apart).nan_to_num(math.inf).amin(1)
+    bounds = Bounds(network, FLOAT64, None)
+    found = bounds.radii(x, labels, torch.zeros(9, dtype=torch.float64))
+    assert (found <= exact).all()
+    assert (found >= exact * (1 - 2e-3)).all()
+
+
+@pytest.mark.parametrize("kind", list(ACTIVATIONS), ids=lambda kind: kind.__name__)
+def test_lines_enclose_their_activation(kind: type[nn.Module]) -> None:
+    if kind in (modules.LPReLU,):
+        pytest.skip("it is exported as PReLU")
+    module = kind(1) if kind in (nn.PReLU, modules.NActivation) else kind()
+    relaxation_of = Relaxation(module.double().requires_grad_(False))
+    torch.manual_seed(0)
+    middle = torch.cat([torch.linspace(-4, 4, 200), torch.randn(100), torch.tensor([3.0, -3.0, 1.414, 2.4, 25.0])])
+    width = torch.rand(305) * torch.tensor([1e-9, 0.1, 1.0, 8.0, 40.0]).repeat(61)
+    low, high = ((middle + sign * width).double()[:, None, None] for sign in (-1, 1))
+    lines = relaxation_of(low, high)
+    for share in torch.linspace(0, 1, 81).tolist():
+        z = low + share * (high - low)
+        with torch.no_grad():
+            s = module(z)
+        slack = 1e-13 * (1 + z.abs() + s.abs()) + (1e-8 if kind is nn.Softplus else 0)
+        assert (lines.low_slope * z + lines.low <= s + slack).all()
+        assert (lines.high_slope * z + lines.high >= s - slack).all()
+        assert ((lines.least <= s + slack) & (s <= lines.most + slack)).all()
+    # Two lines touch what they enclose: never more than half of the width times the range of slopes apart.
+    gap = (lines.high_slope - lines.low_slope) * (low + high) / 2 + lines.high - lines.low
+    assert (gap <= 1.3 * (high - low) + 1e-7).all()
+
+
+# --- rounding -----------------------------------------------------------------------------------------------------
+
+
+def moved(x: Tensor, step: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+    """Points of x's format near x + step, and which of them lie in the open balls (measured in float64)."""
+    point = (x.double() + step).to(x.dtype)
+    return point, (point.double() - x.double()).flatten(1).norm(dim=1) < radius
+
+
+def attacks(network: modules.Network, x: Tensor, radius: Tensor, labels: Tensor, count: int, seed: int = 0) -> int:
+    """How many of ``count`` tries a sample leave their class in the evaluator's arithmetic; none may."""
+    generator, flips = torch.Generator().manual_seed(seed), 0
+    radius = radius.clamp_max(1e3)
+    box = network.input_range
+    wide = radius.reshape(-1, *[1] * (x.ndim - 1))
+    direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    for trial in range(count):
+        if trial % 4:
+            point = (x.double() + direction).to(x.dtype).requires_grad_()
+            with torch.enable_grad():
+                y = network(point)
+                other = y.scatter(1, labels[:, None], -math.inf).amax(1)
+                gradient = torch.autograd.grad((other - y.gather(1, labels[:, None])[:, 0]).sum(), point)[0].double()
+            direction = direction + gradient / _size(gradient) * wide
+        else:
+            direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        direction = direction / _size(direction) * wide * (1 if trial % 3 else 0.999999)
+        if box is not None:
+            direction = (x.double() + direction).clamp(*box) - x.double()
+        point, inside = moved(x, direction, radius)
+        if box is not None:
+            inside &= ((point >= box[0]) & (point <= box[1])).flatten(1).all(1)
+        with torch.no_grad():
+            flips += int((inside & (network(point).argmax(1) != labels)).sum())
+    return flips
+
+
+def _size(values: Tensor) -> Tensor:
+    return values.flatten(1).norm(dim=1).clamp_min(1e-300).reshape(-1, *[1] * (values.ndim - 1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("evaluator", ["float64", "float32"])
+@pytest.mark.parametrize("make", [joined, images])
+def test_attacks_inside_never_succeed(make: Callable[[int], modules.Network], evaluator: str) -> None:
+    dtype = torch.float64 if evaluator == "float64" else torch.float32
+    with torch.backends.nnpack.flags(enabled=False):
+        for seed in range(2):
+            network = make(seed).to(dtype)
+            if seed:
+                network.input_range = (0.0, 1.0)
+            x = torch.rand(25, *network.input_shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            labels = network(x).argmax(1)
+            found = certify(network, x, labels, method="local", evaluator=evaluator)
+            assert (found.radius > 0).sum() > 20
+            assert attacks(network, x, found.radius, labels, 20) == 0
+            plain = certify(network, x, labels, evaluator=evaluator)
+            assert (found.radius >= plain.radius).all()
+            assert found.radius.median() > plain.radius.median()
+
+
+def graph_of(*nodes: nn.Module, sources: list[list[int]], inputs: int) -> modules.Network:
+    return modules.Network([modules.Graph(nodes, sources)], (inputs,))
+
+
+def dense(weight: list[list[float]], bias: list[float] | None = None, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer = nn.Linear(len(weight[0]), len(weight), bias=bias is not None, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(weight, dtype=dtype))
+        if bias is not None:
+            layer.bias.copy_(torch.tensor(bias, dtype=dtype))
+    return layer
+
+
+def test_a_skip_that_rounds_away_its_branch_decides() -> None:
+    # y = x - 2^-25 x, which float32 rounds to x: on the exact side of 1 - 2^-25 lies a float32 that the machine puts
+    # on the other one.
+    bias = 1 - 2.0**-24
+    network = graph_of(
+        dense([[2.0**-25]]),
+        modules.Add(1, -1),
+        dense([[0.0], [1.0]], [bias, 0.0]),
+        sources=[[0], [0, 1], [2]],
+        inputs=1,
+    )
+    x = torch.tensor([[1 - 2.0**-24]])
+    with torch.no_grad():
+        y = network(x)
+    assert y[0, 0] == y[0, 1]  # the machine has a tie, exact numbers have none
+    exact = certify(network, x, torch.tensor([0]), method="local", rounding="ignore")
+    assert exact.radius.item() > 0
+    for evaluator in ("float32", "float64"):
+        found = certify(network, x, torch.tensor([0]), method="local", evaluator=evaluator).radius.item()
+        assert (found > 0) == (evaluator == "float64")
+
+
+def swallowed(bits: int, dtype: torch.dtype) -> modules.Network:
+    """x + 2^bits - 2^bits behind a ReLU: 0 for the machine, x in real arithmetic."""
+    body = dense([[1.0], [0.0]], [2.0**bits, 2.0**bits], dtype)
+    return modules.Network(
+        [body, nn.ReLU(), dense([[1.0, -1.0]], None, dtype), dense([[0.0], [1.0]], [0.25, 0.0], dtype)], (1,)
+    )
+
+
+@pytest.mark.parametrize(("name", "bits"), [("float32", 25), ("float64", 54)])
+def test_a_bias_that_swallows_the_input_decides(name: str, bits: int) -> None:
+    dtype = getattr(torch, name)
+    network = swallowed(bits, dtype)
+    x, y = torch.ones(1, 1, dtype=dtype), torch.tensor([1])
+    assert network(x).argmax().item() == 0
+    assert certify(network, x, y, method="local", evaluator=name).radius.item() == 0
+    if name == "float32":  # the bias is exact in float64, and so is the sum
+        assert certify(network, x, y, method="local").radius.item() > 0.5
+
+
+def test_each_term_of_rounding_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are turned through steps that round; in rational arithmetic the bound must hold, and fails without a term."""
+    from fractions import Fraction
+
+    def exact(values: Tensor) -> list[Fraction]:
+        return [Fraction(v) for v in values.flatten().tolist()]
+
+    def margin(network: modules.Network, point: list[Fraction]) -> Fraction:
+        """y_0 - y_1 in rational numbers."""
+        values: list[list[Fraction]] = [point]
+        graph = network[0]
+        for node, read in zip(graph.nodes, graph.sources, strict=True):
+            given = [values[i] for i in read]
+            if isinstance(node, nn.Linear):
+                rows = [exact(row) for row in node.weight]
+                bias = [Fraction(0)] * len(rows) if node.bias is None else exact(node.bias)
+                pairs = zip(rows, bias, strict=True)
+                values.append([sum((w * v for w, v in zip(row, given[0], strict=True)), b) for row, b in pairs])
+            elif isinstance(node, nn.ReLU | nn.LeakyReLU):
+                slope = Fraction(getattr(node, "negative_slope", 0.0))
+                values.append([v if v > 0 else slope * v for v in given[0]])
+            else:
+                signs = node.signs
+                values.append(
+                    [sum(s * v for s, v in zip(signs, each, strict=True)) for each in zip(*given, strict=True)]
+                )
+        return values[-1][0] - values[-1][1]
+
+    def case(seed: int) -> tuple[modules.Network, Tensor]:
+        torch.manual_seed(seed)
+        wide = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)]
+        nodes = [wide[0], nn.LeakyReLU(1 / 3), wide[1], modules.Add(1, 1, -1), wide[2]]
+        network = graph_of(*nodes, sources=[[0], [1], [2], [0, 2, 3], [4]], inputs=3)
+        return network, torch.randn(1, 3, dtype=torch.float64) * 1e3
+
+    def broken(bounds_of: Callable[[modules.Network], Circuit], seeds: range) -> int:
+        """How often a bound of the margin, at radius 0, is above the exact margin."""
+        count = 0
+        for seed in seeds:
+            network, x = case(seed)
+            ball = Ball(bounds_of(network), x, torch.zeros(1, dtype=torch.float64), None, {})
+            rows = torch.tensor([[[1.0, -1.0, 0.0]]], dtype=torch.float64)
+            base, _ = ball.below(ball.circuit.output, rows)
+            count += Fraction(float(base)) > margin(network, exact(x[0]))
+        return count
+
+    def plain(network: modules.Network) -> Circuit:
+        return Circuit(network, None)
+
+    assert broken(plain, range(40)) == 0
+    with monkeypatch.context() as patch:  # nothing is taken off: rounding to nearest is above as often as below
+        patch.setattr(local, "grow", torch.zeros_like)
+        assert broken(plain, range(40)) > 5
+
+
+@pytest.mark.parametrize("term", ["map", "bias", "slope", "meeting", "constant", "input"])
+def test_single_terms_are_at_least_what_is_lost(term: str) -> None:
+    """One step, one sample: the error that `below` takes off is at least the classical bound of what it covers."""
+    unit = 2.0**-53
+    big = 2.0**40
+    x = torch.full((1, 2), 3.0, dtype=torch.float64)
+    layers: dict[str, tuple[list[nn.Module], list[list[int]]]] = {
+        "map": ([dense([[1 / 3, 1 / 7], [0.0, 0.0]], None, torch.float64)], [[0]]),
+        "bias": ([dense([[0.0, 0.0], [0.0, 0.0]], [big / 3, 0.0], torch.float64)], [[0]]),
+        "slope": ([nn.LeakyReLU(1 / 3)], [[0]]),
+        "meeting": ([modules.Add(1, 1)], [[0, 0]]),
+        "constant": (
+            [dense([[0.0, 0.0], [0.0, 0.0]], [big / 3, 0.0], torch.float64), modules.Add(1, -1)],
+            [[0], [1, 0]],
+        ),
+        "input": ([dense([[1.0, 1.0], [0.0, 0.0]], None, torch.float64)], [[0]]),
+    }
+    expected = {
+        "map": 2 * unit * (3 / 3 + 3 / 7),
+        "bias": unit * big / 3,
+        "slope": unit * 3.0,
+        "meeting": unit * 2 * 3.0,
+        "constant": unit * big / 3,
+        "input": 2 * unit * 6.0,
+    }[term]
+    nodes, sources = layers[term]
+    network = graph_of(*nodes, sources=sources, inputs=2).double()
+    ball = Ball(Circuit(network, None), x, torch.zeros(1, dtype=torch.float64), None, {})
+    rows = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    base, _ = ball.below(ball.circuit.output, rows)
+    with torch.no_grad():
+        value = float(network(x)[0, 0])
+    assert value - 1e4 * expected <= float(base) <= value - expected
+
+
+def test_numbers_below_the_normal_range_and_overflow() -> None:
+    tiny = 1e-40
+    network = modules.Network([dense([[tiny, 0.0], [0.0, tiny]]), nn.ReLU(), dense([[1.0, 0.0], [0.0, 1.0]])], (2,))
+    x, y = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+    assert certify(network, x, y, method="local").radius.item() > 0.5
+    assert certify(network, x, y, method="local", evaluator="float32").radius.item() == 0
+    big = modules.Network([dense([[1e37, 0.0], [0.0, 1e37]]), nn.ReLU(), dense([[1.0, 0.0], [0.0, 1.0]])], (2,))
+    x = torch.tensor([[300.0, 1.0]])
+    assert certify(big, x, y, method="local").radius.item() > 20
+    assert certify(big, x, y, method="local", evaluator="float32").radius.item() == 0
+
+
+def test_an_evaluator_in_float32_costs_little() -> None:
+    network = mlp((20, 60, 60, 60, 5), 1).float()
+    x = torch.randn(20, 20)
+    labels = network(x).argmax(1)
+    double, single = (certify(network, x, labels, method="local", evaluator=e).radius for e in ("float64", "float32"))
+    assert (single <= double * (1 + 1e-2)).all()
+    assert single.median() >= 0.95 * double.median()
+
+
+def test_every_number_that_enters_is_rounded_outward() -> None:
+    network = mlp((3, 4, 2), 0)
+    x = torch.rand(2, 3, dtype=torch.float64)
+    ball = Ball(Circuit(network, None), x, torch.full((2,), 0.1, dtype=torch.float64), (0.0, 1.0), {})
+    low, high = ball.moves or (x, x)
+    from fractions import Fraction
+
+    for i, j in itertools.product(range(2), range(3)):
+        at, r = Fraction(float(x[i, j])), Fraction(0.1)
+        assert Fraction(float(low[i, j])) <= max(Fraction(0), at - r) - at
+        assert Fraction(float(high[i, j])) >= min(Fraction(1), at + r) - at
+        assert Fraction(float(ball.sizes[0][i, j])) >= min(Fraction(1), at + r)
+
+
+# --- the box ------------------------------------------------------------------------------------------------------
+
+
+def test_ball_and_box_together() -> None:
+    # y = x_0 + 1 - 1.5: from x = (0, 1) towards 0 nothing moves, towards larger x_0 nothing flips.
+    network = modules.Network([dense([[1.0, 0.0], [0.0, 0.5]], [0.6, 0.0], torch.float64)], (2,))
+    x, y = torch.tensor([[0.0, 1.0]], dtype=torch.float64), torch.tensor([0])
+    free = certify(network, x, y, method="local").radius.item()
+    network.input_range = (0.0, 1.0)
+    boxed = certify(network, x, y, method="local")
+    assert free == pytest.approx(0.1 / math.hypot(1, 0.5), rel=2e-3)
+    assert boxed.radius.item() > 100  # no input in the box has another class
+    assert boxed.input_range == (0.0, 1.0)
+    torch.manual_seed(0)
+    network = mlp((12, 20, 20, 3), 3)
+    x = torch.rand(10, 12, dtype=torch.float64).round()
+    labels = network(x).argmax(1)
+    plain = certify(network, x, labels, method="local").radius
+    network.input_range = (0.0, 1.0)
+    inside = certify(network, x, labels, method="local").radius
+    assert (inside >= plain * (1 - 1e-2)).all()
+    assert inside.median() > 1.1 * plain.median()
+    assert attacks(network, x, inside, labels, 30) == 0
+
+
+# --- the rest -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_in_blocks_and_samples_in_groups_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = images(0).double()
+    x = torch.rand(5, 2, 4, 6, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    whole = certify(network, x, labels, method="local").radius
+    monkeypatch.setattr(local, "_BLOCK", 700)
+    assert torch.allclose(certify(network, x, labels, method="local").radius, whole, rtol=1e-9, atol=0)
+    assert torch.allclose(certify(network, x[3:], labels[3:], method="local").radius, whole[3:], rtol=1e-9, atol=0)
+
+
+def test_what_has_no_rule_is_a_ball_by_its_constant() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 5), modules.GroupSort(5), nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)]
+    network = modules.Network(layers, (5,)).double()
+    circuit = Circuit(network, None)
+    assert [type(node) for node in circuit.nodes][:2] == [Linear, Leaf]
+    x = torch.randn(20, 5, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    found = certify(network, x, labels, method="local")
+    assert found.radius.median() > certify(network, x, labels).radius.median()
+    assert attacks(network, x, found.radius, labels, 40) == 0
+    assert Circuit(joined(0).double(), FLOAT32).leaves is False
+    assert Circuit(images(0).double(), FLOAT32).leaves is False
+
+
+def test_a_module_from_outside_joins_by_one_rule() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x
+
+    @circuit_rule(Twice)
+    def _(circuit: Circuit, module: Twice, value: int) -> int:
+        return circuit.total((value, value), (1.0, 1.0), Noise(depth=1, terms=2))
+
+    modules.lipschitz_rule(Twice)(lambda module, shape: 2.0)
+    modules.rounding_rule(Twice)(lambda module, shape, arithmetic: modules.local_error(nn.ReLU(), shape, arithmetic))
+    try:
+        network = modules.Network([nn.Linear(3, 3), Twice(), nn.ReLU(), nn.Linear(3, 2)], (3,)).double()
+        assert not Circuit(network, FLOAT64).leaves
+        with pytest.raises(NoRuleError, match="already has a rule"):
+            circuit_rule(nn.ReLU)(lambda circuit, module, value: value)
+    finally:
+        del _RULES[Twice]
+
+
+def test_options_that_make_no_sense() -> None:
+    network = mlp((3, 4, 2), 0)
+    x, y = torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(OptionError, match=r"method: expected one of global, local, best, got 'crown'"):
+        certify(network, x, y, method="crown")
+    with pytest.raises(OptionError, match=r"method: expected 'global' for an integer program, got 'local'"):
+        certify(network, x, y, method="local", evaluator="integer")
+
+
+def test_methods_and_wrong_labels() -> None:
+    network = mlp((6, 10, 10, 3), 0)
+    x = torch.randn(12, 6, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    labels[:4] = (labels[:4] + 1) % 3
+    plain, best, near = (certify(network, x, labels, method=m) for m in ("global", "best", "local"))
+    assert (plain.method, best.method, near.method) == ("last layer", "local", "local")
+    assert near.radius[:4].eq(0).all()
+    assert torch.equal(best.radius, near.radius)
+    assert (near.radius >= plain.radius).all()
+    assert (near.radius_ignored >= near.radius).all()
+    one = modules.Network([nn.Linear(3, 2)], (3,)).double()
+    at = torch.randn(4, 3, dtype=torch.float64)
+    assert certify(one, at, one(at).argmax(1), method="best").method == "last layer"
+
+
+def test_a_constant_network_and_equal_rows_end_the_search() -> None:
+    network = modules.Network([dense([[0.0, 0.0]] * 2, [1.0, 0.0]), nn.ReLU(), dense([[1.0, 0.0], [0.0, 1.0]])], (2,))
+    x = torch.rand(2, 2)
+    assert certify(network, x, torch.tensor([0, 1]), method="local").radius.tolist()[1] == 0
+    nan = modules.Network([dense([[math.nan, 0.0]] * 2, [1.0, 0.0]), nn.ReLU(), dense([[1.0, 0.0], [0.0, 1.0]])], (2,))
+    assert certify(nan, x, torch.tensor([0, 1]), method="local").radius.eq(0).all()
+
+
+def test_files_and_checkers(tmp_path: Path) -> None:
+    network = mlp((6, 10, 10, 3), 0)
+    network.input_range = (-3.0, 3.0)
+    x = torch.randn(8, 6).clamp(-3, 3)
+    labels = network(x.double()).argmax(1)
+    found = certify(network, x, labels, method="local")
+    path = write_certificate(describe(found, network, x, labels, "random"), tmp_path / "certificate.jsonl")
+    file = read_certificate(path)
+    assert (file.certificate.method, file.certificate.input_range, dict(file.other)) == ("local", (-3.0, 3.0), {})
+    assert torch.equal(verify(file, network, x, labels).radius, found.radius)
+    text = path.read_text()
+    path.write_text(text.replace('"input_range":[-3.0,3.0]', '"input_range":[-2.0,3.0]'))
+    with pytest.raises(CertificateViolation, match="input_range"):
+        verify(read_certificate(path), network, x, labels)
+    path.write_text(text.replace('"method":"local"', '"method":"last layer"'))
+    with pytest.raises(DataError, match="proof"):
+        read_certificate(path)
+    # The independent checker proves constants: it takes no local radius for its own.
+    path.write_text(text)
+    modules.save(network, tmp_path / "network")
+    np.savez(tmp_path / "data.npz", x_test=x.numpy(), y_test=labels.numpy())
+    said: list[str] = []
+    confirmed, left = lipkit_check.check(tmp_path, str(tmp_path / "data.npz"), say=said.append)
+    assert (confirmed, left) == (0, 8)
+    assert any("claimed, not checked: 8 local radii" in line for line in said)
+    assert said[-1].startswith("UNCHECKED")
+
+
+def test_relaxation_refuses_what_is_no_activation() -> None:
+    with pytest.raises(NoRuleError, match="expected a scalar activation"):
+        relaxation.curve_of(nn.Softmax(1))
