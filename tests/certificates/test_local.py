@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -327,8 +328,7 @@ def test_a_bias_that_swallows_the_input_decides(name: str, bits: int) -> None:
 
 
 def test_each_term_of_rounding_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are turned through steps that round; in rational arithmetic the bound must hold, and fails without a term."""
-    from fractions import Fraction
+    """In rational arithmetic the bound of rounded rows holds, and without what is taken off it does not."""
 
     def exact(values: Tensor) -> list[Fraction]:
         return [Fraction(v) for v in values.flatten().tolist()]
@@ -442,8 +442,6 @@ def test_every_number_that_enters_is_rounded_outward() -> None:
     x = torch.rand(2, 3, dtype=torch.float64)
     ball = Ball(Circuit(network, None), x, torch.full((2,), 0.1, dtype=torch.float64), (0.0, 1.0), {})
     low, high = ball.moves or (x, x)
-    from fractions import Fraction
-
     for i, j in itertools.product(range(2), range(3)):
         at, r = Fraction(float(x[i, j])), Fraction(0.1)
         assert Fraction(float(low[i, j])) <= max(Fraction(0), at - r) - at

@@ -232,8 +232,8 @@ def certify(
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
         OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
             no sample, one that is not finite or not in the network's ``input_range``, an unknown ``method``,
-            ``rounding`` or ``evaluator``, local bounds of an integer program, settings of torch under which the evaluator's arithmetic is not IEEE, or a ``proof`` of
-            another network or evaluation.
+            ``rounding`` or ``evaluator``, local bounds of an integer program, settings of torch under which the
+            evaluator's arithmetic is not IEEE, or a ``proof`` of another network or evaluation.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,

@@ -161,6 +161,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a certificate, got: {getattr(error, 'strerror', None) or error}") from None
     local = header["method"] == "local"
+    limits = header["input_range"] if local else None
     tensors = [torch.tensor(column, dtype=torch.float64) for column in columns]
     certificate = Certificate(
         label=tensors[1].long(),
@@ -170,7 +171,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
         margin=tensors[5],
         evaluator=_evaluator(path, header.get("evaluator")),
         input_shape=tuple(header["input_shape"]),
-        input_range=tuple(map(float, header["input_range"])) if local and header["input_range"] else None,
+        input_range=(float(limits[0]), float(limits[1])) if limits else None,
         **{key: header[key] for key in _PROVED},
     )
     known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())

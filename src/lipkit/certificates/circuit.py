@@ -97,9 +97,9 @@ class Stack(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """The output of the network's module ``index``, as a ball around its value at the sample."""
+    """The output of the network's module ``position``, as a ball around its value at the sample."""
 
-    index: int
+    position: int
 
 
 Node = Linear | Scalar | Total | Stack | Leaf
@@ -303,12 +303,11 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         value, padding = circuit.select(value, padded[0].long()), (0,) * axes
     into = circuit.shape(value)
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
-    plain = (F.conv1d, F.conv2d)[axes - 1]
+    plain: Any = (F.conv1d, F.conv2d)[axes - 1]
+    turned_back: Any = (F.conv_transpose1d, F.conv_transpose2d)[axes - 1]
     if turned:
         back = functools.partial(plain, **options)
-        ahead = functools.partial(
-            (F.conv_transpose1d, F.conv_transpose2d)[axes - 1], output_padding=module.output_padding, **options
-        )
+        ahead: Callable[..., Tensor] = functools.partial(turned_back, output_padding=module.output_padding, **options)
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         adjoint = lambda a: back(a, weight)  # noqa: E731
     else:

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates.circuit import Circuit, Leaf, Linear, Noise, Scalar, Stack, Total
+from lipkit.certificates.margins import round_down, round_up
 from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import Step, Walk, advance, prepare, start
@@ -49,6 +50,8 @@ _BLOCK = 1 << 23
 _UP = 1 + 2.0**-29
 _TOLERANCE = 1e-3
 _MOST_PASSES = 12
+# Rows of fewer inequalities than this at once are those of logits.
+_FEW = 64
 _LARGEST = 2.0**40
 
 
@@ -58,10 +61,6 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
     if len(a) == 1:
         return (a[0] @ v.mT).mT
     return a @ v[0] if len(v) == 1 else (a @ v[:, :, None])[:, :, 0]
-
-
-def round_out(value: Tensor, sign: float) -> Tensor:
-    return torch.nextafter(value, torch.full_like(value, sign * math.inf))
 
 
 class Ball:
@@ -85,11 +84,11 @@ class Ball:
     ) -> None:
         self.circuit, self.x, self.radius, self.walks = circuit, x, radius, walks
         self.wide = radius.reshape(-1, *[1] * (x.ndim - 1))
-        low, high = round_out(x - self.wide, -1), round_out(x + self.wide, 1)
+        low, high = round_down(x - self.wide), round_up(x + self.wide)
         self.moves: tuple[Tensor, Tensor] | None = None
         if box is not None:
             low, high = low.clamp_min(box[0]), high.clamp_max(box[1])
-            self.moves = round_out(low - x, -1), round_out(high - x, 1)
+            self.moves = round_down(low - x), round_up(high - x)
         self.fits = radius.isfinite()
         self.sizes: list[Tensor] = [torch.maximum(low.abs(), high.abs())]
         self.errors: list[Tensor] = []
@@ -143,7 +142,7 @@ class Ball:
             error = noise = torch.zeros_like(size)
         else:
             assert isinstance(node, Leaf)
-            walk = self.walks[node.index]
+            walk = self.walks[node.position]
             size = grow(walk.centre.abs() + self.spread(node)[:, None].reshape(-1, *[1] * len(shape)))
             error, noise = FLOAT64.gamma(outputs + 4) * walk.centre.abs(), torch.zeros_like(size)
             self.fits &= walk.peak.at + walk.peak.slope * self.radius < (self.circuit.arithmetic or FLOAT64).room
@@ -174,7 +173,7 @@ class Ball:
 
     def spread(self, leaf: Leaf) -> Tensor:
         """Bounds how far a leaf's output in the machine is from that in float64 at the sample, (N,)."""
-        spread = self.walks[leaf.index].spread
+        spread = self.walks[leaf.position].spread
         return grow(spread.at + spread.slope * self.radius)
 
     def _range(self, value: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +197,7 @@ class Ball:
             rows[at, at + block.start] = 1.0
             rows[at + len(block), at + block.start] = -1.0
             base, norm = self.below(value, rows.reshape(1, 2 * len(block), *shape))
-            found = round_out(base - round_out(self.radius[:, None] * norm, 1), -1)
+            found = round_down(base - round_up(self.radius[:, None] * norm))
             low, high = found.expand(len(self.x), -1).chunk(2, 1)
             lows.append(low)
             highs.append(-high)
@@ -239,7 +238,7 @@ class Ball:
             elif isinstance(node, Stack):
                 parts = list(a.split(node.sizes, node.dim + 1))
             else:
-                walk = self.walks[node.index]
+                walk = self.walks[node.position]
                 term = dot(a, walk.centre)
                 length = _norm(a)
                 error = error + grow(length * walk.spread.at[:, None])
@@ -260,41 +259,36 @@ class Ball:
             norm = norm + length
         nodes = len(self.circuit.nodes)
         error = grow((error + FLOAT64.gamma(2 * nodes + 16) * (moduli + const.abs())) * _UP)
-        return round_out(const - error, -1), grow(norm)
+        return round_down(const - error), grow(norm)
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""What ball and box together leave of ``a d``, d the move of the input.
 
         For any split :math:`A = P + Q`: :math:`A d \ge -r \|P\| + \sum_i \min(Q_i a_i, Q_i b_i)`, d in [a, b]. The
-        split proposed is that of the minimum, :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)` and t
-        such that :math:`\|d^*\| = R`; P = A (the ball alone) and Q = A (the box alone) are tried, too.
+        split proposed is that of the minimum, :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
+        to where :math:`\|d^*\| = R`; P = A (the ball alone) and Q = A (the box alone) are tried, too.
         """
         norm = _norm(a)
         if self.moves is None:
             return const, error, norm
         low, high = (move.flatten(1)[:, None] for move in self.moves)
         rows, radius = a.flatten(2), self.radius[:, None]
-        steep = norm / radius.clamp_min(_TINY)
-        for _ in range(2):
-            steep = steep.clamp_min(2.0**-500)
-            d = torch.clamp(-rows / steep[..., None], low, high)
-            length = torch.linalg.vector_norm(d, dim=2)
-            steep = steep * (length / radius.clamp_min(_TINY)).clamp_max(1.0)
-        best, worst = -radius * norm, torch.zeros_like(norm)
+        far = _norm(torch.maximum(low.abs(), high.abs()))
+        best, worst = -radius * norm, torch.zeros_like(radius * norm)
         chosen = norm.expand(len(self.x), -1)
-        for p in (-d * steep[..., None], torch.zeros_like(rows)):
-            q = rows - p
-            least = torch.minimum(q * low, q * high)
-            far = torch.maximum(low.abs(), high.abs())
-            inputs = rows.shape[2]
-            inside = least.sum(2)
-            off = FLOAT64.gamma(inputs + 4) * (q.abs() * far).sum(2) + 4 * _TINY * inputs
-            length = _norm(p).expand(len(self.x), -1)
-            value = inside - off - radius * length
-            better = value > best
-            best = torch.where(better, value, best)
+        steep = (norm / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
+        # The rows of the logits are few: there more is tried.
+        tries = 4 if rows.shape[1] <= _FEW else 1
+        for left in range(tries, -1 if tries > 1 else 0, -1):
+            p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if left else torch.zeros_like(rows)
+            length, q = _norm(p).expand(len(self.x), -1), rows - p
+            inside = torch.minimum(q * low, q * high).sum(2)
+            off = FLOAT64.gamma(rows.shape[2] + 4) * _norm(q) * far + 4 * _TINY * rows.shape[2]
+            better = inside - off - radius * length > best
+            best = torch.where(better, inside - off - radius * length, best)
             worst = torch.where(better, off - inside, worst)
             chosen = torch.where(better, length, chosen)
+            steep = (length / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
         return const, error + worst.clamp_min(0.0) + grow(worst.abs() * 2.0**-50), chosen
 
 
@@ -357,8 +351,8 @@ class Bounds:
             other = others[:, block.start : block.stop]
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
-            reach = round_out(base / torch.where(norm > 0, norm, 1.0), -1)
-            reach = torch.where(norm > 0, reach, torch.where(base > 0, math.inf, 0.0))
+            reach = round_down(base / torch.where(norm > 0, norm, 1.0))
+            reach = torch.where(norm > 0, reach, torch.where(norm == 0, math.inf, 0.0))  # false for NaN
             found = torch.minimum(found, torch.where(base > 0, reach, 0.0).amin(1))
         found = torch.where(ball.fits & (found > 0), found, 0.0)
         return torch.minimum(found, radius), found
