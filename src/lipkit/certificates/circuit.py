@@ -60,7 +60,8 @@ class Linear(NamedTuple):
 
     Attributes:
         shape: of y.
-        adjoint: ``(B, *shape)`` to ``(B, *input)``, every entry a sum of at most ``terms`` products.
+        adjoint: ``(B, *shape)`` to ``(B, *input)``, every entry a sum of at most ``terms`` products; 0 where it
+            only moves numbers.
         moduli: |x| to at least |W| |x|, but for rounding of sums of at most 2^20 terms.
         bias: k, of y's shape; None for 0.
         noise: of the evaluator; None where it moves numbers and computes nothing.
@@ -245,7 +246,7 @@ def _selection(index: Tensor, shape: Shape) -> Linear:
     def forward(h: Tensor) -> Tensor:
         return F.pad(h.flatten(1), (1, 0))[:, flat].reshape(len(h), *index.shape)
 
-    return Linear(tuple(index.shape), adjoint, forward, max(most, 1))
+    return Linear(tuple(index.shape), adjoint, forward, most if most > 1 else 0)
 
 
 def _positions(shape: Shape, like: torch.device) -> Tensor:

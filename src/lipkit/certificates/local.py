@@ -113,7 +113,7 @@ class Ball:
         lost = sum((size.flatten(1).sum(1) for size in given), torch.zeros_like(self.radius))
         if isinstance(node, Linear):
             sums = grow(node.moduli(given[0]) * _UP)
-            error = FLOAT64.gamma(node.terms + 2) * sums
+            error = (FLOAT64.gamma(node.terms + 2) if node.terms else 0.0) * sums
             lost = node.terms * lost
             if node.bias is not None:
                 error = error + FLOAT64.gamma(outputs + 2) * node.bias.abs()
@@ -336,7 +336,7 @@ class Bounds:
         return walks
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow beyond it.
+        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign.
 
         Args:
             x: (N, *input_shape) float64. labels: (N,). radius: (N,) float64, finite.
@@ -351,11 +351,11 @@ class Bounds:
             other = others[:, block.start : block.stop]
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
-            reach = round_down(base / torch.where(norm > 0, norm, 1.0))
-            reach = torch.where(norm > 0, reach, torch.where(norm == 0, math.inf, 0.0))  # false for NaN
-            found = torch.minimum(found, torch.where(base > 0, reach, 0.0).amin(1))
-        found = torch.where(ball.fits & (found > 0), found, 0.0)
-        return torch.minimum(found, radius), found
+            # Below 0 where an inequality fails at any distance: a search learns from how much.
+            reach = torch.where(norm > 0, round_down(base / torch.where(norm > 0, norm, 1.0)), base * math.inf)
+            found = torch.minimum(found, torch.where(reach.isnan(), -math.inf, reach).amin(1))
+        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)
+        return torch.minimum(found, radius).clamp_min(0.0), found
 
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
         """Distances (N,) to the boundary if the network were linear: where a search begins, and no bound.
