@@ -397,7 +397,7 @@ class Bounds:
         low, at_low = torch.zeros_like(best), guess
         high, at_high = torch.full_like(best, math.inf), torch.full_like(best, -math.inf)
         radius = torch.maximum(0.4 * guess, torch.where(start.isfinite(), start, 0.0)).clamp_max(_LARGEST)
-        active = guess > 0
+        active, side = guess > 0, torch.zeros_like(best)
         for _ in range(_MOST_PASSES):
             index = active.nonzero()[:, 0]
             if not len(index):
@@ -408,12 +408,16 @@ class Bounds:
             gap = allowed - at
             fine = gap >= 0
             # The end that stays twice loses half of its weight (the Illinois rule).
-            at_high[index] = torch.where(fine, at_high[index] / 2, gap)
-            at_low[index] = torch.where(fine, gap, at_low[index] / 2)
+            kept_high = torch.where(side[index] > 0, at_high[index] / 2, at_high[index])
+            kept_low = torch.where(side[index] < 0, at_low[index] / 2, at_low[index])
+            at_high[index], at_low[index] = torch.where(fine, kept_high, gap), torch.where(fine, gap, kept_low)
+            side[index] = torch.where(fine, 1.0, -1.0).double()
             low[index] = torch.where(fine, at, low[index])
             high[index] = torch.where(fine, high[index], at)
             width = high - low
-            closed = low + width * (at_low / (at_low - at_high)).nan_to_num(0.5).clamp(0.02, 0.98)
+            # A hair beyond the root of the secant: p is nearly straight there, and both ends close in.
+            share = (at_low / (at_low - at_high)).nan_to_num(0.5) + _TOLERANCE / 4 * low / width
+            closed = low + width * share.nan_to_num(0.5).clamp(0.01, 0.99)
             open_ = torch.maximum(low * 1.5, low + 0.5 * torch.minimum(at_low, 2 * low))
             radius = torch.where(high.isfinite(), closed, open_.clamp_max(_LARGEST))
             active = active & (torch.minimum(high, _LARGEST * torch.ones_like(high)) - best > _TOLERANCE * best)
