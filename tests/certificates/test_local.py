@@ -68,7 +68,7 @@ def images(seed: int) -> modules.Network:
         nn.Flatten(),
         nn.LazyLinear(12),
         modules.GroupSort(2),
-        modules.Elementwise(torch.rand(12), torch.rand(12)),
+        modules.Affine(torch.rand(12), torch.rand(12)),
         nn.Hardtanh(-1, 2),
         nn.Linear(12, 3),
     ]
@@ -385,7 +385,7 @@ def test_each_term_is_found_where_nothing_else_is_taken_off() -> None:
     """Networks in which all cancels but for one step: what is taken off is what that step may lose."""
     unit, double = 2.0**-53, torch.float64
     zeros, first = [[0.0, 0.0], [0.0, 0.0]], dense([[1.0], [0.0]], [1.0, 0.0], torch.float64)
-    scale = modules.Elementwise(torch.tensor([2.0**-30 / 3] * 2, dtype=double), torch.zeros(2, dtype=double))
+    scale = modules.Affine(torch.tensor([2.0**-30 / 3] * 2, dtype=double), torch.zeros(2, dtype=double))
     less = torch.tensor([-0.4 * unit], dtype=double)
     steps: list[nn.Module] = [modules.Affine(torch.ones(1).double(), less)] * 60
     # Name: modules, sources, inputs, the least that is taken off.
@@ -516,15 +516,14 @@ def test_a_module_from_outside_joins_by_one_rule() -> None:
     def _(circuit: Circuit, module: Twice, value: int) -> int:
         return circuit.total((value, value), (1.0, 1.0), Noise(depth=1, terms=2))
 
-    modules.lipschitz_rule(Twice)(lambda module, shape: 2.0)
-    modules.rounding_rule(Twice)(lambda module, shape, arithmetic: modules.local_error(nn.ReLU(), shape, arithmetic))
+    modules.add_plain(modules.Plain(Twice, 2.0, lambda module, *at: modules.local_error(nn.ReLU(), *at)))
     try:
         network = modules.Network([nn.Linear(3, 3), Twice(), nn.ReLU(), nn.Linear(3, 2)], (3,)).double()
         assert not Circuit(network, FLOAT64).leaves
         with pytest.raises(NoRuleError, match="already has a rule"):
             circuit_rule(nn.ReLU)(lambda circuit, module, value: value)
     finally:
-        del _RULES[Twice]
+        del _RULES[Twice], modules.ROWS[Twice]
 
 
 def test_options_that_make_no_sense() -> None:

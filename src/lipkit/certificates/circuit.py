@@ -24,18 +24,18 @@ import lipkit.modules.isometric  # noqa: F401 (its activations join the table)
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import NoRuleError
 from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin
-from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean
-from lipkit.modules.rearrange import RESHAPES, ResizeChannels, Shift2d
+from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.sandwich import SandwichBlock
-from lipkit.modules.views import VIEWS, Enlarge, EnlargeBilinear, Expand
+from lipkit.modules.views import Enlarge, EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 
 
@@ -258,7 +258,10 @@ def _device(module: nn.Module) -> torch.device:
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
-@circuit_rule(*RESHAPES, *VIEWS, ResizeChannels, Shift2d, Enlarge, Expand)
+@circuit_rule(
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d),
+    *(Reshape, Permute, Piece, Roll, Pad, Shift2d, Enlarge, Expand),
+)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
     # Numbers of entries, moved as the module moves numbers, are exact.
     moved = module(_positions(circuit.shape(value), _device(module)))
@@ -350,12 +353,11 @@ def _averages(circuit: Circuit, module: Any, value: int) -> int:
     return circuit.linear(value, Linear(out, _by_gradient(module, shape), moduli, terms + 8, None, noise))
 
 
-@circuit_rule(Affine, Elementwise)
-def _scaled(circuit: Circuit, module: Affine | Elementwise, value: int) -> int:
+@circuit_rule(Affine)
+def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     shape = circuit.shape(value)
-    scale, shift = module.scale.detach(), module.shift.detach()
-    if isinstance(module, Affine):
-        scale, shift = (t.reshape(-1, *[1] * (len(shape) - 1)) for t in (scale, shift))
+    rest = (1,) * (len(shape) - module.scale.ndim)
+    scale, shift = (t.detach().reshape(*t.shape, *rest) for t in (module.scale, module.shift))
     size = scale.abs()
     noise = None if circuit.arithmetic is None else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)
     linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)

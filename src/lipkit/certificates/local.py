@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from lipkit.certificates.circuit import Circuit, Leaf, Linear, Noise, Scalar, Stack, Total
-from lipkit.certificates.margins import round_down, round_up
 from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
 from lipkit.modules.machine import Step, Walk, advance, prepare, start
 from lipkit.modules.network import Network
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
+from lipkit.proof.roundoff import next_down, next_up
 
 _UNIT, _TINY = FLOAT64.unit, FLOAT64.tiny
 # Numbers of the widest value in one block of rows: about 10 such tensors are alive at once.
@@ -84,11 +84,11 @@ class Ball:
     ) -> None:
         self.circuit, self.x, self.radius, self.walks = circuit, x, radius, walks
         self.wide = radius.reshape(-1, *[1] * (x.ndim - 1))
-        low, high = round_down(x - self.wide), round_up(x + self.wide)
+        low, high = next_down(x - self.wide), next_up(x + self.wide)
         self.moves: tuple[Tensor, Tensor] | None = None
         if box is not None:
             low, high = low.clamp_min(box[0]), high.clamp_max(box[1])
-            self.moves = round_down(low - x), round_up(high - x)
+            self.moves = next_down(low - x), next_up(high - x)
         self.fits = radius.isfinite()
         self.sizes: list[Tensor] = [torch.maximum(low.abs(), high.abs())]
         self.errors: list[Tensor] = []
@@ -121,7 +121,7 @@ class Ball:
             size, noise = sums, self._noise(sums, node.noise, given)
         elif isinstance(node, Total):
             parts = zip(node.factors, given, strict=True)
-            sums = size = grow(sum(abs(factor) * part for factor, part in parts))  # type: ignore[arg-type]
+            sums = size = grow(torch.stack([abs(factor) * part for factor, part in parts]).sum(0))
             exact = all(abs(factor) in (0.0, 1.0) for factor in node.factors)
             error = torch.zeros_like(sums) if exact else FLOAT64.gamma(4) * sums
             noise = self._noise(sums, node.noise, given)
@@ -197,7 +197,7 @@ class Ball:
             rows[at, at + block.start] = 1.0
             rows[at + len(block), at + block.start] = -1.0
             base, norm = self.below(value, rows.reshape(1, 2 * len(block), *shape))
-            found = round_down(base - round_up(self.radius[:, None] * norm))
+            found = next_down(base - next_up(self.radius[:, None] * norm))
             low, high = found.expand(len(self.x), -1).chunk(2, 1)
             lows.append(low)
             highs.append(-high)
@@ -259,7 +259,7 @@ class Ball:
             norm = norm + length
         nodes = len(self.circuit.nodes)
         error = grow((error + FLOAT64.gamma(2 * nodes + 16) * (moduli + const.abs())) * _UP)
-        return round_down(const - error), grow(norm)
+        return next_down(const - error), grow(norm)
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""What ball and box together leave of ``a d``, d the move of the input.
@@ -352,7 +352,7 @@ class Bounds:
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
             # Below 0 where an inequality fails at any distance: a search learns from how much.
-            reach = torch.where(norm > 0, round_down(base / torch.where(norm > 0, norm, 1.0)), base * math.inf)
+            reach = torch.where(norm > 0, next_down(base / torch.where(norm > 0, norm, 1.0)), base * math.inf)
             found = torch.minimum(found, torch.where(reach.isnan(), -math.inf, reach).amin(1))
         found = torch.where(ball.fits & ~found.isneginf(), found, -radius)
         return torch.minimum(found, radius).clamp_min(0.0), found
