@@ -18,7 +18,7 @@ from benchmarks.speed.memory import saved_bytes
 from benchmarks.speed.ratios import median, ratio
 from torch import Tensor
 
-from lipkit.conv import cayley_conv, circular, few_inputs, phase_product, spectrum
+from lipkit.conv import cayley_conv, circular, phase_product, spectrum, spread
 from lipkit.conv.normal_matrices import (
     NormalMatrices,
     _AddGram,
@@ -121,10 +121,10 @@ def first_layer_pairs(cout: int, side: int, batch: int) -> Iterator[Pair]:
     """A first Cayley layer of three inputs."""
     x, kernel, bias = leaf(batch, 3, side, side), leaf(cout, 3, 3, 3, size=0.2), leaf(cout)
     yield Pair(
-        "first layer (few_inputs._Convolved)",
+        "first layer (spread._Convolved)",
         f"3->{cout}@{side}, batch {batch}",
-        lambda *t: few_inputs._Convolved.apply(*t, x.dtype),
-        few_inputs._plain,
+        lambda *t: spread._Convolved.apply(*t, x.dtype),
+        spread._plain,
         (kernel, x, bias),
     )
 

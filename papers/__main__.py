@@ -19,7 +19,7 @@ from lipkit.memory import keep_freed_memory
 from lipkit.text import table as aligned
 from papers import table_runs, tables
 from papers.figures import draw
-from papers.table_runs import Found
+from papers.table_runs import TableRecord
 from papers.tables import SCALES, Available, Scale, Table
 
 
@@ -172,7 +172,7 @@ def print_kept(name: str, table: Table, folder: Path, scale: Scale | None, figur
     return render(name, table, found, figures)
 
 
-def render(name: str, table: Table, found: Mapping[str, Sequence[Found]], figures: Path | None) -> str:
+def render(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]], figures: Path | None) -> str:
     """The table as text; its picture, if it has one, as a file in ``figures``."""
     text = table_runs.render(table, found)
     if table.figure is None or figures is None:

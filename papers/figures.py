@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lipkit.report.plots import Curve, Panel, panels_svg
-from papers.table_runs import Found, figures
+from papers.table_runs import TableRecord, figures
 from papers.tables import Picture, Table, is_fraction
 
 _BRACKETS = re.compile(r"\(([^()]*)\)$")
 
 
-def draw(name: str, table: Table, found: Mapping[str, Sequence[Found]]) -> str:
+def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
     """The picture of a table as the text of an SVG file.
 
     Args:
@@ -42,7 +42,7 @@ class _Parts:
     lines: list[tuple[tuple[float, float], float]] = field(default_factory=list)
 
 
-def panels(table: Table, found: Mapping[str, Sequence[Found]]) -> list[Panel]:
+def panels(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> list[Panel]:
     """The panels of a table's figure, means over the runs of a row; the rows' order stands where x is measured."""
     picture = table.figure
     assert picture is not None

@@ -24,7 +24,7 @@ from lipkit import models
 from lipkit.experiments.recipe import Recipe, load_recipe, to_yaml
 from lipkit.files import write_atomic
 from papers.measures import find
-from papers.table_runs import Found, TableRun, figures, interval, kept, plan, shown
+from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
 from papers.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_papers
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def cost_key(recipe: Recipe) -> dict[str, Any]:
 
 
 @functools.cache
-def found_of(name: str) -> dict[str, list[Found]]:
+def found_of(name: str) -> dict[str, list[TableRecord]]:
     """The kept records of a table, by the labels of its rows."""
     table, folder = TABLES[name], RECORDS / name
     runs = [run for scale in SCALES for run in plan(table, Path("runs") / name, scale=scale)] if folder.is_dir() else []
@@ -103,7 +103,7 @@ def cost_of(recipe: Recipe) -> dict[str, Any]:
     return known_costs().get(json.dumps(cost_key(recipe), sort_keys=True), {})
 
 
-def measurement_hours(row: Row, found: Sequence[Found]) -> float | None:
+def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
     """Core hours of a measurement: those of its kept record, in proportion to the batch."""
     if not found or row.measure is None:
         return None
@@ -126,7 +126,7 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
     return out
 
 
-def missing_run(run: TableRun, found: Sequence[Found]) -> Missing:
+def missing_run(run: TableRun, found: Sequence[TableRecord]) -> Missing:
     """What a run would cost: of a training, the time of the row's full record if it has one."""
     if run.recipe is None:
         return Missing(measurement_hours(run.row, found), ABSENT.get(str(run.row.options.get("data"))))
@@ -188,7 +188,7 @@ def counted(table: Table, row: Row, paper: float, digit: float) -> tuple[str, st
     return verdict, f"{shown('million_parameters', paper)} → {shown('million_parameters', ours)}: {verdict}"
 
 
-def figure_cells(table: Table, row: Row, found: Sequence[Found]) -> dict[str, tuple[str, str]]:
+def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[str, tuple[str, str]]:
     """Column -> verdict (of VERDICTS or COUNTED) and cell, of every published figure of a row."""
     out = {}
     for column, paper in table.published(row).items():

@@ -302,7 +302,7 @@ _INCIDENTAL = {
 
 
 @dataclass(frozen=True)
-class Found:
+class TableRecord:
     """A record of a row.
 
     Attributes:
@@ -355,14 +355,16 @@ def without_places(record: bytes) -> bytes:
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def made(runs: Sequence[TableRun], row: Row) -> list[Found]:
+def made(runs: Sequence[TableRun], row: Row) -> list[TableRecord]:
     """The records of a row's finished runs, from their folders."""
     return [
-        Found(run.scale, run.seed, read_any_record(run.folder), run.data) for run in runs if run.row == row and run.done
+        TableRecord(run.scale, run.seed, read_any_record(run.folder), run.data)
+        for run in runs
+        if run.row == row and run.done
     ]
 
 
-def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[Found]:
+def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[TableRecord]:
     """The kept records of a row, at one scale: the given one, or the best at which there are any.
 
     Args:
@@ -380,7 +382,7 @@ def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None =
             now = [run for run in runs if run.row == row and run.scale == wanted]
             found = [(path, read_any_record(path)) for path in paths]
             return [
-                Found(wanted, _seed(path), record, current=any(_same(record, run) for run in now))
+                TableRecord(wanted, _seed(path), record, current=any(_same(record, run) for run in now))
                 for path, record in found
             ]
     return []
@@ -415,7 +417,7 @@ def _agree(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") ->
 NOT_MADE = "not made"
 
 
-def render(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
+def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
     """The whole table.
 
     Args:
@@ -428,7 +430,7 @@ def render(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
     return f"{table.source}: {table.description}\n\n{aligned([], [header, *lines])}" + (f"\n\n{notes}" if notes else "")
 
 
-def compare(table: Table, row: Row, found: Sequence[Found]) -> list[list[str]]:
+def compare(table: Table, row: Row, found: Sequence[TableRecord]) -> list[list[str]]:
     """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
 
     The deviation of a single run's fraction of test images is their 95 % interval.
@@ -473,7 +475,7 @@ def _mean(name: str, values: Sequence[float]) -> str:
     return shown(name, statistics.fmean(values)) if values else ""
 
 
-def _notes(table: Table, found: Mapping[str, Sequence[Found]]) -> str:
+def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
     """Sentences below the table: what was not the paper's, and why rows are missing."""
     lines = []
     everything = [(row, one) for row in table.rows for one in found.get(row.label, ())]

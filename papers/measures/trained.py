@@ -15,7 +15,7 @@ from lipkit import data as datasets
 from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
-from lipkit.attacks import ATTACKS, Found, run_attack
+from lipkit.attacks import ATTACKS, AttackResult, run_attack
 from lipkit.attacks.ascent import clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
@@ -67,7 +67,7 @@ def attack(
         clean, labels = x[part].to(device), y[part].to(device)
         with torch.no_grad():
             lost = misclassified(twin(clean), labels)
-        found: Found | None = None
+        found: AttackResult | None = None
         for radius in radii:
             # An attack of minimum norm runs once: it succeeds at every radius that its example is within.
             if found is None or not ATTACKS[name].minimum_norm:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from papers.__main__ import main as papers
-from papers.table_runs import Found, render
+from papers.table_runs import TableRecord, render
 from papers.tables import TABLES
 from torch import nn
 
@@ -108,7 +108,7 @@ def test_tables_name_the_figures_of_records(forged: Path) -> None:
     table = next(table for table in TABLES.values() if not table.rows[0].absent)
     row = table.rows[0].model_copy(update={"published": ()})
     table = table.model_copy(update={"columns": {}, "rows": (row,)})
-    found = Found("full", 0, read_record(forged).model_copy(update={"further": {FORGED: 1.0}}))
+    found = TableRecord("full", 0, read_record(forged).model_copy(update={"further": {FORGED: 1.0}}))
     check_screen(render(table, {row.label: [found]}))
 
 

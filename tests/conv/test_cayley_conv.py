@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lipkit.conv import Symbol, apply_symbol, cayley_conv2d, kernel_symbol, spectrum
 from lipkit.conv.cayley_conv import solve_form
-from lipkit.conv.few_inputs import FEW, cayley_of_few, normal_kernel, spreading_pays
 from lipkit.conv.normal_matrices import normal_matrices, prepare
+from lipkit.conv.spread import FEW, normal_kernel, spread_cayley, spread_pays
 from lipkit.conv.symbol import symbol
 from lipkit.errors import OptionError
 from lipkit.linalg import cayley
@@ -136,8 +136,8 @@ def test_gradients_of_both_orders(channels: tuple[int, int]) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_few_inputs_take_the_convolution() -> None:
     # The choice itself, and that it changes nothing: values above, further derivatives and transforms here.
-    assert [spreading_pays(random(cout, cin, *k), h, w) for cout, cin, k, h, w, _ in LAYERS] == [False] * 9 + [True] * 4
-    assert [spreading_pays(random(4 * c, c, 1, 1), 64, 64) for c in (FEW, FEW + 1)] == [True, False]
+    assert [spread_pays(random(cout, cin, *k), h, w) for cout, cin, k, h, w, _ in LAYERS] == [False] * 9 + [True] * 4
+    assert [spread_pays(random(4 * c, c, 1, 1), 64, 64) for c in (FEW, FEW + 1)] == [True, False]
     free, x, bias = (
         t.requires_grad_() for t in (random(4, 1, 1, 2) / 2, random(2, 1, 2, 3, seed=1), random(4, seed=2))
     )
@@ -182,7 +182,7 @@ def test_few_inputs_have_their_gradients(
     given = random(*channels, *kernel) / 2, random(2, channels[1], *size, seed=1), random(channels[0], seed=2)
     free, x, bias = (t.requires_grad_() for t in given)
     g = random(2, channels[0], *size, seed=3)
-    found = torch.autograd.grad(cayley_of_few(free, x, bias), (free, x, bias), g)
+    found = torch.autograd.grad(spread_cayley(free, x, bias), (free, x, bias), g)
     reference = convolved(matrices(free, *size), x) + bias[:, None, None]
     for one, two in zip(found, torch.autograd.grad(reference, (free, x, bias), g), strict=True):
         assert close(one, two)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lipkit.conv import phase_product
 from lipkit.conv.cayley_conv import cayley_conv2d, solve_form
-from lipkit.conv.few_inputs import cayley_of_few
 from lipkit.conv.frequency_solve import Form
 from lipkit.conv.normal_matrices import normal_matrices
 from lipkit.conv.phase_product import apply_phases
 from lipkit.conv.spectrum import Symbol, apply_symbol, kernel_symbol
+from lipkit.conv.spread import spread_cayley
 from lipkit.layers import families
 from lipkit.linalg.cayley_product import cayley_linear
 
@@ -60,7 +60,7 @@ def results_of(made: torch.dtype, dtype: torch.dtype, kernel: Tensor, x: Tensor,
     free, shift, features = (t.to(d).requires_grad_() for t, d in ((kernel, made), (bias, made), (x, dtype)))
     if kernel.ndim == 4:
         # The input of a network is not rounded further than it is.
-        y = cayley_of_few(free, features.to(made), shift, dtype)
+        y = spread_cayley(free, features.to(made), shift, dtype)
     else:
         y = cayley_linear(free, features, shift)
     assert y.dtype == dtype

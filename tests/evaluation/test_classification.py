@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lipkit import modules
-from lipkit.attacks import Found, run_attack
+from lipkit.attacks import AttackResult, run_attack
 from lipkit.attacks.ascent import Model
 from lipkit.certificates import certify, format_radius
 from lipkit.certificates.intervals import clopper_pearson, share
@@ -94,9 +94,9 @@ def test_the_closest_example_of_all_batches_counts() -> None:
 
 
 def test_what_fell_at_a_smaller_radius_has_fallen_at_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_small(name: str, model: Model, x: torch.Tensor, y: torch.Tensor, **options: Any) -> Found:
+    def only_small(name: str, model: Model, x: torch.Tensor, y: torch.Tensor, **options: Any) -> AttackResult:
         small = isinstance(options["eps"], float) and options["eps"] == 0.5
-        return run_attack(name, model, x, y, **options) if small else Found(x, "nothing")
+        return run_attack(name, model, x, y, **options) if small else AttackResult(x, "nothing")
 
     monkeypatch.setattr(attack, "run_attack", only_small)
     large, small = evaluate(network(), split(), eps=(0.9, 0.5)).attacked

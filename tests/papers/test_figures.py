@@ -8,15 +8,15 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from papers.__main__ import main
 from papers.figures import draw, panels
-from papers.table_runs import Found
+from papers.table_runs import TableRecord
 from papers.tables import TABLES, Beside, Picture, Row, Table
 
 from lipkit.report.record import measurement_record
 from papers import tables
 
 
-def found(*figures: dict[str, float]) -> list[Found]:
-    return [Found("full", seed, measurement_record("r", "m", {}, seed, f, 1.0)) for seed, f in enumerate(figures)]
+def found(*figures: dict[str, float]) -> list[TableRecord]:
+    return [TableRecord("full", seed, measurement_record("r", "m", {}, seed, f, 1.0)) for seed, f in enumerate(figures)]
 
 
 def table(picture: Picture, **rows: tuple[float | None, ...]) -> Table:

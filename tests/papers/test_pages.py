@@ -103,7 +103,7 @@ def test_verdicts_of_full_and_other_records() -> None:
 
     def cells(scale: str, **values: float) -> dict[str, tuple[str, str]]:
         record = SimpleNamespace(metrics=lambda: values)
-        return pages.figure_cells(table, row, [pages.Found(scale, 0, record)])
+        return pages.figure_cells(table, row, [pages.TableRecord(scale, 0, record)])
 
     full = cells("full", clean=0.76, emp_lip=0.7)
     assert full["clean"] == ("reached", "75.33 % → 76.00 %: reached, +0.67 %")
@@ -115,7 +115,7 @@ def test_verdicts_of_full_and_other_records() -> None:
 
 def test_times_on_another_machine_and_counts_of_parameters_are_no_results() -> None:
     table, record = TABLES["lbdn_2_times"], SimpleNamespace(metrics=lambda: {"ratio": 0.9, "ms": 3.0})
-    (cell,) = pages.figure_cells(table, table.rows[0], [pages.Found("full", 0, record)]).values()
+    (cell,) = pages.figure_cells(table, table.rows[0], [pages.TableRecord("full", 0, record)]).values()
     assert cell == ("not compared", "0.95 → 0.9: on a CPU")
     table = TABLES["lbdn_3"]
     cells = {row.label: pages.figure_cells(table, row, []).get("parameters, millions") for row in table.rows}
@@ -156,7 +156,7 @@ def test_a_cost_is_that_of_the_recipe() -> None:
 def test_a_measurement_costs_in_proportion_to_its_batch() -> None:
     row = next(row for row in TABLES["cayley_5"].rows if row.label == "ResNet9, Cayley")
     record = SimpleNamespace(times={"measure": 36.0}, options={"batch": 16})
-    assert pages.measurement_hours(row, [pages.Found("budget", 0, record)]) == pytest.approx(0.08)
+    assert pages.measurement_hours(row, [pages.TableRecord("budget", 0, record)]) == pytest.approx(0.08)
     assert pages.measurement_hours(row, []) is None
 
 

@@ -45,7 +45,7 @@ EXCEPTIONS = {
     "lipkit/certificates/measurement.py:float64_copy": "to a device",
     "lipkit/conv/cayley_conv.py": OF_LAYERS,
     "lipkit/conv/cayley_rounded.py": OF_LAYERS,
-    "lipkit/conv/few_inputs.py": OF_LAYERS,
+    "lipkit/conv/spread.py": OF_LAYERS,
     "lipkit/conv/normal_matrices.py": OF_LAYERS,
     "lipkit/conv/phase_product.py": OF_LAYERS,
     "lipkit/conv/phases.py:kernel_of_symbol": OF_LAYERS,

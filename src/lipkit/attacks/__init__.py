@@ -7,12 +7,12 @@ from lipkit.attacks.apgd import apgd
 from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab, shrink
-from lipkit.attacks.named import ATTACKS, Found, Named, run_attack
+from lipkit.attacks.named import ATTACKS, AttackResult, Named, run_attack
 from lipkit.attacks.pgd import pgd
 
 __all__ = [
     "ATTACKS",
-    "Found",
+    "AttackResult",
     "Named",
     "apgd",
     "autoattack",

@@ -64,7 +64,7 @@ ATTACKS = {
 
 
 @dataclass(frozen=True)
-class Found:
+class AttackResult:
     """The outcome of an attack.
 
     Attributes:
@@ -88,7 +88,7 @@ def run_attack(
     restarts: int | None = None,
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
-) -> Found:
+) -> AttackResult:
     """Run one attack. A point outside ``eps``, where ``fab`` and ``cw`` may find their closest one, is no success: its
     sample is returned.
 
@@ -101,7 +101,7 @@ def run_attack(
         restarts: of pgd and fab (None: 1), and of apgd (None: one, then one for each of the 9 largest wrong logits).
 
     Returns:
-        `Found`: the points, and which attack ran.
+        `AttackResult`: the points, and which attack ran.
 
     Raises:
         OptionError: an unknown name, no sample, cw in l_inf, or see the attack.
@@ -130,4 +130,4 @@ def run_attack(
     if eps is not None:
         points = torch.where(like(ball(norm).distance(points, x) <= radius, points), points, x)
     version = f" ({attack.package} {importlib.metadata.version(attack.package)})" if attack.package else ""
-    return Found(points, attack.words + version)
+    return AttackResult(points, attack.words + version)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from lipkit.conv.cayley_rounded import backward_rounded, forward_rounded, rounded_symbol
-from lipkit.conv.few_inputs import cayley_of_few, spreading_pays
 from lipkit.conv.frequency_solve import Form, Group, backward_rows, forward_rows
 from lipkit.conv.normal_matrices import NormalMatrices, normal_matrices, prepare, second_half
 from lipkit.conv.spectrum import Symbol, apply_symbol
+from lipkit.conv.spread import spread_cayley, spread_pays
 from lipkit.conv.transform import (
     count_real,
     pure_images,
@@ -344,7 +344,7 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
     Cost:
         For c = min(cout, cin): at each of about h w / 2 frequencies, LU factors of size c and a solve for B images
         forward, a solve and one product of B c^2 backward; an inverse instead of the solves for B from c / 2 on. Few
-        inputs of many outputs (`spreading_pays`) are transformed alone, and one plain convolution makes the outputs.
+        inputs of many outputs (`spread_pays`) are transformed alone, and one plain convolution makes the outputs.
 
     >>> x = torch.arange(24.0).reshape(1, 2, 3, 4)
     >>> y = cayley_conv2d(torch.ones(2, 2, 1, 1), x)
@@ -355,8 +355,8 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         [Cayley] Trockman & Kolter, ICLR 2021, algorithm 1.
     """
     cout, cin = kernel.shape[:2]
-    if spreading_pays(kernel, *x.shape[-2:]):
-        return cayley_of_few(kernel, x.to(kernel.dtype), bias, x.dtype)
+    if spread_pays(kernel, *x.shape[-2:]):
+        return spread_cayley(kernel, x.to(kernel.dtype), bias, x.dtype)
     return solve_form("tall" if cout >= cin else "wide", x, normal_matrices(kernel, *x.shape[-2:]), bias=bias)
 
 

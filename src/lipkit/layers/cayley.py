@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, cayley_conv2d, cayley_linear, kernel_symbol
 from lipkit.conv.cayley_conv import solves_pay
-from lipkit.conv.few_inputs import spread_parts, spreading_pays
 from lipkit.conv.spectrum import as_complex, as_pair
+from lipkit.conv.spread import spread_parts, spread_pays
 from lipkit.layers import definitions
 from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, half_through_float32
 from lipkit.layers.export import (
@@ -178,7 +178,7 @@ def _export_conv(layer: CayleyConv2d, input_shape: Shape) -> nn.Module:
     """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless its parts are too large to be rounded."""
     size, exact = resampled_size(layer, input_shape), in_float64(layer)
     kernel = rescaled(exact.free, exact.scale)
-    if layer.pointwise or not spreading_pays(kernel, *size):
+    if layer.pointwise or not spread_pays(kernel, *size):
         return export_symbol_conv(layer, input_shape)
     small, outputs = spread_parts(kernel, *size)
     norms = [

@@ -61,7 +61,7 @@ class SpreadConv2d(nn.Module):
     [-1.0, 0.0]
 
     References:
-        The form is derived in `lipkit.conv.few_inputs`.
+        The form is derived in `lipkit.conv.spread`.
     """
 
     weight: Tensor

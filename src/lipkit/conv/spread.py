@@ -29,13 +29,13 @@ from lipkit.linalg.transforms import transformed
 FEW = 4
 
 
-def spreading_pays(kernel: Tensor, h: int, w: int) -> bool:
+def spread_pays(kernel: Tensor, h: int, w: int) -> bool:
     r"""True if a tall layer is cheaper by one convolution than by inverse transforms of all its outputs.
 
     An output pixel takes ``cin kh kw`` products by the kernel, and about ``w + 2 h`` by an inverse transform (``h w``
     where it is dense).
 
-    >>> spreading_pays(torch.ones(32, 3, 3, 3), 32, 32), spreading_pays(torch.ones(64, 32, 3, 3), 16, 16)
+    >>> spread_pays(torch.ones(32, 3, 3, 3), 32, 32), spread_pays(torch.ones(64, 32, 3, 3), 16, 16)
     (True, False)
     """
     cout, cin, kh, kw = kernel.shape
@@ -204,7 +204,7 @@ class _Convolved(torch.autograd.Function):
         return for_kernel, for_x, for_bias, None
 
 
-def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def spread_cayley(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     r"""Orthogonal convolution of ``x`` with the Cayley transform of a tall ``kernel`` that fits the image.
 
     Args:
@@ -220,7 +220,7 @@ def cayley_of_few(kernel: Tensor, x: Tensor, bias: Tensor | None = None, dtype: 
         Two transforms of x, inverses of size cin at about h w / 2 frequencies, and one plain convolution. Between
         the transforms, memory for cin times x.
 
-    >>> cayley_of_few(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.ones(1, 1, 1, 1)).flatten().tolist()
+    >>> spread_cayley(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.ones(1, 1, 1, 1)).flatten().tolist()
     [0.0, -1.0]
     """
     check_kernel(kernel)
