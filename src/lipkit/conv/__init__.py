@@ -1,4 +1,4 @@
-"""Kernels and their symbols: the names for users; what layers and proofs need besides is in the files."""
+"""Kernels and their symbols: the public names. The files hold what layers and proofs need besides."""
 
 from lipkit.conv.block import bcop_kernel, block_convolve
 from lipkit.conv.cayley_conv import cayley_conv2d

@@ -74,6 +74,7 @@ def two_taps(kernel: Tensor, v: Tensor, dim: int, swap: bool = False) -> Tensor:
     far = F.pad(kernel, (1, 0) if dim == 3 else (0, 0, 1, 0))
     if swap:
         near, far = far, near
+    # P near + (I - P) far = far + V V^T (near - far).
     change = (near - far).flatten(1)
     return far + (v @ (v.mT @ change)).reshape_as(far)
 
@@ -143,6 +144,7 @@ def half_lags(kh: int, kw: int) -> Tensor:
     >>> half_lags(2, 2).tolist()
     [[0, 0], [0, 1], [1, -1], [1, 0], [1, 1]]
     """
+    # Row 0 holds both signs: its negative lags come first and are dropped.
     lags = torch.cartesian_prod(torch.arange(kh), torch.arange(1 - kw, kw))
     return lags[kw - 1 :]
 
@@ -168,14 +170,14 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     sums = kernels.new_zeros(groups, ((2 * kh - 1) * (2 * kw - 1) + 1) // 2, cin, cin)
     for s in range(kh * kw):
         difference = taps[s:] - taps[s]
-        # Position in half_lags: the lags of one row follow each other, and the first row starts at 0.
+        # Position in half_lags: rows of 2 kw - 1 lags follow each other, and lag (0, 0) is the first.
         where = (difference[:, 0] * (2 * kw - 1) + difference[:, 1]).to(kernels.device)
         block = stacked[:, s:].reshape(groups, -1, cout) @ stacked[:, s].mT
         sums = sums.index_add_(1, where, block.unflatten(1, (kh * kw - s, cin)))
     return sums
 
 
-# Up to this many columns one product of all pairs of taps takes less time than a call for each tap.
+# Up to this many columns one product of all pairs of taps is faster than a call for each tap.
 FEW_COLUMNS = 300
 
 
@@ -197,9 +199,11 @@ def autocorrelation(kernel: Tensor) -> Tensor:
         flat = kernel.permute(2, 3, 1, 0).reshape(count * cin, cout)
         pairs = (flat @ flat.mT).view(count, cin, count, cin).transpose(1, 2).reshape(count**2, cin, cin)
         tap = (torch.arange(kh)[:, None] * size[1] + torch.arange(kw)).flatten()
+        # Taps are numbered in rows of 2 kw - 1, so that differences number lags; the last tap makes them start at 0.
         lag = (tap[:, None] - tap + tap[-1]).flatten().to(kernel.device)
         sums = kernel.new_zeros(size[0] * size[1], cin, cin).index_add(0, lag, pairs)
         return sums.permute(1, 2, 0).unflatten(2, size)
     half = half_autocorrelation(kernel[None])[0]
+    # A[-delta] = A[delta]^T, and lag zero once.
     both = torch.cat((half[1:].flip(0).mT, half))
     return both.permute(1, 2, 0).unflatten(2, size)

@@ -1,4 +1,4 @@
-r"""Circular convolutions by the Cayley transform in solve form: the matrices of the layer are never made.
+r"""Circular convolutions by the Cayley transform in solve form, without forming the layer's matrices.
 
 With the symbol :math:`[W_1\ W_2]` of a wide kernel (at each frequency; of a tall one, :math:`[W_1; W_2]`) and
 
@@ -9,8 +9,8 @@ the product of the Cayley transform with a vector x takes one solve, as does its
 .. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2; \qquad
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x; \qquad \nabla_N = -2 k h^*,\; N^* k = \nabla_y .
 
-The two halves of the wide transform [A B] are also there on their own, :math:`Bx` and :math:`A^* x`, for sandwich
-layers. The first is made explicitly where x has fewer channels than the batch has images.
+Sandwich layers use the halves of the wide transform [A B] alone: :math:`Bx` and :math:`A^* x`. B is formed where x has
+fewer channels than the batch has images.
 :mod:`lipkit.conv.normal_matrices` builds N.
 """
 
@@ -41,7 +41,7 @@ from lipkit.linalg.transforms import transformed
 
 
 class Rounded(NamedTuple):
-    """Inverses of N in the half precision of features, beside the factors they were made of."""
+    """Inverses of N in the half precision of features, and the factors behind them."""
 
     inverse: Symbol
     factors: tuple[Factors, Factors]
@@ -71,7 +71,7 @@ class _Solved(torch.autograd.Function):
         groups = _groups(h, w, rest_real, rest_pair, constants)
         matrices = _transform(constants)
         rows = to_rows(x, matrices)
-        # Channels are scaled between the transforms, in memory that is there: a pass of its own costs several.
+        # Scale channels between the transforms and in place: a pass into fresh memory costs several of these.
         if scale is not None and form == "first adjoint":
             rows.mul_(scale)
         n = real.shape[-1]
@@ -104,7 +104,7 @@ class _Solved(torch.autograd.Function):
             if bias is not None:
                 for_bias = g_rows[0].sum(0).mul_(math.sqrt(h * w))
             if y is not None:
-                # y = scale z + bias, and z is not kept.
+                # y = scale z + bias, and z is not kept: <g, z> = (<g, y> - bias sum(g)) / scale.
                 along = (g * y).sum((0, 2, 3))
                 for_scale = (along if for_bias is None else along - bias * for_bias) / scale
                 g_rows.mul_(scale)
@@ -176,7 +176,7 @@ def _differentiable_gradients(
     form: Form, inputs: tuple[Any, ...], asked: tuple[bool, ...], g: Tensor, matrices: list[Tensor]
 ) -> list[Tensor | None]:
     """The gradients of the inputs of :class:`_Solved` as functions that can be differentiated."""
-    # Views of them: N depends on W_2, and must count as independent of it here.
+    # Views make autograd take N as independent of W_2, although N is made of it.
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         views: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
@@ -221,6 +221,7 @@ def _plain(
     def one(transposed: Tensor, rest: Tensor | None, z: Tensor) -> Tensor:
         n = transposed.shape[-1]
         if form == "first adjoint":
+            # A* = 2 N^-* - I, and the conjugate of N^T is N^*.
             return 2 * torch.linalg.solve(transposed.conj(), z.mT).mT - z
         if form == "second":
             assert rest is not None
@@ -260,7 +261,7 @@ def solve_form(
         bias: added to every pixel.
         scale: of each channel, nonzero: s B x + bias of 'second', A* (s x) of 'first adjoint'.
 
-    An ``x`` of half precision is multiplied in its own dtype by inverses that were made in that of ``normal``.
+    An ``x`` of half precision is multiplied in its own dtype by inverses made in the dtype of ``normal``.
 
     Returns:
         ``(B, C', h, w)``.
@@ -284,7 +285,7 @@ def solve_form(
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or transformed():
         return _plain(form, x, bias, scale, normal, matrices)
-    # Between two maps a function of the user's may have left half precision.
+    # Rounded factors no longer fit if a user's function between two maps has widened x.
     factors = prepare(normal, len(x)) if factors is None or isinstance(factors, Rounded) else factors
     if form == "second" and x.shape[1] < len(x):
         return apply_symbol(_scaled_half(normal, factors, scale), x, matrices, bias)
@@ -299,15 +300,15 @@ def _scaled_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale
     return half if scale is None else Symbol(*(part * scale[:, None] for part in half))
 
 
-# Half of a transform is made in float32 for at least so many images to each input: products of features are cheaper.
+# From this many images per input channel on, B is formed in float32 and rounded: one product of features is cheaper.
 FEW_ROWS = 8
 
 
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
-    Products of half precision by an inverse are so much faster than solves that it pays from a third as many images as
-    channels on, not from half as many.
+    In half precision an inverse pays from a third as many images as channels on, instead of half as many: its products
+    are that much faster than solves.
 
     Args:
         normal: :func:`normal_matrices` on the images of x.
@@ -323,6 +324,7 @@ def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Facto
     batch = uses * len(x)
     if x.dtype == normal.real.dtype:
         return prepare(normal, batch)
+    # `factorize` inverts for 2 rows >= n: so 3 batch >= n.
     factors = prepare(normal, 3 * batch // 2)
     if factors[0].pivots is not None:
         return factors
@@ -342,9 +344,9 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
         ``(B, cout, h, w)``, with the norm of x if cout >= cin and there is no bias.
 
     Cost:
-        For c = min(cout, cin): at each of about h w / 2 frequencies, LU factors of size c and a solve for B images
-        forward, a solve and one product of B c^2 backward; an inverse instead of the solves for B from c / 2 on. Few
-        inputs of many outputs (`spread_pays`) are transformed alone, and one plain convolution makes the outputs.
+        For c = min(cout, cin), at each of about h w / 2 frequencies: LU factors of size c and a solve for B images
+        forward, a solve and one product of B c^2 backward. From B = c / 2 on, an inverse replaces the solves. Where
+        `spread_pays`, only the few inputs are transformed, and one plain convolution makes the outputs.
 
     >>> x = torch.arange(24.0).reshape(1, 2, 3, 4)
     >>> y = cayley_conv2d(torch.ones(2, 2, 1, 1), x)
@@ -363,8 +365,8 @@ def cayley_conv2d(kernel: Tensor, x: Tensor, bias: Tensor | None = None) -> Tens
 def solves_pay(x: Tensor, side: int) -> bool:
     """True if a dense layer on ``x`` (..., n) is faster by solves with matrices of this size than by forming Q.
 
-    Small matrices, and batches larger than them, are faster made: the solves have more calls and run at a lower rate
-    (measured on a CPU: the two meet at sizes of 256 to 384).
+    Forming Q is faster for small matrices and for batches larger than them: solves take more calls and run at a lower
+    rate (on a CPU the two meet at sizes of 256 to 384).
 
     >>> solves_pay(torch.ones(128, 4096), 512), solves_pay(torch.ones(128, 20), 20)
     (True, False)

@@ -1,7 +1,7 @@
 r"""The solve form of the Cayley transform on features of half precision, as autocast makes them.
 
-The matrices :math:`N` and their inverses are made in float32 (:mod:`lipkit.conv.normal_matrices`); they are rounded
-once, and every product with features, forward and backward, has rounded factors. The equations are those of
+The matrices :math:`N` and their inverses are made in float32 (:mod:`lipkit.conv.normal_matrices`) and rounded once.
+Every product with features, forward and backward, has rounded factors. The equations are those of
 :mod:`lipkit.conv.cayley_conv`, with products by :math:`M = N^{-1}` in place of solves:
 
 .. math:: \text{wide:}\quad & h = M (x_1 - W_2 x_2), && k = 2 M^* g, && \nabla_N = -k h^* \\
@@ -30,7 +30,7 @@ def rounded_symbol(real: Tensor, pair: Tensor, dtype: torch.dtype) -> Symbol:
     >>> rounded_symbol(torch.eye(2)[None], torch.tensor([[[1j]]]), torch.bfloat16).pair.tolist()
     [[[[0.0]], [[1.0]]]]
     """
-    # Rounded as they lie, then taken apart: a pass over half the bytes.
+    # Round in memory order before taking apart: the second pass moves half the bytes.
     parts = torch.view_as_real(pair.resolve_conj()).to(dtype).movedim(-1, 0).contiguous().movedim(0, 1)
     # Products take a transposed view; a transposing copy of large matrices would cost as much as they do.
     return Symbol(real.to(dtype).mT, parts.mT)
@@ -44,7 +44,7 @@ def _times(symbol: Symbol, rows: Tensor, h: int, w: int, *, adjoint: bool = Fals
 
 
 def _complex(pair: Tensor) -> Tensor:
-    """Pairs ``(n, 2, ...)`` of half precision as complex numbers: put together first, a pass over half the bytes."""
+    """Pairs ``(n, 2, ...)`` of half precision as complex numbers; stacking before widening moves half the bytes."""
     return torch.view_as_complex(torch.stack(pair.unbind(1), -1).float())
 
 
@@ -55,13 +55,13 @@ def _outer(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, 
 
 
 def _outer_transposed(a: Tensor, b: Tensor, h: int, w: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The transposes of :func:`_outer`, as they lie in memory: the conjugates of ``scale b a^*``."""
+    """The transposes of :func:`_outer` in contiguous memory: the conjugates of ``scale b a^*``."""
     real, pair = outer(split_rows(b, h, w), split_rows(a, h, w), scale, conjugate=True)
     return real.float(), _complex(pair)
 
 
 def _sum_of_rows(t: Tensor) -> Tensor:
-    """The sum of ``(n, rows, C)`` over rows, by a product with ones: a fifth of the time of a reduction."""
+    """The sum of ``(n, rows, C)`` over n and rows, by a product with ones: a fifth of the time of a reduction."""
     return torch.bmm(t.new_ones(len(t), 1, t.shape[1]), t).sum((0, 1), dtype=torch.float32)
 
 
@@ -74,14 +74,14 @@ def forward_rounded(
     rest: Symbol | None,
     t: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The outputs; of what the derivative needs h, and the rows that W_2 multiplied.
+    """The outputs, then what the derivative needs: h, and the rows that W_2 multiplied.
 
     Args:
         form: see :func:`lipkit.conv.cayley_conv.solve_form`.
         x: ``(B, C, h, w)``.
         bias, scale: of each channel, or None.
         inverse, rest: M and W_2 in the dtype of x.
-        t: the matrices of the transform, likewise.
+        t: the matrices of the transform, in that dtype too.
     """
     h, w = x.shape[-2:]
     rows = to_rows(x, t)
@@ -146,7 +146,7 @@ def backward_rounded(
     elif form == "second":
         assert rest is not None
         if scale is not None:
-            # The transform keeps inner products, so those of the coefficients do.
+            # y = -2 s h and the transform keeps inner products: that of the coefficients serves.
             for_scale = -2 * _sum_of_rows(rows * solved)
             rows = rows * scale.to(rows.dtype)
         k = _times(inverse, rows, h, w, adjoint=True).mul_(-2)

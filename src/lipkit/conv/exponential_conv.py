@@ -1,8 +1,8 @@
-r"""The exponential of a skew kernel by its Taylor polynomial :math:`p_T(A) = \sum_{i=0}^{T} A^i / i!`, and its use.
+r"""The exponential of a skew kernel, applied to images by its Taylor polynomial :math:`\sum_{i=0}^{T} A^i / i!`.
 
 A kernel with :math:`K[s] = -K[-s]^\top` is a skew-symmetric convolution, with circular and with zero padding. Such an
-operator is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal and the
-singular values of :math:`p_T(A)` are :math:`|p_T(i\theta)|`, which ``linalg.exponential.taylor_range`` bounds.
+operator A is normal with eigenvalues :math:`i\theta`, :math:`|\theta| \le \|A\|`, so :math:`e^A` is orthogonal. The
+polynomial :math:`p_T(A)` has the singular values :math:`|p_T(i\theta)|`, which ``taylor_range`` bounds.
 
 The polynomial :math:`p_T(K) * x` of a c x c kernel on B images of P pixels costs, in real operations,
 
@@ -12,7 +12,7 @@ The polynomial :math:`p_T(K) * x` of a c x c kernel on B images of P pixels cost
 * **symbol**: the polynomial of those matrices by about :math:`m = 2 \sqrt T` products, :math:`4 m P c^3`, and one
   product with the images, :math:`4 B P c^2`.
 
-The last two make the symbol first, :math:`2 k^2 P c^2`, which has to fit into memory, and transform the images,
+The last two also make the symbol, :math:`2 k^2 P c^2`, which has to fit into memory, and transform the images,
 :math:`8 \sqrt P\, B P c`.
 """
 
@@ -35,10 +35,10 @@ from lipkit.linalg.precision import autocast_off, autocast_on
 
 
 def adjoint(kernel: Tensor) -> Tensor:
-    """The kernel of the transposed convolution: channels exchanged, taps reversed (odd sizes keep their centre).
+    """The kernel of the transposed convolution: channels exchanged, taps reversed.
 
     Raises:
-        ShapeError: an even kernel size, whose reversed taps have another centre.
+        ShapeError: an even kernel size; its reversed taps have another centre.
 
     >>> import torch
     >>> adjoint(torch.tensor([[[[1.0, 2.0, 3.0]]]])).flatten().tolist()
@@ -78,7 +78,7 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
     r""":math:`p_T(A)\, x = \sum_{i=0}^{T} A^i x / i!` by the recurrence :math:`x_i = A x_{i-1} / i`.
 
     Args:
-        x: any tensor that ``apply`` keeps the shape of.
+        x: any tensor whose shape ``apply`` keeps.
         apply: the linear map A.
         terms: T, the highest power, at least 1.
 
@@ -110,11 +110,12 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
         angle: a, at least 0. error: e, at least 0. terms: T.
 
     Returns:
-        The bound, rounded up; ``inf`` where one of the two is not finite or their sum exceeds 100.
+        The bound, rounded up; ``inf`` if one of the two is not finite or their sum exceeds 100.
 
     >>> taylor_norm(1.0, 0.0, 3), taylor_norm(1.0, 0.1, 3) > 1.3
     (1.0, True)
     """
+    # `not <=` also catches NaN.
     if not angle + error <= 100:
         return math.inf
     gain = taylor_range(angle, terms)[1]
@@ -124,14 +125,14 @@ def taylor_norm(angle: float, error: float, terms: int) -> float:
 
 
 Way = Literal["features", "frequencies", "symbol"]
-# Most numbers of a symbol: 256 MiB in float32, of which a training step holds several.
+# Largest symbol, in numbers: 256 MiB in float32, and a training step holds several.
 MOST_NUMBERS = 2**26
-# How much faster a convolution of features is under autocast to bfloat16.
+# Speed-up of a convolution of features by autocast to bfloat16.
 HALF_GAIN = 2.5
 
 
 def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
-    """The operations of each way, without the last two where the symbol would not fit into memory.
+    """The operations of each way; of 'features' alone where a symbol would not fit into memory.
 
     >>> few, many = operations(64, (3, 3), 256, 128, 5), operations(512, (3, 3), 16, 32, 5)
     >>> min(few, key=few.get), min(many, key=many.get)

@@ -50,7 +50,7 @@ def conjugated(g: Tensor) -> Tensor:
 
 
 class Group(NamedTuple):
-    """The frequencies of one kind (real, or pairs) and how their rows become numbers of the matrices' kind."""
+    """The frequencies of one kind (real, or pairs), and how their rows become real or complex numbers."""
 
     factors: Factors
     rest: Tensor | None
@@ -101,10 +101,10 @@ class _Further:
 
 
 class _FurtherInReals(_Further):
-    """Solutions at pairs by products of real numbers: rows are read as they lie, and written in one pass.
+    """W_2 at pairs by products of real numbers: rows are read in place, and written in one pass.
 
-    ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. Two tensors of the size of W_2 are made for it, which
-    pays where a batch is larger than the matrices.
+    ``h W^T`` has the parts ``<h, conj W>`` and ``<h, i conj W>``. This takes two tensors of the size of W_2, and pays
+    where a batch is larger than the matrices.
     """
 
     def write(self, part: Tensor, h: Tensor, scale: float) -> None:
@@ -114,6 +114,7 @@ class _FurtherInReals(_Further):
         part.copy_(made.unflatten(-1, (2, -1)).movedim(2, 1))
 
     def subtract(self, z: Tensor, g: Tensor) -> Tensor:
+        # g = a + i b, so z - conj(g) W = z - a W - b (-i W).
         made = torch.baddbmm(_reals(z), g[:, 0], _reals(self.rest), alpha=-1)
         made.baddbmm_(g[:, 1], _reals(self.rest * -1j), alpha=-1)
         return torch.view_as_complex(made.unflatten(-1, (-1, 2)))
@@ -125,7 +126,7 @@ class _FurtherInReals(_Further):
 
 
 def _further(group: Group) -> _Further | None:
-    """The matrices of the further outputs; an explicit inverse is there for large batches."""
+    """W_2 of a tall layer, by real products where an explicit inverse shows that the batch is large."""
     if group.rest is None:
         return None
     in_reals = group.factors.pivots is None and group.rest.is_complex()
@@ -133,16 +134,18 @@ def _further(group: Group) -> _Further | None:
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill the rows of the output; conj(h) ('first adjoint': h), and conj(x_2) where the derivative needs it."""
+    """Fill ``out`` and return conj(h) ('first adjoint': h), and conj(x_2) where the derivative needs it."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":
+        # N^* h = x is solved as N^T conj(h) = conj(x).
         h = conjugated(solve_rows(group.factors, group.read(rows, own, conjugate=True), transposed=True))
         group.reflect(out, rows, own, h)
         return h, None
     if form == "second":
         assert rest is not None
         x2 = group.read(rows, slice(None))
+        # N h = -W_2 x_2, so that y = -2 N^-1 W_2 x_2 is 2 h and the derivatives are those of 'wide'.
         h = solve_rows(group.factors, product(x2, rest.mT, -1))
         group.write(out, own, h, 2.0)
         return conjugated(h), conjugated(x2)
@@ -162,14 +165,14 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
 def backward_rows(
     form: Form, group: Group, h: Tensor, x2: Tensor | None, g: Tensor, out: Tensor, *, symbol: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill the rows of the input's gradient; the gradients of N^T and of W_2, if ``symbol`` asks for them."""
+    """Fill ``out`` with the input's gradient; return those of N^T and of W_2 if ``symbol`` asks for them."""
     n, rest = group.factors.matrix.shape[-1], group.rest
     own, other = slice(0, n), slice(n, None)
     if form == "first adjoint":
         k = solve_rows(group.factors, group.read(g, own))
         group.reflect(out, g, own, k)
         return (product(conjugated(k).mT, h, -2) if symbol else None), None
-    # The conjugate of the incoming gradient, because N^T is solved with.
+    # The conjugate of the incoming gradient, because the factors solve N^T and not N^*.
     top = group.read(g, own, conjugate=True)
     further = _further(group) if form == "tall" else None
     if further is not None:
@@ -177,7 +180,7 @@ def backward_rows(
     k = solve_rows(group.factors, top, transposed=True)
     if form != "tall" and rest is not None:
         group.write(out, slice(None) if form == "second" else other, conjugated(k @ rest), -2.0)
-    # Conjugates of features cost less than those of the gradients, which are as large as the matrices.
+    # Conjugate the features: the gradients below are as large as the matrices and would cost more.
     k = conjugated(k)
     if form != "second":
         group.reflect(out, g, own, k)

@@ -1,10 +1,10 @@
-r"""The matrices that the Cayley transform solves with at each frequency, and one half of it made with them.
+r"""The matrices N that the Cayley transform solves with at each frequency, and the half B of a wide transform.
 
 With the symbol :math:`[W_1\ W_2]` of a wide kernel (of a tall one, :math:`[W_1; W_2]`)
 
 .. math:: N = I + W_1 - W_1^* + G, \qquad G = W_2 W_2^* \text{ (wide)}, \quad W_2^* W_2 \text{ (tall)}.
 
-N comes straight from a small product: the skew part of the kernel is taken before its transform.
+The skew part of the kernel is taken before its transform, so that N comes from one small product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lipkit.linalg.cayley import Factors, factorize, solve_rows
 from lipkit.linalg.matrices import PANEL, cached_parts, eye_like, mirrored_product
 from lipkit.linalg.transforms import transformed
 
-# From this side on one triangle of a Gram matrix is computed, and mirrored.
+# From this side on, one triangle of a Gram matrix is computed and mirrored.
 MIRRORED = 4 * PANEL
 
 
@@ -51,7 +51,7 @@ def normal_matrices(kernel: Tensor, h: int, w: int) -> NormalMatrices:
 
 
 def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide: bool) -> NormalMatrices:
-    """:func:`normal_matrices` of a kernel in two parts: without a copy of it, and without one of its gradient.
+    """:func:`normal_matrices` of a kernel given in two parts, which saves copies of the kernel and of its gradient.
 
     Args:
         own: of :math:`W_1`, ``(n, n, kh, kw)``.
@@ -75,8 +75,9 @@ def _taps(kernel: Tensor) -> Tensor:
 
 
 def _skew_taps(taps: Tensor) -> Tensor:
-    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, the centre in the middle."""
+    r"""The taps of :math:`(I + W - W^*)^\top` from those of W, whose centre is the middle one."""
     centre = torch.arange(len(taps), device=taps.device) == len(taps) // 2
+    # (W^*)^T = conj(W), whose taps are those of W in reverse.
     return taps.mT - taps.flip(0) + centre[:, None, None] * eye_like(taps)
 
 
@@ -133,7 +134,7 @@ def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, 
     """The symbol at the real frequencies and, complex, at the pairs, of a kernel of this size tap by tap."""
     _, cout, cin = taps.shape
     if h * w * len(taps) == 1:
-        # A dense layer: its matrix, at the one frequency there is.
+        # A dense layer has one frequency, where the symbol is its matrix.
         return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
     grid = frequencies(h, w)
     f1, f2 = torch.cat(grid).unbind(1)
@@ -142,7 +143,7 @@ def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, 
     if len(grid.pair) < len(taps):
         pair = torch.complex(*(part @ flat for part in waves[:, n_real:]))
     else:
-        # A complex product of real taps: its result is complex without another pass over it.
+        # A complex product of real taps saves the pass that joins two real results.
         pair = torch.complex(*waves[:, n_real:]) @ flat.to(torch.promote_types(taps.dtype, torch.complex64))
     return (waves[0, :n_real] @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
 
@@ -174,7 +175,7 @@ class _Solution(torch.autograd.Function):
             found = torch.func.vjp(_solution, transposed, rows)[1](g)
             return (*found, None, None)
         with torch.autocast(g.device.type, enabled=False):
-            # Solves are there with N and N^T: of the conjugates of both sides.
+            # N^* k = g is solved as N^T conj(k) = conj(g).
             k = conjugated(solve_rows(Factors(matrix, pivots), g.conj(), transposed=True))
             for_matrix = product(h.conj_physical().mT, k, -1) if ctx.needs_input_grad[0] else None
         return for_matrix, k, None, None

@@ -1,9 +1,9 @@
 r"""The phase form of a convolution of full dilation: one product for each distinct frequency of its small images.
 
 In the real Fourier basis of the phase images (:mod:`lipkit.conv.spectrum`) the layer of :mod:`lipkit.conv.phases` is
-:math:`\Phi^\top \mathrm{diag}(M_f)\, \Phi` with a small orthogonal :math:`\Phi`: H W c^2 multiplications per image if
-the matrices are real, a kh kw-th of those of the kernel. What is left is memory traffic. On a CPU the batch is
-therefore taken in pieces that stay in the cache from the first copy to the last, forward and backward.
+:math:`\Phi^\top \mathrm{diag}(M_f)\, \Phi` with a small orthogonal :math:`\Phi`. Real matrices take H W c^2
+multiplications per image, 1 / (kh kw) of those of the kernel. Memory traffic then dominates, so a CPU takes the batch
+in pieces that stay in the cache from the first copy to the last, forward and backward.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def apply_phases(
         upstream gradient in that format are the fastest.
 
     Cost:
-        :math:`H W c_{in} c_{out}` multiplications per image for real matrices and 2 to 4 times that for complex ones,
-        two small transforms, two copies. Backward twice the products; real matrices on a CPU keep nothing for it
-        besides ``x``.
+        :math:`H W c_{in} c_{out}` multiplications per image for real matrices, 2 to 4 times that for complex ones; two
+        small transforms and two copies. Backward takes twice the products; of features, real matrices on a CPU keep
+        only ``x`` for it.
 
     Raises:
         ShapeError: the kernel does not divide the image.
@@ -81,7 +81,7 @@ def apply_phases(
 
 
 def _in_pieces(symbol: Symbol, x: Tensor, matrices: list[Tensor], bias: Tensor | None) -> bool:
-    """True if the batch is taken in pieces: only where the operations run as they are written, on a CPU."""
+    """True if the batch is taken in pieces: eager operations on a CPU with real matrices of one dtype."""
     numbers = [*symbol, *matrices] if bias is None else [*symbol, *matrices, bias]
     return (
         x.device.type == "cpu"
@@ -103,7 +103,7 @@ def _whole(symbol: Symbol, x: Tensor, kernel_size: Size, matrices: list[Tensor])
     if len(matrices) > 1:
         return merge_phases(synthesise(s, kh, kw, matrices), h, w)
     rows = torch.cat((s.real.flatten(1), s.pair.flatten(2).flatten(0, 1)))
-    # As in `synthesise`, but the pixels of an image stay far apart in memory, as the merging wants them.
+    # Like `synthesise`, but a pixel of all images stays together in memory, the order that `merge_phases` reads.
     images = (matrices[0].mT @ rows).reshape(kh, kw, *s.real.shape[1:])
     return merge_phases(images.permute(2, 3, 0, 1), h, w)
 
@@ -132,7 +132,7 @@ def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Ten
     copy = room[:size]
     copy.view(phases.shape).copy_(phases)
     rows = out[:size].view(n, size // n)
-    # In bfloat16 a small matrix takes twice the time unless its columns lie together, as `_back` has them.
+    # In bfloat16 a small matrix takes twice the time unless it is in column order, as in `_back`.
     torch.mm(matrix.mT.contiguous().mT, copy.view(n, size // n), out=rows)
     return rows.view(n, -1, phases.shape[-1])
 
@@ -159,7 +159,8 @@ def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel
     images = rooms[1][:size].view(n, size // n)
     torch.mm(matrix.mT, rows.view(n, size // n), out=images)
     b, c, h, w = out.shape
-    # Single planes are written from a copy in the order of the pixels: their rows of one phase are short.
+    # Planes have short rows of one phase, so they are written from a copy in pixel order. `rows` may lie in rooms[0]:
+    # the product above was their last use.
     pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
     target = phase_order(pixels, kernel_size)
     target.copy_(images.view(target.shape))
@@ -183,7 +184,7 @@ def _forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix:
         rows = _transform(phase_order(x[first : first + step], kernel_size), matrix, *rooms)
         rows = _products(real, pair, rows, rooms[0])
         if constant is not None:
-            # A constant image has one coefficient only, the first.
+            # A constant image has one coefficient, the first.
             rows[0].add_(constant)
         _back(rows, matrix, rooms, y[first : first + step], kernel_size)
     return y
@@ -198,11 +199,11 @@ def _backward(
     of_symbol, of_bias, of_x = needed[0] or needed[1], needed[2], needed[3]
     step = _images_per_piece(x, max(cin, cout), kernel_size, BACKWARD_BYTES)
     rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
-    # As the input lies in memory: nobody has to copy it.
+    # In the memory order of the input, which saves later copies.
     gx = None
     if of_x:
         gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
-    # Sums over the pieces keep what bfloat16 would lose.
+    # Sum the pieces in float32 at least: bfloat16 would lose small terms.
     sums = torch.promote_types(real.dtype, torch.float32)
     g_real = torch.zeros_like(real, dtype=sums) if of_symbol else None
     g_pair = pair.new_zeros(len(pair), cout, cin, dtype=sums) if of_symbol else None
@@ -210,6 +211,7 @@ def _backward(
     n_real, n_pair = len(real), len(pair)
     for first in range(0, b, step):
         part = slice(first, first + step)
+        # g_rows lie in rooms[1] until `_back` overwrites it; rooms[0] is free in between.
         g_rows = _transform(phase_order(g[part], kernel_size), matrix, *rooms[:2])
         if g_bias is not None:
             g_bias += g_rows[0].sum(0, dtype=sums)
@@ -231,7 +233,7 @@ def _backward(
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out += a @ b``, whose sums have more digits than its factors where those are of half precision."""
+    """``out += a @ b``; ``out`` may have a wider dtype than the factors."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b)
     else:

@@ -1,9 +1,9 @@
 r"""Convolutions whose symbol has a period of k frequencies: dilated kernels, and the phase form [ECO].
 
-On an image of H x W a circular convolution with a kernel of kh x kw taps and the dilations H / kh and W / kw has the
-same matrices at the frequencies f and f + (kh, kw): kh kw distinct ones. Equivalently, each of the (H / kh)(W / kw)
-phase images (the pixels p, p + H/kh, p + 2H/kh, ...) of kh x kw pixels is convolved on its own, by a circular
-convolution as large as itself: :mod:`lipkit.conv.phase_product` evaluates it there.
+Take a circular convolution on H x W images with kh x kw taps and the dilations H / kh and W / kw. Its matrices at the
+frequencies f and f + (kh, kw) agree: kh kw are distinct. Equivalently, each of the (H / kh)(W / kw) phase images of
+kh x kw pixels (p, p + H/kh, p + 2H/kh, ...) is convolved separately, by a circular convolution of its own size.
+:mod:`lipkit.conv.phase_product` evaluates it there.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def distinct_frequencies(kernel_size: Size) -> tuple[int, int]:
 
 
 def frequency_map(kernel_size: Size) -> Tensor:
-    r"""Which distinct matrix belongs to each frequency: :math:`I[p, q] = I[(k_h - p) \% k_h, (k_w - q) \% k_w]`.
+    r"""The number of each frequency's distinct matrix: :math:`I[p, q] = I[(k_h - p) \% k_h, (k_w - q) \% k_w]`.
 
     Returns:
         int64 ``(kh, kw)``; self-conjugate frequencies come first, then one number for each pair, in the order of
@@ -75,7 +75,7 @@ def frequency_map(kernel_size: Size) -> Tensor:
             [2, 4, 3]])
 
     References:
-        [ECO] equation 18 and algorithm 2, whose printed test "== 0" for "not yet set" is no marker.
+        [ECO] equation 18 and algorithm 2, whose printed marker 0 for "not yet set" is also a valid number.
     """
     kh, kw = kernel_size
     table = torch.full((kh, kw), -1, dtype=torch.int64)
@@ -100,7 +100,7 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
     [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
     References:
-        [ECO] equation 16, with the shift that the convolution's centre asks for.
+        [ECO] equation 16, shifted to the centre of the convolution.
     """
     kh, kw = kernel_size
     cout, cin = symbol.real.shape[-2:]
@@ -112,6 +112,7 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
         return torch.remainder(turns, kh * kw).flatten(1).double() * (2 * math.pi / (kh * kw))
 
     pair = angles(f.pair)
+    # Re((R + iS) e^{-i a}) = R cos a + S sin a, twice for the pair f and -f.
     waves = [angles(f.real).cos(), 2 * pair.cos()]
     parts = [symbol.real.flatten(1), symbol.pair[:, 0].flatten(1)]
     if symbol.pair.shape[1] == 2:
@@ -149,7 +150,7 @@ def dilated_conv2d(x: Tensor, kernel: Tensor) -> Tensor:
 def split_phases(x: Tensor, kernel_size: Size) -> Tensor:
     """The phase images ``(B H W / (kh kw), C, kh, kw)`` of ``x`` ``(B, C, H, W)``, each pixel's channels contiguous.
 
-    One copy; none of a tensor that is in the memory order (kh, kw, B, H / kh, W / kw, C) already.
+    Copies once, unless the memory order is (kh, kw, B, H / kh, W / kw, C) already.
 
     >>> split_phases(torch.arange(6.0).reshape(1, 1, 1, 6), (1, 3)).flatten(1).tolist()
     [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]

@@ -6,8 +6,8 @@ a real matrix, and ``n_p = (h w - n_r) / 2`` pairs ``(f, -f)``, where it acts as
 real numbers and ``n_p`` pairs ``(a, b)``, the transform is an orthogonal matrix (:mod:`lipkit.conv.transform`), and
 the layer is the block-diagonal matrix of the blocks :math:`M` and
 :math:`\begin{pmatrix} R & -S \\ S & R \end{pmatrix}`. Nothing is redundant, so nothing is dropped on the way back (a
-half-spectrum inverse discards imaginary parts), there is no odd-size special case, and the whole layer is matrix
-products: it exports to any runtime.
+half-spectrum inverse discards imaginary parts). Odd sizes need no special case. The whole layer is matrix products,
+which export to any runtime.
 """
 
 from __future__ import annotations
@@ -99,25 +99,26 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
-# Below this many multiplications for each matrix of a batch one batched product is faster than a call for each matrix,
-# which is what torch makes of a product whose result is a part of a tensor.
+# Torch writes a batched product into a part of a tensor by one call per matrix. Below this many multiplications per
+# matrix, one batched product and a copy are faster.
 BATCHED = 2**19
 
 
 def _copies_parts(t: Tensor) -> bool:
-    """True if batched products copy every operand whose matrices do not follow each other in memory.
+    """True if batched products copy each operand whose matrices do not follow each other in memory.
 
-    Those of half precision on a CPU do, element by element where it is transposed: up to three times the product.
+    In half precision on a CPU they do, element by element for a transposed operand: up to thrice the product's time.
     """
     return t.dtype in (torch.bfloat16, torch.float16) and t.device.type == "cpu"
 
 
 def parts_apart(pair: Tensor) -> Tensor:
-    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; no copy where they are.
+    """Pairs ``(n, 2, ...)`` with all first parts before all second ones in memory; a copy only if needed.
 
     >>> parts_apart(torch.zeros(3, 2, 4, 5)).stride()
     (20, 60, 5, 1)
     """
+    # Transposed matrices stay transposed views.
     if pair.stride(-1) != 1 and pair.stride(-2) == 1:
         return parts_apart(pair.mT).mT
     return pair.movedim(1, 0).contiguous().movedim(0, 1)
@@ -176,8 +177,9 @@ def outer(g: Spectrum, s: Spectrum, scale: float = 1.0, *, conjugate: bool = Fal
 
 
 def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoint: bool) -> None:
-    """Fill ``out`` with the product by the symbol, or by its adjoint; no butterfly."""
+    """Fill ``out`` with the product by the symbol, or by its adjoint."""
     pair = parts_apart(pair) if _copies_parts(pair) else pair
+    # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
     out.real.baddbmm_(s.real, real, beta=0)
     if len(pair):
@@ -185,12 +187,12 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
         _add_turned(out.pair, s.pair, i, -1 if adjoint else 1)
 
 
-# Up to this many channels, products of whole images take less time than one for each image and frequency.
+# Up to this many channels, one small matrix by all images is faster than rows of images by the matrix.
 FEW = 4
 
 
 def _applied_to_few(real: Tensor, pair: Tensor, x: Tensor, matrices: list[Tensor]) -> Tensor:
-    """The product with few channels, which lie outside the batch: one small matrix by a wide one each frequency."""
+    """The product with few channels: at each frequency a small matrix by a wide one, with the batch last."""
     (h, w), (cout, cin) = x.shape[-2:], real.shape[1:]
     s = split_rows(to_rows(x.transpose(0, 1), matrices), h, w)
     r, i = pair.unbind(1)
@@ -247,7 +249,8 @@ class _Apply(torch.autograd.Function):
         none = (None,) * len(matrices)
         g_bias = g.sum((0, 2, 3)).to(ctx.bias_dtype) if for_bias else None
         if torch.is_grad_enabled() or transformed():
-            # The gradient itself is to be differentiated, or there are many: it is linear in each of the three.
+            # The gradient itself is to be differentiated, or there are many: it is linear in each of the three. For x
+            # it is the product by the adjoint R^T - iS^T.
             turned = pair.mT * torch.tensor([1.0, -1.0], dtype=pair.dtype, device=pair.device)[:, None, None]
             gx = _Apply.apply(real.mT, turned, None, g, *matrices) if for_x else None
             s, t = analyse(g, matrices), analyse(x, matrices)

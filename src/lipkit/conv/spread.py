@@ -4,8 +4,8 @@ With the symbol :math:`[W_1; W_2]` of its kernel
 
 .. math:: y = [t - x;\, -W_2 t], \qquad N t = 2x, \qquad N = I + W_1 - W_1^* + W_2^* W_2 .
 
-N is the symbol of a small kernel, the solve takes transforms of the few inputs alone, and one plain convolution makes
-all outputs of t. The forms of :mod:`lipkit.conv.cayley_conv` transform the outputs, too.
+N is the symbol of a small kernel. The solve transforms the few inputs alone, and one plain convolution makes all
+outputs from t. The forms of :mod:`lipkit.conv.cayley_conv` transform the outputs, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.transforms import transformed
 
-# Matrices of this size are multiplied by passes over all images, in so many times their memory.
+# Up to this many inputs, their matrices multiply by passes over all images, which take as many times their memory.
 FEW = 4
 
 
@@ -67,12 +67,12 @@ def _identity(kernel: Tensor) -> Tensor:
 
 
 def _solution(kernel: Tensor, h: int, w: int) -> Tensor:
-    """The symbol ``(cin, cin, h, w // 2 + 1)`` of t as a function of x, laid out as the images that it multiplies."""
+    """The symbol ``(cin, cin, h, w // 2 + 1)`` that maps x to t, laid out like the images that it multiplies."""
     return 2 * torch.linalg.inv(symbol(normal_kernel(kernel), h, w)).permute(2, 3, 0, 1).contiguous()
 
 
 def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
-    """The symbol of t as a function of x, and the kernel ``(cout, cin, kh, kw)`` that makes ``y + [x; 0]`` of t.
+    """The symbol that maps x to t, and the kernel ``(cout, cin, kh, kw)`` that maps t to ``y + [x; 0]``.
 
     >>> small, outputs = spread_parts(torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), 2, 2)
     >>> small.real.flatten().tolist(), outputs.flatten().tolist()
@@ -84,7 +84,7 @@ def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
 
 
 def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:
-    """Channels are so few that a pass over all products takes less time than a product of small matrices each."""
+    """``solution`` times the spectra: with few channels, passes over all images beat products of tiny matrices."""
     return (solution * spectrum[:, None]).sum(2)
 
 
@@ -102,13 +102,13 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     b, _, h, w = g.shape
     by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
     taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
-    # The sum of many terms, which is transformed next, has float32 at least.
+    # Sum the taps, and transform the sum, in float32 at least.
     exact = torch.promote_types(g.dtype, torch.float32)
     sums = torch.zeros(b, cin, h + kh - 1, w + kw - 1, dtype=exact, device=g.device)
     for i in range(kh):
         for j in range(kw):
             sums[:, :, i : i + h, j : j + w] += taps[:, i, j]
-    # What went beyond the border enters at the opposite one.
+    # What went beyond the border enters at the opposite one; rows before columns, so that corners take both steps.
     left, right, top, bottom = circular_pads(kh, kw)
     sums[:, :, h : h + top] += sums[:, :, :top]
     sums[:, :, top : top + bottom] += sums[:, :, top + h :]
@@ -122,7 +122,7 @@ class _Spectra(NamedTuple):
 
     Attributes:
         own: :math:`W_1`.
-        rest: :math:`W_2` but for a phase, which :math:`W_2^* W_2` does not see.
+        rest: :math:`W_2` up to a phase, which cancels from :math:`W_2^* W_2`.
     """
 
     own: Tensor
@@ -138,11 +138,12 @@ def _spectra(kernel: Tensor, h: int, w: int) -> _Spectra:
     up, left = _centre(kernel)
     own = F.pad(kernel[:n], (0, w - kw, 0, h - kh)).roll((-up, -left), (2, 3))
     both = torch.fft.rfft2(own), torch.fft.rfft2(kernel[n:], s=(h, w))
+    # A cross-correlation multiplies by the conjugate of its kernel's transform.
     return _Spectra(*(part.conj().permute(2, 3, 0, 1) for part in both))
 
 
 def _kernel_of(spectra: _Spectra, like: Tensor, h: int, w: int) -> Tensor:
-    """The adjoint of :func:`_spectra`, times ``h w``, of what stands for its conjugates at the other frequencies."""
+    """The adjoint of :func:`_spectra` over all ``h w`` frequencies, divided by ``h w``; the rest are conjugates."""
     kh, kw = like.shape[2:]
     up, left = _centre(like)
     own, rest = (torch.fft.irfft2(part.conj().permute(2, 3, 0, 1), s=(h, w)) for part in spectra)
@@ -150,7 +151,7 @@ def _kernel_of(spectra: _Spectra, like: Tensor, h: int, w: int) -> Tensor:
 
 
 class _Convolved(torch.autograd.Function):
-    """The whole layer: torch's own derivatives of its small parts would take longer than its products.
+    """The whole layer with its derivative: torch's derivatives of its small parts would outlast its products.
 
     Gain (AMD EPYC): 1.35 to 1.56.
     """
@@ -167,7 +168,7 @@ class _Convolved(torch.autograd.Function):
         t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
         outputs = -kernel
         outputs[:n] = _identity(kernel)
-        # Inputs are few, outputs many: the convolution alone takes the digits that autocast gives.
+        # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
         t, outputs = t.to(dtype), outputs.to(dtype)
         y = circular_conv2d(t, outputs, None if bias is None else bias.to(dtype))
         y[:, :n] -= x
@@ -193,12 +194,13 @@ class _Convolved(torch.autograd.Function):
                 for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
             if ctx.needs_input_grad[0]:
                 padded = F.pad(t, circular_pads(*kernel.shape[2:]), mode="circular")
-                # A frequency and its negative count together: the inverse transform adds both.
+                # The half-spectrum suffices: the real inverse transform adds the conjugate at -f to each f.
                 for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).permute(2, 3, 0, 1)
                 adjoint = inverse.mH
                 for_normal = (adjoint @ for_solution @ adjoint).mul_(-2)
                 spectra = _Spectra(for_normal - for_normal.mH, rest @ (for_normal + for_normal.mH))
                 for_kernel = _kernel_of(spectra, kernel, h, w)
+                # The outputs -W_2 t depend on W_2 twice: through t, and directly.
                 for_kernel[n:] -= conv2d_weight(padded, kernel.shape, g)[n:]
             for_bias = g.sum((0, 2, 3)).to(x.dtype) if ctx.needs_input_grad[2] else None
         return for_kernel, for_x, for_bias, None

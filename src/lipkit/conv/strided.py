@@ -1,8 +1,8 @@
 r"""Kernels whose convolution is orthogonal or a contraction with its own stride, dilation and groups.
 
-A window of a convolution of stride s takes tap j of a kernel of dilation d at pixel :math:`s i + d j`. Taps whose
-:math:`d j` agree modulo s meet the same pixels, and those of different residues never do: along each axis the taps fall
-into :math:`s' = s / \gcd(s, d)` classes (:func:`period`), and tap j is in class :math:`j \bmod s'`.
+Window i of a convolution of stride s takes tap j of a kernel of dilation d at pixel :math:`s i + d j`. Taps meet the
+same pixels if their :math:`d j` agree modulo s, and otherwise share none. So along each axis the taps fall into
+:math:`s' = s / \gcd(s, d)` classes (:func:`period`), and tap j is in class :math:`j \bmod s'`.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def aoc_channels(in_channels: int, out_channels: int, stride: Size) -> int:
 
 
 def rko_factor(kernel_size: Size, classes: Size) -> float:
-    r"""The norm of cutting an image into overlapping patches: the root of how often a pixel is taken.
+    r"""The norm of the map from an image to its overlapping patches: the root of how often a pixel is taken.
 
     A pixel lies in one window for each tap of its class (:func:`period`), at most :math:`\lceil k / s' \rceil` along
     an axis: :math:`\|P\| = \sqrt{\lceil k_h / s'_1 \rceil \lceil k_w / s'_2 \rceil}`, and a matrix on patches divided
-    by it is a contraction. For k = s nothing is lost.
+    by it is a contraction. For k = s the factor is 1.
 
     >>> rko_factor((3, 3), (1, 1)), rko_factor((3, 2), (2, 2)) ** 2
     (3.0, 2.0000000000000004)
@@ -87,10 +87,10 @@ def rko_factor(kernel_size: Size, classes: Size) -> float:
 
 
 def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
-    r"""For each input channel and class of taps the row sum s of the Gram operator's absolute values.
+    r"""The row sums s of the Gram operator's absolute values, for each input channel and class of taps.
 
-    Dividing each tap by the root of its own makes a contraction: :math:`\mathrm{diag}(s) - T^\top T` is diagonally
-    dominant, with one row for each channel and class, since pixels of one class see the same kernel.
+    Dividing each tap by the root of its sum makes a contraction: :math:`\mathrm{diag}(s) - T^\top T` is diagonally
+    dominant. Pixels of one class see the same kernel, so one row serves each channel and class.
 
     Args:
         kernels: ``(g, cout, cin, kh, kw)``, one for each group.
@@ -111,7 +111,7 @@ def aol_scales(kernels: Tensor, classes: Size) -> Tensor:
     groups, cout, cin, kh, kw = kernels.shape
     phases = polyphase(kernels.flatten(0, 1), classes).unflatten(0, (groups, cout))
     half = half_autocorrelation(phases).abs()
-    # Lag zero once, each of the others with its negative, which has the transposed matrix.
+    # Lag zero counts once, each other one also as its negative with the transposed matrix: column sums.
     sums = half.sum((1, 3)) + half[:, 1:].sum((1, 2))
     wide = sums.reshape(groups, cin, *classes).repeat(1, 1, -(-kh // classes[0]), -(-kw // classes[1]))
     return wide[..., :kh, :kw]

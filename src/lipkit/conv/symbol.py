@@ -25,9 +25,9 @@ def check_kernel(kernel: Tensor) -> None:
 
 
 def _waves(frequencies: Tensor, n: int, k: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi f (s - c) / n, shape (len(frequencies), k), reduced modulo n before the table look-up.
+    """cos and sin of 2 pi f (s - c) / n, each ``(len(frequencies), k)``.
 
-    Angles are reduced in integers so that a self-conjugate frequency (2 f = 0 mod n) has a sine of exactly 0.
+    Turns are reduced modulo n in integers, so that a self-conjugate frequency (2 f = 0 mod n) has a sine of exactly 0.
     """
     taps = torch.arange(k, device=like.device) - (k - 1) // 2
     turns = torch.remainder(frequencies.to(like.device)[:, None] * taps, n)
@@ -113,6 +113,7 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
         k = kernel.shape[dim]
         if k <= n:
             continue
+        # A tap's offset from the centre, modulo n, then counted from the new centre (n - 1) // 2.
         taps = torch.arange(k, device=kernel.device) - (k - 1) // 2
         target = torch.remainder(taps + (n - 1) // 2, n)
         shape = list(kernel.shape)
@@ -122,7 +123,7 @@ def fold(kernel: Tensor, h: int, w: int) -> Tensor:
 
 
 def centred(kernel: Tensor) -> Tensor:
-    """Even sizes get a zero tap in front, which makes the centre the middle.
+    """The kernel with odd sizes: an even one gets a zero tap in front, which moves its centre to the middle.
 
     >>> centred(torch.ones(1, 1, 1, 2)).flatten().tolist()
     [0.0, 1.0, 1.0]

@@ -3,14 +3,14 @@ r"""The real orthonormal 2-D Fourier transform of a batch of images, as matrix p
 An image of ``h x w`` has ``n_r`` self-conjugate frequencies (1, 2 or 4 of them) and ``n_p = (h w - n_r) / 2`` pairs
 ``(f, -f)``. The transform of a batch is the array of *rows* ``(h w, B, C)``: one row of coefficients for each
 self-conjugate frequency, then two, a and b, for each pair. Up to ``DENSE_PIXELS`` pixels it is one product by a
-dense matrix. Above, the width is transformed by a real matrix; its cosine and sine rows p and q of one frequency are a
-complex signal along the height, whose transform :math:`(C - iS)(p + iq)` is one more product of real matrices,
+dense matrix. Above, a real matrix transforms the width. Its cosine and sine rows p and q of one frequency are a complex
+signal along the height, whose transform :math:`(C - iS)(p + iq)` is one more product of real matrices,
 
 .. math:: \begin{pmatrix} a \\ b \end{pmatrix} = \begin{pmatrix} C & S \\ -S & C \end{pmatrix}
           \begin{pmatrix} p \\ q \end{pmatrix},
 
-so that both the frequencies f1 and -f1 appear without a butterfly. Each product reads a transposed view and writes
-its result where the next one wants it.
+so that both f1 and -f1 appear without a butterfly. Each product reads a transposed view and writes its result in the
+order that the next one reads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 # above it, two separable products.
 DENSE_PIXELS = 64
 
-# In half precision one product is faster up to more pixels, for products gain more than passes over memory do; most on
-# processors with tiles (AMX). An accelerator counts as one of them until it is measured.
+# In half precision one product is faster up to more pixels: products gain more than passes over memory, most of all on
+# processors with tiles (AMX). An accelerator counts as one of these until it is measured.
 HALF_PIXELS, TILED_PIXELS = 144, 256
-# Versions of torch before 2.13 cannot say whether there are any.
+# Versions of torch before 2.13 cannot report tiles.
 HAS_TILES = hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
@@ -99,7 +99,7 @@ def _dense(h: int, w: int) -> Tensor:
 
 
 def _one_product_pays(pixels: int, dtype: torch.dtype, device: torch.device | None) -> bool:
-    """True if separable products of this many pixels take more time than a dense one, with the rows of the former."""
+    """True if one dense product is faster than separable products at this many pixels (it keeps their row order)."""
     if dtype not in (torch.bfloat16, torch.float16) or pixels > TILED_PIXELS:
         return False
     return pixels <= HALF_PIXELS or HAS_TILES or (device is not None and device.type != "cpu")
@@ -137,6 +137,7 @@ def _stages(matrices: list[Tensor]) -> _Stages:
     half = math.sqrt(0.5)
     c_half, s_half = c * half, s * half
     none = torch.zeros_like(th[:own])
+    # Rows f1 and -f1: the cosine is even in f1, the sine odd.
     even = torch.cat((th[:own], c_half, c_half))
     odd = torch.cat((none, s_half, -s_half))
     return _Stages(
@@ -166,6 +167,7 @@ def to_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
         return rows
     p = _stages(matrices)
     own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
+    # (w, h, n): a view with the height where the products below contract it.
     along = x.new_empty(w, n * h).addmm_(p.width, x.reshape(n * h, w).mT, beta=0).view(w, n, h).mT
     first, second, third = rows.view(h * w, n).split((own * rh, own * mh, 2 * m * h))
     _product(first.view(own, rh, n), p.own_real, along[:own])

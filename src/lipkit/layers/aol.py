@@ -42,8 +42,8 @@ def aol_matrix(v: Tensor) -> Tensor:
 def aol_kernel(kernel: Tensor) -> Tensor:
     r"""Each input channel scaled by :math:`s_i^{-1/2}`, :math:`s_i = \sum_{j,\delta} |K^\top * K|_{ij\delta}`.
 
-    The convolution has norm at most 1 for zero padding of any width and for circular padding of any size (folding the
-    autocorrelation modulo the image only adds numbers before their absolute value is taken).
+    The convolution has norm at most 1 for zero padding of any width and for circular padding of any size: folding the
+    autocorrelation modulo the image only adds numbers before their absolute value.
 
     >>> float(aol_kernel(torch.ones(1, 1, 3, 3)).sum())  # the largest gain, at frequency 0
     1.0
@@ -74,7 +74,7 @@ class AolLinear(ConstrainedLinear):
     """
 
     def make_parameters(self, device: Any, dtype: Any) -> None:
-        # Identity-like: diagonal dominance is then tight at birth.
+        # Orthogonal at the start, where the diagonal bound is tight.
         free = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.orthogonal_(free))
 
@@ -105,7 +105,7 @@ class AolConv2d(KernelConv2d):
         shape = (self.out_channels, self.inner_channels, *self.kernel_size)
         free = torch.zeros(shape, device=device, dtype=dtype)
         with torch.no_grad():
-            # An orthogonal matrix at the centre, and a little noise that gives every tap a gradient of its own.
+            # An orthogonal matrix at the centre; a little noise gives every tap its own gradient.
             centre = nn.init.orthogonal_(torch.empty(shape[:2], device=device, dtype=dtype))
             free[:, :, (self.kernel_size[0] - 1) // 2, (self.kernel_size[1] - 1) // 2] = centre
             free += 0.1 / math.sqrt(shape[1] * shape[2] * shape[3]) * torch.randn_like(free)

@@ -1,9 +1,9 @@
-"""The base classes of constrained layers, and the record by which the table of families knows them.
+"""The base classes of constrained layers, and the record of a family in the table of families.
 
 A dense layer inherits from :class:`ConstrainedLinear` and returns its matrix. A convolution inherits from
 :class:`KernelConv2d` if its constrained object is a kernel, from :class:`SymbolConv2d` if it is a matrix at each
-frequency, and from :class:`ConstrainedConv2d` if it computes its output in a way of its own. The exports that fit them
-are in :mod:`lipkit.layers.export`; docs/adding_a_family.md writes a family from beginning to end.
+frequency, and otherwise from :class:`ConstrainedConv2d`. Their exports are in :mod:`lipkit.layers.export`;
+docs/adding_a_family.md writes a family from beginning to end.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[
     """Decorate ``forward`` with the contract of every family in bfloat16 and float16.
 
     Weight and products are made in float32, and the output has the dtype of the input. Parameters of half precision
-    are taken as they are; under autocast the products are autocast's.
+    stay as they are. Under autocast, products have its dtype.
     """
 
     @functools.wraps(forward)

@@ -39,7 +39,7 @@ class BcopConv2d(KernelConv2d):
         1-Lipschitz for the named functions, also where an iteration stops early: a factor with
         :math:`0 \preceq P \preceq I` is a normal matrix with eigenvalues :math:`\lambda + (1 - \lambda) z`, convex
         combinations of points of the unit disc. On convergence all singular values are 1. For another function
-        ``lipschitz`` returns :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)`, computed from what it returned.
+        ``lipschitz`` computes :math:`\|H\| \prod_i \max(1, 2 \|V_i\|^2 - 1)` from its results.
 
     Cost:
         kh + kw - 1 orthonormalisations and kh + kw - 2 pairs of thin products, then one ordinary convolution.
@@ -67,7 +67,7 @@ class BcopConv2d(KernelConv2d):
         """H ``(out_channels, s^2 in_channels)`` and the V_i ``(kh + kw - 2, c, r)``, in float32 or better."""
         h = orthogonalized(self.orthogonalize, at_least_float32(self.free))
         if self.projectors is None:
-            # One channel: the only projectors are 0 and 1, and the factors are shifts.
+            # One channel has the projectors 0 and 1 alone, so the factors are shifts.
             return h, h.new_zeros(sum(self.kernel_size) - 2, max(h.shape), 0)
         return h, orthogonalized(self.orthogonalize, at_least_float32(self.projectors))
 

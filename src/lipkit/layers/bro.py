@@ -26,7 +26,7 @@ def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
         depth: of the network, at least 1.
 
     Returns:
-        ``(n, m, kh, kw)``. E is 1 at the centre between channels of one number, 0 elsewhere.
+        ``(n, m, kh, kw)``. E is 1 at the centre tap from channel i to channel i, 0 elsewhere.
 
     >>> near_identity(torch.zeros(2, 3, 1, 1), torch.ones(2, 1, 1, 1), 4).flatten(1).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -103,8 +103,8 @@ class BroConv2d(SymbolConv2d):
 
     .. math:: \hat y(f) = \big[I - 2\hat V (\hat V^*\hat V)^{-1}\hat V^*\big]_{:c_{out},\,:s^2 c_{in}}\, \hat x(f) + b
 
-    No iteration and no term is left out. A reflector is Hermitian: this reaches half of the dimensions of the unitary
-    group, at half the parameters.
+    It is exact: no iteration, no truncated series. A reflector is Hermitian, so these reach half of the dimensions of
+    the unitary group, at half the parameters.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.

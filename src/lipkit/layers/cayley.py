@@ -28,7 +28,7 @@ from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lips
 
 
 def frobenius(free: Tensor) -> Tensor:
-    """The Frobenius norm, row by row: torch adds millions of float32 squares in one go only to about 2e-5.
+    """The Frobenius norm, row by row: one float32 sum of millions of squares would err by about 2e-5.
 
     >>> frobenius(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
     tensor(5.)
@@ -56,7 +56,7 @@ def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.
     return nn.Parameter(free), nn.Parameter(frobenius(free.detach()))
 
 
-# Smaller matrices cost calls, few of them either way, and products with them round less than solves.
+# Smaller matrices are formed: few calls either way, and their products round less than solves.
 SOLVED = 32
 
 
@@ -74,10 +74,9 @@ class CayleyLinear(ConstrainedLinear):
         1-Lipschitz; all singular values 1 up to rounding, an isometry if ``out_features >= in_features``.
 
     Cost:
-        From 32 on, LU factors of size min(in_features, out_features) per forward pass and a solve for the batch
-        forward and backward; an inverse for large batches. The matrix is then not made
-        (`lipkit.linalg.cayley_product`), except under autocast for a layer below 384 or a large batch. Smaller ones
-        take an inverse and products.
+        From 32 features on, LU factors of size min(in_features, out_features) per forward pass and a solve for the
+        batch forward and backward, or an inverse for large batches; Q is not formed (`lipkit.linalg.cayley_product`).
+        Smaller layers, and under autocast those below 384 or with a large batch, form Q by one inverse.
 
     Raises:
         OptionError: sizes below 1, another dtype.
@@ -107,7 +106,7 @@ class CayleyLinear(ConstrainedLinear):
             return cayley_linear(free, x.to(dtype), self.bias_as(free))
 
     def _solves(self, x: Tensor) -> bool:
-        """True unless the matrix is made: a small one, that of a subclass, or one whose product is autocast's."""
+        """False if Q is formed: for small layers, subclasses with their own weight, and where autocast multiplies."""
         side = min(self.in_features, self.out_features)
         if side < SOLVED or getattr(self.weight, "__func__", None) is not CayleyLinear.weight:
             return False
@@ -129,8 +128,8 @@ class CayleyConv2d(SymbolConv2d):
 
     Cost:
         At each of about H W / (2 s^2) frequencies LU factors of size c = min(out_channels, s^2 in_channels), and a
-        solve for the features of the batch forward and backward (``lipkit.conv.cayley_conv``): the matrices of the
-        layer are never made. For a batch above 3 c / 2 an inverse, and products in place of the solves. A 1 x 1 kernel
+        solve for the features of the batch forward and backward, without forming the layer's matrices
+        (``lipkit.conv.cayley_conv``). For large batches an inverse, and products in place of the solves. A 1 x 1 kernel
         has one matrix for all frequencies: one transform, then one product for each s x s patch.
 
     >>> layer = CayleyConv2d(3, 8, 3)
@@ -169,13 +168,13 @@ class CayleyConv2d(SymbolConv2d):
 register_one_lipschitz(CayleyLinear)
 lipschitz_rule(CayleyConv2d)(1.0)
 
-# What the norms of the two parts of a spread layer may multiply to: the rounding of both grows with it.
+# Largest product of the norms of a spread layer's parts: the rounding of both grows with it.
 WORST = 16.0
 
 
 @export_rule(CayleyConv2d)
 def _export_conv(layer: CayleyConv2d, input_shape: Shape) -> nn.Module:
-    """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless its parts are too large to be rounded."""
+    """A `FourierConv2d`; with few inputs a `SpreadConv2d`, unless the norms of its parts exceed ``WORST``."""
     size, exact = resampled_size(layer, input_shape), in_float64(layer)
     kernel = rescaled(exact.free, exact.scale)
     if layer.pointwise or not spread_pays(kernel, *size):

@@ -62,7 +62,7 @@ class CholeskyConv2d(KernelConv2d):
     .. math:: K = \tfrac{1}{\sqrt{k_h k_w}}\, L^{-1} W, \qquad LL^\top = WW^\top + eI, \qquad
               W \in \mathbb{R}^{c_{out} \times s^2 c_{in} k_h k_w}
 
-    Made for 1 x 1 kernels, with or without a stride (patches), where it is nearly orthogonal; a larger kernel shrinks
+    Meant for 1 x 1 kernels, with or without a stride (patches), where it is nearly orthogonal. A larger kernel shrinks
     most inputs, as in `lipkit.layers.RkoConv2d`.
 
     Args:

@@ -55,7 +55,7 @@ def as_kernel(free: Tensor) -> Tensor:
 
 
 def as_images(layer: Any, x: Tensor) -> Tensor:
-    """Features as images of one pixel; of images each patch of a stride in the channels."""
+    """Features as images of one pixel; images with each s x s patch moved into the channels."""
     return x[..., None, None] if x.ndim == 2 else F.pixel_unshuffle(x, layer.stride)
 
 
@@ -64,7 +64,7 @@ def biased(layer: Any, y: Tensor) -> Tensor:
 
 
 def linear(of: Callable[[Any, int, int], Tensor]) -> Definition:
-    """The definition of a layer that is a convolution, from its matrices at the frequencies of h x w."""
+    """The definition of an affine layer from its matrices at the frequencies of h x w."""
 
     @functools.wraps(of)
     def definition(layer: Any, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def cayley_transform(w: Tensor) -> Tensor:
 
 
 def semi_orthogonal(layer: Any, w: Tensor) -> Tensor:
-    """A free matrix by the layer's choice of ``orthogonalize``."""
+    """A free matrix, made semi-orthogonal by the layer's ``orthogonalize``."""
     return cayley_transform(w) if function_name(layer.orthogonalize) == "cayley" else polar_factor(w)
 
 
@@ -149,7 +149,8 @@ def exponential(a: Tensor, terms: int) -> Tensor:
 
 
 def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tuple[int, int], centre: Any) -> Tensor:
-    """H times (P_i + (I - P_i) z), P_i = V_i V_i^T, at each frequency; the axes take turns, and P_i its place."""
+    """The product of (P_i + (I - P_i) z) and H, P_i = V_i V_i^T, at each frequency. Axes alternate; along each axis the
+    first, third, ... factor exchanges P_i and I - P_i."""
     if h.shape[0] < h.shape[1]:
         return projector_product(h.mT, v, image, kernel, centre).mT
     shared = min(kernel) - 1

@@ -34,8 +34,8 @@ class BjorckLinear(ConstrainedLinear):
     Parameters ``free`` (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
-        1-Lipschitz for every ``iterations`` and ``order``; all singular values 1 on convergence. How far it got:
-        ``linalg.orthogonality_residual(layer.weight())``.
+        1-Lipschitz for every ``iterations`` and ``order``; all singular values 1 on convergence, which
+        ``linalg.orthogonality_residual(layer.weight())`` measures.
 
     Cost:
         ``(1 + order) * iterations`` products of matrices per forward pass, independent of the batch.
@@ -76,8 +76,8 @@ class OrthogonalLinear(ConstrainedLinear):
     Parameters ``free`` W (out_features, in_features), semi-orthogonal at the start, and ``bias``.
 
     Guarantee:
-        1-Lipschitz with a function of the table. Of another function nothing is assumed: ``lipschitz`` computes the
-        spectral norm of the matrix it makes.
+        1-Lipschitz with a function of the table. Another function is not trusted: ``lipschitz`` computes the spectral
+        norm of the matrix it makes.
 
     Raises:
         OptionError: sizes below 1, another dtype, an unknown name.
@@ -110,8 +110,8 @@ def unit_rows(v: Tensor) -> Tensor:
 class NormalizedLinear(ConstrainedLinear):
     r"""Last layer with unit rows: :math:`y_i = \langle v_i / \|v_i\|, x \rangle + b_i`.
 
-    A margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2` behind a 1-Lipschitz body: what the
-    pairwise certificate of :func:`lipkit.certify` uses for any network with a linear last layer. The layer as a whole
+    Behind a 1-Lipschitz body a margin :math:`y_t - y_i` has the constant :math:`\|w_t - w_i\| \le 2`. The pairwise
+    certificate of :func:`lipkit.certify` uses it for any network with a linear last layer. The layer as a whole
     is **not** 1-Lipschitz: :math:`\sigma_{max}(W)` can reach the root of the number of rows, and ``lipschitz`` says so.
 
     Args: as ``nn.Linear``. Parameters ``free`` V (out_features, in_features) and ``bias``.

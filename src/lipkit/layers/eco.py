@@ -39,25 +39,24 @@ class EcoConv2d(ConstrainedConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        kernel_size: k, or (kh, kw), odd or even, that divide height and width of the image (after downsampling).
-            On one pixel only 1 does: there the layer is a dense orthogonal matrix. Dilation is 1 in units of what the
-            image size implies.
+        kernel_size: k, or (kh, kw), odd or even, that divide height and width of the image (after downsampling). On
+            one pixel it is 1 and the layer a dense orthogonal matrix. ``dilation`` stays 1: the image size sets it.
         orthogonalize: 'taylor' (the paper), 'exponential' (exact, neither normalised nor truncated), 'cayley',
             another name of ``linalg.ORTHOGONALIZE``, or a function ``(..., m, n) -> (..., m, n)``.
-        train_terms, eval_terms: T in training and in evaluation mode, the one thing in which they differ (default 5
-            and 10); only with 'taylor'.
+        train_terms, eval_terms: T in training and in evaluation mode, their only difference (default 5 and 10); only
+            with 'taylor'.
         complex_p0: whether the matrices of conjugate pairs of frequencies are unitary instead of real orthogonal
             (Appendix B): richer, for instance shifts, at twice the cost. Kernels of 1 and 2 taps have no such pairs.
         squarings: products that bound the norm, 3 to 6 (default 4), only with 'taylor': the largest angle of a new
             layer of 512 channels is 0.78, 0.89, 0.95 and 0.98 rad, where the paper's power iteration allows 1.
-        square: whether W has max(out_channels, s^2 in_channels) rows and columns, of which the rest is cropped, as in
-            the paper. False: rows and columns beyond the layer's are zeros, not parameters: fewer products.
+        square: whether W is square, of side max(out_channels, s^2 in_channels), and its matrices are cropped, as in the
+            paper. False: rows and columns beyond the layer's are zeros instead of parameters, which saves products.
         evaluation: 'phase', one product for each distinct frequency, or 'dilated', the paper's convolution with the
             kernel W0: the same function up to rounding.
 
     Parameters ``free`` W (L, c, c), L distinct frequencies, c = max(out_channels, s^2 in_channels), with complex
     matrices also ``imaginary`` (number of conjugate pairs, c, c), and ``bias``; (..., out_channels, s^2 in_channels)
-    without ``square``. Of the orthogonal matrix the first columns or rows act.
+    without ``square``. The first columns or rows of the orthogonal matrix act.
 
     Shapes:
         ``(B, in_channels, H, W) -> (B, out_channels, H / s, W / s)`` with s kh dividing H and s kw dividing W.
@@ -65,12 +64,12 @@ class EcoConv2d(ConstrainedConv2d):
     Guarantee:
         1-Lipschitz, all singular values 1 up to rounding, for 'exponential' and 'cayley'. For 'taylor' all of them lie
         in ``taylor_range(1, T)``: at most 1.00091 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz`` returns that bound
-        for the present mode. Of a function that is not in the table nothing is assumed: ``lipschitz`` computes the
-        norm of the matrices it makes. The export uses ``eval_terms``.
+        for the present mode. A function that is not in the table is not trusted: ``lipschitz`` computes the norm of
+        the matrices it makes. The export uses ``eval_terms``.
 
     Cost:
-        L matrices of size c once per forward pass, without ``square`` of the smaller side where that is below 0.4 c;
-        H W / s^2 products of out_channels x s^2 in_channels per image, those of a 1 x 1 convolution.
+        L matrices of size c per forward pass (without ``square`` of the smaller side, if that is below 0.4 c), and per
+        image the H W / s^2 products of out_channels x s^2 in_channels of a 1 x 1 convolution.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit; the message names the
@@ -219,8 +218,8 @@ def _resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
 @lipschitz_rule(EcoConv2d)
 def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
     if layer.orthogonalize is None:
-        # The skew matrices are divided by a bound that was itself rounded: c roundings per product, the root of which
-        # counts the product of power 2^i by a share of 1 / 2^i.
+        # The bound that divides the skew matrices is itself rounded: c roundings in each product. The root makes those
+        # in the power 2^i count 1 / 2^i of themselves.
         rounding = 16 * max(layer.inner_channels, layer.out_channels) * torch.finfo(layer.free.dtype).eps
         return taylor_range(1 + rounding, layer.terms)[1]
     if proved(layer.orthogonalize):
@@ -237,9 +236,9 @@ def _eco(layer: EcoConv2d, input_shape: Shape | None) -> Tensor | float:
 def _export_eco(layer: EcoConv2d, input_shape: Shape) -> nn.Module:
     """Pixel-unshuffle, then the phase form for either evaluation: its bound is exact; pointwise, one product per patch.
 
-    ``nn.Conv2d`` cannot hold the layer in general: its circular 'same' padding of ``d (k - 1)`` is split in equal
-    halves, which shifts an even kernel by half a dilation, and a bound of a dilated kernel for every image size is
-    not 1. For odd kernels ``layer.kernel()`` fits ``nn.Conv2d(..., dilation=(H / kh, W / kw), padding='same')``.
+    ``nn.Conv2d`` cannot hold the layer in general. It splits its circular 'same' padding of ``d (k - 1)`` in equal
+    halves, which shifts an even kernel by half a dilation. And the bound of a dilated kernel over all image sizes
+    exceeds 1. For odd kernels ``layer.kernel()`` fits ``nn.Conv2d(..., dilation=(H / kh, W / kw), padding='same')``.
     """
     height, width = resampled_size(layer, input_shape)
     if layer.pointwise:

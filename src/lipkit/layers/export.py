@@ -1,7 +1,7 @@
-"""Exports of constrained layers: made in float64, rounded once, of the plainest modules that compute them.
+"""Exports of constrained layers: made in float64, rounded once, as the plainest modules that compute them.
 
-A layer whose norm is at most 1 by construction needs one line, :func:`register_one_lipschitz`. Others register rules of
-their own with ``lipkit.modules.lipschitz_rule`` and ``export_rule``, made of the functions of this file.
+A layer whose norm is at most 1 by construction needs one line, :func:`register_one_lipschitz`. Others use the functions
+of this file in rules that they register with ``lipkit.modules.lipschitz_rule`` and ``export_rule``.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def stride_modules(layer: ConstrainedConv2d) -> list[nn.Module]:
 def in_float64(layer: Layer) -> Layer:
     """A float64 copy of a layer, on the CPU where its device has no float64.
 
-    Exports make the constrained object from it and round once: a transform that is badly conditioned in float32 (a
-    Cayley transform of huge weights) then still ends within rounding of its claim.
+    Exports make the constrained object from it and round once. So even a transform that is badly conditioned in float32
+    (a Cayley transform of huge weights) ends within rounding of its claim.
     """
     twin = copy.deepcopy(layer)
     return (twin.cpu() if next(layer.parameters()).device.type == "mps" else twin).double()
 
 
 def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
-    """A constrained object, rounded to the dtype (float32 at least) and moved to the device of the layer's own."""
+    """A constrained object in the dtype (float32 at least) and on the device of the layer's parameters."""
     own = at_least_float32(next(layer.parameters()).detach())
     return exact.to(device=own.device, dtype=own.dtype)
 
@@ -67,13 +67,13 @@ APART = 1e-2
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
-    """Constrained objects of a layer, made in float64 and rounded once: those of its own format but for rounding.
+    """Constrained objects of a layer, made in float64 and rounded once; they must match those of its own format.
 
     Args:
         make: from a layer to its objects. size: of the image after downsampling, for the message alone.
 
     Raises:
-        OptionError: the layer's format loses so much of the parameters that the export would be another function.
+        OptionError: the layer computes another function, because its format loses too much of the parameters.
     """
     found = [placed_like(layer, exact) for exact in make(in_float64(layer))]
     if all(exact.dtype == torch.float64 for exact in found):
@@ -91,7 +91,7 @@ def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple
 
 
 def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
-    """Rank and singular values of the free matrices of a layer, at each frequency where they are constrained there."""
+    """Rank and singular values of a layer's free matrices, in words; at each frequency for a `SymbolConv2d`."""
     like = next(p for p in layer.parameters() if p.ndim > 1)
     free = getattr(in_float64(layer), "directions", lambda: like.detach().cpu().double())()
     matrices = [free.flatten(1)[None]]
@@ -117,7 +117,7 @@ def linear_module(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def filled(plain: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
-    """A plain layer after these values were copied into it."""
+    """``plain`` with these values copied into it."""
     with torch.no_grad():
         plain.get_parameter("weight").copy_(weight)
         if bias is not None:
@@ -157,7 +157,7 @@ def _module(kernel: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
 
 
 def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle and an ``nn.Conv2d`` with circular padding and the kernel as it is now; one if pointwise."""
+    """Pixel-unshuffle and a circular ``nn.Conv2d`` with the present kernel; if pointwise one strided ``nn.Conv2d``."""
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(exactly(layer, lambda made: [made.kernel().flatten(1)])[0], layer.stride, layer.bias)

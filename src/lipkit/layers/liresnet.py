@@ -23,10 +23,9 @@ class LiResConv2d(KernelConv2d):
     r"""Convolution by :math:`(E + s\, g N) / \beta`, where :math:`\beta` bounds the norm of the kernel above it.
 
     E is the identity on the first channels, :math:`s = 1/\sqrt{\mathrm{depth}}`. A residual connection around a linear
-    layer is a linear layer: its constant is that of one kernel, not the sum of two. [LiResNet] leaves the kernel as it
-    is and multiplies the norms in the loss, estimated from below by a power iteration; here the kernel is divided by
-    :math:`\beta`, which is the same network but for the size of its biases, and :math:`\beta` is differentiable and
-    never below the norm.
+    layer is a linear layer: its constant is that of one kernel, not the sum of two. [LiResNet] keeps the kernel and
+    multiplies the norms in the loss, estimated from below by a power iteration. Dividing by :math:`\beta` gives the
+    same network up to the size of its biases; :math:`\beta` is differentiable and never below the norm.
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
@@ -37,7 +36,7 @@ class LiResConv2d(KernelConv2d):
 
     Guarantee:
         1-Lipschitz on every image size: :math:`\beta` is proved, within 2 % of the supremum over all frequencies. The
-        constant of an export is proved from its kernel, without that share.
+        constant of an export is proved from its kernel, without this allowance.
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller

@@ -39,10 +39,9 @@ class LotConv2d(SymbolConv2d):
     plus noise of a third of its size: well conditioned at every frequency.
 
     Guarantee:
-        1-Lipschitz for the named functions, also where an iteration stops early (its singular values then lie below
-        1: the layer contracts more than it should, never less). With 'polar' all singular values are 1 up to
-        rounding. For another function ``lipschitz`` computes the largest norm of the symbol it returned, and needs
-        ``input_shape``.
+        1-Lipschitz for the named functions, even if an iteration stops early: its singular values are then below 1.
+        With 'polar' all singular values are 1 up to rounding. For another function ``lipschitz`` computes the largest
+        norm of the symbol it returned, and needs ``input_shape``.
 
     Cost:
         One singular value decomposition of size c = min(out_channels, s^2 in_channels) at each of about

@@ -1,7 +1,7 @@
 """Layers with the whole geometry of torch's convolutions: strides, groups, dilations, paddings, transposed, 1-D.
 
-Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and padding is circular. Here a kernel is made
-so that its convolution *of this stride* keeps the promise, and the export is one plain convolution of torch.
+Elsewhere in :mod:`lipkit.layers` a stride is an invertible downsampling and padding is circular. Here the convolution
+*with its stride* is constrained, and the export is one plain convolution of torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def new_matrices(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
 
 
 class Construction(nn.Module, ABC):
-    """The parameters of the kernels of all groups, and how a kernel is made of them.
+    """The parameters of the kernels of all groups; calling it makes the kernels.
 
     Args:
         groups, out_channels, in_channels: of each group.
@@ -107,7 +107,7 @@ class Aoc(Construction):
 
     def forward(self) -> Tensor:
         h = self.made(self.free)
-        # One channel: the only projectors are 0 and 1, and the factors are shifts.
+        # One channel has the projectors 0 and 1 alone, so the factors are shifts.
         v = h.new_zeros(0) if self.projectors is None else self.made(self.projectors)
         v = v.reshape(self.stacks)
         last = None if self.last is None else self.made(self.last)
@@ -149,7 +149,7 @@ CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol
 
 
 class _Native(Biased):
-    """A convolution with the arguments of torch's, which torch's own layer checks, and a constrained weight."""
+    """A convolution with a constrained weight and torch's arguments, which torch's own layer checks."""
 
     plain: type[Any]
     kernel_size: tuple[int, ...]
@@ -188,7 +188,7 @@ class _Native(Biased):
             like = self.plain(
                 in_channels, out_channels, kernel_size, stride, padding, groups=groups, device="meta", **options
             )
-            # Some arguments fail at the first input only.
+            # Torch accepts some bad arguments and fails at the first input.
             sizes = {n: self._pair(getattr(like, n)) for n in ("kernel_size", "stride", "dilation")}
             least = {n: min(v) for n, v in sizes.items()}
         except (ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -236,10 +236,10 @@ class _Native(Biased):
         return [(0, 0)] * self.axes if self.padding == "valid" else [(p, p) for p in self.padding]
 
     def least_sides(self) -> tuple[int, ...]:
-        """The smallest image that torch pads so and that holds one window."""
+        """The smallest image that torch accepts with this padding and that holds one window."""
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         window = [r - sum(pair) for r, pair in zip(reach, self.borders(), strict=True)]
-        # A reflected or wrapped border is no wider than what is left of the image, or than the image.
+        # A wrapped border is at most as wide as the image, a reflected one narrower by a pixel.
         border = [max(pair) + (self.padding_mode == "reflect") for pair in self.borders()]
         wraps = self.padding_mode in ("reflect", "circular")
         return tuple(max(1, w, b if wraps else 1) for w, b in zip(window, border, strict=True))
@@ -250,7 +250,7 @@ class _Native(Biased):
         return kernels if self.axes == 2 else kernels[:, :, 0]
 
     def check_input(self, shape: Shape) -> None:
-        """``ShapeError`` unless a sample of this shape is accepted."""
+        """Raise ``ShapeError`` unless the layer accepts a sample of this shape."""
         if len(shape) != self.axes + 1 or shape[0] != self.in_channels:
             raise ShapeError(
                 f"{type(self).__name__}: expected input of shape (B, {self.in_channels}{', length' * (self.axes == 1)}"
@@ -315,8 +315,8 @@ class NativeConv2d(_Native):
         dilation (k - 1) pixels in total or up to stride - 1 fewer: all singular values 1; no padding and
         :math:`c_{out} \le s^2 c_{in}`: orthonormal rows; zero padding of dilation (k - 1) on each side and
         :math:`c_{out} \ge s^2 c_{in}`: orthonormal columns; other zero padding: a contraction.
-        Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies, 2
-        for one reflected pixel on each side of an image.
+        Reflecting and replicating padding copies pixels: the constant is the root of the largest number of copies of
+        one pixel, 2 for one reflected pixel on each side of an image.
 
     Cost:
         The matrices of the construction (those of ``BcopConv2d``, ``RkoConv2d``, ``AolConv2d``) and one convolution.
@@ -454,10 +454,10 @@ def aoc_conv2d(
     dtype: Any = None,
     **options: Any,
 ) -> NativeConv2d:
-    """AOC as a row of the families: an orthogonal :class:`NativeConv2d` with circular padding and a stride of its own.
+    """AOC as a row of the families: an orthogonal, circular :class:`NativeConv2d` that strides without downsampling.
 
-    ``kernel_size`` is that of the strided convolution, not of one behind a downsampling; a kernel smaller than the
-    stride grows to it, so that no pixel is lost: 1 is a matrix on patches, as elsewhere.
+    ``kernel_size`` is that of the strided convolution. A kernel smaller than the stride grows to it, so that no pixel
+    is lost: 1 gives a matrix on patches, as in other families.
 
     >>> layer = aoc_conv2d(3, 8, 3, stride=2)
     >>> layer(torch.ones(1, 3, 8, 6)).shape

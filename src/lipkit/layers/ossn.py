@@ -41,22 +41,20 @@ class OssnConv2d(ConstrainedConv2d):
 
     Args:
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
-        iterations: steps of the estimate, at least 1; few channels need none. Gradients take the vectors that it finds
-            as constants.
+        iterations: steps of the estimate, at least 1; few channels need none. Its vectors are constants to gradients.
 
     Parameters ``free`` V (out_channels, s^2 in_channels, kh, kw) and ``bias``. V starts with all singular values 1.
 
     Guarantee:
         No claimed constant: ``lipschitz(layer, input_shape)`` proves one from the numbers, for this layer and for its
-        export. It is at least 1 up to rounding. Random kernels, whose largest singular values lie close together at
-        many frequencies: 1.003 on average and at most 1.023 in 75 kernels of 32 to 256 channels, where the best
-        frequency was not among those that are followed. The gradient is that of the layer as far as the estimate is
-        the norm and its singular value simple; see the estimate.
+        export. It is at least 1 up to rounding. Random kernels are the hardest, with close singular values at many
+        frequencies: in 75 of 32 to 256 channels it was 1.003 on average and at most 1.023, where the estimate did not
+        follow the best frequency. The gradient is exact if the estimate is the norm and its singular value simple.
 
     Cost:
-        Seven convolutions of one image, ten products by vectors at 16 frequencies (more where there are few channels)
-        and ``2 iterations`` at four of them per forward pass; next to nothing backward. Few channels (up to 32 on
-        16 x 16, 20 on 32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
+        Per forward pass seven convolutions of one image, ten products by vectors at 16 frequencies (more for small
+        layers) and ``2 iterations`` at four of them; next to nothing backward. Few channels (up to 32 on 16 x 16, 20 on
+        32 x 32) take eigenvalues at all frequencies instead, and the estimate is the norm.
 
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit, or ``lipschitz``
@@ -79,7 +77,7 @@ class OssnConv2d(ConstrainedConv2d):
     def kernel(self, height: int, width: int) -> Tensor:
         """The kernel divided by its estimated norm on ``height x width`` (after downsampling); zero stays zero."""
         free = fold(at_least_float32(self.free), height, width)
-        # By the largest entry first, so that no power overflows or underflows; the quotient does not depend on it.
+        # Dividing by the largest entry keeps powers from over- and underflow; the result does not depend on it.
         biggest = free.detach().abs().amax()
         free = free / torch.where(biggest > 0, biggest, 1)
         norm = krylov_lower_estimate(free, height, width, self.iterations)

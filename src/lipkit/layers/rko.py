@@ -32,8 +32,8 @@ class RkoConv2d(KernelConv2d):
     ``bias``.
 
     Guarantee:
-        1-Lipschitz on every image size (proof: ``conv.reshape.contraction_from_matrix``) with a function of the
-        table. Of another function nothing is assumed: ``lipschitz`` computes the norm of the kernel it makes.
+        1-Lipschitz on every image size (proof: ``conv.patches.contraction_from_matrix``) with a function of the
+        table. Another function is not trusted: ``lipschitz`` computes the norm of the kernel it makes.
         The smallest singular value may be 0. For ``out_channels <= s^2 in_channels kh kw`` the squared singular
         values of the layer have the mean 1 / (kh kw) over the output directions: it shrinks most inputs.
 

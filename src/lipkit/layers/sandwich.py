@@ -1,7 +1,7 @@
 r"""Layers made of the two blocks of a Cayley transform, :math:`A A^\top + B B^\top = I` [LBDN].
 
-A sandwich layer is a linear map, an activation with slope in [0, 1] and another map, together 1-Lipschitz: dense, and
-as a convolution, where it is a sandwich at each frequency.
+A sandwich layer is a linear map, an activation with slope in [0, 1] and another linear map, together 1-Lipschitz. A
+convolution takes its pair of blocks at each frequency.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class SandwichLinear(CayleyPairLinear):
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
 
     Cost:
-        One inverse of size out_features per forward pass; for large layers and a smaller batch LU factors, and solves
-        for the batch (``lipkit.conv.cayley_conv``).
+        One inverse of size out_features per forward pass; a large layer with a smaller batch takes LU factors and
+        solves (``lipkit.conv.cayley_conv``).
 
     Raises:
         OptionError: sizes below 1, another dtype, an activation that does not qualify (MaxMin inside a sandwich
@@ -223,7 +223,7 @@ class SandwichLinear(CayleyPairLinear):
         return F.linear(self.activation(F.linear(x, first, self.bias_as(first))), second)
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:
-        """The layer on images of one pixel (:class:`SandwichConv2d`): neither of its matrices is made."""
+        """The layer on images of one pixel, in solve form as :class:`SandwichConv2d`: neither matrix is formed."""
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
@@ -234,7 +234,7 @@ class SandwichLinear(CayleyPairLinear):
         normal = normal_matrices_of(own, rest, 1, 1, wide=True)
         factors = factors_for(normal, rows, uses=2)
         v = solve_form("second", rows, normal, factors, self.bias_as(psi), SQRT2 / psi)
-        # The activation sees the features where it always does, last.
+        # The activation expects the features in the last dimension.
         inside = activation(v.reshape(*batch, q)).reshape(-1, q, 1, 1)
         return solve_form("first adjoint", inside, normal, factors, scale=SQRT2 * psi).reshape(*batch, q)
 
@@ -245,7 +245,7 @@ class SandwichLinear(CayleyPairLinear):
 def add_activation(
     layer: nn.Module, activation: str | nn.Module | None, channels: int, device: Any, dtype: Any
 ) -> None:
-    """Give a new layer its activation and the parameter ``log_psi`` (channels,), zero; two None in its linear form."""
+    """Give a new layer its activation and ``log_psi`` (channels,) = 0; both are None in its linear form."""
     chosen = None if activation is None else slope_activation(activation)
     layer.register_module("activation", chosen)
     zeros = None if chosen is None else nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
@@ -253,7 +253,7 @@ def add_activation(
 
 
 def check_linear_form(layer: nn.Module, method: str) -> None:
-    """Raise ``OptionError`` unless the layer has no activation: only then a matrix is all of it."""
+    """Raise ``OptionError`` if the layer has an activation: then no single matrix computes it."""
     if layer.activation is not None:
         raise OptionError(
             f"{type(layer).__name__}.{method}: expected activation=None, where one linear map is the whole layer, "
@@ -346,7 +346,7 @@ class SandwichConv2d(SymbolConv2d):
         self.x_free, size = free_and_scale((q, q, *self.kernel_size), device, dtype)
         self.x_scale = nn.Parameter(BIRTH_TURN * size.detach())
         self.y_free, _ = free_and_scale((q, p, *self.kernel_size), device, dtype)
-        # The mean square of Y's singular values, over all frequencies, is then that of the dense layer.
+        # This gives Y's singular values, over all frequencies, the mean square of the dense layer.
         self.y_scale = nn.Parameter(torch.tensor(BALANCED * math.sqrt(min(p, q)), device=device, dtype=dtype))
         add_activation(self, activation, q, device, dtype)
 

@@ -45,7 +45,7 @@ WIDE = 64
 
 
 class SlopeResidualLinear(Biased, ABC):
-    """Dense ``x - F^T Lambda act(F x + b)``; zeros are appended to the input, or outputs dropped, to fit the sizes."""
+    """Dense ``x - F^T Lambda act(F x + b)``; missing inputs are zeros, surplus outputs are dropped."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SlopeResidualLinear(Biased, ABC):
         check_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features
         self.activation = slope_activation(activation)
-        # A spread of singular values below 1, as the papers' initialisations have it.
+        # Like the papers' initialisations, this spreads the singular values below 1.
         free = torch.empty(self.hidden, self.inner, device=device, dtype=dtype)
         self.free = nn.Parameter(nn.init.xavier_normal_(free))
         self.make_multiplier(device, dtype)
@@ -96,7 +96,7 @@ class SlopeResidualLinear(Biased, ABC):
 
 
 class SlopeResidualConv2d(ConstrainedConv2d):
-    """Circular ``x - F^* (Lambda act(F x + b))``; zero channels are appended, or channels dropped, to fit the sizes."""
+    """Circular ``x - F^* (Lambda act(F x + b))``; missing input channels are zeros, surplus outputs are dropped."""
 
     def make_parameters(
         self, device: Any, dtype: Any, *, hidden: int | None = None, activation: str | nn.Module = "relu"
@@ -122,7 +122,7 @@ class SlopeResidualConv2d(ConstrainedConv2d):
         """Diagonal of Lambda ``(hidden,)``, which holds for every image size, in float32 or better."""
 
     def training_multiplier(self) -> Tensor:
-        """The diagonal in training mode; another one only where a proof takes longer than training should."""
+        """The diagonal in training mode; it differs only where a proof per step would dominate training."""
         return self.multiplier()
 
     @half_through_float32
@@ -205,8 +205,8 @@ def sll_multiplier(magnitudes: Tensor, log_q: Tensor) -> Tensor:
 def cpl_multiplier(norm: Tensor, hidden: int, like: Tensor) -> Tensor:
     r"""Diagonal :math:`\Lambda = 2 / \|F\|^2 \cdot I` from a proved upper bound of the norm.
 
-    An estimate from below would not do: 3 % too small a norm already gives a layer of norm 1.13. Rounded down: in the
-    subnormal range the nearest number can be larger by a half.
+    An estimate from below is not enough: a norm that is 3 % too small already gives a layer of norm 1.13. The result is
+    rounded down: in the subnormal range the nearest number can be larger by a half.
 
     >>> cpl_multiplier(torch.tensor(2.0, dtype=torch.float64), 2, torch.zeros(1)).tolist()
     [0.5, 0.5]
@@ -250,7 +250,7 @@ class SllLinear(SlopeResidualLinear):
 class CplLinear(SlopeResidualLinear):
     r"""Convex potential layer, dense: :math:`y = x - \tfrac{2}{\|F\|^2} F^\top \sigma(F x + b)`.
 
-    The norm is a proved upper bound, computed at each forward pass: it can never be one step behind.
+    The norm is a proved upper bound, computed at each forward pass, so it never lags behind the weights.
 
     Args: as ``nn.Linear``; ``hidden``: rows of F (default max(in, out)); ``activation``: slope in [0, 1].
     Parameters ``free`` F (hidden, n) and ``bias`` (hidden,), n = max(in, out).
@@ -307,15 +307,15 @@ class CplConv2d(SlopeResidualConv2d):
     (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F and ``bias`` (hidden,).
 
     Guarantee:
-        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies. But in
-        training mode kernels of up to 3 x 3 taps with 64 channels and more take the number that the proof tries first
-        (:func:`lipkit.bounds.symbol_sup_estimate`): the same weights, bit for bit, unless a search has missed the
-        supremum by more than 2 %. Then the layer of this step has a larger constant, which ``lipschitz`` proves, and
-        evaluation and exports have the proved weights.
+        1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies. One
+        exception: in training mode, kernels of up to 3 x 3 taps with 64 channels and more take the number that the
+        proof tries first (:func:`lipkit.bounds.symbol_sup_estimate`). Weights are the same, bit for bit, unless its
+        search misses the supremum by more than 2 %. Then this step has a larger constant, which ``lipschitz`` proves.
+        Evaluation and exports always have the proved weights.
 
     Cost:
         One :func:`lipkit.bounds.symbol_sup` per forward pass: some hundred Cholesky factorisations of the smaller
-        channel number, whatever the image. Where training does without, a search and one singular vector.
+        channel number, whatever the image. A training step without proof takes a search and one singular vector.
 
     Raises:
         OptionError: an even kernel, an activation whose slope leaves [0, 1].
@@ -333,7 +333,7 @@ class CplConv2d(SlopeResidualConv2d):
 
     @property
     def always_proved(self) -> bool:
-        """True if training proves the norm, too: where that takes little time, or a search is likelier to miss."""
+        """True if training proves the norm, too: the proof is cheap, or a search is likely to miss."""
         # Symbols of many taps have narrow peaks.
         return min(self.free.shape[:2]) < WIDE or max(self.free.shape[2:]) > 3
 

@@ -34,7 +34,7 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
 
     The value depends on the device: large matrices on a CPU get a bound within 0.1 % of the norm by Lanczos steps
     (:func:`lipkit.proof.norms.quick_spectral_norm`), where an accelerator, ``torch.func`` and ``torch.compile`` take
-    :func:`lipkit.linalg.gram_norm.gram_norm`, within 3 %. Second derivatives are always those of the latter.
+    :func:`lipkit.linalg.gram_norm.gram_norm`, within 3 %. Second derivatives are always those of ``gram_norm``.
 
     (Two of the "Fantastic Four"; for skew kernels the other two have the same norms.) The matrix symbol is
     :math:`F(w) = K (I \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and
@@ -57,8 +57,8 @@ LARGE = 128
 
 
 def _norm(matrix: Tensor) -> Tensor:
-    """Proved bound of the norm of a matrix, at least 1e-3. On a CPU large ones take Lanczos steps and one proof, in
-    less than half of the time; an accelerator, and what is traced, transformed or compiled, takes products alone."""
+    """Proved bound of the norm of a matrix, at least 1e-3. Large ones on a CPU take Lanczos steps and one proof, in
+    less than half of the time. Accelerators, traces, transforms and compiled graphs take products alone."""
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
         return gram_norm(matrix)
@@ -108,21 +108,21 @@ class SocConv2d(ConstrainedConv2d):
         in_channels, out_channels, ..., dtype: those of :class:`lipkit.layers.base.ConstrainedConv2d`.
         kernel_size: odd.
         padding_mode: 'circular' (exports as an exact Fourier convolution) or 'zeros' (as its Taylor recurrence).
-        train_terms, eval_terms: T in training and in evaluation mode, the one thing in which they differ.
+        train_terms, eval_terms: T in training and in evaluation mode, their only difference.
 
     Parameters ``free`` M (c, c, kh, kw) with c = max(s^2 in_channels, out_channels), and ``bias``. Missing input
     channels are zeros, surplus output channels are dropped.
 
     Guarantee:
-        :math:`\max_{|\theta| \le 1} |p_T(i\theta)|`-Lipschitz, 1.0009 for T = 5 and 1 + 2e-8 for T = 10: what
-        ``lipschitz`` returns for the present mode. The singular values are 1 up to the truncation error
-        :math:`1/(T+1)!` when out_channels >= s^2 in_channels.
+        :math:`\max_{|\theta| \le 1} |p_T(i\theta)|`-Lipschitz, 1.0009 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz``
+        returns it for the present mode. If out_channels >= s^2 in_channels, the singular values are 1 up to the
+        truncation error :math:`1/(T+1)!`.
 
     Cost:
-        Circular: T convolutions with c x c channels, or as many or fewer products in Fourier space, whichever way is
-        cheapest by count (:func:`lipkit.conv.exponential_conv2d`). With zeros: T convolutions. A 1 x 1 kernel: a
-        polynomial of one matrix and one product for each s x s patch, or T products for each of few patches. Besides,
-        matrix products of size c max(kh, kw) for B.
+        Circular: T convolutions with c x c channels, or at most as many products in Fourier space, the cheapest by
+        count (:func:`lipkit.conv.exponential_conv2d`). With zeros: T convolutions. A 1 x 1 kernel: a polynomial of one
+        matrix and one product for each s x s patch, or T products for each of few patches. In addition, matrix products
+        of size c max(kh, kw) for B.
 
     Raises:
         OptionError: an argument that is not supported, an even kernel size. ShapeError: an input that does not fit.
@@ -179,7 +179,7 @@ class SocConv2d(ConstrainedConv2d):
         with autocast_off(x):
             kernel = self.generator()
             terms, rows = self.terms, x.numel() // self.inner_channels
-            # Powers of one matrix, or products of it with few patches.
+            # The polynomial of the matrix, unless T products with few patches cost less.
             made = self.pointwise and terms * rows > taylor_products(terms) * len(kernel)
             matrix = self.polynomial(kernel, terms) if made else None
         if matrix is not None:
@@ -203,7 +203,7 @@ class SocConv2d(ConstrainedConv2d):
 
 @lipschitz_rule(SocConv2d)
 def _soc(module: SocConv2d, input_shape: Shape | None) -> float:
-    # K was divided by its bound in its own precision. Entrywise relative roundings u can move the norm by
+    # K was divided by its bound in its own dtype. Relative roundings u of its entries move the norm by at most
     # u sqrt(kh kw) ||K||_F <= u sqrt(kh kw c) ||K||.
     channels, _, kh, kw = module.free.shape
     angle = 1 + (4 + 2 * math.sqrt(kh * kw * channels)) * torch.finfo(module.free.dtype).eps

@@ -1,4 +1,4 @@
-"""Work of layers after an optimiser step: they declare it, and one function does it for a whole model."""
+"""Work after an optimiser step: layers declare it, and one function does it for a whole model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AfterStep(ABC):
     critics of `lipkit.wasserstein` call that function.
 
     Attributes:
-        interval: steps between two calls of a training loop that counts its steps; larger than 1 where the work
-            costs much more than a step.
+        interval: steps between two calls in a training loop that counts its steps; above 1 if the work costs much more
+            than a step.
     """
 
     interval: ClassVar[int] = 1
@@ -50,7 +50,7 @@ def after_step_layers(model: nn.Module) -> dict[str, AfterStep]:
 
 @torch.no_grad()
 def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) -> int:
-    """Do what the layers of ``model`` need after an optimiser step, in place. Every training loop has to call it.
+    """Run the declared work of all layers of ``model`` in place. Every training loop has to call it after its steps.
 
     ``lipkit.fit`` calls it. In a loop of your own::
 
@@ -59,14 +59,13 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
         ...
         lipkit.layers.after_step(model, (3, 32, 32))         # once more at the end
 
-    or let `register_after_step` do it. A loop that forgets it trains, and ``lipschitz`` and ``export`` then give the
-    bound of the weights as they are, which can be far above 1.
+    or let `register_after_step` do it. A loop that forgets it trains without a complaint; ``lipschitz`` and ``export``
+    then give the bound of the weights as they are, which can be far above 1.
 
     Args:
-        model: any module, not wrapped for several processes. Without layers that declare work (`AfterStep`) nothing is
-            done.
-        input_shape: of one input of the model, without the batch. Each layer is told the shape that it sees then: a
-            copy of the model in evaluation mode runs one zero input.
+        model: any module, not wrapped for several processes. Layers that declare no work (`AfterStep`) stay untouched.
+        input_shape: of one input of the model, without the batch. A copy of the model in evaluation mode runs one zero
+            input, to find the shape that each layer sees.
         step: number of this step, counted from 1: each layer acts at multiples of its ``interval``. None: all act.
 
     Returns:
@@ -92,8 +91,8 @@ def after_step(model: nn.Module, input_shape: Shape, step: int | None = None) ->
 def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, input_shape: Shape) -> RemovableHandle:
     """Let ``optimizer`` call `after_step` for all layers of ``model`` at the end of each of its steps.
 
-    So the bound holds wherever the loop ends. The price is the work of every layer at every step, its ``interval``
-    notwithstanding; where that is too much, call `after_step` with the number of the step.
+    The bound then holds wherever the loop ends. It costs the work of every layer at every step, whatever its
+    ``interval``; if that is too much, call `after_step` with the number of the step.
 
     Args:
         optimizer: of the parameters of ``model``.

@@ -21,9 +21,9 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 class OnManifold(AfterStep):
     """A layer whose parameter ``free`` is semi-orthogonal and stays so under an optimiser made for it.
 
-    `lipkit.training.SpectralDescent` and `lipkit.training.RiemannianAdam` move it along the manifold; what rounding
-    adds is removed after every hundredth step. Another optimiser leaves the manifold between these steps: the layer
-    then computes with what it has, and ``lipschitz`` and ``export`` say so.
+    `lipkit.training.SpectralDescent` and `lipkit.training.RiemannianAdam` move it along the manifold; every hundredth
+    step removes accumulated rounding. Another optimiser leaves the manifold between these steps; ``lipschitz`` and
+    ``export`` then give the norm of the matrix as it is.
     """
 
     interval = 100  # a step adds about 1e-7 to the residual of a square matrix
@@ -38,8 +38,8 @@ class OnManifold(AfterStep):
 class StiefelLinear(ConstrainedLinear, OnManifold):
     r"""Dense layer ``y = Wx + b`` with the semi-orthogonal parameter W itself.
 
-    No function makes W from something else, so nothing is differentiated through, and a forward pass is that of
-    ``nn.Linear``. The work is the optimiser's: see `lipkit.training.SpectralDescent`.
+    A forward pass is that of ``nn.Linear``: W is not computed from other parameters, so no gradient passes through a
+    construction. The optimiser does the work: see `lipkit.training.SpectralDescent`.
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``.
@@ -70,7 +70,7 @@ class StiefelConv2d(KernelConv2d, OnManifold):
 
     Args:
         in_channels, out_channels, ..., dtype: those of `lipkit.layers.base.ConstrainedConv2d`; ``kernel_size`` is 1,
-            since a larger kernel is orthogonal only if its taps fit together, which a step on one matrix does not keep.
+            since a step on one matrix does not keep the relations between taps that make a larger kernel orthogonal.
 
     Parameters ``free`` W (out_channels, s^2 in_channels, 1, 1), semi-orthogonal at the start, and ``bias``.
 

@@ -21,7 +21,7 @@ from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
 def clip(matrices: Tensor) -> Tensor:
-    """Matrices ``(..., m, n)`` with every singular value above 1 replaced by 1; the others are not touched.
+    """Matrices ``(..., m, n)`` with every singular value above 1 replaced by 1, and the others kept.
 
     >>> clip(torch.diag(torch.tensor([3.0, 0.5]))).round(decimals=5)
     tensor([[1.0000, 0.0000],
@@ -30,20 +30,20 @@ def clip(matrices: Tensor) -> Tensor:
     wide = matrices.shape[-2] < matrices.shape[-1]
     gram = matrices @ matrices.mH if wide else matrices.mH @ matrices
     values, vectors = torch.linalg.eigh(gram)
-    # On the smaller side: W (V diag(1 - min(1, 1/s)) V*) is what has to go. Exactly 0 where s <= 1.
+    # On the smaller side, subtract W (V diag(1 - min(1, 1/s)) V*): exactly 0 where s <= 1.
     excess = 1 - values.clamp_min(1).rsqrt()
     surplus = (vectors * excess[..., None, :].to(vectors.dtype)) @ vectors.mH
     return matrices - (surplus @ matrices if wide else matrices @ surplus)
 
 
 def _support(symbols: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
-    """The taps ``(cout, cin, kh, kw)`` of a symbol ``(h, w // 2 + 1, cout, cin)``; what lies outside is dropped."""
+    """The taps ``(cout, cin, kh, kw)`` of a symbol ``(h, w // 2 + 1, cout, cin)``; taps outside are dropped."""
     taps = torch.fft.irfft2(symbols.conj().permute(2, 3, 0, 1), s=(h, w))
     return taps.roll(((kh - 1) // 2, (kw - 1) // 2), (-2, -1))[..., :kh, :kw]
 
 
 def _unfold(kernel: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
-    """The smallest kernel of kh x kw taps that folds to ``kernel``: each tap shared among those that meet in it."""
+    """The smallest kernel of kh x kw taps that folds to ``kernel``: coinciding taps share a value equally."""
     for dim, n, k in ((-2, h, kh), (-1, w, kw)):
         if k > n:
             place = torch.remainder(torch.arange(k, device=kernel.device) - (k - 1) // 2 + (n - 1) // 2, n)
@@ -56,8 +56,8 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
     r"""A kernel near ``kernel`` whose convolution on a circular ``h x w`` image is nearly orthogonal.
 
     Alternating projections: at every frequency f, replace :math:`\hat K(f)` by its polar factor, whose singular values
-    are all 1, or only clip those above 1 to 1; then set to zero what left the kh x kw taps. A kernel that is already in
-    both sets is a fixed point.
+    are all 1, or only clip those above 1 to 1; then drop all taps outside kh x kw. A kernel in both sets is a fixed
+    point.
 
     Args:
         kernel: ``(cout, cin, kh, kw)``. Taps beyond the image wrap around; what has to change is then shared equally
@@ -71,11 +71,10 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
         Kernel of the same shape and dtype, without a gradient.
 
     Guarantee:
-        None: the last step restricts the taps, which can raise the norm. Polar factors, 50 rounds: singular values
-        from 0.986 to 1.014 for 32 x 32 x 3 x 3 kernels 0.02 away from an orthogonal one on 16 x 16, from 0.2 to 1.2 for
-        square random ones, to which no orthogonal kernel need be near. Clipping: norms of 1.00 to 1.015 from random
-        kernels of norm 1 to 70; 1.02 to 1.04 in the hardest case known, a kernel of equal taps (norm 9 to 25) on a
-        large image. ``lipschitz`` computes what it is.
+        None: the last step restricts the taps, which can raise the norm; ``lipschitz`` computes it. Polar factors, 50
+        rounds, 32 x 32 x 3 x 3 kernels on 16 x 16: singular values from 0.986 to 1.014 if the kernel is 0.02 away from
+        an orthogonal one, from 0.2 to 1.2 if it is random. Clipping: norms of 1.00 to 1.015 from random kernels of norm
+        1 to 70; 1.02 to 1.04 in the hardest case known, a kernel of equal taps (norm 9 to 25) on a large image.
 
     Cost:
         Per round one eigenvalue problem of size min(cout, cin) at each of h (w // 2 + 1) frequencies.
@@ -107,7 +106,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
                     break
                 folded = _support(after, h, w, *start.shape[-2:])
                 continue
-            # The Frobenius norm bounds the spectral one: only what may exceed 1 needs its eigenvalues.
+            # The Frobenius norm bounds the spectral one: only matrices above 1 in it need eigenvalues.
             open_ = torch.linalg.matrix_norm(before) > 1
             if not bool(open_.any()):
                 break

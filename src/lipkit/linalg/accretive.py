@@ -19,9 +19,9 @@ from torch import Tensor
 
 # Matrices of fewer rows go to LAPACK, whose calls then cost less than products of their blocks.
 SMALL = 32
-# Without pivots errors grow with the square of the norm, with them by the norm. Up to this root mean square of the
-# singular values both stay below what layers promise: in float32, of n from 32 to 256, the worst skew parts found (of
-# rank 2, one block, a few entries) cost 7e-5, dense ones 4e-6, no more than pivoted factors do.
+# Errors grow with the square of the norm without pivots, with the norm with them. Up to this root mean square of the
+# singular values both stay below what layers promise. In float32, n from 32 to 256, the worst skew parts found (of
+# rank 2, one block, a few entries) cost 7e-5, dense ones 4e-6: no more than pivoted factors.
 TAME = 10.0
 
 
@@ -33,12 +33,12 @@ def blocks_pay(n: Tensor) -> bool:
     (True, False)
     """
     side = n.shape[-1]
-    # On an accelerator the test would wait for all work before it.
+    # On an accelerator the test would wait for all queued work.
     if side < SMALL or n.numel() == 0 or n.device.type != "cpu":
         return False
     reals = torch.view_as_real(n.resolve_conj()) if n.is_complex() else n
     squares = torch.linalg.vector_norm(reals.reshape(n.shape[:-2].numel(), -1), dim=1).square().amax()
-    # A comparison with what is not a number is false: such matrices are left to LAPACK.
+    # A comparison with NaN is false, so LAPACK gets such matrices.
     return bool(squares <= TAME**2 * side)
 
 
@@ -83,12 +83,14 @@ def _invert(n: Tensor, out: Tensor) -> None:
         return
     half = side // 2
     (a, b, c, d), (top, upper, lower, s) = _blocks(n, half), _blocks(out, half)
+    # Every write goes into a block of out; beta=0 ignores what the fresh memory holds, NaN included.
     _invert(a, top)
     below = torch.bmm(c, top)
     _invert(torch.baddbmm(d, below, b, alpha=-1), s)
     torch.baddbmm(lower, s, below, beta=0, alpha=-1, out=lower)
     beside = torch.bmm(top, b)
     torch.baddbmm(upper, beside, s, beta=0, alpha=-1, out=upper)
+    # lower has the minus sign already: this adds A^-1 B S^-1 C A^-1.
     top.baddbmm_(beside, lower, alpha=-1)
 
 

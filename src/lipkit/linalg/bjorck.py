@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lipkit.linalg.matrices import at_least_float32, check_matrix, check_positive, eye_like
 
-# Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring singular values of a 25th of
-# the largest near 1; their rounding errors grow by as much at most, which is what such a polar factor's do anyway.
+# Steps on the Gram matrix alone, for matrices at least twice as tall as wide. Eight bring a singular value of a 25th of
+# the largest near 1. Its rounding error grows 25-fold at most, as in any polar factor.
 _GRAM_STEPS = 8
 
 
@@ -29,7 +29,7 @@ def into_unit_ball(w: Tensor) -> Tensor:
 
 
 def with_gram(w: Tensor) -> tuple[Tensor, Tensor]:
-    """`into_unit_ball` of ``w``, X, and the Gram matrix X^* X, which it makes on the way."""
+    """X, the `into_unit_ball` of ``w``, and its Gram matrix X^* X."""
     # Divided by its largest entry first: no square overflows or underflows. The quotient below does not depend on
     # this constant, so it carries no gradient.
     biggest = w.detach().abs().amax((-2, -1), keepdim=True)
@@ -40,6 +40,7 @@ def with_gram(w: Tensor) -> tuple[Tensor, Tensor]:
     rows = fourth.abs().sum(-1).amax(-1)
     bound = torch.minimum(schatten, rows)[..., None, None]
     bound = torch.where(bound > 0, bound, torch.ones_like(bound)).sqrt()
+    # bound is now at least ||W||^2: its root divides W, and it divides W^* W.
     return w / bound.sqrt(), gram / bound
 
 
@@ -61,6 +62,7 @@ def _polynomial(q: Tensor, order: int) -> Tensor:
     """The series of (I - Q)^(-1/2) without its first term, up to Q^order."""
     eye = eye_like(q)
     *lower, last = inverse_root_coefficients(order)
+    # Horner from the highest power down; c_0 = 1 is left to the callers.
     polynomial = last * q
     for coefficient in lower[:0:-1]:
         polynomial = (polynomial + coefficient * eye) @ q
@@ -68,12 +70,12 @@ def _polynomial(q: Tensor, order: int) -> Tensor:
 
 
 def _all_below(q: Tensor, limit: float) -> bool:
-    """True if every entry is known to be below ``limit``: in a compiled graph or a vmap, none is."""
+    """True if every entry is known to be below ``limit``; a compiled graph and a vmap know none."""
     if torch.compiler.is_compiling():
         return False
     try:
         return bool(q.detach().abs().amax() < limit)
-    except RuntimeError:  # of torch.func.vmap, and of tensors without numbers: they take all steps
+    except RuntimeError:  # from torch.func.vmap and from meta tensors: they take all steps
         return False
 
 
@@ -131,7 +133,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
     limit = torch.finfo(x.dtype).eps ** 0.5 / 16
     done = 0
     if x.shape[-2] >= 2 * x.shape[-1] and iterations > 1:
-        # X p(Q) with Q from the Gram matrix of the step before: the same polynomials, but small products.
+        # (X S)^* (X S) = S^* G S: the same polynomials by small products, and X is multiplied once, at the end.
         factor = eye
         while done < min(_GRAM_STEPS, iterations - 1):
             q = eye - gram
@@ -145,7 +147,7 @@ def bjorck(w: Tensor, iterations: int = 20, order: int = 1) -> Tensor:
         q = eye - x.mH @ x
         x = x + x @ _polynomial(q, order)
         done += 1
-        # Two steps at least: the first one removes the scale of W, the second one what the first left in the gradient.
+        # At least two steps: the first removes the scale of W, the second what the first leaves in the gradient.
         if done > 1 and _all_below(q, limit):
             break
     return x

@@ -149,9 +149,11 @@ def factorize(transposed: Tensor, rows: int) -> Factors:
     """
     n = transposed.shape[-1]
     if 2 * rows >= n and blocks_pay(transposed):
+        # The inverse of N^T stays as it is: a row of h is a row of b times N^-T.
         return Factors(inverse_by_blocks(transposed), None)
     if 2 * rows > 3 * n:
         return Factors(torch.linalg.inv(transposed), None)
+    # LAPACK factorises columns: the view N of a contiguous N^T is in its order.
     return Factors(*torch.linalg.lu_factor(transposed.mT))
 
 
@@ -161,5 +163,6 @@ def solve_rows(factors: Factors, b: Tensor, *, transposed: bool = False) -> Tens
     if pivots is None:
         return b @ (matrix.mT if transposed else matrix)
     if transposed:
+        # Rows from the right: h^T N = b^T is N^T h = b.
         return torch.linalg.lu_solve(matrix, pivots, b, left=False)
     return torch.linalg.lu_solve(matrix, pivots, b.mT).mT

@@ -1,4 +1,4 @@
-r"""Products with the Cayley transform of a matrix that is never made: one solve for the vectors forward, one backward.
+r"""Products with the Cayley transform of a matrix without forming it: one solve forward, one backward.
 
 With a wide :math:`W = [W_1\ W_2]` (a tall one: :math:`[W_1; W_2]`) and
 
@@ -7,7 +7,7 @@ With a wide :math:`W = [W_1\ W_2]` (a tall one: :math:`[W_1; W_2]`) and
 .. math:: \text{wide:}\quad y = 2h - x_1,\; N h = x_1 - W_2 x_2; \qquad
           \text{tall:}\quad y = [2h - x;\, -2 W_2 h],\; N h = x .
 
-The derivative is written out: small layers cost their calls, large ones their products, and both are fewer so.
+The derivative is written out: it saves calls, which dominate small layers, and products, which dominate large ones.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from lipkit.linalg.transforms import transformed
 
 
 def cayley_linear(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Product of ``x`` with the Cayley transform of ``weight``, which is never made.
+    r"""Product of ``x`` with the Cayley transform of ``weight``, without forming the transform.
 
     Args:
         weight: ``(m, n)``, real.
-        x: ``(..., n)`` of the dtype of the weight, or of half precision: then N is made, factorised and solved with in
-            the dtype of the weight, and what x and the gradients of y are multiplied by is rounded.
+        x: ``(..., n)`` of the dtype of the weight, or of half precision. N is made, factorised and solved with in the
+            dtype of the weight; in half precision the factors of x and of the gradients of y are rounded.
         bias: ``(m,)``.
 
     Returns:
         ``(..., m)``, of the dtype of x.
 
     Cost:
-        Of products of the larger by the smaller side squared, for a wide or tall matrix: one forward and at most one
-        backward (for a batch of half the smaller side or less, products with the batch alone), where making the
-        transform takes two and three. LU factors in place of an
-        inverse for up to min(m, n) / 2 vectors.
+        For a wide or tall matrix one product of max(m, n) min(m, n)^2 forward and at most one backward; forming the
+        transform takes two and three. A batch of at most min(m, n) / 2 vectors takes LU factors, no inverse, and in
+        its backward pass products with the batch alone.
 
     Raises:
         ShapeError: ``weight`` is not a matrix, or x does not have its columns.
@@ -97,11 +96,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         m, n = weight.shape
         factors = factorize(_transposed(weight), len(x))
-        # What features are multiplied by has their digits; N is factorised, and solved with, in those of the weight.
+        # Features are multiplied in their own dtype; N is factorised, and solved with, in that of the weight.
         rest, exact = _parts(weight)[1].to(x.dtype), weight.dtype
         if m < n:
             own = x[:, :m].to(exact)
             h = solve_rows(factors, own - x[:, m:] @ rest.mT)
+            # own + 2 (h - own) = 2 h - own, in one pass.
             y = torch.lerp(own, h, 2.0).to(x.dtype)
         else:
             start = x.to(exact)
@@ -131,7 +131,7 @@ class _Product(torch.autograd.Function):
 def _gradients(
     weight: Tensor, x: Tensor, h: Tensor, rest: Tensor, factors: Factors, g: Tensor, *, asked: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    r"""The gradients of W and x: with :math:`N^\top k = g_1` (tall: :math:`g_1 - W_2^\top g_2`),
+    r"""The gradients of W and x. With :math:`N^\top k = g_1` (tall: :math:`g_1 - W_2^\top g_2`),
     :math:`\nabla_N = -2 k h^\top`, and x gets :math:`[2k - g_1;\, -2 W_2^\top k]` (tall: :math:`2k - g_1`).
 
     Both are of the rank of the batch, and so are the parts of the gradient of W_2:
@@ -161,13 +161,14 @@ def _gradients(
         return made, for_x
     beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])
     if x.dtype == weight.dtype and 2 * len(x) > min(m, n):
-        # The rank is no gain, and products of full size are exact in the digits of the weight.
+        # A large batch has no low rank to exploit, and no factor is rounded: products of full size.
         symmetric = normal + normal.mT
         torch.mm(*((symmetric, rest) if wide else (rest, symmetric)), out=for_rest)
         for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=-2)
         return made, for_x
     across = rest if wide else rest.mT
     moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
+    # Both terms as one product: the batch axis of the two is joined.
     solutions = torch.cat((rounded_k, rounded_h))
     images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.add_(other)))
     found = solutions.mT @ images if wide else images.mT @ solutions

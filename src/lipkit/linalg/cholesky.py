@@ -12,13 +12,14 @@ from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
 
 def _divided(w: Tensor, share: float) -> Tensor:
     """``W L^{-*}`` of tall matrices, with ``L L* = W* W + share trace(W* W) I``; zero ones stay zero."""
-    # By the largest entry first, so that no square overflows or underflows; the quotient does not depend on it.
+    # Dividing by the largest entry keeps squares from over- and underflow; the result does not depend on it.
     biggest = w.detach().abs().amax((-2, -1), keepdim=True)
     w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
     gram = w.mH @ w
     trace = torch.diagonal(gram, dim1=-2, dim2=-1).real.sum(-1)[..., None, None]
     shift = torch.where(biggest > 0, share * trace, torch.ones_like(trace))
     factor = torch.linalg.cholesky_ex(gram + shift * eye_like(gram))[0]
+    # L^-1 W^* is (W L^-*)^*.
     return torch.linalg.solve_triangular(factor, w.mH, upper=False).mH
 
 

@@ -149,8 +149,8 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     True
     """
     check_matrix(a, "a")
-    # Rescaling between the products keeps the powers from under- and overflow. The factors cancel from the value,
-    # so they are constants to the gradient.
+    # Rescaling between the products keeps the powers from under- and overflow. The bound is the product of the scales
+    # of A, A^2, A^4, ..., each to the power 1, 1/2, 1/4, ... They cancel from the value: constants to the gradient.
     bound = torch.ones((), dtype=a.real.dtype, device=a.device)
     share = 1.0
     for step in range(squarings + 1):
@@ -168,12 +168,12 @@ def schatten_bound(a: Tensor, squarings: int = 3) -> Tensor:
     return torch.where(zero, torch.zeros_like(norm), bound * safe**share)
 
 
-# Products that bound the norm of a skew matrix unless more are asked for.
+# Default number of squarings of `skew_bound`.
 SQUARINGS = 4
 
 
 def skew_bound(a: Tensor, squarings: int = SQUARINGS) -> Tensor:
-    r"""Upper bound of the spectral norm of skew matrices: :func:`schatten_bound`, less what pairs of eigenvalues add.
+    r"""Upper bound of the spectral norm of skew matrices: :func:`schatten_bound`, tightened by pairs of eigenvalues.
 
     .. math:: \|A\|_2 \le (\tfrac12 \|A^p\|_F^2)^{1/2p} \quad (A \text{ real}), \qquad p = 2^{\mathtt{squarings}}
 
@@ -222,10 +222,10 @@ def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     r"""Proved range of the singular values of :math:`p_T(A)` for every skew A of at most this norm.
 
     They are :math:`|p_T(i\theta)|` for real :math:`|\theta| \le \|A\|`, and :math:`|p_T(i\theta)|^2` is a polynomial
-    :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients, whose first nonzero one outweighs
-    the derivative of all others for small norms (1 among them): it is then monotone and its extremes lie at the ends.
-    Otherwise the positive and the negative coefficients are added up. This is tighter than
-    :func:`truncation_bound`: 1.0009 instead of 1.0014 at T = 5, and at T = 3 and 4 exactly 1.
+    :math:`1 + \sum_j c_j t^j` in :math:`t = \theta^2` with rational coefficients. For small norms (1 among them) the
+    derivative of its first term outweighs those of the others: it is monotone, with extremes at the ends. Otherwise
+    the sums of the positive and of the negative terms bound it. This is tighter than :func:`truncation_bound`: 1.0009
+    instead of 1.0014 at T = 5, and at T = 3 and 4 exactly 1.
 
     Args:
         norm: an upper bound of the norm of A.
@@ -248,6 +248,7 @@ def taylor_range(norm: float, terms: int) -> tuple[float, float]:
     t = Fraction(norm) ** 2
     real = {i // 2: Fraction((-1) ** (i // 2), math.factorial(i)) for i in range(0, terms + 1, 2)}
     imag = {i // 2: Fraction((-1) ** (i // 2), math.factorial(i)) for i in range(1, terms + 1, 2)}
+    # p_T(i theta) = R(t) + i theta I(t), so |p_T|^2 = R^2 + t I^2: the second square is shifted by one power.
     c = [Fraction(0)] * (terms + 1)
     for part, shift in ((real, 0), (imag, 1)):
         for i, x in part.items():

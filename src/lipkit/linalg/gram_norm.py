@@ -1,8 +1,8 @@
-r"""A smooth upper bound of the spectral norm by squaring the Gram matrix, with a backward pass that knows it commutes.
+r"""A smooth upper bound of the spectral norm by squaring the Gram matrix, with a cheap backward pass.
 
-With :math:`G = A A^\top`, the bound is :math:`\|G^{64}\|_F^{1/128}`. All powers of G commute, so its gradient is one
-product, :math:`G^{127} = G^{64} G^{32} \cdots G` of the powers that were made on the way: six products, where
-differentiating the squarings one by one takes twelve, and of all products one triangle is enough.
+With :math:`G = A A^\top`, the bound is :math:`\|G^{64}\|_F^{1/128}`. All powers of G commute, so its gradient is
+:math:`G^{127} = G^{64} G^{32} \cdots G`, a product of the powers that the forward pass makes. These are six products;
+differentiating the squarings one by one takes twelve. One triangle of each product is enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lipkit.linalg.precision import product_settings, reduced_products
 from lipkit.linalg.transforms import outside, transformed
 
 SQUARINGS = 6
-# The bound of a matrix below this is that of this one: slopes stay finite at zero.
+# Smaller bounds are raised to this, so that slopes stay finite at zero.
 SMALLEST = 1e-3
 
 
@@ -39,8 +39,8 @@ def gram_norm(a: Tensor) -> Tensor:
     Guarantee:
         Upper bound, rounding included. The Gram matrix is made in float64. Its powers are made in the dtype of ``a``:
         a product of r x r matrices in any order is off by at most :math:`\gamma_r \|X\|_F^2`, which is added at every
-        squaring. Where torch may take float32 products in less, by any of its settings
-        (:mod:`lipkit.linalg.precision`), they are made in float64.
+        squaring. If a setting of torch allows float32 products in lower precision (:mod:`lipkit.linalg.precision`),
+        they are made in float64.
 
     Cost:
         Seven products of size r and six in the backward pass, each of about 5/8 of its operations.
@@ -75,7 +75,8 @@ def _transformed(a: Tensor) -> Tensor:
         with outside(a) as numbers:
             bound = _proved(numbers)[0]
     except OptionError:
-        return plain  # a batch of vmap: what it has is a proved bound as well
+        return plain  # a batch of vmap: plain is a proved bound, too
+    # The value of bound with the relative derivative of plain.
     fixed = plain.detach()
     return bound + (plain - fixed) * (bound / fixed)
 
@@ -86,7 +87,7 @@ def _working_dtype(a: Tensor) -> torch.dtype:
 
 
 def _frobenius(x: Tensor) -> Tensor:
-    """At least the Frobenius norm: the rows in the precision of x, their sum in float64, lost squares included."""
+    """Upper bound of the Frobenius norm: rows in the dtype of x, their sum in float64, underflow included."""
     info, rows = torch.finfo(x.dtype), len(x)
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=1).double())
     return norm * (1 + (rows + 8) * info.eps) + rows * math.sqrt(info.tiny)
@@ -103,8 +104,8 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
 
     Stored are :math:`X_0 = \mathrm{fl}(c_0 G)` and :math:`X_{i+1} = c_{i+1} Y_i`, :math:`Y_i = \mathrm{fl}(X_i^2)`,
     with powers of two c. So :math:`\|X_i\|^2 \le \|X_{i+1}\| / c_{i+1} + \gamma_r f_i^2` with
-    :math:`f_i \ge \|X_i\|_F`, which bounds them one after the other, beginning with :math:`\|X_6\| \le f_6`. What is
-    flushed to zero is added as well.
+    :math:`f_i \ge \|X_i\|_F`, which bounds them one after the other, beginning with :math:`\|X_6\| \le f_6`. The terms
+    in ``tiny`` cover underflow.
     """
     info, rows = torch.finfo(dtype), len(gram)
     unit = info.eps / 2
@@ -116,6 +117,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         exponents.append(_exponent(square))
         powers.append(square.mul_(torch.ldexp(torch.ones_like(exponents[-1], dtype=dtype), -exponents[-1])))
     sizes = [_frobenius(power) for power in powers]
+    # From X_6 back to X_0. c is 2^-exponent, so ldexp by the exponent undoes it, without rounding.
     bound = sizes[-1]
     for exponent, size in zip(exponents[:0:-1], sizes[-2::-1], strict=True):
         bound = torch.ldexp(bound + rows * info.tiny, exponent) + gamma * size**2 + rows**2 * info.tiny
@@ -126,7 +128,7 @@ def _powers(gram: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
 
 
 def _proved(a: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The bound, and the powers of the Gram matrix that it was found by."""
+    """The bound, and the powers of the Gram matrix that prove it."""
     wide = a.double()
     wide = wide if a.shape[0] <= a.shape[1] else wide.mT
     gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
@@ -137,7 +139,7 @@ def _proved(a: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 class _GramNorm(torch.autograd.Function):
-    """:func:`gram_norm`; the powers are returned so that the backward pass can have them, and carry no gradient.
+    """:func:`gram_norm`, and the powers for the backward pass, which carry no gradient.
 
     Gain over :func:`_plain`, in float64 (AMD EPYC): 1.2 to 2.8 by itself from 64 rows on; a training step 0.98 to 1.10.
     """
@@ -163,9 +165,10 @@ class _GramNorm(torch.autograd.Function):
             # The gradient itself is to be differentiated, or there is a batch of them.
             return torch.func.vjp(_plain, a)[1](g)[0]
         if a.device.type == "cpu" and float(g) == 0:
-            # The larger of two bounds of which one takes the smaller.
+            # Only the smaller of two bounds carries a gradient: this was the larger one.
             return torch.zeros_like(a)
         with torch.autocast(a.device.type, enabled=False):
+            # Two buffers in turn; powers[0] is saved for further backward passes and never overwritten.
             product, other = powers[0], torch.empty_like(powers[0])
             for power in powers[1:]:
                 made = mirrored_product(product, power, other)
@@ -173,7 +176,8 @@ class _GramNorm(torch.autograd.Function):
                 product = made
             matrix = a if a.shape[0] <= a.shape[1] else a.mT
             through = product.to(a.dtype) @ matrix
-        # The bound is N^(1/2), N^128 = tr G^128 = <G^127 A, A>, whose derivative is 256 <G^127 A, dA>.
+        # The bound is N^(1/2), N^128 = tr G^128 = <G^127 A, A>, whose derivative is 256 <G^127 A, dA>. The scales of
+        # the powers cancel from the quotient.
         factor = g * bound / (through.double() * matrix).sum()
         gradient = through * torch.where(bound > SMALLEST * (1 + 1e-9), factor, 0.0).to(a.dtype)
         return gradient if a.shape[0] <= a.shape[1] else gradient.mT

@@ -51,7 +51,7 @@ def householder(w: Tensor) -> Tensor:
     m, n = w.shape[-2:]
     if m < n:
         return householder(w.mH).mH
-    # By the largest entry first, so that no square overflows or underflows; V does not depend on this constant.
+    # Dividing by the largest entry keeps squares from over- and underflow; V does not depend on this constant.
     biggest = w.detach().abs().amax(-2, keepdim=True)
     w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
     norms = torch.linalg.vector_norm(w, dim=-2, keepdim=True)

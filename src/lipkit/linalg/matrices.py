@@ -1,4 +1,4 @@
-"""Small facts about matrices, and products of large batches in parts that stay in the cache."""
+"""Checks and small helpers for matrices, and products of large batches in parts that stay in the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_matrix(a: Tensor, name: str = "w") -> None:
 
 
 def at_least_float32(a: Tensor) -> Tensor:
-    """``a`` itself, or its float32 copy if it is half precision: constrained weights are never made in less."""
+    """``a``, widened to float32 if it is half precision: constrained weights need that much."""
     return a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
 
 
@@ -69,7 +69,7 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     :math:`WH = US(V^*H)` with a Householder matrix H, which changes every rounding.
 
     Raises:
-        torch.linalg.LinAlgError: there are entries that are not finite, or nothing helped.
+        torch.linalg.LinAlgError: entries are not finite, or nothing helped.
 
     >>> u, s, vh = thin_svd(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
     >>> s.tolist(), ((u * s) @ vh).abs().round(decimals=5).tolist()
@@ -86,7 +86,7 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         stalled = error
     wide = w.to(torch.promote_types(w.dtype, torch.float64))
     for turn in range(4):
-        # No reflection at first; then one whose vector has no pattern in common with a weight.
+        # Turn 0 has v = 0, no reflection; the vectors of the others share no pattern with a weight.
         v = turn * torch.cos(turn * torch.arange(1, w.shape[-1] + 1, dtype=torch.float64, device=w.device))
         v = (v / v.norm().clamp_min(1e-300)).to(wide.dtype)
         try:
@@ -98,14 +98,14 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     raise stalled
 
 
-# Rows of a panel.
+# Fewest rows of a panel of `mirrored_product`.
 PANEL = 64
-# Bytes of matrices that are worked on together, so that what is made of them in between stays in the cache.
+# Bytes of the matrices worked on together, few enough that intermediate results stay in the cache.
 CACHED = 2**19
 
 
 def cached_parts(count: int, each: int, device: torch.device) -> list[slice]:
-    """Parts of ``count`` matrices of ``each`` bytes that pass through a processor's cache; all where that is unknown.
+    """Slices of ``count`` matrices of ``each`` bytes that fit the cache of a CPU; one slice for all elsewhere.
 
     >>> cached_parts(5, 200_000, torch.device("cpu"))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -120,9 +120,9 @@ Mirror = Literal["transpose", "negative", "adjoint"]
 
 
 def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transpose") -> Tensor:
-    """The product ``x @ y`` in ``out``, of which one triangle is enough: of large ones the panels above the diagonal.
+    """The product ``x @ y`` in ``out``, where it is its own mirror image: large ones are computed above the diagonal.
 
-    Such are the products of commuting symmetric or skew matrices, and of a matrix by its transpose.
+    Products of commuting symmetric or skew matrices, and of a matrix by its transpose, are.
 
     Args:
         x, y: ``(..., c, n)`` and ``(..., n, c)`` of the same dimensions, at most three.
@@ -140,6 +140,7 @@ def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transp
         return torch.matmul(x, y, out=out)
     for first in range(0, c, step):
         last = min(first + step, c)
+        # A panel of rows from its diagonal block on; what lies right of that block is mirrored below it.
         torch.matmul(x[..., first:last, :], y[..., first:], out=out[..., first:last, first:])
         above = out[..., first:last, last:].mT
         if mirror != "transpose":

@@ -18,10 +18,10 @@ def newton_schulz(w: Tensor, iterations: int = 20) -> Tensor:
 
     then :math:`X = W Z` and one closing step :math:`X(\tfrac32 I - \tfrac12 X^*X)`; wide matrices by :math:`W^*`.
 
-    In exact arithmetic and without the ridge this is :func:`bjorck` of order 1. It differs in cost (products of the
-    smaller side only: cheaper from a ratio of 1.5 between the sides) and in rounding: what lies below
-    :math:`\sqrt\epsilon` of the norm bound is lost in the Gram matrix and is not brought up to 1. Prefer
-    :func:`bjorck` for square or badly conditioned matrices.
+    In exact arithmetic and without the ridge this is :func:`bjorck` of order 1. It costs less from a ratio of 1.5
+    between the sides on, since its products have the smaller side only. It rounds more: singular values below
+    :math:`\sqrt\epsilon` of the norm bound are lost in the Gram matrix and do not reach 1. Prefer :func:`bjorck` for
+    square or badly conditioned matrices.
 
     Args:
         w: ``(..., m, n)``, real or complex, any batch dimensions. Half precision is widened to float32.

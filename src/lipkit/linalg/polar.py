@@ -1,4 +1,4 @@
-"""The polar factor by a singular value decomposition, with a derivative that repeated singular values do not break."""
+"""The polar factor by a singular value decomposition, with a derivative that survives repeated singular values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lipkit.linalg.matrices import at_least_float32, check_matrix, thin_svd
 
 
 def _inverse(values: Tensor, largest: Tensor, n: int) -> Tensor:
-    """``1 / values`` where they stand out of rounding, with a floor of ``n eps`` of the largest; 1 at a zero matrix."""
+    """``1 / max(values, n eps largest)``, and 1 for a zero matrix: finite everywhere."""
     floor = largest * (n * torch.finfo(values.dtype).eps)
     return 1 / torch.where(largest > 0, torch.maximum(values, floor), torch.ones_like(values))
 
@@ -39,13 +39,14 @@ class _FirstOnly(torch.autograd.Function):
 
 
 def _differential(change: Tensor, w: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> Tensor:
-    """The differential of the polar factor of W = U S V* along ``change``, and its own adjoint."""
+    """The differential of the polar factor of W = U S V* along ``change``: a self-adjoint map, so the gradient too."""
     n = max(u.shape[-2:])
     along = change @ vh.mH
     inner = u.mH @ along
     sums = s[..., :, None] + s[..., None, :]
     result = u @ ((inner - inner.mH) * _inverse(sums, s[..., :1, None], n))
     if u.shape[-2] > u.shape[-1]:
+        # (I - U U*) dW V S^-1, without the projector of the larger side; S^-1 scales columns.
         result = result + (along - u @ inner) * _inverse(s, s[..., :1], n)[..., None, :]
     made: Tensor = _FirstOnly.apply(result @ vh, w)
     return made
@@ -96,12 +97,11 @@ def polar(w: Tensor) -> Tensor:
 
     Returns:
         ``(..., m, n)`` with :math:`Q^*Q = I` (m >= n) or :math:`QQ^* = I` (m <= n) up to a few roundings, for every
-        ``w``: where it is rank-deficient the polar factor is not unique, and one is returned.
+        ``w``. A rank-deficient matrix has several polar factors, of which one is returned.
 
     Guarantee:
-        Norm 1 up to rounding. The gradient is exact for full rank; singular values below ``n eps`` of the largest
-        count as that in its denominators, and 1 at a zero matrix, so it is finite everywhere. A second derivative
-        raises.
+        Norm 1 up to rounding. The gradient is exact for full rank, and finite everywhere: its denominators are at
+        least ``n eps`` of the largest singular value, and 1 at a zero matrix. A second derivative raises.
 
     Cost:
         One singular value decomposition; four to six products backward.

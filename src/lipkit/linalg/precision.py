@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lipkit.errors import OptionError
 
-# What a setting of float32 products says when they are IEEE float32; "none" leaves the choice to the setting above.
+# Values of a setting that keep float32 products IEEE float32; "none" leaves the choice to the setting above.
 _EXACT = ("none", "ieee")
-# Variables by which libraries are told to compute in less, whatever torch says; they read them when they start.
+# Environment variables that lower a library's precision, whatever torch says; it reads them when it starts.
 _VARIABLES = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
     "cuda": ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION"),
@@ -27,8 +27,7 @@ _HARMLESS = ("unset", "", "0", "strict")
 def product_settings(kind: str) -> dict[str, str]:
     """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
-    A setting that torch does not read out because several backends were told different things is "mixed": what each
-    of them was told stands beside it.
+    Torch refuses to read a setting that differs between its backends: it is "mixed", and theirs follow one by one.
 
     >>> product_settings("cpu")["float32_matmul_precision"]
     'highest'
@@ -64,7 +63,7 @@ def _read(get: Callable[[], object]) -> str:
 
 
 def reduced_products(found: dict[str, str]) -> list[str]:
-    """Which of these settings may take float32 products in less than IEEE float32, a sentence for each.
+    """The settings that allow float32 products below IEEE float32, a sentence for each.
 
     >>> reduced_products({"float32_matmul_precision": "high", "mkldnn.matmul.fp32_precision": "none"})
     ["torch.get_float32_matmul_precision() is not 'highest'"]
@@ -89,10 +88,10 @@ def reduced_products(found: dict[str, str]) -> list[str]:
 def flushes(workers: bool = True) -> bool:
     """True if numbers below the normal range count as zero (``torch.set_flush_denormal``): found by arithmetic.
 
-    Each thread has a mode of its own, which the threads that it starts inherit: torch's workers may differ from here.
+    The mode belongs to a thread, and new threads inherit it: torch's workers may differ from the caller.
 
     Args:
-        workers: ask torch's threads for one operation, too, where it has more than one.
+        workers: whether torch's worker threads, if it has any, are tested as well.
 
     >>> flushes()
     False
@@ -103,7 +102,7 @@ def flushes(workers: bool = True) -> bool:
     threads = torch.get_num_threads() if workers else 1
     if threads == 1:
         return False
-    # Pooling hands one channel to each thread, where most operations need thousands of numbers for each.
+    # Pooling splits by channels; most operations share work only from thousands of numbers per thread on.
     each = torch.full((1, 4 * threads, 1, 2), 0.5 * tiny, dtype=torch.float64, device="cpu")
     return bool((F.avg_pool2d(each, (1, 2)).view(torch.int64) == 0).any())
 
@@ -123,7 +122,7 @@ def check_underflow(workers: bool = True) -> None:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Around operations of torch on so many threads; the setting is given back.
+    """Run torch on ``count`` threads inside the block, and restore the setting after it.
 
     >>> with on_threads(1):
     ...     print(torch.get_num_threads())
@@ -139,7 +138,7 @@ def on_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Around computations that keep the precision of their numbers, whatever surrounds them.
+    """Switch autocast off inside the block (CPU and CUDA): computations keep the precision of their numbers.
 
     >>> with torch.autocast("cpu"), without_autocast():
     ...     print((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)
@@ -159,7 +158,7 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def product_dtype(x: Tensor, made: torch.dtype) -> torch.dtype:
-    """The dtype of products of ``x`` by weights that were made in ``made``: float32 gives way to that of autocast.
+    """The dtype of products of ``x`` by weights of the dtype ``made``: under autocast its own in place of float32.
 
     >>> product_dtype(torch.ones(1), torch.float32)
     torch.float32

@@ -1,9 +1,9 @@
-r"""The normalised Taylor polynomial of a skew matrix, with a backward pass that knows the matrix is skew.
+r"""The normalised Taylor polynomial of a skew matrix, with a backward pass that exploits the symmetry.
 
 The powers of a skew :math:`A^* = -A` commute and are self-adjoint (even) or skew (odd). So the products for the
 norm serve the polynomial too, and the gradient of a square :math:`X^2` is one product, :math:`SX` and its adjoint,
-where S is the part of the upstream gradient that shares the symmetry of the square. Thirteen products of size c in
-all, forward and backward, for the norm of the power 32 (nine for the power 8), where differentiating
+where S is the part of the upstream gradient that shares the symmetry of the square. Forward and backward take thirteen
+products of size c for the norm of the power 32 (nine for the power 8). Differentiating
 :func:`lipkit.linalg.exponential.taylor` and :func:`lipkit.linalg.exponential.skew_bound` takes twenty-four.
 
 For a wide W products of its smaller side are enough. Padded to a square, W of m x n has the skew matrix
@@ -34,7 +34,7 @@ from lipkit.linalg.exponential import SMALLEST_NORM, SQUARINGS, check_terms, ske
 from lipkit.linalg.matrices import at_least_float32, cached_parts, check_matrix, eye_like, mirrored_product
 from lipkit.linalg.transforms import transformed
 
-# From this many columns for each row on, the products below are fewer than those of the square matrix.
+# From this ratio of columns to rows on, `wide_taylor_exponential` takes fewer products than the square matrix.
 WIDE = 2.5
 
 
@@ -50,10 +50,9 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Tensor:
-    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), :math:`\beta` being that of ``skew_bound``.
+    r"""The first m rows of :math:`p_T(A / \beta)` for ``w`` (..., m, n), with :math:`\beta` of ``skew_bound``.
 
-    The same as the general way (:func:`lipkit.linalg.skew_polynomial.taylor_exponential`), which checks its arguments,
-    up to rounding. Differentiable any number of times.
+    Equal to :func:`taylor_exponential` up to rounding, without its checks. Differentiable any number of times.
 
     Cost:
         About 29 products of size m for T = 5 and two products of m x m by m x (n - m), whatever n is.
@@ -65,7 +64,7 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     m = w.shape[-2]
     s = w[..., :m] - w[..., :m].mH
     v = w[..., m:]
-    # Nonzero eigenvalues then have about the mean square 1: no power under- or overflows. This factor cancels below.
+    # Nonzero eigenvalues get about the mean square 1, so no power under- or overflows. This factor cancels below.
     share = ((_size(s) + 2 * _size(v)) / (2 * m)).detach().sqrt().clamp_min(SMALLEST_NORM)
     s, v = s / share, v / share
     g = v @ v.mH
@@ -88,11 +87,12 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
             a, b, c, bg, cg = (x / size for x in (a, b, c, bg, cg))
             beta = beta * size ** (1 / degree)
     none = power <= torch.finfo(power.dtype).tiny
-    # Real eigenvalues come in pairs. A root of 0 has an infinite slope: it is kept away from the gradient.
+    # A real skew matrix has its eigenvalues in pairs. The root at 0 has an infinite slope: the gradient avoids it.
     half = 1.0 if w.is_complex() else 0.5
     beta = torch.where(none, 0.0, beta * torch.where(none, 1.0, half * power) ** (0.5 / degree))
     angle = 1 / beta.clamp_min(SMALLEST_NORM / share)
     eye = eye_like(s, m)
+    # X_{i+1} = X_i S - X_{i-1} G; `after` is the product with G that the next power subtracts.
     powers = [eye.expand_as(s), s, d, f, f @ s - dg]
     after = fg
     while len(powers) <= terms:
@@ -133,8 +133,8 @@ class Powers(NamedTuple):
 
 
 def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``; rows of a multiple of 1 KiB lie further apart, since columns of such matrices
-    share few lines of the cache (a transposed sum then takes half of the time)."""
+    """Empty matrices ``(*batch, c, c)``. Rows of a multiple of 1 KiB are padded: their columns would share few cache
+    lines (padding halves the time of a transposed sum)."""
     fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
     return like.new_empty(*batch, c, c + fill)[..., :c]
 
@@ -153,7 +153,7 @@ def fill_powers(smallest: float, out: Powers) -> None:
     """
     a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
-    # The eigenvalues then have the mean square 1: no power up to the eighth under- or overflows.
+    # The eigenvalues get the mean square 1, so no power up to the eighth under- or overflows.
     out.scale.copy_((norm / math.sqrt(a.shape[-1])).clamp_min(smallest))
     a.mul_(1 / out.scale)
     degree, beta = 1, torch.ones_like(norm)
@@ -180,7 +180,7 @@ def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, ou
 
 
 class Room(NamedTuple):
-    """Matrices ``(n, c, c)`` to work in: taken once for all groups, since fresh memory costs as much as a pass."""
+    """Buffers ``(n, c, c)``, allocated once for all groups: fresh memory costs as much as a pass over it."""
 
     one: Tensor
     two: Tensor
@@ -215,12 +215,13 @@ def gradient(p: Powers, g: Tensor, terms: int, smallest: float, room: Room, out:
     skew = torch.sub(g, even, alpha=0.5, out=room.two)
     odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room.three), out=room.four)
     product = torch.bmm(a, skew, out=room.three)
-    # Of the gradient of a self-adjoint factor only the self-adjoint part acts.
+    # The gradient of the factor is a^T skew = -a skew (the sign is in the coefficients), of which only the
+    # self-adjoint part acts, since the factor is self-adjoint.
     around = torch.add(product, product.mT, out=room.five)
     g2 = torch.mul(even, c[2] / 2, out=skew).addcmul_(around, c[3] / -2)
     g4 = torch.mul(even, c[4] / 2, out=even).addcmul_(around, c[5] / -2)
-    # The derivative along A itself counts each power by its exponent. It acts through share = ||a^p||^(-1/p), unless
-    # that is held, and the gradient of a^4 is a multiple of a^(2p - 4).
+    # The derivative along A itself weighs each power by its exponent. It acts through share = ||a^p||^(-1/p), unless
+    # share is at its upper limit, and adds a multiple of a^(2p - 4) to the gradient of a^4.
     dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, a), (g2, a2), (g4, a4))]
     along = dots[0] + 2 * dots[1] + 4 * dots[2]
     slope = torch.where(t < p.scale / smallest, along / -4, torch.zeros_like(t))
@@ -232,6 +233,7 @@ def gradient(p: Powers, g: Tensor, terms: int, smallest: float, room: Room, out:
     g4.addcmul_(chain, torch.where(trace > 0, slope / trace, torch.zeros_like(t)))
     torch.bmm(g4, a2, out=product)
     g2.add_(product).add_(product.mT)
+    # The gradient of a^2 = a a is -(g2 a + a g2): g2 a here, a g2 = -(g2 a)^T by the last line.
     odd.baddbmm_(g2, a, beta=0.5, alpha=-1)
     # The gradient of A is the skew part of odd / scale, twice of which reaches W.
     odd.mul_(2 / p.scale)
@@ -243,22 +245,22 @@ def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -
 
     .. math:: A = W - W^*, \qquad \bar A = A / \beta(A), \qquad Q = p_T(\bar A) \text{ cropped to } m \times n
 
-    with :math:`\beta(A) \ge \|A\|_2` the bound of :func:`skew_bound`: :math:`\|\bar A\| \le 1` is proved, which a
-    power iteration does not give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
+    with :math:`\beta(A) \ge \|A\|_2` of :func:`skew_bound`. So :math:`\|\bar A\| \le 1` is proved, which a power
+    iteration cannot give. Rotations are at most 1 rad, and the scale of ``w`` has no effect.
 
     Args:
         w: ``(..., m, n)``, real or complex.
         terms: T, the highest power.
-        squarings: of the bound of the norm, from 3 to 6: more of them come closer to 1 rad.
+        squarings: of the bound of the norm, from 3 to 6; more squarings come closer to 1 rad.
 
     Returns:
         ``(..., m, n)`` with singular values inside :func:`taylor_range` of ``(1, terms)``, up to rounding. For
         ``w = 0`` it is the identity (cropped).
 
     Cost:
-        For real matrices and T up to 5, one product of size max(m, n) more than squarings, and two more in the backward
-        pass. Else as many as squarings for the norm and :math:`2 \sqrt T` for the polynomial, and twice that
-        backward. Sides that differ by more than 2.5 take products of the smaller one (:func:`wide_taylor_exponential`).
+        In products of size max(m, n), for real matrices and T up to 5: squarings + 1 forward and two more backward.
+        Otherwise squarings for the norm and :math:`2 \sqrt T` for the polynomial, and twice that backward. If the
+        sides differ by more than 2.5, products of the smaller one (:func:`wide_taylor_exponential`).
 
     >>> q = taylor_exponential(torch.arange(6.0).reshape(3, 2))
     >>> torch.allclose(q.mT @ q, torch.eye(2), atol=1e-6)

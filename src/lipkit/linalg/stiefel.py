@@ -14,7 +14,7 @@ from lipkit.linalg.polar import polar
 
 # The quintic with the steepest start that maps [0, 1] near 1: Jordan et al., Muon (2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
-# How far the cubic step converges from: a residual ||W W^T - I||_F below it is squared by each step.
+# The cubic step converges from residuals ||W W^T - I||_F below this, and about squares them.
 NEAR = 0.5
 
 
@@ -80,8 +80,8 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
         steps: of the iteration for U.
 
     Returns:
-        The new W. A wide or tall one is corrected on the way; of a square one rounding accumulates, which `retract`
-        from time to time removes.
+        The new W. A wide or tall one corrects its rounding itself; a square one accumulates it: call `retract` from
+        time to time.
 
     Raises:
         ShapeError: not matrices. OptionError: ``steps`` below 1.
@@ -107,8 +107,8 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     gram, across = t @ t.mT, s - half @ own
     p = sign_factor(gram, steps)
     turn = p @ across  # P T W^T, which is skew for square W only: its symmetric part is taken off
-    # W - a U = A W + B T with these two. What rounding left of W W^T - I counts: where T is small beside the normal
-    # part of G, it would grow by a multiple in each step.
+    # W - a U = left W + right T. W W^T is not taken as I: where T is small beside the normal part of G, the rounding
+    # in it would multiply in each step.
     left, right = eye + 0.5 * angle * (turn + turn.mT), -angle * p
     mixed = right @ across @ left.mT
     r = _closing(left @ own @ left.mT + mixed + mixed.mT + right @ gram @ right.mT)
@@ -116,7 +116,7 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
 
 
 def _closing(gram: Tensor) -> Tensor:
-    """The inverse square root of a matrix near the identity, within 5/16 of the third power of the distance."""
+    """The inverse square root of a matrix near I, with an error of at most about 5/16 ||G - I||^3."""
     return 1.875 * eye_like(gram) - 1.25 * gram + 0.375 * (gram @ gram)
 
 

@@ -41,7 +41,7 @@ def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
     """
     if isinstance(orthogonalize, str) and orthogonalize in ORTHOGONALIZE:
         return ORTHOGONALIZE[orthogonalize]
-    # A module may have parameters and a mode of its own: it is no pure function.
+    # A module may have parameters and a training mode: it is no pure function.
     if isinstance(orthogonalize, str | nn.Module) or not callable(orthogonalize):
         raise OptionError(
             f"orthogonalize: expected one of {', '.join(ORTHOGONALIZE)} or a function, got {orthogonalize!r}"
@@ -50,7 +50,7 @@ def resolve(orthogonalize: str | Orthogonalize) -> Orthogonalize:
 
 
 def proved(function: Orthogonalize) -> bool:
-    """True if ``function`` is one of the table, whose result has norm at most 1 by proof; of others nothing is known.
+    """True for the functions of the table, whose results have norm at most 1 by proof.
 
     >>> proved(cayley), proved(lambda w: w)
     (True, False)

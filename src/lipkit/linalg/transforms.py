@@ -1,7 +1,7 @@
-"""Every name of torch that is not public stands here alone, and its use: transforms of functions.
+"""Transforms of functions (vmap, grad, ...): how to detect and leave them. Torch's private names are used here alone.
 
-A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` lists all and looks for each. Where torch
-transforms functions, what writes into memory of its own must give way.
+A release of torch may drop any of them; ``tests/linalg/test_transforms.py`` lists all and looks for each. Code that
+writes into preallocated memory takes another path inside a transform.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lipkit.errors import OptionError
 
 @contextlib.contextmanager
 def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
-    """The tensor that transforms of ``torch.func`` wrap, where none is at work; None of a batch of ``vmap``."""
+    """The tensor that transforms of ``torch.func`` wrap, outside of them; None for a batch of ``vmap``."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     functorch = torch._C._functorch
@@ -63,9 +63,9 @@ def normalisations() -> tuple[type, ...]:
 
 
 def transformed() -> bool:
-    """True while ``torch.func`` (vmap, jvp, grad, ...), a batch of gradients or a dual number is at work.
+    """True inside ``torch.func`` (vmap, jvp, grad, ...), a batch of gradients or forward-mode differentiation.
 
-    These follow torch's own operations, not those that write into memory of ours: pure functions take another way then.
+    They follow torch's operations, but not writes into preallocated memory: pure functions take another path there.
 
     >>> transformed(), torch.func.vmap(lambda x: x if transformed() else 2 * x)(torch.ones(2))
     (False, tensor([1., 1.]))
@@ -75,9 +75,9 @@ def transformed() -> bool:
 
 
 def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """A twin of the function for calls outside of all transforms, where it takes less time.
+    """A faster twin of the function for calls outside of all transforms.
 
-    Of a function with ``setup_context`` torch reads the signature at every call, which takes longer than an operation
+    Torch reads the signature of a function with ``setup_context`` at every call, which takes longer than an operation
     on a small tensor.
 
     Args:
@@ -101,7 +101,7 @@ def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
 
 
 def differentiated(a: Tensor) -> bool:
-    """True if a derivative with respect to ``a`` may be taken: through its graph, or by a transform.
+    """True if ``a`` may be differentiated: through its graph, or by a transform.
 
     >>> differentiated(torch.ones(1)), differentiated(torch.ones(1, requires_grad=True))
     (False, True)
@@ -111,9 +111,9 @@ def differentiated(a: Tensor) -> bool:
 
 @contextlib.contextmanager
 def outside(a: Tensor) -> Iterator[Tensor]:
-    """The numbers of ``a``, apart from its graph and tangent, where no transform of ``torch.func`` is at work.
+    """The values of ``a``, without graph and tangent, outside every transform of ``torch.func``.
 
-    For proofs, which look at numbers and hand them to other libraries. They are constants to what is around.
+    For proofs, which read values and hand them to other libraries. Surrounding transforms see constants.
 
     Raises:
         OptionError: ``a`` is a batch of ``torch.func.vmap``.
