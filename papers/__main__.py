@@ -121,7 +121,7 @@ def choose(name: str | None, everything: bool) -> dict[str, Table]:
 
 
 def only_rows(table: Table, labels: Sequence[str]) -> Table:
-    """The table with the rows of these labels; with all of them for none.
+    """The table with the rows of these labels; without labels, the whole table.
 
     Raises:
         OptionError: a label that no row has; the message lists them.

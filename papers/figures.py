@@ -1,4 +1,4 @@
-"""The picture of a table: which of its figures are points or curves, and where the paper's lie."""
+"""The picture of a table: our figures as points or curves, beside the paper's."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What one training of each row costs at the scale full: core hours of one CPU thread, from one step of its recipe.
+"""The cost of one training of each row at the scale full: core hours of one CPU thread, from one step of its recipe.
 
     python -m papers.full_costs     # resumable: what papers/full_costs.json holds is kept; no data are needed
     python -m papers.pages          # writes the costs into the pages
 
-The network of the full recipe is built for random samples of the shape of its data. A step is what `lipkit.fit` does
-for one: augmentation, attack, both passes, penalty, optimiser. Process time of one thread, without the first step, at
-the batches 2, 8, 32 and the recipe's, this one if a step is not expected to take more than SLOW seconds or twice the
-last one; at 2 and 16 alone where a step of 2 takes more than SLOW. From the two largest, a straight line leads to the
-recipe's batch. Times steps and epochs. (Eight of the networks of lbdn_2 were measured at the recipe's batch by
-lbdn_2_times.) Evaluations, certificates and attacks are not in it. Networks that need more than MEMORY bytes are
-noted and left out. Parameters are counted.
+The network of the full recipe gets random samples of the shape of its data. A step is that of `lipkit.fit`:
+augmentation, attack, both passes, penalty, optimiser. We measure process time of one thread, without the first step,
+at the batches 2, 8, 32, and at the recipe's unless a step would take more than SLOW seconds and twice the last one. If
+a step of 2 takes more than SLOW, the batches are 2 and 16. A line through the two largest batches extrapolates to the
+recipe's, and steps and epochs multiply it. (lbdn_2_times measured eight networks of lbdn_2 at the recipe's batch.)
+Evaluations, certificates and attacks are left out, and so are networks that need more than MEMORY bytes. Parameters
+are counted.
 """
 
 from __future__ import annotations

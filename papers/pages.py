@@ -1,4 +1,4 @@
-"""The index of docs/reproduce.md and docs/published_figures.md: what the papers print, and what became of it here.
+"""The index of docs/reproduce.md and docs/published_figures.md: the papers' figures beside ours.
 
     python -m papers.pages    # from papers/published, records/ and full_costs.json; nothing is trained
 
@@ -59,7 +59,7 @@ UNMEASURED = "cost not measured"
 
 
 class Missing(NamedTuple):
-    """A run that is not made: its core hours, or why they are not measured, and the data that are not at hand."""
+    """A missing run: its core hours, or why they are not measured, and the data that are not at hand."""
 
     hours: float | None
     data: str | None = None
@@ -74,7 +74,7 @@ def order(item: str) -> tuple[str, int, str]:
 
 
 def cost_key(recipe: Recipe) -> dict[str, Any]:
-    """What the time of a training depends on: neither rates, nor bounds, nor which ten or hundred classes there are."""
+    """The part of a recipe that sets its training time: without rates, bounds, and the choice among equal data sets."""
     plain = recipe.plain()
     options = {k: v for k, v in plain["model"]["options"].items() if k not in FREE}
     train = {k: plain["train"][k] for k in ("batch_size", "epochs", "optimizer", "ema")}
@@ -314,7 +314,7 @@ def rows_of(paper: Paper) -> Iterator[str]:
 
 
 def index() -> str:
-    """The whole index, as it stands in the page."""
+    """The text of the whole index in its page."""
     parts = []
     for paper in load_papers().values():
         head = f"### {paper.source}\n\n| item | command | records | published figures |\n|---|---|---|---|\n"

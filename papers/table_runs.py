@@ -294,7 +294,7 @@ def _shown(run: TableRun) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures(read_any_record(run.folder)).items())
 
 
-# Where and how fast a run was made, and what it is called: not what was run.
+# Keys that say where, how fast and under which name a run was made, not what was run.
 _INCIDENTAL = {
     "name", "description", "data.root", "train.accelerator", "train.devices", "train.strategy", "train.seed",
     "train.evaluate_every", "train.evaluate_samples", "certify.batch_size",
@@ -303,14 +303,14 @@ _INCIDENTAL = {
 
 @dataclass(frozen=True)
 class TableRecord:
-    """A record of a row.
+    """A record of one run of a row.
 
     Attributes:
         scale: at which it was made.
         seed: of the run.
         record: what it holds.
-        data: data in place of the paper's, in words; empty for those themselves.
-        current: whether its recipe is that of the row as it is now.
+        data: substitute for the paper's data, in words; empty for the paper's.
+        current: whether its recipe is the row's present one.
     """
 
     scale: Scale
@@ -343,7 +343,7 @@ def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
 
 
 def without_places(record: bytes) -> bytes:
-    """A record without the folder that the data lay in: it names a place on somebody's machine.
+    """A record without the folder of its data, which names a place on somebody's machine.
 
     >>> without_places(b'{"recipe": {"data": {"spec": "mnist", "root": "/home/a"}}}').decode().split()
     ['{', '"recipe":', '{', '"data":', '{', '"spec":', '"mnist",', '"root":', 'null', '}', '}', '}']
@@ -365,7 +365,7 @@ def made(runs: Sequence[TableRun], row: Row) -> list[TableRecord]:
 
 
 def kept(folder: Path, row: Row, runs: Sequence[TableRun], scale: Scale | None = None) -> list[TableRecord]:
-    """The kept records of a row, at one scale: the given one, or the best at which there are any.
+    """The kept records of a row at one scale: the given one, or the best that has any.
 
     Args:
         folder: of the table.
@@ -394,7 +394,7 @@ def _seed(path: Path) -> int:
 
 
 def _same(record: AnyRecord | MeasurementRecord, run: TableRun) -> bool:
-    """True for a record of this run; fields that the record's recipe did not have yet are not compared."""
+    """True for a record of this run; fields newer than the record's recipe are not compared."""
     if isinstance(record, MeasurementRecord):
         return record.measure == run.row.measure and record.options == dict(run.options)
     if run.recipe is None:
@@ -433,7 +433,7 @@ def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
 def compare(table: Table, row: Row, found: Sequence[TableRecord]) -> list[list[str]]:
     """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
 
-    The deviation of a single run's fraction of test images is their 95 % interval.
+    For one run's fraction of test images, the deviation is its 95 % interval.
     """
     measured = [figures(one.record) for one in found]
     names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
@@ -476,7 +476,7 @@ def _mean(name: str, values: Sequence[float]) -> str:
 
 
 def _notes(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
-    """Sentences below the table: what was not the paper's, and why rows are missing."""
+    """Notes below the table: deviations from the paper, and why rows are missing."""
     lines = []
     everything = [(row, one) for row in table.rows for one in found.get(row.label, ())]
     for scale, meaning in _MEANINGS.items():

@@ -73,7 +73,7 @@ class After(_Part):
         return {**self.options, **{"full": {}, "budget": self.budget, "smoke": self.smoke}[scale]}
 
 
-class Beside(_Part):
+class Reference(_Part):
     """A figure printed beside the curve of a row: a point at ``x``, a slope ``through`` a point, or a level."""
 
     figure: str = Field(description="figure of the records, in a column of the table")
@@ -95,7 +95,7 @@ class Picture(_Part):
     y: tuple[str, ...] = Field(min_length=1, description="figures of the records, a panel for each")
     x_label: str = Field(default="", description="in place of the figure's name")
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="likewise, by figure")
-    beside: Mapping[str, tuple[Beside, ...]] = Field(
+    beside: Mapping[str, tuple[Reference, ...]] = Field(
         default_factory=dict,
         description="figure of the curves -> published figures drawn beside them; slopes only on linear axes",
     )
@@ -166,7 +166,7 @@ class Table(_Part):
 
 
 class Paper(_Part):
-    """Every numbered table, figure and further experiment of a paper: which of our tables makes it, or why none does.
+    """Every numbered table, figure and further experiment of a paper, with our table for it or the reason for none.
 
     It is the key ``.paper`` of a packaged file.
     """
@@ -281,7 +281,7 @@ def enlarged_digits() -> Data:
 
 
 class Available:
-    """Which data sets are there, each looked for once.
+    """The data sets at hand, each looked for once.
 
     Args:
         root: folder of the data sets; see `lipkit.data.data_root`.
@@ -292,7 +292,7 @@ class Available:
         self._known: dict[str, bool] = {}
 
     def __call__(self, spec: str) -> bool:
-        """True if ``spec`` can be loaded; of the user's own data it is assumed, so that what is wrong is said."""
+        """True if ``spec`` can be loaded. Assumed for the user's own data, so that loading shows the error."""
         if spec not in STAND_INS:
             return True
         if spec not in self._known:
@@ -304,5 +304,5 @@ class Available:
         return self._known[spec]
 
     def stand_in(self, spec: str) -> str:
-        """``spec`` if it is there, else the first stand-in that is."""
+        """``spec`` if it is at hand, else its first stand-in that is."""
         return next(name for name in (spec, *STAND_INS.get(spec, ())) if self(name))

@@ -1,4 +1,4 @@
-"""Measurements that a row of a table makes without training a recipe, and those of a trained network.
+"""Measurements of table rows: those without a training, and those of a trained network.
 
 A measurement is a function ``(seed, root, **options) -> figures by name``; one of a trained network is a function
 ``(network, data, **options) -> figures by name``. Both draw every random number from their own seed.

@@ -1,5 +1,5 @@
-"""Convolutions: bounds and estimates of their norm against the true one, and how far a truncated exponential is from
-orthogonal."""
+"""Convolutions: bounds and estimates against the true norm, and the distance of a truncated exponential from
+orthogonality."""
 
 from __future__ import annotations
 

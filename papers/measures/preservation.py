@@ -1,4 +1,4 @@
-"""How far layers keep the norm of what passes them, in float32."""
+"""How well layers keep the norm of their inputs, in float32."""
 
 from __future__ import annotations
 

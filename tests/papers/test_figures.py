@@ -9,7 +9,7 @@ import pytest
 from papers.__main__ import main
 from papers.figures import draw, panels
 from papers.table_runs import TableRecord
-from papers.tables import TABLES, Beside, Picture, Row, Table
+from papers.tables import TABLES, Picture, Reference, Row, Table
 
 from lipkit.report.record import measurement_record
 from papers import tables
@@ -58,7 +58,7 @@ def test_x_may_be_a_figure_and_a_row_may_be_a_curve() -> None:
 
 
 def test_what_a_paper_prints_beside_a_curve_is_drawn() -> None:
-    beside = (Beside(figure="clean", x=9), Beside(figure="norm", through=(1, 2)), Beside(figure="norm"))
+    beside = (Reference(figure="clean", x=9), Reference(figure="norm", through=(1, 2)), Reference(figure="norm"))
     made = table(Picture(y=("gap(*)",), beside={"gap(*)": beside}), a=(50.0, 3.0), b=(None, None))
     runs = {"a": found({"gap(5)": 2.0, "clean": 0.25, "norm": 1.0})}
     a, b = panels(made, runs)[0].curves

@@ -1,5 +1,5 @@
-"""Attacks: search for inputs that a network gets wrong. What they find is an upper bound of its robustness, never a
-certificate."""
+"""Attacks: search for inputs that a network gets wrong. Their results bound its robustness from above and certify
+nothing."""
 
 from __future__ import annotations
 

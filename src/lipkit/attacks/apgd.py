@@ -36,8 +36,8 @@ def apgd(
         x_{k+1} = P( x_k + 3/4 (z - x_k) + 1/4 (x_k - x_{k-1}) )
 
     with P the projection on ball and box and d the steepest direction of size 1 in the norm. The step s begins at
-    2 eps. At checkpoints that grow denser it is halved, and the search goes back to the best point, for the samples
-    whose loss rose in fewer than 3/4 of the steps, or whose best loss stood still although the step was not halved.
+    2 eps. At checkpoints, which grow denser, it is halved for some samples, and their search returns to the best point:
+    those whose loss rose in fewer than 3/4 of the steps, or whose best loss stood still without a halving before.
 
     The first start is the sample itself, each further one a random point of the ball. With ``targeted`` each start
     raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
@@ -135,7 +135,7 @@ def apgd_then_targeted(
 
 @dataclass
 class _State:
-    """The numbers that ascent carries from step to step, one row for each sample that is still attacked."""
+    """The state of the ascent, one row for each sample that is still attacked."""
 
     index: Tensor
     centre: Tensor

@@ -15,7 +15,7 @@ Box = tuple[float, float] | None
 
 
 class Best:
-    """The best point seen of each sample: a misclassified one before any other, then the one of largest loss.
+    """The best point seen of each sample: a misclassified one if any, else the one of largest loss.
 
     Attributes:
         points: (N, ...), at first the samples.
@@ -70,7 +70,7 @@ def like(values: Tensor, tensor: Tensor) -> Tensor:
 
 
 def clip(points: Tensor, box: Box) -> Tensor:
-    """The points with every entry moved into the box, or as they are without one.
+    """The points with every entry moved into the box, if one is given.
 
     >>> clip(torch.tensor([-1.0, 0.5, 2.0]), (0, 1)).tolist()
     [0.0, 0.5, 1.0]
@@ -79,7 +79,7 @@ def clip(points: Tensor, box: Box) -> Tensor:
 
 
 def seeded(generator: torch.Generator | None) -> torch.Generator:
-    """The generator, or for None the one that stands for it in every attack: on the CPU, with seed 0.
+    """The generator; None gives the default of every attack, a CPU generator with seed 0.
 
     >>> seeded(None).initial_seed()
     0

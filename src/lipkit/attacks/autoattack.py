@@ -1,4 +1,4 @@
-"""AutoAttack through pyautoattack, whole or in part, and what it needs in order to run."""
+"""AutoAttack through pyautoattack, whole or in part, and the conditions under which it runs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def autoattack(
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. It works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the ball and
-    count only if they are still misclassified. The classes it targets are 9, or as many as there are. The global random
-    state is given back as it was, parameters get no gradient, and a trace function (coverage, debugger) stays in place.
+    count only if they are still misclassified. It targets 9 classes, or all if there are fewer. It restores the global
+    random state, gives parameters no gradient, and keeps a trace function (coverage, debugger) in place.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
 
@@ -44,7 +44,7 @@ def autoattack(
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
         batch_size: samples attacked at once.
-        parts: pyautoattack's names of the attacks that run instead of the four, one start each.
+        parts: attacks to run instead of the four, by pyautoattack's names, one start each.
 
     Returns:
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
@@ -102,7 +102,7 @@ def obstacle(x: Tensor, radius: Tensor, classes: int, box: Box) -> str:
 
 
 class _Isolated(torch.autograd.Function):
-    """The model seen from outside. A backward pass reaches the input and leaves parameters alone."""
+    """The model with a backward pass that reaches the input and leaves parameters alone."""
 
     @staticmethod
     def forward(ctx: Any, point: Tensor, model: Model, dtype: torch.dtype) -> Tensor:

@@ -15,13 +15,13 @@ from lipkit.attacks.ascent import Box, check_choice, clip, like
 
 @dataclass(frozen=True)
 class Ball:
-    """A norm, as ascent sees it.
+    """The operations of ascent in the ball of one norm.
 
     Attributes:
         direction: (gradient (n, ...), generator) -> steepest ascent at size 1; random where there is no gradient.
         random: (like (n, ...), generator) -> random points of the unit ball.
-        nearest: (point, centre, radius (n,), box) -> the nearest point in ball and box, which rounding may leave.
-        project: the same, kept inside after rounding.
+        nearest: (point, centre, radius (n,), box) -> the nearest point in ball and box, up to rounding.
+        project: the same, inside also after rounding.
         distance: (point, centre) -> (n,) the norm of the difference, in float64.
     """
 
@@ -61,7 +61,7 @@ def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
     return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), order, dim=1)
 
 
-# As a rule two or three are enough.
+# Two or three usually suffice.
 _PASSES = 12
 
 
@@ -73,7 +73,7 @@ def _lengths(difference: Tensor) -> Tensor:
 
 
 def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """Euclidean projection on the l2 ball around ``centre`` and the box, which rounding may leave.
+    """Euclidean projection on the l2 ball around ``centre`` and the box, up to rounding.
 
     The projection is ``clip(c + s (p - c))`` with the largest ``s <= 1`` within the radius. Its squared length
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
@@ -90,7 +90,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     >>> [round(value, 4) for value in inside[0].tolist()]
     [0.3873, 0.7]
     """
-    # So that the rounding of the sum stays inside, as a rule.
+    # Usually keeps the rounded sum inside.
     aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)
     step = point - centre
     scale = (aim / _lengths(step).clamp_min(1e-30)).clamp_max(1.0)
@@ -110,7 +110,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
 
 
 def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """`nearest_l2`, kept inside ball and box after rounding.
+    """`nearest_l2`, inside ball and box also after rounding.
 
     Args:
         point, centre, radius, box: see `nearest_l2`.

@@ -1,4 +1,4 @@
-r"""Carlini and Wagner's attack: l2 distance and margin in one objective, minimised by Adam, the weight searched."""
+r"""Carlini and Wagner's attack: Adam minimises l2 distance and margin in one objective, whose weight is searched."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def carlini_wagner(
     targets: int = 2,
     box: Box = (0.0, 1.0),
 ) -> Tensor:
-    r"""The closest adversarial example that minimising distance and margin together finds for each sample; l2.
+    r"""The closest adversarial example for each sample that Carlini and Wagner's objective finds; l2.
 
         minimise over w    ||x'(w) - x||^2 + c max( y_t(x') - y_i(x'), -confidence )
 
     with ``x'(w) = middle + half width tanh(w)``, which never leaves the box, or ``x' = w`` without a box. The weight c
     of each sample is searched: halved where the attack succeeded, multiplied by 10 until it does, then bisected. The
-    target i is the class whose boundary is nearest by the gradients at the sample, then the next one; the maximum over
-    classes, used without target, has local minima even for a linear model. The closest point seen is brought to the
-    boundary by bisection.
+    target i is the class whose boundary is nearest by the gradients at the sample, then the next one. (Without target,
+    the maximum over classes has local minima even for a linear model.) Bisection brings the closest point seen to the
+    boundary.
 
     **Guarantee.** A returned point that is not the sample was seen to be misclassified, and lies in ``box``. Its
     distance is an upper bound of the distance to the boundary.

@@ -15,11 +15,11 @@ def shrink(model: Model, x: Tensor, adversarial: Tensor, y: Tensor, *, steps: in
     r"""The closest misclassified point that bisection finds on the segment from each sample to its adversarial example.
 
     Keeps ``b`` misclassified in ``x + b (x' - x)`` and halves the interval below it ``steps`` times. A fixed-radius
-    attack spends its whole budget; what it found lies much closer as a rule, and the closer the example, the sharper
+    attack spends its whole budget, although the boundary is usually much closer. The closer the example, the sharper
     the comparison with a certificate.
 
-    **Guarantee.** Every returned point is one that the model was seen to misclassify, if ``adversarial`` was; where it
-    was not, ``adversarial`` is returned. In any convex box that holds both ends, up to one rounding of the sum.
+    **Guarantee.** If the model misclassifies ``adversarial``, it was seen to misclassify the returned point; otherwise
+    ``adversarial`` is returned. A convex box that holds both ends holds the point, up to one rounding of the sum.
 
     Args:
         model: any callable from (N, ...) to logits (N, K) that treats samples independently.
@@ -174,7 +174,7 @@ def fab(
     distance = torch.full((len(x),), torch.inf, dtype=torch.float64, device=x.device)
 
     def keep(points: Tensor) -> Tensor:
-        """Remember what is misclassified and closer than before; which rows are misclassified."""
+        """Keep points that are misclassified and closer than before; return which rows are misclassified."""
         with torch.no_grad():
             wrong = misclassified(model(points), label)
         size = space.distance(points, centre).to(distance)

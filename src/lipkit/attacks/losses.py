@@ -91,7 +91,7 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
 
 
 def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(M,) the samples that the model gets right, and their logits (M, K): what is left to attack.
+    """(M,) the samples that the model gets right, which are left to attack, and their logits (M, K).
 
     Raises:
         ShapeError, OptionError: see `first_logits`.
@@ -128,7 +128,7 @@ def rivals(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
 def nearest_rivals(
     model: Model, x: Tensor, y: Tensor, logits: Tensor, size: Callable[[Tensor, Tensor], Tensor], count: int = 9
 ) -> Tensor:
-    """(N, min(count, K - 1)) wrong classes, the nearest boundary first, as the gradients at the samples see it.
+    """(N, min(count, K - 1)) wrong classes, the nearest boundary first, estimated by the gradients at the samples.
 
     Args:
         model, x, y: as in the attacks.
@@ -150,7 +150,7 @@ def value_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each sample (NaN counts as infinity), the logits, and the gradient of the loss in the input.
 
-    Nothing but the input is differentiated: parameters get no gradient. Without ``gradient`` it is 0.
+    Parameters get no gradient. With ``gradient=False`` the gradient is 0.
     """
     with torch.set_grad_enabled(gradient):
         point = point.detach().requires_grad_(gradient)

@@ -28,10 +28,10 @@ class Named:
     """One attack of the table.
 
     Attributes:
-        function: (model, x, y, *, box, ...) -> (N, ...) points; of the options of `run_attack` it takes those that its
-            signature names, and its defaults are theirs.
+        function: (model, x, y, *, box, ...) -> (N, ...) points; it gets the options of `run_attack` that its signature
+            names, and its defaults for those not given.
         words: a name for people.
-        package: that it runs through; its version is stated beside the words.
+        package: the package that it runs through; ``ran`` states its version.
     """
 
     function: Callable[..., Tensor]
@@ -65,7 +65,7 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class AttackResult:
-    """The outcome of an attack.
+    """The points that an attack returns, and its name.
 
     Attributes:
         points: (N, ...) adversarial examples, or what came nearest to one, within ``eps``.
@@ -89,8 +89,9 @@ def run_attack(
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
 ) -> AttackResult:
-    """Run one attack. A point outside ``eps``, where ``fab`` and ``cw`` may find their closest one, is no success: its
-    sample is returned.
+    """Run one attack by its name, and return its points within ``eps``.
+
+    ``fab`` and ``cw`` may find their closest example outside ``eps``: then the sample itself is returned.
 
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),

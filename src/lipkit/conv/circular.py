@@ -39,7 +39,7 @@ def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
 
 
 def _strips(padded: int, before: int, after: int) -> list[tuple[slice, slice]]:
-    """The image along one axis, then what lies before and behind it; where each goes."""
+    """Along one axis the slices (from, to) of the image itself, the border before it, and the border behind it."""
     n = padded - before - after
     return [
         (slice(before, before + n), slice(0, n)),

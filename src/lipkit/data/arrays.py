@@ -30,7 +30,7 @@ def load_npz(path: Path, limits: tuple[float, float] | None = None) -> Data:
         path: the file. No pickled array in it is read.
 
     Raises:
-        DataError: if an array is missing, is not of that form, or claims a size that the file cannot hold.
+        DataError: if an array is missing, has another form, or claims a size that the file cannot hold.
     """
     file_size(path, "write one with numpy.savez_compressed(path, x_train=, y_train=, x_test=, y_test=)")
     with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:

@@ -1,4 +1,4 @@
-"""A user's data -> Split and Data."""
+"""Turns a user's data into `Split` and `Data`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_data(
     """
     labels = [split.y for split in (train, test) if not split.y.is_floating_point()]
     count, samples = max([len(classes), *(int(y.max()) + 1 for y in labels)]), len(train) + len(test)
-    if count > (most := max(1000, samples)):  # before each gets a name: a file of a kilobyte can hold any label
+    if count > (most := max(1000, samples)):  # before each class gets a name: a tiny file can hold any label
         raise DataError(f"{name}: expected at most {most} classes for {samples} samples, labels from 0 on, got {count}")
     if not len(classes) and len(labels) == 2:
         classes = [str(i) for i in range(count)]

@@ -166,7 +166,7 @@ def _fitted(image: Any, height: int, width: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Pillow warns of images above its own limit, which is above ours: the error says it."""
+    """Silence Pillow's warning about huge images: its limit is above ours, and our error says it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
         yield

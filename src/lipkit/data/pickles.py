@@ -1,9 +1,9 @@
 """Pickles of uint8 arrays, read without running anything that the file names.
 
 A pickle is a program. `pickletools.genops` takes it apart without running it and compares each claimed length with the
-file; an opcode that plain data does not need is refused before anything else happens. Then an `Unpickler` runs what is
-left: a name in the file is looked up in an allow-list, NumPy's array protocol, and stands for a function of this
-module, so that NumPy never allocates what a file claims.
+file. An opcode that plain data does not need is refused before anything runs. Then an `Unpickler` runs the program. A
+name in the file must be in an allow-list, NumPy's array protocol, and stands for a function of this module, so NumPy
+never allocates what a file claims.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]
 
 
 def _check_opcodes(blob: bytes) -> None:
-    """Refuse a program that does more than build plain data, or that takes more than its length.
+    """Refuse a program that does more than build plain data, or whose cost exceeds its length.
 
-    The memo is an array: an index above the number of opcodes would only reserve memory. A tuple may be a key, and
-    hashing one recurses into its entries: few of them bound the depth, and none used twice bounds the time.
+    The memo is an array, so an index above the number of opcodes would only reserve memory. A tuple may be a key, and
+    hashing it recurses into its entries: a limit on their number bounds the depth, forbidding reuse bounds the time.
     """
     reusable: dict[int, bool] = {}
     before, tuples = "", 0

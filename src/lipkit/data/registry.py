@@ -94,7 +94,7 @@ def is_code(spec: str) -> bool:
 
 
 def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:
-    """The function called ``pkg.mod:factory``: the one place where a name becomes code, for those whose code it is.
+    """The function called ``pkg.mod:factory``: the one place where a name becomes code. Only for the user's own names.
 
     The module may lie in the working directory: it is found there after all installed ones, as ``python -m`` would.
 

@@ -1,4 +1,4 @@
-"""From a recipe to data and network, with what the user's own code does wrong said in one sentence."""
+"""From a recipe to data and network; mistakes of the user's code become one-sentence errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_data(recipe: Recipe) -> datasets.Data:
 
 
 def check_eps(recipe: Recipe, data: datasets.Data, large: bool) -> None:
-    """Refuse radii of a recipe that these data make a slip, see `lipkit.certificates.intervals.check_radii`.
+    """Refuse radii of a recipe that are implausible for these data, see `lipkit.certificates.intervals.check_radii`.
 
     Raises:
         OptionError: the message names the key.
@@ -58,12 +58,12 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     """The recipe's network for this data, its initial weights drawn from ``train.seed``.
 
     The input shape and the number of outputs come from the data; a factory of the user's gets them as ``input_shape``
-    and ``classes`` if it has parameters of these names. torch's global random state is given back as it was found.
+    and ``classes`` if it has parameters of these names. torch's global random state is restored.
 
     Raises:
         OptionError: unknown name or option, or a factory that cannot be imported or fails.
-        ShapeError, NoRuleError: the network does not fit the data, or cannot be bounded and exported: said before
-            hours of training rather than after.
+        ShapeError, NoRuleError: the network does not fit the data, or cannot be bounded and exported; checked before
+            hours of training.
     """
     name, options = recipe.model.name, dict(recipe.model.options)
     outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])

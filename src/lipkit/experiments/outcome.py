@@ -1,4 +1,4 @@
-"""The end of a run: certify, attack or search, measure the latency, record, report; and where a run reports to."""
+"""The end of a run: certify, attack or search, measure the latency, record, report; and the display of progress."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _classification(
     section = recipe.certify
     attacked = min(len(data.test), section.attack_samples or len(data.test))
     display.note(f"certifying {len(data.test)} test samples, attacking {attacked}")
-    # Read once for evaluation, examples and certificate file: image files are decoded at every access.
+    # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
     x, y = data.test.batch(slice(None))
     test = Split(x, y)
     attack = Attack(
@@ -166,10 +166,10 @@ def _regression(
 
 
 def place(folder: Path, recipe: Recipe) -> tuple[Path, str]:
-    """Where a certification goes, and what it is called: what was measured before is never replaced.
+    """The folder and name of a certification, which never replaces an earlier one.
 
-    The first one of a run goes into its folder. A later one gets a folder of its own in there, ``certify-001`` and so
-    on, with the recipe that it was made by.
+    The first one of a run goes into the run's folder. A later one gets a subfolder, ``certify-001`` and so on, with its
+    recipe.
     """
     if not (folder / RECORD).exists():
         return folder, folder.name

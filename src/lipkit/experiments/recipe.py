@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 DEFAULT = "digits_cayley"
-# Far above every recipe: what reads or repeats more is no recipe.
+# Limits far above any recipe.
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
-# What YAML takes for another number or truth value than most readers do: 010 is 8, 1:30 is 90, no is false.
+# Values that YAML reads otherwise than most people: 010 is 8, 1:30 is 90, no is false.
 _ODD = {"int": r"[-+]?0[\d_]+|.*:.*", "float": r".*:.*", "bool": r"(?i)yes|no|on|off"}
 
-# Sections that may be written as one string, and the key it then stands for.
+# Sections that may be written as one string, and the key that the string sets.
 SHORT = {("data",): "spec", ("model",): "name", ("loss",): "name", ("train", "schedule"): "name"}
 # Parts whose options belong to their name, and the name of a part that gives none.
 _NAMED = {("model",): None, ("loss",): LossSection().name, ("train", "schedule"): ScheduleSection().name}
@@ -97,8 +97,8 @@ LATER = frozenset({"budget", "manifold_lr", "range"})
 def to_yaml(recipe: Recipe) -> str:
     """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe.
 
-    Keys that came later are left out where they are not used: the text of an older recipe, by which the folders of a
-    table are found again, stays what it was.
+    Newer keys are left out where they are not used. So the text of an older recipe, which names the folders of a
+    table, stays the same.
     """
     content = recipe.plain()
     for part in ("train", "data"):
@@ -107,7 +107,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _on_base(content: dict[str, Any], origin: str) -> dict[str, Any]:
-    """The recipe that ``base`` names, if any, with what the content says in place of what it said."""
+    """The content, merged into the recipe that its ``base`` names, if any."""
     seen, chain = [origin], [_expanded(content)]
     while (base := chain[-1].pop("base", None)) is not None:
         if base in seen or base not in names():
@@ -194,7 +194,7 @@ def _written_out(node: yaml.Node, known: dict[int, int], above: set[int]) -> int
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice, of which YAML would silently keep the last."""
+    """SafeLoader that refuses a key written twice; YAML would silently keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -255,7 +255,7 @@ def _sentences(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _required(path: tuple[str, ...]) -> list[str]:
-    """The keys to write for a missing one: itself, or those that a missing section must have."""
+    """The keys to write for a missing key: itself, or the required keys of a missing section."""
     field = Recipe.model_fields.get(path[0]) if len(path) == 1 and path not in SHORT else None
     kind = None if field is None else field.annotation
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
@@ -278,7 +278,7 @@ def _sentence(error: ErrorDetails) -> str:
 
 
 def _key_hint(path: tuple[str, ...]) -> str:
-    """The key that was probably meant: of a similar name in that section, or of that name in another one."""
+    """The key that was probably meant: a similar name in that section, or the same name in another one."""
     keys = list(_keys(Recipe))
     siblings = [k[-1] for k in keys if k[:-1] == path[:-1]]
     similar = difflib.get_close_matches(path[-1], siblings, 1, 0.7)

@@ -159,7 +159,7 @@ def training_options(recipe: Recipe, data: Data) -> TrainOptions:
 
 
 def _finished(folder: Path, display: Display) -> Outcome:
-    """The outcome of a run that has its record; the page is made from it if it is missing."""
+    """The outcome of a run that has its record, from which a missing report page is made again."""
     display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
     record = read_record(folder)
     if not (folder / REPORT).exists():
@@ -189,7 +189,7 @@ def certify(
 
     Raises:
         RunError: there is no exported network in the folder.
-        OptionError: a radius that the data make a slip.
+        OptionError: a radius that is implausible for the data.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     folder, where = Path(folder), device_here(device)
@@ -263,7 +263,7 @@ def load_network(folder: Path) -> modules.Network:
 def read_recipe(
     folder: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False, build: bool = True
 ) -> Recipe:
-    """The recipe of a run, which may be somebody else's: code that it names, ``pkg.mod:factory``, is refused.
+    """The recipe of a run. It may come from elsewhere, so code that it names, ``pkg.mod:factory``, is refused.
 
     Args:
         folder, overrides: the run's folder, and as `load_recipe`.
@@ -351,7 +351,7 @@ def _pace(history: Sequence[Mapping[str, Any]], seconds: float) -> str:
 
 
 def unplaced(recipe: Recipe) -> Recipe:
-    """The recipe without where, and how long at a time, it runs: what a resume may change.
+    """The recipe without the device and time limit of a run, which a resume may change.
 
     >>> a = load_recipe("digits_cayley", ["train.devices=2", "train.strategy=ddp", "train.max_minutes=5"])
     >>> unplaced(a) == unplaced(load_recipe("digits_cayley"))

@@ -139,10 +139,10 @@ def factorize(transposed: Tensor, rows: int) -> Factors:
         rows: number of right-hand sides.
 
     Cost:
-        With the rates of one core, relative to a matrix product: LU factors take 8/3 n^3 operations at a third of it
-        and each of the two solves of a training step half of it; an inverse by blocks
-        (:mod:`lipkit.linalg.accretive`) takes 8 n^3 at 0.6 to 0.7 of it, and its solves are products. The two meet
-        at about ``rows = n / 2``, and at ``3 n / 2`` for matrices that LAPACK has to invert.
+        On one core, LU factors take 8/3 n^3 operations at a third of the rate of a matrix product; the two solves of a
+        training step run at half of it. An inverse by blocks (:mod:`lipkit.linalg.accretive`) takes 8 n^3 at 0.6 to 0.7
+        of that rate, and its solves are products. It pays from about ``rows = n / 2`` on, LAPACK's inverse from
+        ``3 n / 2``.
 
     >>> solve_rows(factorize(torch.tensor([[[2.0, 0.0], [1.0, 1.0]]]), 1), torch.tensor([[[3.0, 1.0]]])).tolist()
     [[[1.0, 1.0]]]

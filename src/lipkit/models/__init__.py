@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def check_names(name: str, options: Mapping[str, Any]) -> None:
-    """Raise an OptionError for an architecture, option, layer or activation that nobody knows."""
+    """Raise an OptionError for an unknown architecture, option, layer or activation."""
     if name not in MODELS:
         raise OptionError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
     try:

@@ -126,7 +126,7 @@ class LBDN(nn.Module):
     def weights(self) -> list[Tensor]:
         """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""
         gamma = self.gamma()
-        # Psi_{-1} A_{-1} of the layer before, as a matrix that multiplies from the right.
+        # A_{k-1}^T Psi_{k-1} of the layer before, which multiplies W_k from the right.
         before = (gamma / 2).sqrt().to(self.output.weight().dtype)
         found = []
         for layer in self._sandwiches():
@@ -190,7 +190,7 @@ def _provable(
     """
     steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]
     for delta in steps:
-        # Below the rounding of the weights themselves there is nothing to gain.
+        # A smaller reduction than the rounding of the weights has no effect.
         if delta < torch.finfo(dtype).eps / 8:
             continue
         stored = [((1 - delta) * w).to(dtype) for w in weights]

@@ -1,6 +1,6 @@
-"""One layer: its counterpart of a family, near its weight, or the reason why it has none.
+"""One layer: its counterpart in a family, near its weight, or the reason why none exists.
 
-Geometry comes last: which convolutions have a constrained counterpart of the same shapes, and with which kernel.
+The last functions treat geometry: which convolutions have a counterpart of the same shapes, and with which kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``convert``: the constrained counterpart of a network, and a report of what has none."""
+"""``convert``: the constrained counterpart of a network, and a report of the layers without one."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def convert(
     r"""A copy of ``model`` whose convolutions and linear layers are those of one family, near their old weights.
 
     It computes another function, meant to be trained further: zero padding becomes circular padding, a stride becomes
-    invertible downsampling (of an image that it divides), and norms become at most 1. What is left and not bounded by
-    1 is reported, never silently accepted.
+    invertible downsampling (of an image that it divides), and norms become at most 1. Remaining layers without a
+    bound of 1 are reported, never silently accepted.
 
     =================== ================================================================================================
     forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
@@ -73,9 +73,8 @@ def convert(
 
     With ``input_shape``, layers with ``torch.nn.utils.parametrizations`` (or parametrisations of one's own), with the
     older ``torch.nn.utils.spectral_norm``, of deel-torchlip or of orthogonium become plain ones with the weights that
-    they have in evaluation mode. Each, and the whole, is compared with the original on one random input. This is the
-    way in for such networks: with ``layer=None`` the function stays the same, and it can be bounded, exported and
-    certified.
+    they have in evaluation mode. Each, and the whole, is compared with the original on one random input. So with
+    ``layer=None`` such a network stays the same function, and can be bounded, exported and certified.
 
     **Guarantee.** None about the whole: ask ``lipkit.lipschitz`` or ``lipkit.analyze`` of the result. Each converted
     layer has what its family claims.
@@ -156,7 +155,7 @@ def _check(
     skip: Collection[str],
     options: Mapping[str, Any],
 ) -> None:
-    """Raise ``NoRuleError`` for a wrapper, ``OptionError`` for options that are not as documented or do not fit."""
+    """Raise ``NoRuleError`` for a wrapper, ``OptionError`` for unknown options and combinations that do not fit."""
     for module in model.modules():
         refuse_wrapper(module, "convert")
     if layer is not None and families.get(layer).name in ("sll", "cpl"):
@@ -201,7 +200,7 @@ def _constrained(
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Why a module that is no linear layer is reported; None if its constant is at most 1 or found by its rule."""
+    """The reason to report a module that is no linear layer; None if a rule bounds it."""
     if isinstance(module, BATCH_NORMS):
         return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
     if parametrize.is_parametrized(module):

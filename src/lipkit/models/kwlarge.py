@@ -1,4 +1,4 @@
-"""KWLarge: the convolutional network of the certified-robustness tables; and a small sibling for 8 x 8 to 28 x 28."""
+"""KWLarge, the convolutional network of the certified-robustness tables, and a small sibling for 8 x 8 to 28 x 28."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks of ordinary layers, which nothing constrains: a small convolutional one, wide residual and deep ones."""
+"""Networks of unconstrained layers: a small convolutional one, wide residual and deep residual ones."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
-    """torchlip's fold keeps the opposite side of the line, which is our angle plus 2 pi."""
+    """A `Householder` for torchlip's, whose fold keeps the opposite side of the line: our angle plus 2 pi."""
     angles = module.theta.detach().reshape(1, -1) + 2 * math.pi
     fold = Householder(2 * angles.shape[1]).to(angles)
     fold.angles.data.copy_(angles)
@@ -32,7 +32,7 @@ def _folded(module: Any, gain: float) -> nn.Module:
 
 
 def _ascending(group_size: int | None) -> nn.Module:
-    """torchlip sorts upwards, lipkit downwards."""
+    """A `GroupSort` in ascending order, as torchlip sorts; lipkit sorts downwards."""
 
     def turn() -> nn.Module:
         return Affine(torch.tensor([-1.0]), torch.tensor([0.0]))
@@ -41,7 +41,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """Dimensions counted from the end are those of images; other samples show in the comparison of outputs."""
+    """A `LayerCenter`; negative dimensions are taken as those of images. The comparison of outputs shows mistakes."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]
     if module.bias is None:
         return LayerCenter(*dims)
@@ -55,7 +55,7 @@ def _clipped(module: Any) -> nn.Module:
     return ours
 
 
-# Layers of other libraries, by package and class; a constant other than 1 shows in the comparison of outputs.
+# Layers of other libraries, by package and class; the comparison of outputs shows a constant other than 1.
 OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ("deel", "GroupSort"): lambda m: _ascending(m.group_size),
     ("deel", "GroupSort2"): lambda m: _ascending(2),
@@ -71,10 +71,10 @@ OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
 
 
 def plain_form(module: nn.Module) -> nn.Module | None:
-    """The plain layer that computes what ``module`` computes now, by what it says of itself; None if it is plain.
+    """The plain layer that ``module`` claims to compute now; None if it is plain already.
 
-    A subclass of a linear layer or a convolution of torch, or one with parametrisations or hooks, becomes that layer
-    with the weight that the attribute ``weight`` has now; a layer of deel-torchlip what its ``vanilla_export`` returns.
+    A subclass of a linear layer or convolution of torch, or one with parametrisations or hooks, becomes that layer with
+    the present value of the attribute ``weight``. A layer of deel-torchlip becomes what its ``vanilla_export`` returns.
 
     >>> layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 2))
     >>> type(plain_form(layer)), plain_form(nn.Linear(3, 2))
@@ -119,11 +119,10 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
 def settled(
     model: nn.Module, input_shape: Shape, skip: Callable[[str], bool]
 ) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
-    """A copy whose parametrised and foreign layers are plain ones, a row for each, and errors of those that stay.
+    """A copy with plain layers for parametrised and foreign ones, a row for each, and the errors of those that stay.
 
-    Each layer that is replaced, and the whole, is compared with the original on one random input. That finds a layer
-    whose forward pass is not that of its base class; certificates need no trust in it, since they are made from the
-    numbers of the result.
+    Each replaced layer, and the whole, is compared with the original on one random input. That finds a layer whose
+    forward pass is not that of its base class. Certificates do not rely on it: they come from the result's numbers.
     """
     twin = copy.deepcopy(model, computed_tensors(model))
     modes = {module: module.training for module in twin.modules()}

@@ -33,9 +33,9 @@ def sllnet(
 ) -> list[nn.Module]:
     """Zeros as further channels, ``depth`` SLL convolutions, sums of 4 x 4 pixels over 4, SLL dense layers, classes.
 
-    Every layer is a residual one of constant width. ``size`` stands for channels, convolutions and dense layers, the
-    latter with 2048 inner units: small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the
-    parameters (41, 79, 118 and 236 million for 32 x 32 images) are in the dense layers.
+    Every layer is a residual one of constant width. ``size`` sets channels, convolutions and dense layers (of 2048
+    inner units): small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the parameters
+    (41, 79, 118 and 236 million for 32 x 32 images) are in the dense layers.
 
     Args:
         size: small, medium, large or xlarge; what follows replaces its parts.

@@ -15,7 +15,7 @@ from lipkit.models._parts import Layers, check_sizes
 from lipkit.models.frame import bounded, check_image, check_options
 from lipkit.modules import Blend, Graph, Shape
 
-# What a product of proved constants may be above 1 in float32; a gain below 1 by as much leaves the denoiser proved.
+# A product of proved constants may exceed 1 by this much in float32, so the denoiser's gain is below 1 by as much.
 SLACK = 1e-4
 
 
@@ -181,7 +181,7 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
 
 
 def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:
-    """Layers of a family; one that contains its activation is refused: the last layer must reach all values."""
+    """Layers of a family. Families whose layers contain an activation are refused: the last layer must be affine."""
     check_options(options or {})
     made = Layers(name, options or {}, activation)
     if made.family.own_activation:

@@ -59,7 +59,7 @@ class Case:
         slack: relative amount by which ``lipschitz(layer)`` may exceed gamma (a declared truncation error).
         attained: fraction of ``lipschitz(layer)`` that the largest singular value (or Jacobian) reaches at random
             weights; default 0.1 for a contraction and 0.9 for 'none'. Not used for 'orthogonal'.
-        train_gap: relative difference between training and evaluation mode that is declared (Taylor terms).
+        train_gap: declared relative difference between training and evaluation mode (Taylor terms).
         smooth: whether the layer is differentiable where singular values of a parameter coincide (a division by a
             spectral norm is not); if not, gradients there need only be finite.
         options: constructor keyword -> at least two values, each pair of which must act differently or raise.
@@ -127,7 +127,7 @@ class Case:
             return self.make(**options).to(dtype).train()
 
     def moved(self, layer: nn.Module, extra: int = 1, size: float = 0.3) -> nn.Module:
-        """The layer with every parameter moved by random numbers: nothing is at its initial value any more."""
+        """The layer with every parameter moved away from its initial value by random numbers."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
                 spread = p.square().mean().sqrt() + 0.05
@@ -145,9 +145,10 @@ class Case:
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: new in training mode (initial weights can be special), moved in both.
+    """The layers on which bounds are tested: a new one in training mode, and moved ones.
 
-    Where the modes agree (law 5), moved weights in evaluation mode are enough.
+    Initial weights can be special, so a moved layer is tested, too: in evaluation mode, and if the modes differ
+    (``train_gap``) also in training mode.
     """
     found = [case.layer(), case.moved(case.layer()).eval()]
     return [*found, case.moved(case.layer())] if case.train_gap else found

@@ -48,7 +48,7 @@ def check_layer(
 
     Args:
         make: factory of the layer, such as ``functools.partial(MyConv, 3, 8, 3)``. It is given ``dtype=`` if it has
-            such a parameter (else the layer is moved with ``.to``), and the ``options`` as keywords.
+            such a parameter (otherwise ``.to`` converts the layer), and the ``options`` as keywords.
         input_shape: one shape without the batch, or several that the same layer accepts. Every one is used by the
             laws 1, 2, 3 and 11, the first by the others. Keep them below about 500 numbers.
         laws: numbers of the laws to test; default all.
@@ -58,8 +58,7 @@ def check_layer(
         For each law, what was measured.
 
     Guarantee:
-        A test on samples, not a proof: a layer that passes has no defect that these laws can show at these weights
-        and sizes.
+        A test on samples, not a proof: it shows defects at these weights and sizes only.
 
     Raises:
         LawBroken: (an ``AssertionError``) with the law, the expected and the actual value.

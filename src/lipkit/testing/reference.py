@@ -55,7 +55,7 @@ def dense_matrix(f: Function, input_shape: Shape, dtype: torch.dtype = torch.flo
 def jacobians(f: Function, x: Tensor) -> list[Matrix]:
     """The Jacobian ``(outputs, inputs)`` at each point of ``x`` ``(B, *input_shape)``, by one backward pass each.
 
-    Samples of a batch must not depend on each other: row i is read from the i-th copy of a point.
+    Samples of a batch must not depend on each other.
 
     >>> jacobians(torch.square, torch.tensor([[1.0, 3.0]]))[0].tolist()
     [[2.0, 0.0], [0.0, 6.0]]
@@ -66,20 +66,21 @@ def jacobians(f: Function, x: Tensor) -> list[Matrix]:
             outputs = f(point[None]).numel()
         copies = point.expand(outputs, *point.shape).clone().requires_grad_()
         with torch.enable_grad():
+            # One copy of the point for each output: the diagonal takes output i of copy i, whose gradient is row i.
             (rows,) = torch.autograd.grad(f(copies).flatten(1).diagonal().sum(), copies)
         found.append(rows.flatten(1).double().numpy())
     return found
 
 
 def is_affine(f: Function, x: Tensor) -> bool:
-    """True if ``f(a) + f(b) - f(0) = f(a + b)`` for neighbouring points and opposite ones of ``x``, to rounding.
+    """True if ``f(a) + f(b) - f(0) = f(a + b)`` up to rounding, for pairs and opposite points of ``x``.
 
     >>> x = torch.randn(4, 3)
     >>> is_affine(lambda x: 2 * x + 1, x), is_affine(torch.relu, x)
     (True, False)
     """
     with torch.no_grad():
-        # Opposite points lie on both sides of whatever folds space along a plane through 0.
+        # A fold along a plane through 0 separates opposite points.
         a, b = torch.cat((4 * x, 4 * x)), torch.cat((4 * x.roll(1, 0), -4 * x))
         zero = f(torch.zeros_like(x[:1]))
         parts, whole = f(a) + f(b) - zero, f(a + b)
@@ -88,7 +89,7 @@ def is_affine(f: Function, x: Tensor) -> bool:
 
 
 def operators(f: Function, x: Tensor) -> list[Matrix]:
-    """The matrix of an affine map, or the Jacobians of another one at the points of ``x``."""
+    """The matrix of ``f`` if it is affine, else its Jacobians at the points of ``x``."""
     if is_affine(f, x):
         return [dense_matrix(f, tuple(x.shape[1:]), x.dtype)]
     return jacobians(f, x)
@@ -101,6 +102,7 @@ def singular_values(matrices: list[Matrix]) -> Matrix:
 
 def steepest_secant(f: Function, x: Tensor) -> float:
     """The largest ``||f(x) - f(y)|| / ||x - y||`` over pairs of points, far and near: a lower estimate."""
+    # Pairs of samples, the same direction at 1/16 of the distance, and two pairs far out on one ray.
     starts = torch.cat((x, x, x, 100 * x))
     ends = torch.cat((x.roll(1, 0), x + (x.roll(1, 0) - x) / 16, 1000 * x, 200 * x))
     with torch.no_grad():

@@ -58,5 +58,5 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
 
 
 def instance(given: str | nn.Module | None, input_shape: Shape) -> nn.Module:
-    """A critic to train: a copy of a module, or a new one of the family named, "cayley" for None."""
+    """A critic to train: a copy of a module, or a new critic of the named family (None: "cayley")."""
     return copy.deepcopy(given) if isinstance(given, nn.Module) else critic(input_shape, given or "cayley")

@@ -1,8 +1,8 @@
 r"""The distance :math:`W_1(P, Q) = \sup_{f\ 1\text{-Lipschitz}} E f(x) - E f(y)` from samples, bounded from below.
 
-A critic f of proved constant L, trained on one part of the samples, is a fixed function for the other part:
-:math:`(E f(x) - E f(y)) / L \le W_1(P, Q)` whatever the training did, and the held-out mean estimates the left-hand
-side without bias.
+A critic f of proved constant L, trained on one part of the samples, is a fixed function for the other part. So
+:math:`(E f(x) - E f(y)) / L \le W_1(P, Q)`, however it was trained, and the held-out mean estimates the left-hand side
+without bias.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Estimate(Shown):
     r"""An estimated lower bound of :math:`W_1(P, Q)`.
 
     Attributes:
-        value: held-out mean of f(x) minus that of f(y), over the constant, averaged over the folds: unbiased for a
-            number that is at most W1, in units of the samples' l2 norm.
-        low, high: interval around ``value`` for that number, not for W1. ``low`` bounds W1 from below; ``high`` does
-            **not** bound W1 from above: critics trained too briefly leave both below it.
+        value: (held-out mean of f(x) minus that of f(y)) / constant, averaged over the folds, in units of the samples'
+            l2 norm. Its expectation is at most W1.
+        low, high: interval for that expectation, not for W1. ``low`` bounds W1 from below; ``high`` does **not** bound
+            W1 from above: critics trained too briefly leave both below it.
         confidence: of the interval, both sides together.
         method: "student" (asymptotic) or "bernstein" (proved for every sample size).
         constant: largest proved Lipschitz constant of the critics, by which their values were divided.
@@ -257,7 +257,7 @@ def fit(
 
 
 def _rise(curves: Tensor) -> float:
-    """By how much of it the curves (folds, steps) rose from their second to their last third; 0 within their noise."""
+    """Relative rise of the curves (folds, steps) from their second to their last third; 0 within their noise."""
     third = curves.shape[1] // 3
     before, after = curves[:, -2 * third : -third], curves[:, -third:]
     rise = (after - before).mean()
@@ -314,7 +314,7 @@ def _evaluate(network: nn.Module, samples: Tensor, batch_size: int) -> Tensor:
 
 
 def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:
-    """Distances from one sample are a necessary condition; all pairs would cost n^2."""
+    """Check the diameter by distances from one sample: necessary, not sufficient, but all pairs would cost n^2."""
     first = x[:1].double()
     for name, samples in (("x", x), ("y", y)):
         far = max(float((part.double() - first).flatten(1).norm(dim=1).max()) for part in samples.split(4096))

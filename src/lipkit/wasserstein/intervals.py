@@ -22,7 +22,7 @@ class Moments:
 
 
 def moments(values: Tensor) -> Moments:
-    """Those of a (n,) tensor, in float64.
+    """The moments of an (n,) tensor, in float64.
 
     Raises:
         OptionError: fewer than two values.

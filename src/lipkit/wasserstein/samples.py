@@ -1,5 +1,6 @@
-"""Samples and options as they come from a user, checked once; the exact distance of two small samples, by optimal
-assignment, is the independent check of the dual estimate."""
+"""Checks of a user's samples and options, and the exact distance of two small samples by optimal assignment.
+
+The exact distance checks the dual estimate independently."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
 
 
 def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
-    """Both samples; their shapes must agree but for the number.
+    """Both samples, whose shapes must agree except for the number of samples.
 
     Raises:
         ShapeError: they differ. DataError: see `as_samples`.

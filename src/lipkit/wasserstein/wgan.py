@@ -2,7 +2,7 @@ r"""A small Wasserstein GAN: a generator trained against a Lipschitz critic.
 
 .. math:: \min_G \max_{f\ 1\text{-Lipschitz}} E f(x) - E f(G(z)),\qquad z \sim N(0, I)
 
-The critic keeps its constant by construction: there is no gradient penalty and no clipping.
+The critic keeps its constant by construction, without gradient penalty or clipping.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lipkit.testing.reference import operators, singular_values, steepest_secant
 
 
 def true_norm(layer: nn.Module, case: Case, shape: Shape, dtype: torch.dtype) -> float:
-    """The norm of the matrix of an affine layer, or of the Jacobians of another one; never less than a secant."""
+    """The norm of an affine layer's matrix, else the largest of its Jacobians and secants."""
     x = case.x(shape, batch=4, dtype=dtype)
     return max(float(singular_values(operators(layer, x[:2])).max()), steepest_secant(layer, x))
 
@@ -84,12 +84,12 @@ def attained(case: Case) -> dict[str, float]:
         for layer in states(case):
             claimed = float(lipschitz(layer, shape).detach())
             x = case.x(shape, batch=4)
-            # Far from the origin no bias decides which side of a kink every unit is on.
+            # Far from the origin no bias decides on which side of its kink a unit is.
             values = singular_values(operators(layer, torch.cat((x[:2], 30 * x[2:]))))
             low, high = float(values.min()), float(values.max())
             smallest, largest = min(smallest, low), max(largest, high)
             if case.claim == "orthogonal":
-                # What a declared truncation adds to the bound it may also take from below.
+                # A declared truncation may lower singular values by as much as it raises the bound.
                 allowed = case.eps(shape) + min(max(claimed / case.gamma - 1, 0.0), case.slack)
                 require(
                     case.gamma * (1 - allowed) <= low and high <= case.gamma * (1 + allowed),
@@ -143,7 +143,7 @@ def expected_shape(layer: nn.Module, shape: Shape) -> Shape | None:
 
 
 def sizes(case: Case) -> dict[str, float]:
-    """Law 11: shapes are right, and after all other sizes each one gives what a new layer gives."""
+    """Law 11: shapes are right, and a layer that has seen other sizes gives the outputs of a new one."""
     used = case.moved(case.layer())
     for shape in (*case.input_shapes, *reversed(case.input_shapes)):
         x = case.x(shape)

@@ -18,7 +18,7 @@ def _semi_orthogonal(rows: int, cols: int) -> Tensor:
 
 
 def _repeated_matrices(p: Tensor) -> Tensor:
-    """Every matrix of the last two dimensions semi-orthogonal: all its singular values are 1."""
+    """Semi-orthogonal matrices in the last two dimensions: all their singular values are 1."""
     if p.ndim < 2:
         return p
     flat = p.reshape(-1, *p.shape[-2:])

@@ -1,4 +1,4 @@
-"""Laws of what surrounds a layer: export (3), options act (8), refusals (13)."""
+"""Laws of a layer's interface: export (3), options act (8), refusals (13)."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _another_device(layer: nn.Module, x: Tensor, y: Tensor, case: Case) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch's tracers warn about: their own deprecated code, and the speed of complex operators."""
+    """Silence warnings of torch's tracers about their own deprecated code and the speed of complex operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
