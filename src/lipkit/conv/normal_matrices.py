@@ -112,7 +112,7 @@ class _AddGram(torch.autograd.Function):
         (w,) = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # The gradient itself is to be differentiated, or there is a batch of them.
+                # A second derivative, or a batch of gradients, needs differentiable operations.
                 both = g.mT + g.conj()
                 return g, (both @ w if ctx.wide else w @ both), None
             made = torch.empty_like(w)
@@ -171,7 +171,7 @@ class _Solution(torch.autograd.Function):
         (g,) = grads
         transposed, rows, matrix, pivots, h = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed():
-            # The gradient itself is to be differentiated, or there is a batch of them.
+            # A second derivative, or a batch of gradients, needs differentiable operations.
             found = torch.func.vjp(_solution, transposed, rows)[1](g)
             return (*found, None, None)
         with torch.autocast(g.device.type, enabled=False):

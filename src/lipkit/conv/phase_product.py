@@ -263,7 +263,7 @@ class _PhaseProduct(torch.autograd.Function):
         size = ctx.kernel_size
         if not (torch.is_grad_enabled() or transformed()):
             return (*_backward(real, pair, x, g, matrix, size, list(ctx.needs_input_grad)), None, None)
-        # The gradient itself is to be differentiated, or there is a batch of them.
+        # A second derivative, or a batch of gradients, needs differentiable operations.
         s, t = (analyse(split_phases(one, size), [matrix]) for one in (g, x))
         g_pair = (s.pair.flatten(1, 2).mT @ t.pair.flatten(1, 2))[:, None]
         gx = _whole(Symbol(real.mT, pair.mT), g, size, [matrix])

@@ -249,7 +249,7 @@ class _Apply(torch.autograd.Function):
         none = (None,) * len(matrices)
         g_bias = g.sum((0, 2, 3)).to(ctx.bias_dtype) if for_bias else None
         if torch.is_grad_enabled() or transformed():
-            # The gradient itself is to be differentiated, or there are many: it is linear in each of the three. For x
+            # A second derivative, or a batch of gradients: the gradient is linear in each of the three. For x
             # it is the product by the adjoint R^T - iS^T.
             turned = pair.mT * torch.tensor([1.0, -1.0], dtype=pair.dtype, device=pair.device)[:, None, None]
             gx = _Apply.apply(real.mT, turned, None, g, *matrices) if for_x else None

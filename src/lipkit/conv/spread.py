@@ -181,7 +181,7 @@ class _Convolved(torch.autograd.Function):
         kernel, x, bias, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # The gradient itself is to be differentiated, or there is a batch of them.
+                # A second derivative, or a batch of gradients, needs differentiable operations.
                 given = (kernel, x) if bias is None else (kernel, x, bias)
                 back = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1]
                 found = back(g.to(x.dtype))

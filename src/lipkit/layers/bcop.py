@@ -96,6 +96,7 @@ def _bcop(layer: BcopConv2d, input_shape: Shape | None) -> Tensor | float:
     if v.numel():
         for one in v:
             bound = bound * (2 * spectral_norm(one) ** 2 - 1).clamp_min(1)
+    # At most four roundings for each factor.
     return up(bound, 4 * len(v) + 4)
 
 

@@ -156,6 +156,7 @@ def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tupl
     shared = min(kernel) - 1
     axes = [0, 1] * shared + [0 if kernel[0] > kernel[1] else 1] * abs(kernel[0] - kernel[1])
     z = [waves(n, 2, 0)[:, 1] for n in image]
+    # Taps count from the centre: z^-c moves it to the origin.
     shift = [step**-c for step, c in zip(z, centre, strict=True)]
     total = torch.einsum("h,w,oi->hwoi", *shift, h.to(torch.complex128))
     eye, seen = torch.eye(max(h.shape), dtype=torch.complex128), [0, 0]

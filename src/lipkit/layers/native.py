@@ -141,6 +141,7 @@ class Aol(Construction):
 
     def forward(self) -> Tensor:
         free = at_least_float32(self.free)
+        # A scale for each input and tap, the same for all outputs.
         return free * safe_rsqrt(aol_scales(free, self.classes))[:, None]
 
 
@@ -282,6 +283,7 @@ class _Native(Biased):
             pads = tuple(before for before, _ in borders)
         else:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            # F.pad counts axes from the last one.
             sides, pads = [n for pair in reversed(borders) for n in pair], (0,) * self.axes
             x = circular_pad(x, sides) if mode == "circular" and x.ndim == 4 else F.pad(x, sides, mode=mode)
         function = F.conv1d if self.axes == 1 else F.conv2d

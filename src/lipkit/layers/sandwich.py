@@ -66,6 +66,7 @@ def free_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         [LBDN] Appendix D.5, equation 37.
     """
     eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
+    # I + Z = 2 (I + A^T)^-1, so one inverse gives Z and Y. X - X^T is the skew part of Z = X - X^T + Y^T Y.
     half = torch.linalg.inv(eye + a.mT)
     z = 2 * half - eye
     return torch.tril(z - z.mT, -1) / 2, -b.mT @ half
@@ -210,6 +211,7 @@ class SandwichLinear(CayleyPairLinear):
         """The two matrices around the activation, :math:`\\sqrt2 \\Psi^{-1} B` and :math:`\\sqrt2 A^\\top \\Psi`."""
         at, b = self.factors()
         psi = self.psi()
+        # Psi^-1 from the left scales rows, Psi from the right columns.
         return SQRT2 * b / psi[:, None], SQRT2 * at * psi
 
     @half_through_float32
@@ -228,6 +230,7 @@ class SandwichLinear(CayleyPairLinear):
             raise ShapeError(f"SandwichLinear: expected inputs (..., {self.in_features}), got {tuple(x.shape)}")
         batch, q = x.shape[:-1], self.out_features
         free = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale)
+        # The layer stores the tall [X; Y]; the solve form takes the wide transpose.
         own, rest = (one.mT[:, :, None, None] for one in free)
         psi = self.psi()
         rows = x.reshape(math.prod(batch), self.in_features, 1, 1).to(psi.dtype)

@@ -88,6 +88,7 @@ class SlopeResidualLinear(Biased, ABC):
             free, multiplier = at_least_float32(self.free), self.multiplier()
             x = F.pad(x.to(free.dtype), [0, self.inner - self.in_features])
             inside = self.activation(F.linear(x, free, self.bias_as(free)))
+            # Lambda scales the rows of F; transposed, this is F^T Lambda.
             y = x - F.linear(inside, (multiplier[:, None] * free).mT)
         return y[..., : self.out_features]
 
@@ -296,6 +297,7 @@ class SllConv2d(SlopeResidualConv2d):
         self.log_q = nn.Parameter(torch.zeros(self.hidden, device=device, dtype=dtype))
 
     def multiplier(self) -> Tensor:
+        # The autocorrelation is that of F* F; with channels exchanged, that of F F*.
         outputs = autocorrelation(at_least_float32(self.free).transpose(0, 1))
         return sll_multiplier(outputs.abs().sum((-2, -1)), at_least_float32(self.log_q))
 

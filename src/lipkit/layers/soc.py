@@ -48,6 +48,7 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
     if 1 in (kh, kw):
         # The second reshaping is the same matrix (one row of taps), or has the same norm if the kernel is skew.
         return flat * (math.sqrt(kh * kw) * (1 + 1e-12))
+    # Rows (output, vertical tap), columns (input, horizontal tap).
     half = _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw))
     return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
 

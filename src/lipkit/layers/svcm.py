@@ -38,6 +38,7 @@ def clip(matrices: Tensor) -> Tensor:
 
 def _support(symbols: Tensor, h: int, w: int, kh: int, kw: int) -> Tensor:
     """The taps ``(cout, cin, kh, kw)`` of a symbol ``(h, w // 2 + 1, cout, cin)``; taps outside are dropped."""
+    # The symbol of a cross-correlation is the conjugate of its kernel's transform, with the centre tap at the origin.
     taps = torch.fft.irfft2(symbols.conj().permute(2, 3, 0, 1), s=(h, w))
     return taps.roll(((kh - 1) // 2, (kw - 1) // 2), (-2, -1))[..., :kh, :kw]
 
@@ -117,6 +118,7 @@ def project(kernel: Tensor, h: int, w: int, rounds: int = 50, *, orthogonal: boo
             folded = _support(after, h, w, *start.shape[-2:])
         if folded is start:
             return kernel.detach().clone()
+        # Coinciding taps share the change alone, and keep their differences.
         return (kernel + _unfold(folded - start, h, w, kh, kw)).to(kernel.dtype)
 
 

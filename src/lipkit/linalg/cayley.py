@@ -103,7 +103,7 @@ class _Cayley(torch.autograd.Function):
         w, x = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # The gradient itself is to be differentiated, or there is a batch of them.
+                # A second derivative, or a batch of gradients, needs differentiable operations.
                 found: Tensor = torch.func.vjp(_plain, w)[1](g)[0]
                 return found
             if w.shape[-2] < w.shape[-1]:

@@ -119,7 +119,7 @@ class _Product(torch.autograd.Function):
         weight, x, bias, h, rest, *factors = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
-                # The gradient itself is to be differentiated, or there is a batch of them.
+                # A second derivative, or a batch of gradients, needs differentiable operations.
                 given = (weight, x) if bias is None else (weight, x, bias)
                 found = torch.func.vjp(lambda *a: _plain(*a, *(() if len(a) == 3 else (None,))), *given)[1](g)
                 return (*found, None)[:3]

@@ -162,7 +162,7 @@ class _GramNorm(torch.autograd.Function):
         if g is None:
             return None
         if torch.is_grad_enabled() or transformed():
-            # The gradient itself is to be differentiated, or there is a batch of them.
+            # A second derivative, or a batch of gradients, needs differentiable operations.
             return torch.func.vjp(_plain, a)[1](g)[0]
         if a.device.type == "cpu" and float(g) == 0:
             # Only the smaller of two bounds carries a gradient: this was the larger one.

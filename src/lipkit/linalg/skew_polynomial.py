@@ -346,7 +346,7 @@ class _TaylorExponential(torch.autograd.Function):
             return None, None, None
         w, *kept = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed():
-            # The gradient itself is to be differentiated, or there is a batch of them.
+            # A second derivative, or a batch of gradients, needs differentiable operations.
             return torch.func.vjp(lambda w: _taylor_exponential(w, ctx.terms, ctx.squarings), w)[1](g)[0], None, None
         m, n = w.shape[-2:]
         c = max(m, n)

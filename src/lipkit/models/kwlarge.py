@@ -25,7 +25,7 @@ def kwlarge(
     **options: Any,
 ) -> list[nn.Module]:
     """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between
-    (families whose layers contain their activation have theirs).
+    (not for families whose layers contain an activation).
 
     Args:
         layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
