@@ -1,9 +1,9 @@
-"""The index of docs/reproduce.md and docs/published_figures.md: the papers' figures beside ours.
+"""The tables of docs/reproduce.md and of two pages of docs/lab: what the papers print, and what became of it here.
 
     python -m papers.pages    # from papers/published, records/ and full_costs.json; nothing is trained
 
-The index has every numbered item of the papers, its command and its records; the other page every published figure
-beside ours, or what it would cost (`papers.full_costs` measures that).
+docs/reproduce.md has the totals of each paper; lab/reproduce.md every numbered item, its command and its records;
+lab/published_figures.md every published figure beside ours, or what it would cost (`papers.full_costs` measures that).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from papers.tables import SCALES, TABLES, Paper, Row, Table, is_fraction, load_p
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "reproduce.md", ROOT / "records"
-FIGURES = ROOT / "docs" / "published_figures.md"
+INDEX, FIGURES = (ROOT / "docs" / "lab" / name for name in ("reproduce.md", "published_figures.md"))
 COSTS = ROOT / "papers" / "full_costs.json"
 # Data -> training samples, shape of one, classes (none: regression).
 SHAPES = {
@@ -314,12 +314,29 @@ def rows_of(paper: Paper) -> Iterator[str]:
 
 
 def index() -> str:
-    """The text of the whole index in its page."""
+    """The whole index, as it stands in its page."""
     parts = []
     for paper in load_papers().values():
         head = f"### {paper.source}\n\n| item | command | records | published figures |\n|---|---|---|---|\n"
         parts.append(head + "\n".join(rows_of(paper)) + "\n")
     return "\n" + "\n".join(parts) + "\n"
+
+
+def totals() -> str:
+    """How many figures of each paper have each verdict, and what the rest would cost."""
+    lines = [
+        "| paper | published | reached | missed | at 400 s | times | not made | parameters right | left |",
+        f"|:--|{'--:|' * 7}:--|",
+    ]
+    for paper in load_papers().values():
+        tables = [name for name, table in TABLES.items() if table.source.startswith(paper.source)]
+        verdicts = [verdict for name in tables for verdict in verdicts_of(name, TABLES[name].rows)]
+        right, wrong = (verdicts.count(word) for word in COUNTED)
+        counted = f"{right} of {right + wrong}" if right + wrong else ""
+        missing = merged(runs for name in tables for runs in missing_runs(name).values())
+        cells = [len(verdicts), *(verdicts.count(word) for word in VERDICTS), counted, price(missing).partition(";")[0]]
+        lines.append(f"| {paper.source} | {' | '.join(map(str, cells))} |")
+    return "\n" + "\n".join(lines) + "\n\n"
 
 
 def rewritten(page: str, made: str) -> str:
@@ -329,5 +346,5 @@ def rewritten(page: str, made: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, text in ((PAGE, index()), (FIGURES, published())):
+    for page, text in ((PAGE, totals()), (INDEX, index()), (FIGURES, published())):
         write_atomic(page, rewritten(page.read_text(), text).encode())

@@ -1,4 +1,4 @@
-"""docs/reproduce.md and docs/published_figures.md hold every item and figure, and say what tables and records say."""
+"""docs/reproduce.md and its pages in docs/lab hold every item and figure, and say what tables and records say."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_every_numbered_item_is_made_or_has_a_reason(name: str) -> None:
 
 @pytest.mark.thorough
 def test_the_pages_are_those_of_tables_and_records() -> None:
-    for page, made in (("reproduce", pages.index()), ("published_figures", pages.published())):
-        text = (ROOT / f"docs/{page}.md").read_text()
+    for page, made in ((pages.PAGE, pages.totals()), (pages.INDEX, pages.index()), (pages.FIGURES, pages.published())):
+        text = page.read_text()
         assert text == pages.rewritten(text, made), "run: python -m papers.pages"
     assert [pages.order(i)[:2] for i in ("table 10", "figure 2", "section 5.3")] == [("0", 10), ("1", 2), ("2", 5)]
 
 
 def test_the_page_has_every_published_figure_and_full_rows_first() -> None:
-    text = (ROOT / "docs/published_figures.md").read_text()
+    text = pages.FIGURES.read_text()
     for name, table in TABLES.items():
         section = text.partition(f"### {name}\n")[2].partition("\n### ")[0]
         lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
