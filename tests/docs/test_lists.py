@@ -14,6 +14,7 @@ from lipkit.attacks import ATTACKS
 from lipkit.cli.export import FORMS
 from lipkit.cli.main import VERBS
 from lipkit.experiments.recipe import load_recipe
+from lipkit.interop.onnx_operators import OPERATORS
 from lipkit.layers.families import FAMILIES
 from lipkit.testing import LAWS
 
@@ -51,6 +52,13 @@ def test_the_first_page_names_every_family() -> None:
         (ROOT / "README.md").read_text().partition("[docs/families.md](docs/families.md)): ")[2].partition(".\n")[0]
     )
     assert {name.strip().lower() for name in listed.split(",")} == {name.replace("_", "") for name in FAMILIES}
+
+
+def test_operators_of_onnx_are_all_listed() -> None:
+    section = (ROOT / "docs/networks.md").read_text().partition("- **ONNX**: ")[2].partition(". An activation")[0]
+    moving, _, stored = section.partition(". Of stored values and sizes also ")
+    for text, moves in ((moving, True), (stored, False)):
+        assert re.findall(r"\w+", text) == sorted(kind for kind, row in OPERATORS.items() if row.moves is moves)
 
 
 def test_verbs_and_laws_are_all_listed() -> None:
