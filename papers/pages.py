@@ -324,18 +324,19 @@ def index() -> str:
 
 def totals() -> str:
     """How many figures of each paper have each verdict, and what the rest would cost."""
-    lines = [
-        "| paper | published | reached | missed | at 400 s | times | not made | parameters right | left |",
-        f"|:--|{'--:|' * 7}:--|",
-    ]
+    heads, columns = ["published", "reached", "missed", "at 400 s", "times", "not made", "parameters", "left"], []
     for paper in load_papers().values():
         tables = [name for name, table in TABLES.items() if table.source.startswith(paper.source)]
         verdicts = [verdict for name in tables for verdict in verdicts_of(name, TABLES[name].rows)]
         right, wrong = (verdicts.count(word) for word in COUNTED)
-        counted = f"{right} of {right + wrong}" if right + wrong else ""
+        counted = f"{right} of {right + wrong} right" if right + wrong else ""
         missing = merged(runs for name in tables for runs in missing_runs(name).values())
-        cells = [len(verdicts), *(verdicts.count(word) for word in VERDICTS), counted, price(missing).partition(";")[0]]
-        lines.append(f"| {paper.source} | {' | '.join(map(str, cells))} |")
+        left = price(missing).partition(";")[0].removesuffix(" core hours")
+        columns.append(
+            [paper.source.partition(",")[0], len(verdicts), *(verdicts.count(word) for word in VERDICTS), counted, left]
+        )
+    head, *rows = zip(["", *heads], *columns, strict=True)
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, ["--:"] * len(head), *rows)]
     return "\n" + "\n".join(lines) + "\n\n"
 
 

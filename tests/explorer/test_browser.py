@@ -64,7 +64,10 @@ def test_the_slider_changes_verdict_picture_and_cursor(page: sync_api.Page, runs
     assert page.locator("#run-0 .adversarial").get_attribute("src") is None
     clean = page.locator("#run-0 .clean").get_attribute("src")
     before = page.locator("#cursor").get_attribute("x1")
-    legend = page.locator("#legend").inner_text()
+    for step in (17, 1):
+        slide(page, step)
+        legend = page.locator("#legend").inner_text()
+        assert f"{100 * float((run.correct & (run.radius > step / 255)).double().mean()):.1f} % certified" in legend
 
     slide(page, int(page.locator("#radius").get_attribute("max") or 0))
     assert "an adversarial example exists" in verdict.inner_text()

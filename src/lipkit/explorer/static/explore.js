@@ -182,7 +182,7 @@ async function begin() {
   await showPage();
   new ResizeObserver(drawCurve).observe(element("curve"));
   drawCurve();
-  await choose(0);
+  await choose(Math.max(0, state.samples.findIndex((sample) => sample.correct)));
 }
 
 begin().catch(say);
