@@ -77,7 +77,8 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
             f"expected L multipliers for L + 1 >= 1 weights, got {len(multipliers)} for {len(weights)} weights"
         )
     for k, (a, b) in enumerate(pairwise(weights)):
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        seen = a.shape[0] + sum(w.shape[0] for w in weights[:k]) + weights[0].shape[-1]
+        if a.ndim != 2 or b.ndim != 2 or b.shape[1] not in (a.shape[0], seen):
             raise ShapeError(f"weights {k} and {k + 1} do not chain: shapes {tuple(a.shape)} and {tuple(b.shape)}")
     for k, m in enumerate(multipliers):
         if tuple(m.shape) != (weights[k].shape[0],):
@@ -91,7 +92,7 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
     """H of the module docstring, dense, float64.
 
     Args:
-        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``.
+        weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``; or ``(n_{k+1}, n_0 + ... + n_k)``, which reads all values before.
         multipliers: diagonals of Lambda_0 .. Lambda_{L-1}, each ``(n_{k+1},)``.
         gain: gamma.
 
@@ -105,7 +106,7 @@ def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: f
     diagonal = torch.full((starts[-1],), float(gain), dtype=torch.float64, device=h.device)
     for k, w in enumerate(weights):
         block = w if k == len(multipliers) else multipliers[k][:, None] * w
-        rows, cols = slice(starts[k + 1], starts[k + 2]), slice(starts[k], starts[k + 1])
+        rows, cols = slice(starts[k + 1], starts[k + 2]), slice(starts[k + 1] - w.shape[1], starts[k + 1])
         h[rows, cols], h[cols, rows] = -block, -block.mT
         if k < len(multipliers):
             diagonal[rows] = 2 * multipliers[k]

@@ -114,7 +114,7 @@ def _reduced(weights: list[Tensor]) -> list[Tensor]:
     return [first, *weights[1:-1], last] if len(weights) > 1 else weights
 
 
-class _Barrier:
+class Barrier:
     """-log det H and its derivatives in x = (gamma, lambda)."""
 
     def __init__(self, weights: list[Tensor]) -> None:
@@ -126,10 +126,10 @@ class _Barrier:
         # Columns v_i = e_i - w_i.
         self.v = torch.zeros(self.size, hidden, dtype=torch.float64)
         self.v[self.units] = torch.eye(hidden, dtype=torch.float64)
-        row = column = 0
+        row = self.n0
         for w in weights[:-1]:
-            self.v[row : row + w.shape[1], column : column + w.shape[0]] -= w.mT
-            row, column = row + w.shape[1], column + w.shape[0]
+            self.v[row - w.shape[1] : row, row - self.n0 : row - self.n0 + w.shape[0]] -= w.mT
+            row += w.shape[0]
         self.ends = torch.ones(self.size, dtype=torch.bool)
         self.ends[self.units] = False
 
@@ -155,8 +155,19 @@ class _Barrier:
         hessian[1:, 0] = hessian[0, 1:]
         return gradient, hessian
 
+    def minimum(self, x: Tensor, accuracy: float, max_steps: int) -> tuple[Tensor, int]:
+        """Nearly the least gamma, from a strictly feasible x; the point and the steps taken."""
+        weight, steps = float(self.size), 0
+        while steps < max_steps:
+            x, used = _newton(self, x, weight, max_steps - steps)
+            steps += used
+            if self.size / weight < accuracy * float(x[0]):
+                break
+            weight *= 8
+        return x, steps
 
-def _newton(barrier: _Barrier, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
+
+def _newton(barrier: Barrier, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
     """Minimise ``weight * gamma - log det H`` from a strictly feasible x; the point and the steps taken."""
     goal = torch.zeros_like(x)
     goal[0] = weight
@@ -182,6 +193,23 @@ def _newton(barrier: _Barrier, x: Tensor, weight: float, budget: int) -> tuple[T
             return x, step
         x = trial
     return x, budget
+
+
+def repaired(
+    weights: Sequence[Tensor], found: Sequence[Tensor], safe: Sequence[Tensor], errors: Sequence[Tensor] = ()
+) -> tuple[float, list[Tensor]]:
+    """The gain that multipliers prove, mixed with strictly feasible ones until they do; ``inf`` if they never do.
+
+    >>> repaired([torch.eye(2), torch.eye(2)], [torch.ones(2)], [torch.ones(2)])[0] < 1 + 1e-9
+    True
+    """
+    # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
+    for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
+        mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
+        gain = gain_bound(weights, mixed, errors)
+        if math.isfinite(gain):
+            return gain, mixed
+    return math.inf, list(safe)
 
 
 def minimise_gain(
@@ -225,26 +253,12 @@ def minimise_gain(
         return Solution(bound, ones, bound, 0)
     # All norms 1: then gamma = 1 and lambda = 1 is feasible, and every larger gamma strictly.
     unit = [w / s for w, s in zip(weights, norms, strict=True)]
-    barrier = _Barrier(_reduced(unit))
+    barrier = Barrier(_reduced(unit))
     x = torch.ones(1 + sum(barrier.widths), dtype=torch.float64)
     x[0] = 1.1
-    weight, steps = float(barrier.size), 0
-    while steps < max_steps:
-        x, used = _newton(barrier, x, weight, max_steps - steps)
-        steps += used
-        if barrier.size / weight < accuracy * float(x[0]):
-            break
-        weight *= 8
+    x, steps = barrier.minimum(x, accuracy, max_steps)
     back = norm_multipliers(norms)
     safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, back, strict=False)]
     found = [m * t for m, t in zip(x[1:].split(barrier.widths), back, strict=True)]
-    # H is affine in (gamma, lambda): mixing with a strictly feasible point repairs what rounding spoiled.
-    best = Solution(math.inf, safe, bound, steps)
-    for share in (0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1, 1.0):
-        mixed = [(1 - share) * a + share * b for a, b in zip(found, safe, strict=True)]
-        gain = gain_bound(weights, mixed, [e.cpu() for e in errors])
-        if gain < best.gain:
-            best = Solution(gain, mixed, bound, steps)
-        if math.isfinite(gain):
-            break
-    return best if best.gain <= bound else Solution(bound, safe, bound, steps)
+    gain, proved = repaired(weights, found, safe, [e.cpu() for e in errors])
+    return Solution(gain, proved, bound, steps) if gain <= bound else Solution(bound, safe, bound, steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
-from lipkit.modules.chains import constants, in_runs, slope_runs, whole
+from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import output_shape
@@ -114,13 +114,33 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     return found or whole(factors) <= gamma
 
 
-def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> GainProof:
+def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
+    """The run, cut at activations so that no piece has more hidden units."""
+    if units is None or sum(len(w) for w in run.weights[:-1]) <= units:
+        yield run
+        return
+    begin = used = 0
+    for end, weight in enumerate(run.weights):
+        last = end + 1 == len(run.weights)
+        if last or used + len(weight) > units:
+            if end > begin:
+                inner, part = slice(begin, end), slice(begin, end + 1)
+                yield run._replace(weights=run.weights[part], errors=run.errors[part], places=run.places[inner])
+            begin, used = end + 1, 0
+        else:
+            used += len(weight)
+
+
+def solve(
+    network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, units: int | None = None
+) -> GainProof:
     """The smallest gain that LMIs can prove for this network, nearly, with the multipliers that prove it.
 
     Args:
         network: result of ``lipkit.export``, with one linear layer or more.
         accuracy: relative distance from the optimum of the semidefinite program.
-        max_steps: most Newton steps.
+        max_steps: most Newton steps for a run.
+        units: most hidden units in one LMI: a run with more is cut at activations, which then count by themselves.
 
     Returns:
         :class:`GainProof`; never a gain that :func:`verify` has not proved, and never above the product of norms.
@@ -136,8 +156,13 @@ def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300) -> 
     proved = attach(network, {})
     multipliers, steps = dict[Place, Tensor](), 0
     parts = [(path, part) for path, part in proved.named_modules() if type(part) is Network]
-    found = [(path, part, run) for path, part in parts for run in slope_runs(part, candidates=True)]
-    if not found:
+    found = [
+        (path, part, piece)
+        for path, part in parts
+        for run in slope_runs(part, candidates=True)
+        for piece in _pieces(run, units)
+    ]
+    if not (found or units):
         kinds = sorted({type(m).__name__ for m in network.modules()})
         raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds)}")
     for path, part, run in found:
