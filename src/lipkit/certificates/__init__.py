@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lipkit.certificates import lipsdp as lipsdp
 from lipkit.certificates.certificate import Certificate, certify
+from lipkit.certificates.gains import gain_matrix, local_gain, tight
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.measurement import Proof, prove
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
@@ -15,8 +16,11 @@ __all__ = [
     "certify",
     "certify_regression",
     "format_radius",
+    "gain_matrix",
     "lipsdp",
+    "local_gain",
     "prove",
+    "tight",
 ]
 
 

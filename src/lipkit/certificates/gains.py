@@ -1,0 +1,402 @@
+r"""Gains of networks that were not built for them: by LMIs, on a box of inputs, and for each output and input.
+
+On a box interval arithmetic, with its rounding, gives each activation values in [l, u], so slopes in [a, b]. With
+:math:`c = b - a` it is :math:`\sigma(z) = a z + c\,s(z)` up to a constant, s with slopes in [0, 1]; where a = b it is
+linear. So behind k activations
+
+.. math:: h_k = A_k x + \sum_{j < k} B_{kj} s_j,
+
+and the LMI of `lipkit.bounds.lmi` bounds the gain, each of its weights reading x and all s before. Weights are products
+in float64; a bound of the error of each entry goes into the proof. One column of x and one row of y in the same LMI
+bound one entry of the derivative; so does the product of the interval matrices :math:`W_L D_L \cdots D_1 W_0`.
+
+Source: Fazlyab et al., NeurIPS 2019, for the LMI; the matrix of slopes as an interval is Rohn, Linear Algebra and its
+Applications 1989.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.bounds.lmi import gain_bound
+from lipkit.bounds.lmi_solver import Barrier, repaired
+from lipkit.certificates.lipsdp import attach, solve
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.lowering import lipschitz
+from lipkit.modules import Network
+from lipkit.modules.activations import ACTIVATIONS, slope_restricted
+from lipkit.modules.chains import _SAME, _composed, _linear_map
+from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.registry import Shape, output_shape
+from lipkit.proof.roundoff import UNIT, next_down, next_up, product, up
+
+Box = tuple[Any, Any]
+"""Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
+
+_UNITS = 600
+# Inputs, units and outputs in one LMI on a box, and entries of a matrix of gains that get an LMI each.
+_MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 400
+
+
+def tight(network: Network, *, units: int = _UNITS) -> Network:
+    """The network with the multipliers of LipSDP for every run of dense layers: ``lipschitz`` of it is the tight gain.
+
+    Args:
+        network: result of ``lipkit.export``.
+        units: most hidden units in one LMI; wider runs are bounded piece by piece, a wider layer by its norm.
+
+    Guarantee:
+        As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
+
+    >>> from itertools import pairwise
+    >>> layers = [nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)]
+    >>> net = Network(layers, (3,))
+    >>> bool(lipschitz(tight(net)) <= lipschitz(net))
+    True
+    """
+    return attach(network, solve(network, units=units).multipliers)
+
+
+def local_gain(network: Network, box: Box, *, units: int = _UNITS) -> float:
+    r"""A gain that holds between inputs in a box: :math:`\|f(x) - f(x')\|_2 \le g \|x - x'\|_2`.
+
+    Args:
+        network: result of ``lipkit.export``; multipliers that it carries (`tight`) count.
+        box: (lowest, highest) inputs: numbers, ``input_shape``, or ``(C,)`` for the channels of ``(C, ...)``; what else
+            broadcasts to ``input_shape``. Ends may be infinite.
+        units: most hidden units in one LMI.
+
+    Guarantee:
+        Upper, of the stored numbers, rounding included, and never above ``lipschitz(network)``. Softplus counts as its
+        formula on both sides of its threshold.
+
+    Raises:
+        OptionError, ShapeError: a box that does not fit, or is empty.
+
+    >>> net = Network([nn.Linear(1, 1, bias=False), nn.Tanh()], (1,))
+    >>> _ = nn.init.ones_(net[0].weight)
+    >>> round(local_gain(net, (2.0, 3.0)), 6), round(local_gain(net, (-1.0, 1.0)), 6)  # 1 - tanh(2)^2
+    (0.070651, 1.0)
+    """
+    everywhere = float(lipschitz(network))
+    if not math.isfinite(everywhere):
+        return everywhere
+    return min(everywhere, product(*(part.gain() for part in _parts(network, box, units))))
+
+
+def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
+    r"""What one unit of input j moves output i at most: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
+
+    Args:
+        network: result of ``lipkit.export``: dense layers, scalings and scalar activations in a chain.
+        box: of the inputs, as for `local_gain`; None bounds it everywhere.
+
+    Returns:
+        (outputs, inputs), flattened, float64.
+
+    Guarantee:
+        Upper, as `local_gain`. In a box ``|f(x) - f(x')| <= G |x - x'|`` entry by entry.
+
+    Raises:
+        NoRuleError: another network. OptionError, ShapeError: a box that does not fit, or is empty.
+
+    >>> net = Network([nn.Linear(2, 1, bias=False)], (2,))
+    >>> _ = net[0].weight.copy_(torch.tensor([[3.0, -4.0]]))
+    >>> [round(value, 9) for value in gain_matrix(net)[0].tolist()]
+    [3.0, 4.0]
+    """
+    everywhere = float(lipschitz(network))
+    parts = _parts(network, (-math.inf, math.inf) if box is None else box, None)
+    if len(parts) != 1 or not parts[0].weights:
+        kinds = sorted({type(m).__name__ for m in network})
+        raise NoRuleError(f"expected dense layers with scalar activations between them, got {', '.join(kinds)}")
+    (run,) = parts
+    if not math.isfinite(everywhere):
+        return torch.full_like(run.jacobian[0], math.inf)
+    found = up(run.jacobian[0].abs() + run.jacobian[1], 2).nan_to_num(nan=math.inf, posinf=math.inf)
+    found = found.clamp_max(everywhere)
+    if found.numel() <= _MOST_ENTRIES and run.units <= _MOST_UNITS:
+        for i, j in found.nonzero().tolist():
+            found[i, j] = min(float(found[i, j]), run.entry(i, j).gain(1e-3))
+    return found
+
+
+Part = tuple[Tensor, Tensor]
+"""A matrix, or a vector, and a bound of how far each entry may be from the one meant."""
+
+
+class _Run(NamedTuple):
+    """Modules that follow each other: their weights in x and s, or none and only a constant.
+
+    Attributes:
+        constant: of the modules one by one.
+        inputs: columns that x has.
+        weights: rows of the units that are not linear, layer by layer, then y, in the columns x, s_0, s_1, ...
+        layers: for a start: the largest slopes of an activation times its own weight, then the last own weight.
+        shares: by layer of activations: the units that are not linear and what their sector makes of a multiplier.
+        jacobian: the interval matrix dy / dx.
+    """
+
+    constant: float
+    inputs: int = 0
+    weights: Sequence[Part] = ()
+    layers: Sequence[Tensor] = ()
+    shares: Sequence[Tensor] = ()
+    jacobian: Part = (torch.empty(0), torch.empty(0))
+
+    @property
+    def units(self) -> int:
+        return sum(len(share) for share in self.shares)
+
+    def entry(self, i: int, j: int) -> _Run:
+        """The same run from input j to output i alone."""
+        weights = [(torch.cat((m[:, [j]], m[:, self.inputs :]), 1) for m in part) for part in self.weights]
+        parts: list[Part] = [tuple(part) for part in weights]  # type: ignore[misc]
+        parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])
+        layers = [self.layers[0][:, [j]], *self.layers[1:]]
+        layers[-1] = layers[-1][[i]]
+        return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
+
+    def gain(self, accuracy: float = 1e-5) -> float:
+        """The least gain that the LMI is found to prove, or the constant."""
+        if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
+            return self.constant
+        weights, errors = (list(part) for part in zip(*self.weights, strict=True))
+        if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
+            return self.constant
+        if len(weights) == 1:
+            return min(self.constant, gain_bound(weights, [], errors))
+        norms = [float(torch.linalg.matrix_norm(m, 2)) for m in self.layers]
+        scale = math.prod(norms)
+        if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
+            return self.constant
+        # mu_k (m^2 z^2 - h^2) for |h| <= m |z| proves the product of the norms, and holds (2 m^2 - 2 a b) mu_k times
+        # s (z - s): a start. Gains are divided by that product.
+        slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
+        for norm, share in zip(reversed(norms[:-1]), reversed(self.shares), strict=True):
+            mu *= slack
+            start.insert(0, share * mu)
+            mu *= norm**2
+        start = [values for values in start if len(values)]
+        barrier = Barrier(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
+        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))
+        if not math.isfinite(barrier.value(x)):
+            return self.constant
+        x, _ = barrier.minimum(x, accuracy, 300)
+        found = list((x[1:] * scale).split([len(values) for values in start]))
+        return min(self.constant, repaired(weights, found, [values * scale for values in start], errors)[0])
+
+
+def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
+    """The same Gram matrix of what reads x from fewer columns: the LMI sees nothing else of them."""
+    rows = torch.cat([w[:, :inputs] for w in weights])
+    if inputs > len(rows):
+        parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
+        weights = [torch.cat((part, w[:, inputs:]), 1) for part, w in zip(parts, weights, strict=True)]
+    return weights
+
+
+class _Growing:
+    """A run while its modules are read: what is linear so far, in x and s, and in x with intervals for slopes."""
+
+    def __init__(self, inputs: int) -> None:
+        self.inputs, self.constant, self.units = inputs, 1.0, 0
+        self.value: Part | None = None  # of x and s
+        self.jacobian: Part | None = None
+        self.own: Tensor | None = None  # since the last activation, roughly
+        self.weights: list[Part] = []
+        self.layers: list[Tensor] = []
+        self.shares: list[Tensor] = []
+
+    def linear(self, weight: Tensor) -> None:
+        self.value, self.jacobian = _composed(weight, self.value), _composed(weight, self.jacobian)
+        self.own = _composed(weight, None if self.own is None else (self.own, torch.zeros_like(self.own)))[0]
+
+    def activation(self, low: Tensor, high: Tensor) -> None:
+        """Slopes ``low`` to ``high``, one for each unit."""
+        assert self.value is not None and self.jacobian is not None and self.own is not None
+        active = (high > low).nonzero()[:, 0]
+        width = next_up(high - low)[active]  # the upper slope that is proved is low + width
+        most = torch.maximum(low.abs(), high.abs())
+        self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
+        self.shares.append((most.square() - low * high)[active])
+        self.units += len(active)
+        if len(active):
+            self.weights.append((self.value[0][active], self.value[1][active]))
+        fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
+        fresh[active, torch.arange(len(active))] = width
+        value, error = _composed(low, self.value)
+        self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
+        middle = (low + high) / 2
+        radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
+        old = up(self.jacobian[0].abs() + self.jacobian[1], 2)
+        value, error = _composed(middle, self.jacobian)
+        self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
+        self.own = torch.ones(len(low), dtype=torch.float64)
+
+    def finished(self) -> _Run:
+        if self.value is None or self.value[0].ndim == 1 or self.jacobian is None or self.own is None:
+            return _Run(self.constant)
+        # Behind an activation that ends the run nothing is read: the matrix of y is diagonal.
+        own = self.own if self.own.ndim == 2 else torch.diag(self.own)
+        weights, layers = [*self.weights, self.value], [*self.layers, own]
+        return _Run(self.constant, self.inputs, weights, layers, self.shares, self.jacobian)
+
+
+def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
+    """The network as runs that one LMI bounds, and what is between them."""
+    centre, radius = _ends(box, network.input_shape)
+    found, shape = list[_Run](), network.input_shape
+    run = _Growing(math.prod(shape))
+    for module, twin in zip(network, copy.deepcopy(network).cpu().double(), strict=True):
+        before, shape = shape, output_shape(module, shape)
+        if type(module) in _SAME:
+            continue
+        constant = float(lipschitz(module, before))
+        weight = _matrix(twin, before)
+        if weight is not None:
+            run.linear(weight)
+            run.constant = product(run.constant, constant)
+            shift = twin(torch.zeros(1, *before, dtype=torch.float64)).flatten()
+            centre, radius = _moved(weight, shift, centre, radius)
+        elif type(module) in ACTIVATIONS and (len(centre) <= _MOST_ROWS or run.value is not None):
+            low, high = next_down(centre - radius), next_up(centre + radius)
+            (a, b), (low, high) = _slopes(twin, low, high, constant)
+            steepest = float(torch.maximum(a.abs(), b.abs()).max())
+            count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
+            if units is not None and (run.units + count > units or not begun):
+                found += [run.finished(), _Run(steepest)]
+                run = _Growing(len(a))
+            else:
+                if not begun:
+                    run.linear(torch.eye(len(a), dtype=torch.float64))
+                run.activation(a, b)
+                run.constant = product(run.constant, steepest)
+            centre, radius = _around(low, high)
+        else:
+            found += [run.finished(), _Run(constant)]
+            run = _Growing(math.prod(shape))
+            centre = torch.zeros(math.prod(shape), dtype=torch.float64)
+            radius = torch.full_like(centre, math.inf)
+    if units is None and run.value is not None and run.value[0].ndim == 1:
+        run.linear(torch.eye(len(centre), dtype=torch.float64))
+    return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
+
+
+def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
+    """A dense layer, on vectors, or a scaling as a matrix or a diagonal."""
+    if type(module) is nn.Linear:
+        return _linear_map(module, shape, True) if math.prod(shape) == shape[-1] else None
+    return _linear_map(module, shape, True) if type(module) in (Affine, Elementwise) else None
+
+
+def _ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
+    try:
+        low, high = (torch.as_tensor(end).detach().cpu().to(torch.float64) for end in box)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(f"box: expected (low, high), numbers or tensors, got {box!r}") from None
+    ends = list[Tensor]()
+    for end in (low, high):
+        if end.ndim == 1 and len(shape) > 1 and len(end) == shape[0]:
+            end = end.view(-1, *[1] * (len(shape) - 1))
+        try:
+            ends.append(end.expand(shape).flatten())
+        except RuntimeError:
+            raise ShapeError(f"box: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
+    if not bool((ends[0] <= ends[1]).all()):
+        raise OptionError("box: expected low <= high in every entry")
+    return _around(*ends)
+
+
+def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Centre and radius that hold every number from ``low`` to ``high``."""
+    finite = low.isfinite() & high.isfinite()
+    centre = torch.where(finite, low / 2 + high / 2, 0.0)
+    radius = next_up(torch.maximum(next_up(high - centre), next_up(centre - low)))
+    # One number is its own centre.
+    radius = torch.where((low == centre) & (high == centre), 0.0, radius)
+    return centre, torch.where(finite, radius, math.inf)
+
+
+def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+    """Centre and radius behind a linear layer, its rounding inside the radius."""
+    value, error = _composed(weight, (centre[:, None], radius[:, None]))
+    value, error = value[:, 0], error[:, 0].nan_to_num(nan=math.inf, posinf=math.inf)
+    moved = value + shift
+    return moved, up(error + 2 * UNIT * moved.abs(), 3)
+
+
+class _Smooth(NamedTuple):
+    """A smooth function: its derivative, where that and it turn, and how far both are computed from the truth."""
+
+    derivative: Callable[[Tensor], Tensor]
+    slope_turns: tuple[float, ...] = ()
+    turns: tuple[float, ...] = ()
+    error: float = 2.0**-44
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = x.sigmoid()
+    return s * (1 + x * (1 - s))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    return torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+# Places where a function turns need no more digits: its values beside them differ by the square of what is missing.
+_SMOOTH: dict[type[nn.Module], _Smooth] = {
+    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square(), (0.0,)),
+    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid()), (0.0,)),
+    # Beyond its threshold, at least 20, it is the identity.
+    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),
+    nn.SiLU: _Smooth(_silu_slope, (-2.3993572805, 2.3993572805), (-1.2784645428,)),
+    nn.GELU: _Smooth(_gelu_slope, (-math.sqrt(2), math.sqrt(2)), (-0.7517915247,)),
+}
+
+
+def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Slopes of a scalar activation between values from ``low`` to ``high``, and its values there."""
+    kind = type(module)
+    least, most = torch.zeros_like(low), torch.full_like(low, constant)
+    if not slope_restricted(module):
+        # gelu'(x) + gelu'(-x) = 1, and the same of SiLU.
+        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))
+    if kind in (nn.ReLU, nn.LeakyReLU):
+        slope = torch.full_like(low, module.negative_slope if kind is nn.LeakyReLU else 0.0)
+        one = torch.ones_like(low)
+        left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
+        ends = [module(low), module(high)]
+        return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, 0.0)
+    if kind in (nn.ReLU6, nn.Hardtanh):
+        inside = (low >= module.min_val) & (high <= module.max_val)
+        outside = (high <= module.min_val) | (low >= module.max_val)
+        return (inside.double(), (~outside).double()), (module(low), module(high))
+    row = _SMOOTH.get(kind)
+    if row is None or (kind is nn.Softplus and module.beta != 1) or getattr(module, "approximate", "none") != "none":
+        return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
+
+    def reached(turns: Sequence[float]) -> list[Tensor]:
+        return [low, high, *(torch.maximum(torch.minimum(torch.full_like(low, turn), high), low) for turn in turns)]
+
+    # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
+    found = [row.derivative(x.clamp(-40, 40)) for x in reached(row.slope_turns)]
+    a, b = _outwards(found, 0.0, row.error)
+    a, b = torch.maximum(a, least), torch.minimum(b, most)
+    return (a, b), _outwards([module(x) for x in reached(row.turns)], row.error, row.error)
+
+
+def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:
+    """The least and the largest of the values, with room for errors; numbers that are none give no end."""
+    stacked = torch.stack([*values])
+    room = up(stacked.abs() * relative + absolute, 4)
+    low, high = (stacked - room).amin(0), (stacked + room).amax(0)
+    return low.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf), high.nan_to_num(
+        nan=math.inf, posinf=math.inf, neginf=-math.inf
+    )
