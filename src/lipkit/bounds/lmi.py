@@ -188,8 +188,12 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         return math.inf
     if multipliers:
-        coupling = torch.cat(couplings(weights, multipliers))
-        guess = float(torch.linalg.eigvalsh(coupling @ coupling.mT)[-1])
+        coupling, inputs = torch.cat(couplings(weights, multipliers)), weights[0].shape[1]
+        joint = coupling @ coupling.mT
+        if weights[-1].shape[1] > weights[-2].shape[0]:  # y reads x directly, too
+            joint[inputs:, :inputs] += weights[-1][:, :inputs]
+            joint[:inputs, inputs:] += weights[-1][:, :inputs].mT
+        guess = float(torch.linalg.eigvalsh(joint)[-1])
     else:
         guess = float(torch.linalg.matrix_norm(weights[0], 2))
     guess = max(guess, 1e-300)

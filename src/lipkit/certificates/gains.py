@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.lmi_solver import Barrier, repaired
+from lipkit.bounds.lmi_solver import Barrier, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
@@ -40,8 +40,8 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 _UNITS = 600
-# Inputs, units and outputs in one LMI on a box, and entries of a matrix of gains that get an LMI each.
-_MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 400
+# Inputs, units and outputs in one LMI; entries of a matrix that have a proof each, and units of one made for it.
+_MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
 def tight(network: Network, *, units: int = _UNITS) -> Network:
@@ -87,7 +87,7 @@ def local_gain(network: Network, box: Box, *, units: int = _UNITS) -> float:
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
         return everywhere
-    return min(everywhere, product(*(part.gain() for part in _parts(network, box, units))))
+    return min(everywhere, product(*(part.least()[0] for part in _parts(network, box, units))))
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
@@ -119,16 +119,27 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     (run,) = parts
     if not math.isfinite(everywhere):
         return torch.full_like(run.jacobian[0], math.inf)
-    found = up(run.jacobian[0].abs() + run.jacobian[1], 2).nan_to_num(nan=math.inf, posinf=math.inf)
-    found = found.clamp_max(everywhere)
-    if found.numel() <= _MOST_ENTRIES and run.units <= _MOST_UNITS:
-        for i, j in found.nonzero().tolist():
-            found[i, j] = min(float(found[i, j]), run.entry(i, j).gain(1e-3))
+    gain, multipliers = run.least()
+    found = _moduli(run.jacobian).clamp_max(min(gain, everywhere))
+    for i, j in found.nonzero().tolist() if found.numel() <= _MOST_ENTRIES and multipliers else ():
+        entry = run.entry(i, j)
+        if run.units <= _MOST_UNITS:
+            bound = entry.least(1e-3)[0]
+        else:
+            weights, errors = zip(*entry.weights, strict=True)
+            factor = balance(weights, multipliers)
+            bound = gain_bound(weights, [m * factor for m in multipliers], errors)
+        found[i, j] = min(float(found[i, j]), bound)
     return found
 
 
 Part = tuple[Tensor, Tensor]
 """A matrix, or a vector, and a bound of how far each entry may be from the one meant."""
+
+
+def _moduli(part: Part) -> Tensor:
+    """The largest modulus of each entry."""
+    return up(part[0].abs() + part[1], 2).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 class _Run(NamedTuple):
@@ -148,7 +159,7 @@ class _Run(NamedTuple):
     weights: Sequence[Part] = ()
     layers: Sequence[Tensor] = ()
     shares: Sequence[Tensor] = ()
-    jacobian: Part = (torch.empty(0), torch.empty(0))
+    jacobian: Part = (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
 
     @property
     def units(self) -> int:
@@ -163,19 +174,19 @@ class _Run(NamedTuple):
         layers[-1] = layers[-1][[i]]
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
 
-    def gain(self, accuracy: float = 1e-5) -> float:
-        """The least gain that the LMI is found to prove, or the constant."""
+    def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
+        """The least gain that the LMI is found to prove, with its multipliers, or the constant."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
-            return self.constant
+            return self.constant, []
         weights, errors = (list(part) for part in zip(*self.weights, strict=True))
         if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
-            return self.constant
+            return self.constant, []
         if len(weights) == 1:
-            return min(self.constant, gain_bound(weights, [], errors))
+            return min(self.constant, gain_bound(weights, [], errors)), []
         norms = [float(torch.linalg.matrix_norm(m, 2)) for m in self.layers]
         scale = math.prod(norms)
         if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
-            return self.constant
+            return self.constant, []
         # mu_k (m^2 z^2 - h^2) for |h| <= m |z| proves the product of the norms, and holds (2 m^2 - 2 a b) mu_k times
         # s (z - s): a start. Gains are divided by that product.
         slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
@@ -187,10 +198,11 @@ class _Run(NamedTuple):
         barrier = Barrier(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
         x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))
         if not math.isfinite(barrier.value(x)):
-            return self.constant
+            return self.constant, []
         x, _ = barrier.minimum(x, accuracy, 300)
         found = list((x[1:] * scale).split([len(values) for values in start]))
-        return min(self.constant, repaired(weights, found, [values * scale for values in start], errors)[0])
+        gain, found = repaired(weights, found, [values * scale for values in start], errors)
+        return min(self.constant, gain), found
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
@@ -220,7 +232,9 @@ class _Growing:
 
     def activation(self, low: Tensor, high: Tensor) -> None:
         """Slopes ``low`` to ``high``, one for each unit."""
-        assert self.value is not None and self.jacobian is not None and self.own is not None
+        assert self.value is not None
+        assert self.jacobian is not None
+        assert self.own is not None
         active = (high > low).nonzero()[:, 0]
         width = next_up(high - low)[active]  # the upper slope that is proved is low + width
         most = torch.maximum(low.abs(), high.abs())
@@ -235,10 +249,15 @@ class _Growing:
         self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
         middle = (low + high) / 2
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = up(self.jacobian[0].abs() + self.jacobian[1], 2)
+        old = _moduli(self.jacobian)
         value, error = _composed(middle, self.jacobian)
         self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
         self.own = torch.ones(len(low), dtype=torch.float64)
+
+    def steepest(self) -> Tensor:
+        """The largest modulus of each entry of dy / dx."""
+        assert self.jacobian is not None
+        return _moduli(self.jacobian if self.jacobian[0].ndim == 2 else tuple(torch.diag(m) for m in self.jacobian))
 
     def finished(self) -> _Run:
         if self.value is None or self.value[0].ndim == 1 or self.jacobian is None or self.own is None:
@@ -253,7 +272,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     """The network as runs that one LMI bounds, and what is between them."""
     centre, radius = _ends(box, network.input_shape)
     found, shape = list[_Run](), network.input_shape
-    run = _Growing(math.prod(shape))
+    run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
     for module, twin in zip(network, copy.deepcopy(network).cpu().double(), strict=True):
         before, shape = shape, output_shape(module, shape)
         if type(module) in _SAME:
@@ -265,8 +284,14 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             run.constant = product(run.constant, constant)
             shift = twin(torch.zeros(1, *before, dtype=torch.float64)).flatten()
             centre, radius = _moved(weight, shift, centre, radius)
+            point = _moved(weight, shift, *point)
         elif type(module) in ACTIVATIONS and (len(centre) <= _MOST_ROWS or run.value is not None):
             low, high = next_down(centre - radius), next_up(centre + radius)
+            if run.jacobian is not None:  # the mean value theorem, from the centre of the box
+                width = point[1] + _composed(run.steepest(), (box_radius[:, None], 0 * box_radius[:, None]))[0][:, 0]
+                width = up(width, 2 * len(box_radius) + 8) + 2.0**-1000
+                low = torch.fmax(low, next_down(point[0] - width))
+                high = torch.fmin(high, next_up(point[0] + width))
             (a, b), (low, high) = _slopes(twin, low, high, constant)
             steepest = float(torch.maximum(a.abs(), b.abs()).max())
             count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
@@ -279,11 +304,15 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
                 run.activation(a, b)
                 run.constant = product(run.constant, steepest)
             centre, radius = _around(low, high)
+            point = _around(*_slopes(twin, next_down(point[0] - point[1]), next_up(point[0] + point[1]), constant)[1])
+            if run.value is None:
+                box_radius, point = radius, (centre, torch.zeros_like(radius))
         else:
             found += [run.finished(), _Run(constant)]
             run = _Growing(math.prod(shape))
             centre = torch.zeros(math.prod(shape), dtype=torch.float64)
             radius = torch.full_like(centre, math.inf)
+            box_radius, point = radius, (centre, torch.zeros_like(radius))
     if units is None and run.value is not None and run.value[0].ndim == 1:
         run.linear(torch.eye(len(centre), dtype=torch.float64))
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
@@ -298,7 +327,7 @@ def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
 
 def _ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
     try:
-        low, high = (torch.as_tensor(end).detach().cpu().to(torch.float64) for end in box)
+        low, high = (torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box)
     except (TypeError, ValueError, RuntimeError):
         raise OptionError(f"box: expected (low, high), numbers or tensors, got {box!r}") from None
     ends = list[Tensor]()
@@ -372,7 +401,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         slope = torch.full_like(low, module.negative_slope if kind is nn.LeakyReLU else 0.0)
         one = torch.ones_like(low)
         left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
-        ends = [module(low), module(high)]
+        ends = [module(x) for x in (low, high, torch.maximum(low, torch.minimum(high, torch.zeros_like(low))))]
         return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, 0.0)
     if kind in (nn.ReLU6, nn.Hardtanh):
         inside = (low >= module.min_val) & (high <= module.max_val)

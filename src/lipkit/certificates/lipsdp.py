@@ -131,9 +131,7 @@ def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
             used += len(weight)
 
 
-def solve(
-    network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, units: int | None = None
-) -> GainProof:
+def solve(network: Network, *, accuracy: float = 1e-5, max_steps: int = 300, units: int | None = None) -> GainProof:
     """The smallest gain that LMIs can prove for this network, nearly, with the multipliers that prove it.
 
     Args:

@@ -1,0 +1,223 @@
+"""Gains on boxes and of entries against exact patterns of ReLU, sampled derivatives and chords."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipkit
+from lipkit.bounds.lmi import proves_gain
+from lipkit.certificates import gain_matrix, gains, local_gain, tight
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.lowering import lipschitz
+from lipkit.modules import Affine, Elementwise, Network
+
+
+def mlp(
+    sizes: list[int], make: type[nn.Module] = nn.Tanh, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Network:
+    generator = torch.Generator().manual_seed(seed)
+    modules: list[nn.Module] = []
+    for a, b in itertools.pairwise(sizes):
+        layer = nn.Linear(a, b, dtype=dtype)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(b, a, generator=generator, dtype=torch.float64) * a**-0.5 * 1.5)
+            layer.bias.copy_(torch.randn(b, generator=generator, dtype=torch.float64) * 0.3)
+        modules += [layer, make()]
+    return Network(modules[:-1], (sizes[0],))
+
+
+def derivatives(network: Network, x: Tensor) -> Tensor:
+    """(N, outputs, inputs)."""
+    jacobian = torch.func.jacrev(lambda v: network(v[None])[0])
+    found: Tensor = torch.func.vmap(jacobian)(x)
+    return found
+
+
+def inside(low: float, high: float, count: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return low + (high - low) * torch.rand(count, width, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("make", [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.GELU, nn.SiLU, nn.ELU, nn.Hardtanh])
+@pytest.mark.parametrize("box", [(-0.1, 0.1), (0.5, 2.0), (-3.0, 3.0)])
+def test_no_sampled_derivative_is_above_the_bounds(make: type[nn.Module], box: tuple[float, float]) -> None:
+    network = mlp([3, 7, 6, 2], make)
+    sampled = derivatives(network, inside(*box, 500, 3))
+    gain, matrix = local_gain(network, box), gain_matrix(network, box)
+    assert float(torch.linalg.matrix_norm(sampled, 2).amax()) <= gain <= float(lipschitz(network))
+    assert bool((sampled.abs().amax(0) <= matrix).all())
+    assert bool((matrix <= gain_matrix(network) * (1 + 1e-3)).all())
+    assert gain <= local_gain(network, (-9.0, 9.0)) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_hidden_layer_of_relu_has_the_exact_matrix_of_its_patterns(seed: int) -> None:
+    network = mlp([2, 6, 2], nn.ReLU, seed)
+    first, last = network[0].weight.numpy(), network[2].weight.numpy()
+    terms = last[:, :, None] * first[None]
+    # Every pattern of six units, whether an input has it or not: the bound of slopes in [0, 1] is their maximum.
+    patterns = [np.abs((terms * np.array(on)[None, :, None]).sum(1)) for on in itertools.product([0, 1], repeat=6)]
+    assert gain_matrix(network).numpy() == pytest.approx(np.max(patterns, 0), rel=2e-3)
+    jacobians = [last @ (np.array(on)[:, None] * first) for on in itertools.product([0, 1], repeat=6)]
+    found = local_gain(network, (-math.inf, math.inf))
+    assert max(np.linalg.norm(j, 2) for j in jacobians) <= found <= 1.5 * max(np.linalg.norm(j, 2) for j in jacobians)
+
+
+def test_where_the_pattern_is_fixed_a_relu_network_is_linear() -> None:
+    network = mlp([3, 5, 5, 2], nn.ReLU, 3)
+    x = torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)
+    exact = derivatives(network, x[None])[0]
+    for radius in (0.0, 1e-6):
+        box = (x - radius, (x + radius).numpy())
+        assert local_gain(network, box) == pytest.approx(float(torch.linalg.matrix_norm(exact, 2)), rel=1e-9)
+        assert gain_matrix(network, box).numpy() == pytest.approx(exact.abs().numpy(), rel=1e-9)
+
+
+@pytest.mark.parametrize("make", [nn.Tanh, nn.GELU])
+def test_a_box_of_one_point_gives_the_derivative_there(make: type[nn.Module]) -> None:
+    network = mlp([3, 5, 5, 2], make)
+    exact = derivatives(network, torch.full((1, 3), 0.25, dtype=torch.float64))[0]
+    found = gain_matrix(network, (0.25, 0.25))
+    assert bool((exact.abs() <= found).all())
+    assert found.numpy() == pytest.approx(exact.abs().numpy(), abs=1e-6)
+    size = float(torch.linalg.matrix_norm(exact, 2))
+    assert size <= local_gain(network, (0.25, 0.25)) < size * (1 + 1e-4)
+
+
+def test_chords_across_kinks_count() -> None:
+    identity = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    for kink, box, exact in [
+        (nn.LeakyReLU(-0.5), (-1.0, -1e-9), 0.5),
+        (nn.LeakyReLU(-2.0), (-1.0, 1.0), 2.0),
+        (nn.Hardtanh(-1.0, 1.0), (-2.0, -1.00001), 0.0),
+        (nn.Hardtanh(-1.0, 1.0), (-2.0, -0.99), 1.0),
+        (nn.ReLU6(), (6.00001, 7.0), 0.0),
+        (nn.ReLU(), (-1.0, -1e-9), 0.0),
+        (nn.ReLU(), (-1.0, 1e-300), 1.0),
+    ]:
+        network = Network([identity, kink], (1,))
+        with torch.no_grad():
+            identity.weight.fill_(1.0)
+        assert exact <= local_gain(network, box) <= exact + 1e-9, (kink, box)
+    # The least value of a leaky ReLU of negative slope is that at its kink.
+    with torch.no_grad():
+        shifted = Network(
+            [identity, nn.LeakyReLU(-0.5), Affine(torch.ones(1), torch.full((1,), -0.1)), nn.ReLU()], (1,)
+        )
+        assert local_gain(shifted, (-1.0, 1.0)) >= 1.0 - 1e-12
+        last = Network([identity, nn.LeakyReLU(-1.0), Affine(-torch.ones(1), torch.full((1,), 0.5)), nn.ReLU()], (1,))
+    assert local_gain(last, (-1.0, 1.0)) >= 1.0 - 1e-12  # it moves where |x| < 1/2 only
+
+
+def test_the_ends_of_a_box_are_not_rounded_to_float32() -> None:
+    low = 0.1  # float32 has 0.1 + 1.5e-9
+    network = Network([nn.Linear(1, 1, dtype=torch.float64), nn.ReLU()], (1,))
+    with torch.no_grad():
+        network[0].weight.fill_(-1.0)
+        network[0].bias.fill_(low + 1e-10)
+    assert local_gain(network, (low, 1.0)) >= 1.0
+
+
+def test_entries_and_channels_have_boxes_of_their_own() -> None:
+    network = Network([Affine(torch.ones(2), torch.zeros(2)), nn.Flatten(), *mlp([8, 6, 2], nn.ReLU, 5)], (2, 2, 2))
+    low, high = torch.tensor([-0.1, 0.5]), torch.tensor([0.2, 0.6])
+    channel = local_gain(network, (low, high))
+    each = local_gain(network, (low.view(2, 1, 1).expand(2, 2, 2), high.view(2, 1, 1).expand(2, 2, 2).numpy()))
+    assert channel == each <= local_gain(network, (-0.1, 0.6)) * (1 + 1e-6)
+    for wrong, error in [
+        ((1.0, 0.0), OptionError),
+        ((math.nan, 1.0), OptionError),
+        ((torch.zeros(3), 1.0), ShapeError),
+    ]:
+        with pytest.raises(error, match="box: expected"):
+            local_gain(network, wrong)
+    with pytest.raises(OptionError, match="box: expected"):
+        local_gain(network, 3.0)  # type: ignore[arg-type]
+
+
+def test_other_modules_count_by_their_constants_and_have_no_matrix() -> None:
+    network = lipkit.export(
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)),
+        (1, 4, 4),
+    )
+    double = Network(network, (1, 4, 4)).double()
+    sampled = derivatives(double, inside(-1, 1, 50, 16).view(-1, 1, 4, 4)).flatten(2)
+    found = local_gain(network, (-1.0, 1.0))
+    assert float(torch.linalg.matrix_norm(sampled, 2).amax()) <= found <= float(lipschitz(network))
+    with pytest.raises(NoRuleError, match="expected dense layers"):
+        gain_matrix(network)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("index", [0, 2])
+def test_numbers_that_are_not_finite_bound_nothing(bad: float, index: int) -> None:
+    network = mlp([2, 3, 2], nn.ReLU)
+    with torch.no_grad():
+        network[index].bias[0] = bad
+    assert local_gain(network, (0.0, 1.0)) == math.inf
+    assert bool(gain_matrix(network, (0.0, 1.0)).isinf().all())
+
+
+def test_units_that_are_off_and_layers_of_zeros() -> None:
+    network = mlp([3, 4, 2], nn.ReLU)
+    with torch.no_grad():
+        network[0].bias.fill_(-100.0)
+    assert local_gain(network, (-1.0, 1.0)) == 0
+    assert float(gain_matrix(network, (-1.0, 1.0)).max()) < 1e-300
+    scale = Elementwise(torch.tensor([2.0, 0.0]), torch.ones(2))
+    assert local_gain(Network([scale], (2,)), (0.0, 1.0)) == 2.0
+    assert gain_matrix(Network([scale, nn.ReLU()], (2,)), (0.0, 1.0)).flatten().tolist() == pytest.approx([2, 0, 0, 0])
+
+
+def test_wide_runs_are_proved_in_pieces() -> None:
+    network = mlp([3, 12, 12, 12, 12, 2], nn.ReLU)
+    product, pieces, one = (float(lipschitz(n)) for n in (network, tight(network, units=24), tight(network)))
+    assert one < pieces < product
+    assert sorted(tight(network, units=24).multipliers()) == [1, 3, 7]
+    assert float(lipschitz(tight(network, units=5))) == product
+    sampled = derivatives(network, inside(-2, 2, 200, 3))
+    largest = float(torch.linalg.matrix_norm(sampled, 2).amax())
+    assert largest <= one
+    assert largest <= local_gain(network, (-2.0, 2.0), units=20) <= product
+
+
+def test_a_policy_has_less_than_half_of_its_product_and_less_on_a_box() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
+    network = lipkit.export(nn.Sequential(*layers), (5,))
+    product, found = float(lipschitz(network)), float(lipschitz(tight(network)))
+    assert local_gain(network, (-0.1, 0.1)) < 0.6 * found < 0.3 * product
+
+
+def test_broken_proofs_are_found() -> None:
+    (run,) = gains._parts(mlp([3, 6, 5, 2], nn.Tanh), (-0.5, 0.5), None)
+    gain, multipliers = run.least()
+    weights, errors = zip(*run.weights, strict=True)
+    assert proves_gain(weights, multipliers, gain, errors)
+    assert not proves_gain(weights, multipliers, gain * (1 - 1e-4), errors)
+    for layer, unit, factor in [(0, 0, 1.3), (0, 3, 0.5), (1, 2, 1.3), (1, 4, 0.5)]:
+        changed = [m.clone() for m in multipliers]
+        changed[layer][unit] *= factor
+        assert not proves_gain(weights, changed, gain, errors)
+    # A weight that may be off by 1e-3 of itself proves no gain so close.
+    assert not proves_gain(weights, multipliers, gain, [1e-3 * w.abs() for w in weights])
+
+
+def test_slopes_and_values_hold_every_number_of_an_interval() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [nn.ReLU(), nn.LeakyReLU(-0.7), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.SiLU(), nn.GELU(), nn.Mish()]
+    for module in [*kinds, nn.GELU("tanh"), nn.ReLU6(), nn.Hardtanh(-0.3, 0.2), nn.SELU(), nn.CELU(0.5)]:
+        ends = (torch.randn(2, 300, generator=generator, dtype=torch.float64) * 4).sort(0).values
+        (a, b), (low, high) = gains._slopes(module, *ends, float(lipschitz(module)))
+        share = torch.linspace(0, 1, 60, dtype=torch.float64)[:, None]
+        x = (ends[0] + share * (ends[1] - ends[0])).clamp(*ends)
+        y = module(x)
+        chord = (y[1:] - y[:-1]) / (x[1:] - x[:-1])
+        assert bool((low <= y).all()) and bool((y <= high).all()), module
+        assert bool((a - 1e-9 <= chord).all()) and bool((chord <= b + 1e-9).all()), module
