@@ -219,5 +219,5 @@ def test_slopes_and_values_hold_every_number_of_an_interval() -> None:
         x = (ends[0] + share * (ends[1] - ends[0])).clamp(*ends)
         y = module(x)
         chord = (y[1:] - y[:-1]) / (x[1:] - x[:-1])
-        assert bool((low <= y).all()) and bool((y <= high).all()), module
-        assert bool((a - 1e-9 <= chord).all()) and bool((chord <= b + 1e-9).all()), module
+        assert bool(((low <= y) & (y <= high)).all()), module
+        assert bool(((a - 1e-9 <= chord) & (chord <= b + 1e-9)).all()), module
