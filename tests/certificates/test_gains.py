@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -214,10 +215,29 @@ def test_slopes_and_values_hold_every_number_of_an_interval() -> None:
     kinds = [nn.ReLU(), nn.LeakyReLU(-0.7), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.SiLU(), nn.GELU(), nn.Mish()]
     for module in [*kinds, nn.GELU("tanh"), nn.ReLU6(), nn.Hardtanh(-0.3, 0.2), nn.SELU(), nn.CELU(0.5)]:
         ends = (torch.randn(2, 300, generator=generator, dtype=torch.float64) * 4).sort(0).values
-        (a, b), (low, high) = gains._slopes(module, *ends, float(lipschitz(module)))
+        (a, b), (low, high) = gains._slopes(module, ends[0], ends[1], float(lipschitz(module)))
         share = torch.linspace(0, 1, 60, dtype=torch.float64)[:, None]
         x = (ends[0] + share * (ends[1] - ends[0])).clamp(*ends)
         y = module(x)
         chord = (y[1:] - y[:-1]) / (x[1:] - x[:-1])
         assert bool(((low <= y) & (y <= high)).all()), module
         assert bool(((a - 1e-9 <= chord) & (chord <= b + 1e-9)).all()), module
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rounding_of_products_is_inside_the_gain(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n = 40
+    first, last = (torch.randn(n, generator=generator, dtype=torch.float64) * 2.0**20 for _ in range(2))
+    first[-1], last[-1] = 1.0, 0.0
+    total = sum(Fraction(a) * Fraction(b) for a, b in zip(first.tolist(), last.tolist(), strict=True))
+    last[-1] = -float(total)  # they cancel, but for one rounding
+    exact = abs(float(total + Fraction(float(last[-1]))))
+    inner, outer = nn.Linear(1, n, dtype=torch.float64), nn.Linear(n, 1, dtype=torch.float64)
+    with torch.no_grad():
+        inner.weight.copy_(first[:, None])
+        inner.bias.fill_(2.0**30)
+        outer.weight.copy_(last[None])
+    for network in (Network([inner, outer], (1,)), Network([inner, nn.ReLU(), outer], (1,))):
+        assert exact <= local_gain(network, (0.0, 1.0))
+        assert exact <= float(gain_matrix(network, (0.0, 1.0))) <= 2.0

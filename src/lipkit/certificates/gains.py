@@ -257,7 +257,8 @@ class _Growing:
     def steepest(self) -> Tensor:
         """The largest modulus of each entry of dy / dx."""
         assert self.jacobian is not None
-        return _moduli(self.jacobian if self.jacobian[0].ndim == 2 else tuple(torch.diag(m) for m in self.jacobian))
+        moduli = _moduli(self.jacobian)
+        return moduli if moduli.ndim == 2 else torch.diag(moduli)
 
     def finished(self) -> _Run:
         if self.value is None or self.value[0].ndim == 1 or self.jacobian is None or self.own is None:
