@@ -16,7 +16,7 @@ from lipkit.bounds.lmi import proves_gain
 from lipkit.certificates import gain_matrix, gains, local_gain, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Affine, Elementwise, Network
+from lipkit.modules import Affine, Network
 
 
 def mlp(
@@ -171,7 +171,7 @@ def test_units_that_are_off_and_layers_of_zeros() -> None:
         network[0].bias.fill_(-100.0)
     assert local_gain(network, (-1.0, 1.0)) == 0
     assert float(gain_matrix(network, (-1.0, 1.0)).max()) < 1e-300
-    scale = Elementwise(torch.tensor([2.0, 0.0]), torch.ones(2))
+    scale = Affine(torch.tensor([2.0, 0.0]), torch.ones(2))
     assert local_gain(Network([scale], (2,)), (0.0, 1.0)) == 2.0
     assert gain_matrix(Network([scale, nn.ReLU()], (2,)), (0.0, 1.0)).flatten().tolist() == pytest.approx([2, 0, 0, 0])
 

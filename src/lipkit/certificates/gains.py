@@ -32,7 +32,7 @@ from lipkit.lowering import lipschitz
 from lipkit.modules import Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _composed, _linear_map
-from lipkit.modules.dense import Affine, Elementwise
+from lipkit.modules.dense import Affine
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.proof.roundoff import UNIT, next_down, next_up, product, up
 
@@ -323,7 +323,7 @@ def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
     """A dense layer, on vectors, or a scaling as a matrix or a diagonal."""
     if type(module) is nn.Linear:
         return _linear_map(module, shape, True) if math.prod(shape) == shape[-1] else None
-    return _linear_map(module, shape, True) if type(module) in (Affine, Elementwise) else None
+    return _linear_map(module, shape, True) if type(module) is Affine else None
 
 
 def _ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
