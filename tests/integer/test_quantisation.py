@@ -20,8 +20,8 @@ from lipkit import layers, modules
 from lipkit.certificates.measurement import float64_copy
 from lipkit.certificates.sound import integer_logits
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.integer.program import WORD, Blend, Fold, Linear, Move, Operation, Program, Sort, rounded
-from lipkit.integer.quantisation import Builder, Value, gain_of
+from lipkit.integer.program import WORD, Fold, IntBlend, IntLinear, Move, Operation, Program, Sort, rounded
+from lipkit.integer.quantisation import Builder, IntValue, gain_of
 from lipkit.interop import integer_program
 from lipkit.modules.machine import entries
 
@@ -177,7 +177,7 @@ def exactly(operation: Operation, values: list[list[int]]) -> list[int]:
     if isinstance(operation, Sort):
         grid = np.array(x).reshape(operation.outer, operation.length, operation.inner)
         return (-np.sort(-grid, axis=1)).flatten().tolist()
-    if isinstance(operation, Blend):
+    if isinstance(operation, IntBlend):
         sums = [[f * v for f, v in zip(operation.factors, row, strict=True)] for row in zip(*values, strict=True)]
         return [_rounded(terms, 0, operation.shift) for terms in sums]
     grid = np.array(x, dtype=object).reshape(operation.image)
@@ -235,7 +235,7 @@ def test_sums_that_use_their_last_bit_are_exact() -> None:
         network[1].bias.zero_()
     program = integer_program(network)[0]
     linear = program.operations[-1][0]
-    assert isinstance(linear, Linear)
+    assert isinstance(linear, IntLinear)
     q = program.quantise(torch.ones(1, 2, 6, 6))
     exact = [sum(a * b for a, b in zip(q[0].tolist(), row, strict=True)) for row in linear.weight.flatten(1).tolist()]
     assert linear.sums(q).flatten().tolist() == exact
@@ -425,21 +425,21 @@ def test_each_module_multiplies_the_error_before_it_and_adds_its_own(name: str) 
         shape = plain.input_shape
         for module in plain:
             n = entries(shape)
-            value = Value(0, shape, 28, torch.full((1, n), 1 << 26), 0.0, 0.1, 2.0, 4.0 * n)
+            value = IntValue(0, shape, 28, torch.full((1, n), 1 << 26), 0.0, 0.1, 2.0, 4.0 * n)
             gain = gain_of(module, shape)
             writer = Builder(n)
             found = writer.chain([module], value, [None])
             off = Builder(n).chain([module], replace(value, error=0.01), [None])
             assert gain * 0.01 * (1 - 1e-12) <= off.error <= gain * 0.01 * (1 + 1e-9) + 2 * found.error + 1e-6
             assert off.reach == found.reach >= gain * value.reach * (1 - 1e-12)
-            changed = any(isinstance(operation, (Linear, Blend)) for operation, _ in writer.operations)
+            changed = any(isinstance(operation, (IntLinear, IntBlend)) for operation, _ in writer.operations)
             rounding = math.sqrt(found.centre.shape[1]) * 2.0 ** -(found.fraction + 1)
             assert found.error >= (rounding if changed else 0)
             shape = found.shape
 
 
 def test_branches_start_where_the_program_may_be() -> None:
-    value = Value(0, (4,), 28, torch.zeros(1, 4, dtype=torch.long), 0.25, 1.0, 2.0, 4.0)
+    value = IntValue(0, (4,), 28, torch.zeros(1, 4, dtype=torch.long), 0.25, 1.0, 2.0, 4.0)
     assert value.spread >= 1.5
     inner = Builder(4).branch([], value)
     assert (inner.error, inner.reach) == (0.0, value.spread)
@@ -450,9 +450,9 @@ def test_branches_start_where_the_program_may_be() -> None:
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_sums_of_many_values_stay_within_their_word(count: int) -> None:
-    value = Value(0, (4,), 0, torch.full((1, 4), WORD - 1), 0.0, 0.0, WORD - 1, 2.0 * WORD)
+    value = IntValue(0, (4,), 0, torch.full((1, 4), WORD - 1), 0.0, 0.0, WORD - 1, 2.0 * WORD)
     writer = Builder(4)
     writer.blend(value, count, [value] * count, [1.99] * count)
     operation = writer.operations[0][0]
-    assert isinstance(operation, Blend)
+    assert isinstance(operation, IntBlend)
     assert 2**59 < sum(operation.factors) * (WORD - 1) < 2**62

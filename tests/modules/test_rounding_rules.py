@@ -22,7 +22,7 @@ from lipkit.lowering import lipschitz
 from lipkit.modules import ROWS, local_error
 from lipkit.modules.blocked import blocked
 from lipkit.modules.graph import JOINS
-from lipkit.modules.machine import runner, step_of
+from lipkit.modules.machine import prove_module, runner
 from lipkit.modules.plain import stored_types
 from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
@@ -322,5 +322,5 @@ def test_a_module_without_a_rule_is_refused() -> None:
 
 def test_the_gain_of_a_chain_is_that_of_its_modules() -> None:
     layer = nn.Linear(5, 5).double()
-    gain = step_of(layer, (5,), FLOAT32, lipschitz(layer)).gain
+    gain = prove_module(layer, (5,), FLOAT32, lipschitz(layer)).gain
     assert gain >= float(torch.linalg.matrix_norm(layer.weight.detach(), 2))

@@ -56,7 +56,7 @@ EXCEPTIONS = {
     "lipkit/linalg/matrices.py:at_least_float32": "widens half precision",
     "lipkit/linalg/matrices.py:thin_svd": OF_LAYERS,
     "lipkit/modules/activations.py:_exchanged": "zeros and ones",
-    "lipkit/modules/fixed_point.py": STORED,
+    "lipkit/modules/stored_weights.py": STORED,
     "lipkit/modules/isometric.py": STORED,
     "lipkit/modules/normalization.py:fold_norm": STORED,
     "lipkit/modules/normalization.py:_export_batch_norm": STORED,

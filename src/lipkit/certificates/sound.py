@@ -26,7 +26,7 @@ from torch import Tensor
 from lipkit.integer.program import Program
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer
-from lipkit.modules.machine import Walk, through
+from lipkit.modules.machine import ErrorBound, through
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
 from lipkit.proof.roundoff import grow, next_down
 
@@ -43,7 +43,7 @@ class Logits(NamedTuple):
     """
 
     values: Tensor
-    walk: Walk
+    walk: ErrorBound
     own64: Tensor | None
     own_at: Tensor | None
     own_slope: Tensor | None
@@ -100,7 +100,7 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
     """
     values = program(x)
     error, zero = flat(values[:, 0], program.body_error), flat(values[:, 0], 0.0)
-    walk = Walk(torch.empty(0), error.at, error, zero, zero)
+    walk = ErrorBound(torch.empty(0), error.at, error, zero, zero)
     if program.own_error is None:
         return Logits(values, walk, None, None, None, zero)
     own = program.own_error.expand_as(values)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lipkit.integer import rules as rules  # they are registered
 from lipkit.integer.program import Program
-from lipkit.integer.quantisation import Builder, Value, integer_rule, quantise
+from lipkit.integer.quantisation import Builder, IntValue, integer_rule, quantise
 
-__all__ = ["Builder", "Program", "Value", "integer_rule", "quantise"]
+__all__ = ["Builder", "IntValue", "Program", "integer_rule", "quantise"]
 
 
 def __dir__() -> list[str]:

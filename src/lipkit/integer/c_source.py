@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
-from lipkit.integer.program import Blend, Fold, Linear, Move, Operation, Program, Sort
+from lipkit.integer.program import Fold, IntBlend, IntLinear, Move, Operation, Program, Sort
 from lipkit.modules.machine import entries
 
 RADIUS_FRACTION = 30
@@ -334,11 +334,11 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
             return f"sort({x}, {y}, {operation.outer}, {operation.length}, {operation.inner});"
         case Fold():
             return f"fold({x}, {y}, {-1 if operation.kind == 'abs' else 0}, {operation.count}, {operation.size});"
-        case Blend():
+        case IntBlend():
             factors, count = ", ".join(map(str, operation.factors)), len(operation.factors)
             given = f"(const int32_t *[]){{{x}}}, (const int32_t[]){{{factors}}}, {count}"
             return f"blend({given}, {y}, {operation.shift}, {operation.size});"
-    assert isinstance(operation, Linear)
+    assert isinstance(operation, IntLinear)
     tables.append(_table("int32_t", f"weight{i}", operation.weight.flatten().tolist()))
     tables.append(_table("int64_t", f"bias{i}", operation.bias.tolist()))
     given = f"{x}, {y}, weight{i}, bias{i}"

@@ -69,7 +69,7 @@ class Fold:
 
 
 @dataclass(frozen=True, eq=False)
-class Blend:
+class IntBlend:
     """``round(2^-shift (u x + v y + ...))`` of values of one size."""
 
     factors: tuple[int, ...]
@@ -85,7 +85,7 @@ class Blend:
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
+class IntLinear:
     """A convolution without padding of images (channels, height, width); a dense layer has images of one pixel.
 
     Attributes:
@@ -166,7 +166,7 @@ class Linear:
         return int(self.weight.abs().amax()) <= WORD and self.most < 2**62
 
 
-Operation = Move | Sort | Fold | Blend | Linear
+Operation = Move | Sort | Fold | IntBlend | IntLinear
 
 
 def rounded(sums: Tensor, shift: int) -> Tensor:

@@ -32,18 +32,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, interval
-from lipkit.integer.program import WORD, Blend, Linear, Move, Operation, Program, rounded
+from lipkit.integer.program import WORD, IntBlend, IntLinear, Move, Operation, Program, rounded
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.guarding import type_name
 from lipkit.modules.machine import entries
 from lipkit.modules.network import Network
 from lipkit.modules.plain import ROWS, IntegerRule, Shape, fill
 from lipkit.modules.registry import lipschitz
-from lipkit.proof.arithmetic import grow, grow_number, size
+from lipkit.proof.arithmetic import grow, size
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class IntValue:
     """One value of a program, with bounds on the whole box in real numbers, rounded up.
 
     Attributes:
@@ -65,7 +65,7 @@ class Value:
     @property
     def spread(self) -> float:
         """L R + 2 E: how far what the program computes moves from the centre's."""
-        return grow_number(self.reach + 2 * self.error)
+        return grow(self.reach + 2 * self.error)
 
 
 def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule]:
@@ -98,20 +98,20 @@ class Builder:
         self.sizes.append(operation.size)
         return len(self.operations)
 
-    def exact(self, operation: Operation, value: Value, shape: Shape) -> Value:
+    def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
         """After an operation that moves, drops or compares entries: no error, and none of them grows.
 
         Padding may copy entries for a convolution whose windows hold none of them twice: the bounds of the norm, the
         error and the reach are then those of what was copied, which is what they mean to `linear`.
         """
         index = self.put(operation, value.index)
-        assert not isinstance(operation, Blend)
+        assert not isinstance(operation, IntBlend)
         centre = operation(value.centre)
         return _value(index, shape, value.fraction, centre, value.error, value.reach, value.largest, value.norm)
 
     def linear(
         self,
-        value: Value,
+        value: IntValue,
         gain: float,
         shape: Shape,
         weight: Tensor,
@@ -123,12 +123,12 @@ class Builder:
         stride: tuple[int, int] = (1, 1),
         dilation: tuple[int, int] = (1, 1),
         inexact: float = 0.0,
-    ) -> Value:
+    ) -> IntValue:
         """After a linear map.
 
         Args:
             value: its input, without padding left to do. gain: the constant of the exact map. shape: of its output.
-            weight: as of `Linear`, or a matrix (rows, channels), in float64. bias: (rows,).
+            weight: as of `IntLinear`, or a matrix (rows, channels), in float64. bias: (rows,).
             norm: from a change of the weight to the norm of the change of the map.
             inexact: what the map of ``weight`` may differ from the exact one, in norm.
         """
@@ -143,7 +143,7 @@ class Builder:
             grid, sums = 2.0**places, 2.0 ** (places + value.fraction)
             q, b = (weight * grid).round(), (bias * sums).round()
             if float(b.abs().amax()) < 2.0**61 and float(q.abs().amax()) <= WORD:
-                made = Linear(q.long(), b.long(), image, groups, stride, dilation, 1, window)
+                made = IntLinear(q.long(), b.long(), image, groups, stride, dilation, 1, window)
                 if made.fits():
                     break
             places -= 1
@@ -153,9 +153,9 @@ class Builder:
         change, shift = q - weight * grid, (b - bias * sums).abs() / sums
         rows = grow(size(change) / grid * value.norm + shift)
         own = norm(change) / grid * value.norm + inexact * value.norm
-        own = grow_number(own + float(size(shift[None])) * math.sqrt(math.prod(made.places)))
+        own = grow(own + float(size(shift[None])) * math.sqrt(math.prod(made.places)))
         found = made.sums(value.centre).flatten(1)
-        entry = grow_number(float(size(weight).amax()) + inexact)
+        entry = grow(float(size(weight).amax()) + inexact)
         places += value.fraction
         result = self.finish(value, gain, shape, own, found, places, lambda s: replace(made, shift=s), entry=entry)
         self.rows = grow(rows + 2.0 ** -(result.fraction + 1))
@@ -163,7 +163,7 @@ class Builder:
 
     def finish(
         self,
-        value: Value,
+        value: IntValue,
         gain: float,
         shape: Shape,
         own: float,
@@ -172,21 +172,21 @@ class Builder:
         operation: Callable[[int], Operation],
         reads: Sequence[int] | None = None,
         entry: float = math.inf,
-    ) -> Value:
+    ) -> IntValue:
         """Round sums of fraction ``places`` to the largest fraction whose entries fit.
 
         Args:
             own: what the operation adds to the error before it rounds. operation: of a shift.
             entry: the constant of one output, where it is known: the largest norm of a row.
         """
-        moved = grow_number(min(gain, entry) * value.reach + 2 * (gain * value.error + own))
+        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))
         fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)
         while fraction >= places - 62:
-            error = grow_number(gain * value.error + own + math.sqrt(sums.shape[1]) * 2.0 ** -(fraction + 1))
+            error = grow(gain * value.error + own + math.sqrt(sums.shape[1]) * 2.0 ** -(fraction + 1))
             centre = rounded(sums, places - fraction)
             largest = float(centre.abs().amax()) * 2.0**-fraction + min(gain, entry) * value.reach + 2 * error
             try:
-                found = _value(0, shape, fraction, centre, error, grow_number(gain * value.reach), grow_number(largest))
+                found = _value(0, shape, fraction, centre, error, grow(gain * value.reach), grow(largest))
             except OverflowError:
                 fraction -= 1
                 continue
@@ -195,8 +195,8 @@ class Builder:
         raise OverflowError(f"entries up to {float(sums.abs().amax()) * 2.0**-places + moved:.3g}")
 
     def blend(
-        self, value: Value, gain: float, parts: Sequence[Value], factors: Sequence[float], *, apart: bool = False
-    ) -> Value:
+        self, value: IntValue, gain: float, parts: Sequence[IntValue], factors: Sequence[float], *, apart: bool = False
+    ) -> IntValue:
         """After ``p u + q v + ...``, where u, v, ... are branches behind ``value`` with errors of their own.
 
         Args:
@@ -213,12 +213,12 @@ class Builder:
             lost.append(abs(factor) * part.error + off * part.norm)
         own = 0.0
         for one in lost:
-            own = grow_number(math.hypot(own, one) if apart else own + one)
-        made, shape = Blend(whole, 0, parts[0].centre.shape[1]), parts[0].shape
+            own = grow(math.hypot(own, one) if apart else own + one)
+        made, shape = IntBlend(whole, 0, parts[0].centre.shape[1]), parts[0].shape
         sums, reads = made.sums(*(part.centre for part in parts)), [part.index for part in parts]
         return self.finish(value, gain, shape, own, sums, places, lambda s: replace(made, shift=s), reads)
 
-    def chain(self, modules: Sequence[nn.Module], value: Value, gains: Sequence[float | None]) -> Value:
+    def chain(self, modules: Sequence[nn.Module], value: IntValue, gains: Sequence[float | None]) -> IntValue:
         """After modules that follow each other; constants that are None are proved here."""
         for module, gain in zip(modules, gains, strict=True):
             row = ROWS.get(type(module))
@@ -232,7 +232,7 @@ class Builder:
             value = row.integer(self, module, value, gain_of(module, value.shape) if gain is None else gain)
         return value
 
-    def branch(self, modules: Sequence[nn.Module], value: Value) -> Value:
+    def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
         """A part inside of a module: its errors alone, at inputs that the program itself gives."""
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
@@ -246,17 +246,17 @@ def _value(
     reach: float,
     largest: float = math.inf,
     norm: float = math.inf,
-) -> Value:
+) -> IntValue:
     """The bounds of a value: those of the module docstring, or better ones where they are known."""
-    spread = grow_number(reach + 2 * error)
+    spread = grow(reach + 2 * error)
     scale = 2.0**-fraction
-    entry = grow_number(float(centre.abs().amax()) * scale + spread)
-    whole = grow_number(float(size(centre.double())) * scale + spread)
+    entry = grow(float(centre.abs().amax()) * scale + spread)
+    whole = grow(float(size(centre.double())) * scale + spread)
     largest = min(largest, entry)
-    norm = min(norm, whole, grow_number(math.sqrt(centre.shape[1]) * largest))
+    norm = min(norm, whole, grow(math.sqrt(centre.shape[1]) * largest))
     if not largest * 2.0**fraction < WORD:
         raise OverflowError(f"expected entries within 32 bits, got {largest} with {fraction} binary places")
-    return Value(index, shape, fraction, centre, error, reach, largest, norm)
+    return IntValue(index, shape, fraction, centre, error, reach, largest, norm)
 
 
 def _places(number: float) -> int:
@@ -266,7 +266,7 @@ def _places(number: float) -> int:
 
 def gain_of(module: nn.Module, shape: Shape) -> float:
     """Its proved constant, with room for the transform of a Fourier layer."""
-    return grow_number(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
+    return grow(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
 
 
 def quantise(network: Network, proof: ChainProof) -> Program:
@@ -299,9 +299,9 @@ def quantise(network: Network, proof: ChainProof) -> Program:
     program = Program(shape, (low, high), fraction, 0, (), 0.0, None)
     middle = (low + high) / 2
     builder = Builder(n)
-    half = grow_number(math.sqrt(n) * max(high - middle, middle - low))
-    largest = grow_number(max(map(abs, program.ends)) * 2.0**-fraction)
-    error = grow_number(math.sqrt(n) * 2.0 ** -(fraction + 1))
+    half = grow(math.sqrt(n) * max(high - middle, middle - low))
+    largest = grow(max(map(abs, program.ends)) * 2.0**-fraction)
+    error = grow(math.sqrt(n) * 2.0 ** -(fraction + 1))
     centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
     value = _value(0, shape, fraction, centre, error, half, largest)
     body = list(network)[: len(network) - (proof.last is not None)]

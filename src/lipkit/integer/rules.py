@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipkit.bounds import circular
 from lipkit.errors import NoRuleError
 from lipkit.integer.program import Fold, Move, Sort
-from lipkit.integer.quantisation import Builder, Value, gain_of, integer_rule
+from lipkit.integer.quantisation import Builder, IntValue, gain_of, integer_rule
 from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
@@ -36,7 +36,7 @@ from lipkit.modules.sandwich import SandwichBlock
 from lipkit.modules.spread import SpreadConv2d, check_parts
 from lipkit.modules.taylor import TaylorConv2d
 from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll
-from lipkit.proof.arithmetic import FLOAT64, grow_number
+from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm
 
 MAX_PRODUCTS = 1 << 24
@@ -62,25 +62,25 @@ def _move(moved: Tensor) -> Move:
 
 @integer_rule(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle)
 @integer_rule(Reshape, Permute, Piece, Roll, Pad, Shift2d)
-def _moves(builder: Builder, module: nn.Module, value: Value, gain: float) -> Value:
+def _moves(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
     move, shape = _move(module(_indices(value.shape))), output_shape(module, value.shape)
     return builder.exact(move, value, shape)
 
 
 @integer_rule(MaxMin)
-def _maxmin(builder: Builder, module: MaxMin, value: Value, gain: float) -> Value:
+def _maxmin(builder: Builder, module: MaxMin, value: IntValue, gain: float) -> IntValue:
     return builder.exact(Sort(1, 2, entries(value.shape) // 2), value, value.shape)
 
 
 @integer_rule(GroupSort)
-def _group_sort(builder: Builder, module: GroupSort, value: Value, gain: float) -> Value:
+def _group_sort(builder: Builder, module: GroupSort, value: IntValue, gain: float) -> IntValue:
     channels = value.shape[0]
     length = module.group_size or channels
     return builder.exact(Sort(channels // length, length, entries(value.shape[1:])), value, value.shape)
 
 
 @integer_rule(nn.ReLU, HalfAbs)
-def _fold(builder: Builder, module: nn.Module, value: Value, gain: float) -> Value:
+def _fold(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
     n = entries(value.shape)
     if type(module) is nn.ReLU:
         return builder.exact(Fold("relu", n, n), value, value.shape)
@@ -88,14 +88,14 @@ def _fold(builder: Builder, module: nn.Module, value: Value, gain: float) -> Val
 
 
 @integer_rule(nn.LeakyReLU)
-def _leaky(builder: Builder, module: nn.LeakyReLU, value: Value, gain: float) -> Value:
+def _leaky(builder: Builder, module: nn.LeakyReLU, value: IntValue, gain: float) -> IntValue:
     slope = float(module.negative_slope)
     parts = builder.branch([nn.ReLU()], value), builder.branch([], value)
     return builder.blend(value, gain, parts, (1 - slope, slope))
 
 
 @integer_rule(nn.Linear)
-def _dense(builder: Builder, module: nn.Linear, value: Value, gain: float) -> Value:
+def _dense(builder: Builder, module: nn.Linear, value: IntValue, gain: float) -> IntValue:
     if len(value.shape) != 1:
         raise _refuse(module, "inputs of one dimension", value.shape)
 
@@ -106,7 +106,7 @@ def _dense(builder: Builder, module: nn.Linear, value: Value, gain: float) -> Va
 
 
 @integer_rule(Affine)
-def _scale(builder: Builder, module: Affine, value: Value, gain: float) -> Value:
+def _scale(builder: Builder, module: Affine, value: IntValue, gain: float) -> IntValue:
     rows = value.shape[: module.scale.ndim]
     n, rest = entries(rows), entries(value.shape) // entries(rows)
     scale, shift = (t.expand(rows).reshape(n) for t in (module.scale, module.shift))
@@ -118,7 +118,7 @@ def _scale(builder: Builder, module: Affine, value: Value, gain: float) -> Value
 
 
 @integer_rule(nn.Conv2d)
-def _conv(builder: Builder, module: nn.Conv2d, value: Value, gain: float) -> Value:
+def _conv(builder: Builder, module: nn.Conv2d, value: IntValue, gain: float) -> IntValue:
     if module.padding_mode not in ("zeros", "circular"):
         raise _refuse(module, "padding_mode 'zeros' or 'circular'", module.padding_mode)
     spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
@@ -137,7 +137,7 @@ def _conv(builder: Builder, module: nn.Conv2d, value: Value, gain: float) -> Val
 
 def _convolve(
     builder: Builder,
-    value: Value,
+    value: IntValue,
     gain: float,
     padded: Tensor,
     weight: Tensor,
@@ -145,7 +145,7 @@ def _convolve(
     norm: Callable[[Tensor], float],
     conv: nn.Conv2d | None = None,
     inexact: float = 0.0,
-) -> Value:
+) -> IntValue:
     """A convolution of what ``padded`` (1, C, h, w) says; stride, dilation and groups are those of ``conv``."""
     stride, dilation, groups = (1, 1), (1, 1), 1
     if conv is not None:
@@ -175,7 +175,7 @@ def _convolve(
 
 
 @integer_rule(FourierConv2d, SpreadConv2d)
-def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: Value, gain: float) -> Value:
+def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntValue, gain: float) -> IntValue:
     if isinstance(module, SpreadConv2d):
         check_parts(module)
     channels, h, w = value.shape
@@ -192,12 +192,12 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: Value
         return float(circular(change, h, w))
 
     # The error of a kernel as a map: at each frequency at most the sum of its moduli, for each pair of channels.
-    inexact = grow_number(float(off.square().sum().sqrt()) * math.sqrt(h * w))
+    inexact = grow(float(off.square().sum().sqrt()) * math.sqrt(h * w))
     return _convolve(builder, value, gain, padded, kernel, module.bias, norm, inexact=inexact)
 
 
 @integer_rule(TaylorConv2d)
-def _taylor(builder: Builder, module: TaylorConv2d, value: Value, gain: float) -> Value:
+def _taylor(builder: Builder, module: TaylorConv2d, value: IntValue, gain: float) -> IntValue:
     shape, n = output_shape(module, value.shape), entries(value.shape)
     if n * entries(shape) > MAX_PRODUCTS:
         raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * entries(shape))
@@ -207,7 +207,7 @@ def _taylor(builder: Builder, module: TaylorConv2d, value: Value, gain: float) -
     def norm(change: Tensor) -> float:
         return float(spectral_norm(change.flatten(1)))
 
-    inexact = grow_number(float(off.square().sum().sqrt()))
+    inexact = grow(float(off.square().sum().sqrt()))
     return builder.linear(value, gain, shape, response.flatten(1).T, bias, norm, inexact=inexact)
 
 
@@ -220,7 +220,7 @@ def _responses(module: Any, impulses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @integer_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean)
-def _average(builder: Builder, module: Any, value: Value, gain: float) -> Value:
+def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> IntValue:
     shape = output_shape(module, value.shape)
     if type(module) is nn.AvgPool2d:
         if module.ceil_mode or _pair(module.padding) != [0, 0]:
@@ -245,20 +245,20 @@ def _average(builder: Builder, module: Any, value: Value, gain: float) -> Value:
 
 
 @integer_rule(SandwichBlock)
-def _sandwich(builder: Builder, module: SandwichBlock, value: Value, gain: float) -> Value:
+def _sandwich(builder: Builder, module: SandwichBlock, value: IntValue, gain: float) -> IntValue:
     inner = builder.branch([module.first, module.activation, module.second], value)
-    error = grow_number(gain * value.error + inner.error)
-    return replace(inner, error=error, reach=grow_number(gain * value.reach))
+    error = grow(gain * value.error + inner.error)
+    return replace(inner, error=error, reach=grow(gain * value.reach))
 
 
 @integer_rule(SlopeResidual)
-def _slope_residual(builder: Builder, module: SlopeResidual, value: Value, gain: float) -> Value:
+def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, gain: float) -> IntValue:
     parts = builder.branch([module.first, module.activation, module.second], value), builder.branch([], value)
     return builder.blend(value, gain, parts, (1.0, 1.0))
 
 
 @integer_rule(Graph)
-def _graph(builder: Builder, module: Graph, value: Value, gain: float) -> Value:
+def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> IntValue:
     """Every value has its own error, at inputs that the program itself gives, and moves by its own gain."""
     shapes = value_shapes(module, value.shape)
     wired = list(zip(module.nodes, module.sources, strict=True))
@@ -269,14 +269,14 @@ def _graph(builder: Builder, module: Graph, value: Value, gain: float) -> Value:
     for (node, read), constant, form in zip(wired, constants, moving[1:], strict=True):
         given = [values[i] for i in read]
         if constant is None:
-            values.append(_joined(builder, node, start, grow_number(float(form.total())), given))
+            values.append(_joined(builder, node, start, grow(float(form.total())), given))
         else:
             values.append(builder.chain([node], given[0], [constant]))
-    error, reach = grow_number(gain * value.error + values[-1].error), grow_number(gain * value.reach)
+    error, reach = grow(gain * value.error + values[-1].error), grow(gain * value.reach)
     return replace(values[-1], error=error, reach=reach)
 
 
-def _joined(builder: Builder, join: Any, start: Value, gain: float, parts: list[Value]) -> Value:
+def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: list[IntValue]) -> IntValue:
     """Values behind ``start`` brought together; ``gain`` is the constant of the result."""
     kind = type(join)
     if kind is Add:

@@ -24,7 +24,7 @@ from lipkit.modules.machine import entries
 from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain
 from lipkit.modules.ranges import Range, around, monotone
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, grow_number, size
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import to_double
 
 
@@ -171,13 +171,13 @@ def pointwise(
     """
     root = math.sqrt(entries(input_shape))
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
-    factor = grow_number(a * arithmetic.unit * (1 + 2.0**-10))
-    constant = grow_number(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
+    factor = grow(a * arithmetic.unit * (1 + 2.0**-10))
+    constant = grow(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
 
     def measure(x: torch.Tensor) -> Local:
         reached = Line(size(x), 1.0)
         found = reached.times(factor).plus(flat(reached.at, constant))
-        peak = reached.times(grow_number(4.0 + a)).plus(flat(reached.at, 8.0 + b + largest))
+        peak = reached.times(grow(4.0 + a)).plus(flat(reached.at, 8.0 + b + largest))
         return Local(found, peak)
 
     return measure
@@ -214,7 +214,7 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
     most = math.log(arithmetic.largest / 64)
     if threshold * (1 + 2.0**-20) <= most:
         return found
-    slope = grow_number(arithmetic.room / most * beta)
+    slope = grow(arithmetic.room / most * beta)
 
     def measure(x: torch.Tensor) -> Local:
         local, furthest = found(x), x.detach().double().flatten(1).amax(1).clamp_min(0.0)
@@ -453,7 +453,7 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
         n = input_shape[dim - 1] if dim > 0 else input_shape[dim]
     groups = math.sqrt(entries(input_shape) / n)
     each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
-    constant = grow_number(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
+    constant = grow(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
 
     def measure(x: torch.Tensor) -> Local:
         reached = Line(size(x), 1.0)

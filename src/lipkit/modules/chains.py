@@ -20,7 +20,7 @@ from lipkit.modules.configuration import INTEGER, mapping, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.machine import Step, local_of, prepare, step_of, through
+from lipkit.modules.machine import ProvedModule, local_of, prepare, prove_module, through
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
@@ -188,7 +188,7 @@ class ChainProof:
     constant: float
     prefixes: tuple[float, ...]
     last: nn.Linear | None
-    steps: tuple[Step, ...]
+    steps: tuple[ProvedModule, ...]
     slack: float
 
     @property
@@ -214,11 +214,11 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
     modules, shape = list(network), network.input_shape
     last = modules[-1] if modules and type(modules[-1]) is nn.Linear else None
     factors: list[Tensor] = []
-    steps: list[Step] = []
+    steps: list[ProvedModule] = []
     for module in modules:
         factors.append(lipschitz(module, shape).detach())
         if arithmetic is not None and module is not last:
-            steps.append(step_of(module, shape, arithmetic, factors[-1]))
+            steps.append(prove_module(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)
     products = [*itertools.accumulate(factors, multiply_up, initial=torch.ones((), dtype=torch.float64))]
     whole = _with_multipliers(network, factors) if network.multipliers() else products[-1]

@@ -27,18 +27,9 @@ from lipkit.modules.machine import entries
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import output_shape
-from lipkit.proof.arithmetic import (
-    FLOAT64,
-    Arithmetic,
-    Line,
-    flat,
-    grow,
-    grow_number,
-    multiply_numbers,
-    size,
-)
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import to_double
+from lipkit.proof.roundoff import product, to_double
 
 
 class Affine(nn.Module):
@@ -145,13 +136,13 @@ def inner_products(
     error = arithmetic.gamma(depth + 1 + arithmetic.stored)
     up = 1 + FLOAT64.gamma(weight.numel() + terms + 16)
     row, column = (value * up for value in sums(magnitude))
-    norm = grow_number(math.sqrt(row * column * copies))
+    norm = grow(math.sqrt(row * column * copies))
     lost = 0.0
     if _has_subnormal(magnitude, arithmetic):
         tiny = (magnitude < arithmetic.tiny) & (magnitude > 0)
         row_count, column_count = sums(tiny.double())
-        lost = multiply_numbers(grow_number(math.sqrt(row_count * column_count * copies)), arithmetic.tiny)
-    floor = multiply_numbers(math.sqrt(outputs) * (row + 2 * terms + 2), arithmetic.tiny)
+        lost = product(grow(math.sqrt(row_count * column_count * copies)), arithmetic.tiny)
+    floor = product(math.sqrt(outputs) * (row + 2 * terms + 2), arithmetic.tiny)
     biggest = float(magnitude.amax()) if magnitude.numel() else 0.0
 
     def measure(x: Tensor) -> Local:
@@ -220,7 +211,7 @@ def _affine_error(module: Affine, input_shape: Shape, arithmetic: Arithmetic) ->
     rest = (1,) * (len(input_shape) - module.scale.ndim)
     scale, shift = (t.detach().double().abs().view(*t.shape, *rest) for t in (module.scale, module.shift))
     error = arithmetic.gamma(3 + 2 * arithmetic.stored)
-    largest = grow_number(float(scale.amax()))
+    largest = grow(float(scale.amax()))
     lost = arithmetic.tiny if _has_subnormal(scale, arithmetic) else 0.0
     floor = math.sqrt(entries(input_shape)) * arithmetic.tiny * (largest + 12)
 

@@ -31,7 +31,7 @@ from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
 from lipkit.modules.machine import entries
 from lipkit.modules.plain import Local, Measure, Plain, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow_number, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
 
@@ -194,7 +194,7 @@ def transform_error(sizes: list[int], arithmetic: Arithmetic) -> float:
         entry = 64 * FLOAT64.unit * math.sqrt(2.0 * n)
         total += arithmetic.gamma(n + _ROOM) * math.sqrt(n) * (1 + entry) + entry
     # The stages follow each other: each enlarges what came before by at most its own relative error.
-    return grow_number(total * (1 + total)) if total < 0.1 else math.inf
+    return grow(total * (1 + total)) if total < 0.1 else math.inf
 
 
 def schur(magnitude: Tensor) -> float:
@@ -202,7 +202,7 @@ def schur(magnitude: Tensor) -> float:
     if not magnitude.numel():
         return 0.0
     products = magnitude.sum(2).amax(1) * magnitude.sum(1).amax(1)
-    return grow_number(math.sqrt(float(products.amax())) * (1 + FLOAT64.gamma(magnitude.shape[1] + magnitude.shape[2])))
+    return grow(math.sqrt(float(products.amax())) * (1 + FLOAT64.gamma(magnitude.shape[1] + magnitude.shape[2])))
 
 
 def spectral_blocks(module: FourierConv2d) -> float:
@@ -229,12 +229,12 @@ def relative_to_input(
     shift = 0.0 if bias is None else size(bias.detach()[None]).item() * math.sqrt(outputs / len(bias))
     adding = 0.0 if bias is None else arithmetic.gamma(1 + arithmetic.stored)
     of_bias = 0.0 if bias is None else arithmetic.gamma(4 + arithmetic.stored) + carried
-    shift, factor = grow_number(shift), grow_number(relative + adding * (gain + relative))
-    constant = grow_number(floor + of_bias * shift + 4 * math.sqrt(outputs) * arithmetic.tiny)
+    shift, factor = grow(shift), grow(relative + adding * (gain + relative))
+    constant = grow(floor + of_bias * shift + 4 * math.sqrt(outputs) * arithmetic.tiny)
 
     def measure(x: Tensor) -> Local:
         reached = Line(size(x), 1.0)
-        peak = reached.times(grow_number((2 + gain + relative) * math.sqrt(2.0)))
+        peak = reached.times(grow((2 + gain + relative) * math.sqrt(2.0)))
         return Local(
             reached.times(factor).plus(flat(reached.at, constant)), peak.plus(flat(reached.at, shift + constant))
         )
@@ -254,7 +254,7 @@ def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithme
     product = arithmetic.gamma(terms + _ROOM + arithmetic.stored) * blocks
     there = gain * transform + product * (1 + transform)
     # Back: the error so far, and that of the inverse transform on numbers of at most (gain + there) ||x||.
-    relative = grow_number(there + transform * (gain + there))
+    relative = grow(there + transform * (gain + there))
     # Underflow: at most two for each operation, each carried on by a norm of at most sqrt(2) (1 + blocks) sqrt(terms).
     steps = entries(input_shape) + outputs
     biggest = float(torch.cat([module.real.flatten(), module.pair.flatten()]).detach().abs().amax())

@@ -24,12 +24,12 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, lack
 from lipkit.modules.configuration import INTEGER, submodules
 from lipkit.modules.forms import Form, added, blended, cut, source, stacked
 from lipkit.modules.guarding import guard, remember, type_name
-from lipkit.modules.machine import Step, Walk, advance, entries, nothing, reach, start, step_of
+from lipkit.modules.machine import ErrorBound, ProvedModule, advance, entries, nothing, prove_module, reach, start
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.registry import export_plain, lipschitz
 from lipkit.modules.views import Piece
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow
 
 
 class Join(nn.Module):
@@ -168,7 +168,7 @@ def _beside(join: Join, lines: Sequence[Line]) -> Line:
     # || a_i + b_i s || <= || a || + || b || s.
     at = torch.linalg.vector_norm(torch.stack([line.at for line in lines]), dim=0)
     rounding = 1 + (len(lines) + 8) * 2.0**-52
-    return Line(grow(at * rounding), grow_number(math.hypot(*(line.slope for line in lines)) * rounding))
+    return Line(grow(at * rounding), grow(math.hypot(*(line.slope for line in lines)) * rounding))
 
 
 JOINS: dict[type[nn.Module], Joining] = {}
@@ -446,38 +446,40 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
     shapes = value_shapes(module, input_shape)
     nodes = list(zip(module.nodes, module.sources, strict=True))
     steps = [
-        None if constant is None else step_of(node, shapes[read[0]], arithmetic, constant)
+        None if constant is None else prove_module(node, shapes[read[0]], arithmetic, constant)
         for (node, read), constant in zip(nodes, _constants(module, shapes), strict=True)
     ]
     constants = [None if step is None else torch.tensor(step.gain, dtype=torch.float64) for step in steps]
-    gains = [grow_number(float(form.total())) for form in value_forms(module, constants)]
+    gains = [grow(float(form.total())) for form in value_forms(module, constants)]
     last = {value: i for i, (_, read) in enumerate(nodes) for value in read}
 
     def measure(x: Tensor) -> Local:
-        walks, peak = {0: start(x)}, nothing(x)
+        bounds, peak = {0: start(x)}, nothing(x)
         with torch.no_grad():
             for i, ((node, read), step) in enumerate(zip(nodes, steps, strict=True)):
-                given = [walks[value] for value in read]
-                walk = _advanced(node, step, given, shapes[i + 1], arithmetic)
-                walks[i + 1] = walk._replace(move=Line(nothing(x).at, gains[i + 1]))
-                peak = peak.most(walk.peak)
+                given = [bounds[value] for value in read]
+                bound = _advanced(node, step, given, shapes[i + 1], arithmetic)
+                bounds[i + 1] = bound._replace(move=Line(nothing(x).at, gains[i + 1]))
+                peak = peak.most(bound.peak)
                 for value in set(read):
                     if last[value] == i:
-                        del walks[value]
-        return Local(walks[len(nodes)].error, peak)
+                        del bounds[value]
+        return Local(bounds[len(nodes)].error, peak)
 
     return measure
 
 
-def _advanced(node: nn.Module, step: Step | None, given: list[Walk], shape: Shape, arithmetic: Arithmetic) -> Walk:
+def _advanced(
+    node: nn.Module, step: ProvedModule | None, given: list[ErrorBound], shape: Shape, arithmetic: Arithmetic
+) -> ErrorBound:
     """After one more module; how far its exact value moves is left to the caller."""
     if step is not None:
         return advance(given[0], step)
     joining = _joining(node)
-    reaches = [reach(walk) for walk in given]
+    reaches = [reach(bound) for bound in given]
     reached, number = joining.error(node, reaches), joining.number(node)
     operations = joining.operations(node)
-    centre = node(*(walk.centre for walk in given))
+    centre = node(*(bound.centre for bound in given))
     floor = 4 * (operations + 1) * math.sqrt(entries(shape))
 
     def own(machine: Arithmetic) -> Line:
@@ -488,11 +490,11 @@ def _advanced(node: nn.Module, step: Step | None, given: list[Walk], shape: Shap
             found = found.plus(one.times(lost))
         return found.plus(flat(reached.at, floor * machine.tiny))
 
-    before = joining.error(node, [Line(walk.centre_error, 0.0) for walk in given])
-    return Walk(
+    before = joining.error(node, [Line(bound.centre_error, 0.0) for bound in given])
+    return ErrorBound(
         centre=centre,
         centre_error=before.plus(Line(own(FLOAT64).at, 0.0)).at,
-        error=joining.error(node, [walk.error for walk in given]).plus(own(arithmetic)),
+        error=joining.error(node, [bound.error for bound in given]).plus(own(arithmetic)),
         move=given[0].move,
         peak=Line(reached.at * 2 + number, reached.slope * 2),
     )

@@ -13,7 +13,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import LIBRARY, Activation, add_activation, comparing, pointwise
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.plain import Measure, Plain, Shape, add_plain
-from lipkit.proof.arithmetic import Arithmetic, grow_number
+from lipkit.proof.arithmetic import Arithmetic, grow
 
 
 def _per_channel(values: Tensor, x: Tensor, channels: int, name: str) -> Tensor:
@@ -176,7 +176,7 @@ def _householder_error(module: Householder, input_shape: Shape, arithmetic: Arit
     # Sine and cosine by the library, of an angle off by a rounding; two products and a sum. A pair that is taken for
     # the other side lies within the rounding of the comparison of the line, where a reflection moves it by twice that.
     each = 4 * (LIBRARY + 8 + 2 * _largest(module.angles)) * arithmetic.unit
-    together = grow_number(math.expm1(module.order * math.log1p(each))) / arithmetic.unit
+    together = grow(math.expm1(module.order * math.log1p(each))) / arithmetic.unit
     return pointwise(together, 0.0, 0.0, input_shape, arithmetic, _largest(module.angles))
 
 

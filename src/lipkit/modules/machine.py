@@ -13,7 +13,7 @@ from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.plain import ROWS, Local, Measure, Shape
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, grow_number, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, size
 
 
 def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -48,7 +48,7 @@ def entries(shape: Shape) -> int:
     return math.prod(shape)
 
 
-class Step(NamedTuple):
+class ProvedModule(NamedTuple):
     """One module of a chain: its proved constant, and its own error in the evaluator's arithmetic and in float64."""
 
     module: nn.Module
@@ -57,8 +57,8 @@ class Step(NamedTuple):
     double: Measure
 
 
-class Walk(NamedTuple):
-    """The state of knowledge after a chain, for inputs within s of each of N samples.
+class ErrorBound(NamedTuple):
+    """Error bounds after the first modules of a chain, for inputs within s of each of N samples.
 
     Attributes:
         centre: the output at the sample, computed in float64.
@@ -80,7 +80,7 @@ class Walk(NamedTuple):
         return self.error.plus(self.move).plus(Line(self.centre_error, 0.0))
 
 
-def step_of(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> Step:
+def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> ProvedModule:
     """One step of a chain.
 
     Args:
@@ -89,64 +89,66 @@ def step_of(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, const
         arithmetic: of the evaluator.
         constant: the module's own; it is rounded up by more than the stored transform of a Fourier layer can lack.
     """
-    gain = grow_number(float(constant.detach()) * (1 + 2.0**-44))
+    gain = grow(float(constant.detach()) * (1 + 2.0**-44))
     machine = local_error(module, input_shape, arithmetic)
     double = machine if arithmetic == FLOAT64 else local_error(module, input_shape, FLOAT64)
-    return Step(module, gain, machine, double)
+    return ProvedModule(module, gain, machine, double)
 
 
-def prepare(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> tuple[list[Step], Shape]:
+def prepare(
+    modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic
+) -> tuple[list[ProvedModule], Shape]:
     """The steps of a chain of modules in float64, and the shape of its output."""
     steps = []
     for module in modules:
-        steps.append(step_of(module, input_shape, arithmetic, lipschitz(module, input_shape)))
+        steps.append(prove_module(module, input_shape, arithmetic, lipschitz(module, input_shape)))
         input_shape = output_shape(module, input_shape)
     return steps, input_shape
 
 
-def start(x: Tensor) -> Walk:
+def start(x: Tensor) -> ErrorBound:
     """Before the first module: the machine's input is exact, at a distance of at most s."""
     zero = nothing(x)
     # The machine's inputs are finite numbers of its format: they are no peak themselves.
-    return Walk(x, zero.at, zero, Line(zero.at, 1.0), zero)
+    return ErrorBound(x, zero.at, zero, Line(zero.at, 1.0), zero)
 
 
-def advance(walk: Walk, step: Step) -> Walk:
+def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
     """After one more module."""
-    spread, own = walk.spread, step.machine(walk.centre)
-    own64 = own if step.double is step.machine else step.double(walk.centre)
-    return Walk(
-        centre=step.module(walk.centre),
-        centre_error=Line(walk.centre_error, 0.0).times(step.gain).plus(Line(own64.error.at, 0.0)).at,
-        error=walk.error.times(step.gain).plus(own.error.below(spread)),
-        move=walk.move.times(step.gain),
-        peak=walk.peak.most(own.peak.below(spread)),
+    spread, own = bound.spread, step.machine(bound.centre)
+    own64 = own if step.double is step.machine else step.double(bound.centre)
+    return ErrorBound(
+        centre=step.module(bound.centre),
+        centre_error=Line(bound.centre_error, 0.0).times(step.gain).plus(Line(own64.error.at, 0.0)).at,
+        error=bound.error.times(step.gain).plus(own.error.below(spread)),
+        move=bound.move.times(step.gain),
+        peak=bound.peak.most(own.peak.below(spread)),
     )
 
 
-def through(steps: Sequence[Step], x: Tensor) -> Walk:
+def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     """The whole chain, at a batch x in float64."""
-    walk = start(x)
+    bound = start(x)
     with torch.no_grad():
         for step in steps:
-            walk = advance(walk, step)
-    return walk
+            bound = advance(bound, step)
+    return bound
 
 
-def reach(walk: Walk) -> Line:
+def reach(bound: ErrorBound) -> Line:
     """Bounds the norm of the machine's output."""
-    return walk.spread.plus(Line(grow(size(walk.centre)), 0.0))
+    return bound.spread.plus(Line(grow(size(bound.centre)), 0.0))
 
 
-Runner = Callable[[Tensor], Walk]
+Runner = Callable[[Tensor], ErrorBound]
 
 
 def runner(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Runner:
-    """The walk of one module, or of a ``nn.Sequential`` of them."""
+    """The error bound of one module, or of a ``nn.Sequential`` of them."""
     modules = list(module) if type(module) is nn.Sequential else [module]
     steps, _ = prepare(modules, input_shape, arithmetic)
     return lambda x: through(steps, x)
 
 
-def local_of(walk: Walk) -> Local:
-    return Local(walk.error, walk.peak)
+def local_of(bound: ErrorBound) -> Local:
+    return Local(bound.error, bound.peak)

@@ -19,7 +19,7 @@ from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow_number, size
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -375,13 +375,13 @@ def _layer_norm_error(module: nn.LayerNorm, input_shape: Shape, arithmetic: Arit
     rising = arithmetic.room / cap * up if usable else math.inf
     linear = 5 * gamma * gain * up + 4 * arithmetic.tiny
     flushed = arithmetic.tiny * (12 * (terms + 8) * gain + 8 * weight + 8)
-    constant = grow_number(arithmetic.gamma(4) * shift + math.sqrt(numbers) * flushed)
+    constant = grow(arithmetic.gamma(4) * shift + math.sqrt(numbers) * flushed)
 
     def measure(x: Tensor) -> Local:
         groups = size(x.detach().double().reshape(-1, terms)).view(len(x), -1)
         reached, furthest = Line(size(x), 1.0), Line(groups.amax(1), 1.0)
         error = reached.times(linear).plus(flat(reached.at, constant))
-        peak = reached.times(grow_number(4 + 6 * gain))
+        peak = reached.times(grow(4 + 6 * gain))
         peak = Line(peak.at + 2 * shift + max(weight, bias, eps, 2 * gain), peak.slope)
         peak = flat(reached.at, math.inf) if rising == math.inf else peak.most(furthest.times(rising))
         return Local(error, peak)

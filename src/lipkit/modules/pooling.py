@@ -15,7 +15,7 @@ from lipkit.modules.machine import entries
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, grow_number, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma
 
@@ -208,13 +208,13 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
     terms = entries(input_shape) // outputs
     # Half the relative error of the sum of squares, and that of the root; a square below the range loses its number.
     error = arithmetic.gamma(terms + 4)
-    floor = grow_number(math.sqrt(outputs) * 2 * math.sqrt((terms + 2) * arithmetic.tiny))
+    floor = grow(math.sqrt(outputs) * 2 * math.sqrt((terms + 2) * arithmetic.tiny))
 
     def measure(x: Tensor) -> Local:
         reached = Line(size(x), 1.0)
         found = reached.times(error).plus(flat(reached.at, floor))
         # A norm of at most the root of the range has squares within it: n^2 <= n sqrt(room) up to there.
-        return Local(found, reached.times(grow_number(math.sqrt(arithmetic.room))))
+        return Local(found, reached.times(grow(math.sqrt(arithmetic.room))))
 
     return measure
 
@@ -231,7 +231,7 @@ def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Sh
         terms = entries(input_shape) // outputs
     error = arithmetic.gamma(terms + 3)
     # All weights have one sign: the matrix of their moduli has the same norm.
-    norm = grow_number(float(lipschitz(module, input_shape)))
+    norm = grow(float(lipschitz(module, input_shape)))
     floor = math.sqrt(outputs) * (terms + 2) * arithmetic.tiny
 
     def measure(x: Tensor) -> Local:

@@ -27,7 +27,7 @@ from lipkit.modules.network import Network
 from lipkit.modules.plain import ROWS, Plain, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import _LIMITS, lipschitz
-from lipkit.proof.arithmetic import Line, grow_number
+from lipkit.proof.arithmetic import Line, grow
 from lipkit.proof.roundoff import root, to_double
 
 
@@ -122,7 +122,7 @@ class MatrixProduct(Limited):
     def norms(self) -> tuple[float, float]:
         a, b = to_double(self.limits).abs().tolist()
         norms = a * root(self.rows * self.inner), b * root(self.inner * self.cols)
-        return grow_number(norms[0]), grow_number(norms[1])
+        return grow(norms[0]), grow(norms[1])
 
     def made(self, limits: Tensor) -> MatrixProduct:
         return MatrixProduct(self.rows, self.inner, self.cols, limits)

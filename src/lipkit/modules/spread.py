@@ -24,10 +24,10 @@ from lipkit.modules.configuration import COUNT, flag, submodule
 from lipkit.modules.dense import inner_products
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import Step, entries, prepare, reach, start, through
+from lipkit.modules.machine import ProvedModule, entries, prepare, reach, start, through
 from lipkit.modules.plain import Local, Measure, Plain, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow_number
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
 
@@ -185,7 +185,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
     # As many terms as the kernel has for one output, x and the bias.
     terms, outputs = weight[0].numel() + 2, entries(output_shape(module, input_shape))
     steps, _ = prepare([module.first], input_shape, arithmetic)
-    gain = grow_number(float(circular(to_double(weight), *input_shape[1:])))
+    gain = grow(float(circular(to_double(weight), *input_shape[1:])))
 
     def measured(machine: Arithmetic) -> Measure:
         return inner_products(
@@ -199,14 +199,14 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
         )
 
     spreading = _Spreading(module)
-    steps.append(Step(spreading, gain, measured(arithmetic), measured(FLOAT64)))
+    steps.append(ProvedModule(spreading, gain, measured(arithmetic), measured(FLOAT64)))
     floor = 4 * (terms + 1) * math.sqrt(outputs) * arithmetic.tiny
 
     def measure(x: Tensor) -> Local:
-        walk = through(steps, x)
-        total = reach(walk).plus(reach(start(x)))
-        error = walk.error.plus(total.times(arithmetic.gamma(terms + 1))).plus(flat(total.at, floor))
-        return Local(error, walk.peak.most(total.times(2.0)))
+        bound = through(steps, x)
+        total = reach(bound).plus(reach(start(x)))
+        error = bound.error.plus(total.times(arithmetic.gamma(terms + 1))).plus(flat(total.at, floor))
+        return Local(error, bound.peak.most(total.times(2.0)))
 
     return measure
 

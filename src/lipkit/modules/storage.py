@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, OptionError, ShapeError, first_line, suggestion
 from lipkit.files import parse_json, read_bytes, read_text, write_atomic
-from lipkit.modules import fixed_point
+from lipkit.modules import stored_weights
 from lipkit.modules.configuration import build, describe
 from lipkit.modules.network import Network
 from lipkit.modules.registry import check_samples_apart
@@ -57,7 +57,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     Args:
         network: the result of ``lipkit.export``.
         folder: where to write.
-        bits: 8 or 16 rounds the weights to integers of as many bits (`lipkit.modules.fixed_point`): a quarter or half
+        bits: 8 or 16 rounds the weights to integers of as many bits (`modules.stored_weights`): a quarter or half
             of the size in float32. What ``load`` returns is then another network than ``network``: certify that one.
 
     Raises:
@@ -66,12 +66,12 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
-    if bits not in (None, *fixed_point.BITS):
+    if bits not in (None, *stored_weights.BITS):
         raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
     if bits is not None:
-        stored = fixed_point.to_integers(tensors, bits)
-        tensors = fixed_point.from_integers(stored)
+        stored = stored_weights.to_integers(tensors, bits)
+        tensors = stored_weights.from_integers(stored)
         network = copy.deepcopy(network)
         network.load_state_dict(tensors)
     else:
@@ -206,7 +206,7 @@ def load(folder: str | Path) -> Network:
         got = config.get("schema_version") if isinstance(config, dict) else config
         raise DataError(f"{folder / CONFIG}: expected schema_version {SCHEMA_VERSION}, got {got!r}")
     try:
-        network = rebuilt(config, fixed_point.from_integers(tensors))
+        network = rebuilt(config, stored_weights.from_integers(tensors))
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     if sha256(network) != config.get("sha256"):

@@ -17,7 +17,7 @@ from lipkit.modules.fourier import relative_to_input, schur
 from lipkit.modules.machine import entries
 from lipkit.modules.plain import Measure, Plain, Shape, add_plain
 from lipkit.modules.registry import output_shape
-from lipkit.proof.arithmetic import Arithmetic, grow_number
+from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import gamma, to_double
 
 
@@ -120,9 +120,9 @@ def _taylor_error(module: TaylorConv2d, input_shape: Shape, arithmetic: Arithmet
     # Underflow in one term is carried through the later ones, whose factors sum to at most e^|A|.
     grown = math.exp(min(norm + magnitude, 700.0))
     outputs = entries(output_shape(module, input_shape))
-    relative = grow_number(total * (1 + 2.0**-40) + lost * grown)
+    relative = grow(total * (1 + 2.0**-40) + lost * grown)
     peak = magnitude + total_reached * (1 + magnitude)
-    return relative_to_input(relative, lost * grown, module.bias, outputs, grow_number(peak), arithmetic)
+    return relative_to_input(relative, lost * grown, module.bias, outputs, grow(peak), arithmetic)
 
 
 _terms = {"kernel_size": INTEGER, "terms": whole(-(2**31), 1000), "bias": flag}

@@ -21,9 +21,6 @@ from torch import Tensor
 
 from lipkit.proof.roundoff import gamma, grow, product
 
-# Float64 arithmetic on numbers >= 0 carries at most eight roundings between two uses of one of these. For modules:
-grow_number, multiply_numbers = grow, product
-
 
 @dataclass(frozen=True)
 class Arithmetic:
