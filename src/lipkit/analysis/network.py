@@ -13,7 +13,7 @@ from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.linalg.precision import check_underflow
 from lipkit.lowering import export
-from lipkit.lowering.running import constant_copy, sample, stays_float64
+from lipkit.lowering.observe import constant_copy, sample, stays_float64
 from lipkit.lowering.structure import Lowering
 from lipkit.lowering.tracing import Root
 from lipkit.modules.registry import Shape, checked_shape

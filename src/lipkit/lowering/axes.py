@@ -2,7 +2,7 @@
 
 A moving tensor has sizes (*before, B inner, *after): its batch is dimension ``axis``, merged with ``inner`` numbers of
 each sample. Modules and rules see the same numbers as (B, *before, inner, *after), or (B, *before, *after) where inner
-is 1. The place of the batch in a result is observed (`lipkit.lowering.running`); here it must follow from those of the
+is 1. The place of the batch in a result is observed (`lipkit.lowering.observe`); here it must follow from those of the
 arguments, for every batch. Calls without a rule here have the batch first throughout.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError
-from lipkit.lowering.running import Operand, Rows
+from lipkit.lowering.observe import Operand, Rows
 from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import ACTIVATIONS
 

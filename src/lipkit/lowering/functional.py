@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import LipkitError, NoRuleError
 from lipkit.lowering.axes import RULES, along, behind, viewed
-from lipkit.lowering.visiting import FunctionCall, Operand, function_name
+from lipkit.lowering.interpreter import FunctionCall, Operand, function_name
 from lipkit.modules.activations import ACTIVATIONS
 
 Maker = Callable[..., nn.Module]

@@ -1,7 +1,7 @@
 """A network with its own forward pass as a chain of modules, with a `Graph` wherever values branch.
 
 The forward pass is traced (`lipkit.lowering.tracing`), run for two batch sizes and compared with the network
-(`lipkit.lowering.running`). What it calls becomes modules: its own, those that compute the same as a function
+(`lipkit.lowering.observe`). What it calls becomes modules: its own, those that compute the same as a function
 (`lipkit.lowering.functional`), and for what only moves or joins numbers the ones below. What has a Lipschitz constant
 but no plain form becomes a leaf `Bounded`, which `lipkit.analyze` alone takes. Everything else is refused by name.
 """
@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import RULES, Call, Placing, along, behind, joined, multiplied, viewed
 from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_tensors
-from lipkit.lowering.running import Varies, check_outputs, close, constant_copy, observe, sample, traced
+from lipkit.lowering.observe import Varies, check_outputs, close, constant_copy, observe, sample, traced
 from lipkit.lowering.tracing import BATCHES, Root, fetch, flat
-from lipkit.lowering.visiting import FunctionCall, Operand, Walk, called, function_name, path_of
+from lipkit.lowering.interpreter import FunctionCall, Operand, Interpreter, called, function_name, path_of
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.guarding import type_name
@@ -129,7 +129,7 @@ class Label:
     own: bool
 
 
-class Lowering(Walk):
+class Lowering(Interpreter):
     """A network as a wiring of modules: every operand is the number of a value in it.
 
     Args:
@@ -151,7 +151,7 @@ class Lowering(Walk):
         self._input_shape, self._bound_to, self._bounding = input_shape, bound_to, bounding
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a network that is not the function of its graph: `lipkit.lowering.running.check_outputs`."""
+        """Refuse a network that is not the function of its graph: `lipkit.lowering.observe.check_outputs`."""
         check_outputs(self.root, self.observed, self._input_shape, model, self._other_way)
 
     def shapes(self) -> dict[int, Shape]:

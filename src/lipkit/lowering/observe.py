@@ -32,7 +32,7 @@ from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.linalg.transforms import normalisations
-from lipkit.lowering.recording import Calls, difference, tensors
+from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Path, Root, batch_axis, dependence, evaluate, flat, trace
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 
@@ -228,7 +228,7 @@ class Observed:
             type's name; for the others their value, :class:`Rows` or :data:`VARIES`.
         how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
-        calls: of the second run (`lipkit.lowering.recording`).
+        calls: of the second run (`lipkit.lowering.calls`).
         axes: for each of these calls, the dimension of the batch in each tensor of its result, if it has one.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import MIXED, batch_first, keeps_place
-from lipkit.lowering.running import Observed, Operand, Varies
+from lipkit.lowering.observe import Observed, Operand, Varies
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.plain import Shape
@@ -116,12 +116,12 @@ def _kind(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
-class Walk:
+class Interpreter:
     """Visits every node in order; a subclass says what the input, a module and a function make of their operands.
 
     Args:
         root: the network.
-        graph, observed: as left by :func:`lipkit.lowering.running.observe`.
+        graph, observed: as left by :func:`lipkit.lowering.observe.observe`.
     """
 
     def __init__(self, root: Root, graph: fx.Graph, observed: Observed) -> None:
