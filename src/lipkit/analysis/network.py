@@ -13,7 +13,8 @@ from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.linalg.precision import check_underflow
 from lipkit.lowering import export
-from lipkit.lowering.observe import constant_copy, sample, stays_float64
+from lipkit.lowering.copies import constant_copy
+from lipkit.lowering.observe import sample, stays_float64
 from lipkit.lowering.structure import Lowering
 from lipkit.lowering.tracing import Root
 from lipkit.modules.registry import Shape, checked_shape

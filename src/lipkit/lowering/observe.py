@@ -2,151 +2,31 @@
 
 A graph records values, but an in-place call changes every tensor that shares its memory. Two runs with batches of
 different size show which: calls that overwrite are found by the version counters of the tensors, whatever their name.
-What runs is an independent copy with constant weights: weight and spectral normalisation become plain numbers.
+What runs is an independent copy with constant weights (`lipkit.lowering.copies`).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import operator
 import pickle
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral_hook
-from torch.nn.utils.weight_norm import WeightNorm
-from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
-from lipkit.linalg.transforms import normalisations
 from lipkit.lowering.calls import Calls, difference, tensors
+from lipkit.lowering.copies import contents, contents_of, equal
 from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Path, Root, batch_axis, dependence, evaluate, flat, trace
-from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-
-# In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
-PARAMETRIZATIONS = normalisations()
-
-
-def constant_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose normalised weights are the numbers that its forward pass uses now.
-
-    Parametrized (``torch.nn.utils.parametrizations``) and hook-based spectral and weight normalisation are carried
-    out; ``model`` is left as it is. The copy is on the CPU.
-
-    Raises:
-        NoRuleError: a wrapper such as DataParallel; any other parametrization, hook, or method replaced on an
-            instance; spectral normalisation in training mode, where each forward pass changes the weight; a module
-            that cannot be copied.
-
-    >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    >>> type(constant_copy(layer))
-    <class 'torch.nn.modules.linear.Linear'>
-    """
-    if not isinstance(model, nn.Module):
-        raise NoRuleError(f"analyze: expected an nn.Module, got {type(model).__qualname__}")
-    for name, module in model.named_modules():
-        refuse_wrapper(module, f"{_at(name)}analyze")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise NoRuleError(
-                f"{_at(name)}analyze: expected modules in Python, got {type(module).__qualname__}: pass the network "
-                "that it was made from"
-            )
-    try:
-        twin = copy.deepcopy(model, computed_tensors(model))
-    except Exception as error:  # the module is the user's and may raise anything
-        raise NoRuleError(
-            f"analyze: expected a module that can be copied, got {type(error).__name__}: {first_line(error)}"
-        ) from error
-    if not _same_numbers(model, twin):
-        raise NoRuleError(
-            "analyze: expected a module whose copy holds the same modules and numbers, got "
-            f"{type(model).__qualname__}, whose copy by copy.deepcopy differs: see its __deepcopy__ or __reduce__"
-        )
-    for name, module in list(twin.named_modules()):
-        _materialise(name, module)
-    for name, module in twin.named_modules():
-        try:
-            guard(module)
-        except NoRuleError as error:
-            raise NoRuleError(f"{_at(name)}{error}") from None
-    return twin.requires_grad_(False).cpu()
-
-
-def computed_tensors(model: nn.Module) -> dict[int, object]:
-    """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
-    memo: dict[int, object] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()
-    return memo
-
-
-def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
-    first, second = (
-        {
-            **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
-            **_kept(one, (*model.modules(), *twin.modules())),
-        }
-        for one in (model, twin)
-    )
-    return first.keys() == second.keys() and all(_equal(value, second[name]) for name, value in first.items())
-
-
-def _materialise(name: str, module: nn.Module) -> None:
-    if parametrize.is_parametrized(module):
-        lists = module.parametrizations
-        for tensor_name in list(lists):  # type: ignore[arg-type]
-            for kind in lists[tensor_name]:  # type: ignore[index]
-                if type(kind) not in PARAMETRIZATIONS:
-                    raise NoRuleError(
-                        f"{_at(name)}parametrization {type(kind).__qualname__} of {tensor_name!r}: expected spectral "
-                        "or weight normalisation or orthogonal of torch.nn.utils.parametrizations: make the weight "
-                        "constant with lipkit.convert(model, None, input_shape=...)"
-                    )
-                if type(kind).__name__ == "_SpectralNorm" and kind.training:
-                    raise _still_changing(name)
-        carry_out(module)
-    for hook in list(module._forward_pre_hooks.values()):
-        if type(hook) is SpectralNorm:
-            if module.training:
-                raise _still_changing(name)
-            remove_spectral_hook(module, hook.name)
-        elif type(hook) is WeightNorm:
-            remove_weight_hook(module, hook.name)
-
-
-def carry_out(module: nn.Module) -> None:
-    """Make the parametrized tensors of ``module`` plain numbers; a module that it was copied from stays as it is."""
-    # A copy shares the class that holds the parametrized tensors as properties, which torch takes out of the class.
-    kind = type(module)
-    module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
-    for name in list(module.parametrizations):  # type: ignore[arg-type]
-        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-
-
-def _still_changing(name: str) -> NoRuleError:
-    return NoRuleError(
-        f"{_at(name)}spectral normalisation: expected evaluation mode, got training mode, where each forward pass "
-        "changes the weight; call .eval()"
-    )
-
-
-def _at(name: str) -> str:
-    return f"at {name!r}: " if name else ""
 
 
 def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
@@ -373,11 +253,11 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
         return a if isinstance(a, str) else "pieces of the batch"
     if how == ROWS and isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
         axis, inner = batch_axis(a.shape, b.shape) or (0, 0)
-        if inner == 1 and all(_equal(t, a.narrow(axis, 0, 1).expand_as(t)) for t in (a, b)):
+        if inner == 1 and all(equal(t, a.narrow(axis, 0, 1).expand_as(t)) for t in (a, b)):
             return Rows(a.narrow(axis, 0, 1), axis)
     if how:
         return VARIES
-    return a if _equal(_contents(a, {}), _contents(b, {})) else VARIES
+    return a if equal(contents(a, {}), contents(b, {})) else VARIES
 
 
 def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
@@ -423,7 +303,7 @@ def check_outputs(
     sizes = [n for n in SAMPLES if n < SAMPLES[-1] or n * math.prod(input_shape) <= LARGEST]
     before = _random_states()
     inference = _recorded(root, x, torch.inference_mode(), observed)
-    kept = _kept(root)
+    kept = contents_of(root)
     derivatives = _recorded(root, x, torch.enable_grad(), observed)
     batches: dict[int, Any] = {n: _alone(root, more[:n]) for n in sizes if n != len(x)}
     direct, calls = _recorded(root, x, torch.no_grad(), observed) or (None, [])
@@ -432,8 +312,8 @@ def check_outputs(
         raise NoRuleError(
             f"analyze: expected a forward pass without random numbers, got one that draws them{_hint(root)}"
         )
-    for name, value in _kept(root).items():
-        if not _equal(value, kept.get(name)):
+    for name, value in contents_of(root).items():
+        if not equal(value, kept.get(name)):
             raise _changes_state(name, root)
     if not isinstance(direct, Tensor) or not close(direct, observed.outputs[1]):
         raise NoRuleError(
@@ -525,59 +405,6 @@ def _recorded(
         return None
     finally:
         root.requires_grad_(False)
-
-
-_PLAIN = vars(nn.Module()).keys() - {"training"}
-
-
-def _kept(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """Copies of what modules hold, and of what their own code reads elsewhere, by name; of ``known`` ones the type."""
-    found: dict[str, Any] = {}
-    seen: dict[int, Any] = {id(module): module for module in (*root.modules(), *known)}
-    for path, module in root.named_modules():
-        own: dict[str, Any] = {}
-        for kind in reversed(type(module).__mro__):
-            own |= {} if kind.__module__.startswith(("builtins", "lipkit", "torch")) else vars(kind)
-        own |= {name: value for name, value in vars(module).items() if name not in _PLAIN}
-        for name, value in (own | module._parameters | module._buffers).items():
-            found[f"{path}.{name}"] = _contents(value, seen)
-    return found
-
-
-def _contents(value: Any, seen: dict[int, Any]) -> Any:
-    """The numbers, strings and tensors in a value, through containers, objects and functions, as nested lists."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if value is None or isinstance(value, (int, float, complex, str, bytes)):
-        return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
-    if id(value) in seen or isinstance(value, (type, ModuleType)):
-        return type(value)
-    seen[id(value)] = value
-    parts: Any
-    try:
-        if isinstance(value, FunctionType):
-            used, home = inspect.getclosurevars(value), value.__module__
-            parts = [v for v in used.globals.values() if not isinstance(v, FunctionType) or v.__module__ == home]
-            parts += [*used.nonlocals.values(), value.__defaults__, value.__kwdefaults__, vars(value)]
-        elif isinstance(value, (tuple, list, dict)):
-            parts = value.items() if isinstance(value, dict) else value
-        elif isinstance(value, set):
-            parts = sorted(value, key=repr)
-        else:
-            parts = [list(p) if hasattr(p, "__next__") else p for p in value.__reduce_ex__(4)[1:]]
-    except Exception:  # what cannot be copied is not looked into
-        return type(value)
-    return [_contents(part, seen) for part in parts]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
-            return type(a) is type(b)  # refused wherever it holds a weight
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    return type(a) is type(b) and bool(a == b or a != a)
 
 
 def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> bool:

@@ -21,10 +21,11 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import RULES, Call, Placing, along, behind, joined, multiplied, viewed
+from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.functional import FUNCTIONAL, covered, first_operand, with_tensors
-from lipkit.lowering.observe import Varies, check_outputs, close, constant_copy, observe, sample, traced
+from lipkit.lowering.interpreter import FunctionCall, Interpreter, Operand, called, function_name, path_of
+from lipkit.lowering.observe import Varies, check_outputs, close, observe, sample, traced
 from lipkit.lowering.tracing import BATCHES, Root, fetch, flat
-from lipkit.lowering.interpreter import FunctionCall, Operand, Interpreter, called, function_name, path_of
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Concatenate, Maximum, Wiring
 from lipkit.modules.guarding import type_name

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import families
 from lipkit.lowering import export
-from lipkit.lowering.observe import computed_tensors
+from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted, Converter, Kept
 from lipkit.models.rebuild import Builder
 from lipkit.models.settle import replaced, settled, watched

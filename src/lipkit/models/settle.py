@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.layers.export import filled
 from lipkit.layers.structure import Scale
-from lipkit.lowering.observe import carry_out, computed_tensors
+from lipkit.lowering.copies import carry_out, computed_tensors
 from lipkit.models.constrained import Converted
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
 from lipkit.modules.plain import rules

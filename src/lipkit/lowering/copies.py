@@ -1,0 +1,186 @@
+"""The copy of a network that is traced: its weights are constant, spectral and weight normalisation plain numbers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral_hook
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
+
+from lipkit.errors import NoRuleError, first_line
+from lipkit.linalg.transforms import normalisations
+from lipkit.modules.guarding import guard, refuse_wrapper, type_name
+
+# In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
+PARAMETRIZATIONS = normalisations()
+
+
+def constant_copy(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose normalised weights are the numbers that its forward pass uses now.
+
+    Parametrized (``torch.nn.utils.parametrizations``) and hook-based spectral and weight normalisation are carried
+    out; ``model`` is left as it is. The copy is on the CPU.
+
+    Raises:
+        NoRuleError: a wrapper such as DataParallel; any other parametrization, hook, or method replaced on an
+            instance; spectral normalisation in training mode, where each forward pass changes the weight; a module
+            that cannot be copied.
+
+    >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    >>> type(constant_copy(layer))
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    if not isinstance(model, nn.Module):
+        raise NoRuleError(f"analyze: expected an nn.Module, got {type(model).__qualname__}")
+    for name, module in model.named_modules():
+        refuse_wrapper(module, f"{_at(name)}analyze")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NoRuleError(
+                f"{_at(name)}analyze: expected modules in Python, got {type(module).__qualname__}: pass the network "
+                "that it was made from"
+            )
+    try:
+        twin = copy.deepcopy(model, computed_tensors(model))
+    except Exception as error:  # the module is the user's and may raise anything
+        raise NoRuleError(
+            f"analyze: expected a module that can be copied, got {type(error).__name__}: {first_line(error)}"
+        ) from error
+    if not _same_numbers(model, twin):
+        raise NoRuleError(
+            "analyze: expected a module whose copy holds the same modules and numbers, got "
+            f"{type(model).__qualname__}, whose copy by copy.deepcopy differs: see its __deepcopy__ or __reduce__"
+        )
+    for name, module in list(twin.named_modules()):
+        _materialise(name, module)
+    for name, module in twin.named_modules():
+        try:
+            guard(module)
+        except NoRuleError as error:
+            raise NoRuleError(f"{_at(name)}{error}") from None
+    return twin.requires_grad_(False).cpu()
+
+
+def computed_tensors(model: nn.Module) -> dict[int, object]:
+    """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    return memo
+
+
+def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
+    first, second = (
+        {
+            **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
+            **contents_of(one, (*model.modules(), *twin.modules())),
+        }
+        for one in (model, twin)
+    )
+    return first.keys() == second.keys() and all(equal(value, second[name]) for name, value in first.items())
+
+
+def _materialise(name: str, module: nn.Module) -> None:
+    if parametrize.is_parametrized(module):
+        lists = module.parametrizations
+        for tensor_name in list(lists):  # type: ignore[arg-type]
+            for kind in lists[tensor_name]:  # type: ignore[index]
+                if type(kind) not in PARAMETRIZATIONS:
+                    raise NoRuleError(
+                        f"{_at(name)}parametrization {type(kind).__qualname__} of {tensor_name!r}: expected spectral "
+                        "or weight normalisation or orthogonal of torch.nn.utils.parametrizations: make the weight "
+                        "constant with lipkit.convert(model, None, input_shape=...)"
+                    )
+                if type(kind).__name__ == "_SpectralNorm" and kind.training:
+                    raise _still_changing(name)
+        carry_out(module)
+    for hook in list(module._forward_pre_hooks.values()):
+        if type(hook) is SpectralNorm:
+            if module.training:
+                raise _still_changing(name)
+            remove_spectral_hook(module, hook.name)
+        elif type(hook) is WeightNorm:
+            remove_weight_hook(module, hook.name)
+
+
+def carry_out(module: nn.Module) -> None:
+    """Make the parametrized tensors of ``module`` plain numbers; a module that it was copied from stays as it is."""
+    # A copy shares the class that holds the parametrized tensors as properties, which torch takes out of the class.
+    kind = type(module)
+    module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+    for name in list(module.parametrizations):  # type: ignore[arg-type]
+        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+
+
+def _still_changing(name: str) -> NoRuleError:
+    return NoRuleError(
+        f"{_at(name)}spectral normalisation: expected evaluation mode, got training mode, where each forward pass "
+        "changes the weight; call .eval()"
+    )
+
+
+def _at(name: str) -> str:
+    return f"at {name!r}: " if name else ""
+
+
+_PLAIN = vars(nn.Module()).keys() - {"training"}
+
+
+def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
+    """Copies of what modules hold, and of what their own code reads elsewhere, by name; of ``known`` ones the type."""
+    found: dict[str, Any] = {}
+    seen: dict[int, Any] = {id(module): module for module in (*root.modules(), *known)}
+    for path, module in root.named_modules():
+        own: dict[str, Any] = {}
+        for kind in reversed(type(module).__mro__):
+            own |= {} if kind.__module__.startswith(("builtins", "lipkit", "torch")) else vars(kind)
+        own |= {name: value for name, value in vars(module).items() if name not in _PLAIN}
+        for name, value in (own | module._parameters | module._buffers).items():
+            found[f"{path}.{name}"] = contents(value, seen)
+    return found
+
+
+def contents(value: Any, seen: dict[int, Any]) -> Any:
+    """The numbers, strings and tensors in a value, through containers, objects and functions, as nested lists."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if value is None or isinstance(value, (int, float, complex, str, bytes)):
+        return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
+    if id(value) in seen or isinstance(value, (type, ModuleType)):
+        return type(value)
+    seen[id(value)] = value
+    parts: Any
+    try:
+        if isinstance(value, FunctionType):
+            used, home = inspect.getclosurevars(value), value.__module__
+            parts = [v for v in used.globals.values() if not isinstance(v, FunctionType) or v.__module__ == home]
+            parts += [*used.nonlocals.values(), value.__defaults__, value.__kwdefaults__, vars(value)]
+        elif isinstance(value, (tuple, list, dict)):
+            parts = value.items() if isinstance(value, dict) else value
+        elif isinstance(value, set):
+            parts = sorted(value, key=repr)
+        else:
+            parts = [list(p) if hasattr(p, "__next__") else p for p in value.__reduce_ex__(4)[1:]]
+    except Exception:  # what cannot be copied is not looked into
+        return type(value)
+    return [contents(part, seen) for part in parts]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
+            return type(a) is type(b)  # refused wherever it holds a weight
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and bool(a == b or a != a)
