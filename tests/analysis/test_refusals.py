@@ -12,7 +12,7 @@ from torch import nn
 
 from lipkit.analysis import analyze, function_rule
 from lipkit.errors import NoRuleError
-from lipkit.lowering.structure import BOUNDED
+from lipkit.lowering.build import FUNCTIONS
 
 
 class Function(nn.Module):
@@ -241,7 +241,7 @@ def test_a_function_of_the_user() -> None:
     try:
         found = analyze(Function(lambda s, x: halve(x)), (4,), restarts=0)
     finally:
-        del BOUNDED[halve]
+        del FUNCTIONS[halve]
     assert (found.upper, found.layers[0].type, found.layers[0].method) == (
         7.0,
         "torch.nn.functional.hardshrink",

@@ -24,7 +24,7 @@ from lipkit import analyze, certify, export, lipschitz, load, save
 from lipkit.certificates import certify_regression
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.lowering import function_module
-from lipkit.lowering.functional import FUNCTIONAL
+from lipkit.lowering.build import FUNCTIONS
 from lipkit.modules import ROWS, Plain
 
 V, M, I = (4,), (3, 4), (2, 6, 6)  # noqa: E741
@@ -705,7 +705,7 @@ def test_a_wrong_maker_is_found() -> None:
         with pytest.raises(NoRuleError, match="does not match its function"):
             export(Net(lambda s, x: F.hardshrink(x)), V)
     finally:
-        del FUNCTIONAL[F.hardshrink]
+        del FUNCTIONS[F.hardshrink]
 
 
 def test_helpers_in_other_modules_go_one_way_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 from lipkit.analysis.layers import LayerBound
 from lipkit.analysis.lipschitz_search import SecantSearch, lipschitz_lower_bound
 from lipkit.analysis.network import NetworkBound, analyze
-from lipkit.lowering.interpreter import Operand
-from lipkit.lowering.structure import Build, function_rule, function_rules
+from lipkit.lowering.build import Build, function_rule, function_rules
+from lipkit.lowering.observe import Operand
 
 __all__ = [
     "Build",

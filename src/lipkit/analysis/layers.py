@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.lowering import lipschitz
-from lipkit.lowering.structure import Bounded, Lowering
+from lipkit.lowering.build import Bounded
+from lipkit.lowering.interpreter import Interpreter
 from lipkit.modules import Shape
 from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
@@ -191,7 +192,7 @@ class Constants:
         tolerance: of those by `symbol_sup`, on average.
     """
 
-    def __init__(self, lowering: Lowering, output: int, method: str, tolerance: float) -> None:
+    def __init__(self, lowering: Interpreter, output: int, method: str, tolerance: float) -> None:
         values = lowering.wiring.used(output)
         number = {0: 0} | {value: i + 1 for i, value in enumerate(values)}
         self._modules = [lowering.wiring.modules[value - 1] for value in values]

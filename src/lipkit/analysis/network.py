@@ -14,8 +14,8 @@ from lipkit.errors import CertificateViolation, OptionError
 from lipkit.linalg.precision import check_underflow
 from lipkit.lowering import export
 from lipkit.lowering.copies import constant_copy
+from lipkit.lowering.interpreter import Interpreter
 from lipkit.lowering.observe import sample, stays_float64
-from lipkit.lowering.structure import Lowering
 from lipkit.lowering.tracing import Root
 from lipkit.modules.registry import Shape, checked_shape
 from lipkit.shown import Shown, axes, upper
@@ -163,11 +163,11 @@ def analyze(
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         root = Root(constant_copy(model))
         input_shape = checked_shape(input_shape)
-        lowering = Lowering(root, input_shape, root, bounding=True)
+        lowering = Interpreter(root, input_shape, root, bounding=True)
         output = lowering.output()
         upper, layers = 0.0, tuple[LayerBound, ...]()
         if output is not None:
-            upper, layers = Constants(lowering, output.form, method, tolerance).result()
+            upper, layers = Constants(lowering, output.number, method, tolerance).result()
         lowering.check(model)
         lower = 0.0
         if restarts and stays_float64(root, lowering.graph, input_shape):

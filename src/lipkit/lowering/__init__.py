@@ -1,8 +1,8 @@
 """Any forward pass as plain modules: a chain, with a `Graph` where values branch.
 
-``tracing``, ``recording`` and ``running`` find out what is computed, ``visiting`` walks over it, ``functional`` and
-``structure`` say which modules compute the same. The verbs `lipschitz` and `export` live here, because a network with a
-forward pass of its own needs all of that.
+``copies``, ``tracing``, ``calls`` and ``observe`` find out what is computed; ``build``, ``axes``, ``functional`` and
+``functions`` say which modules a call becomes; ``interpreter`` walks over all calls. The verbs `lipschitz` and `export`
+live here, because a network with a forward pass of its own needs all of that.
 """
 
 from lipkit.lowering.functional import function_module

@@ -26,7 +26,19 @@ from torch import Tensor, fx, nn
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.copies import contents, contents_of, equal
-from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Path, Root, batch_axis, dependence, evaluate, flat, trace
+from lipkit.lowering.tracing import (
+    BATCHES,
+    ROWS,
+    VALUES,
+    Path,
+    Root,
+    batch_axis,
+    dependence,
+    evaluate,
+    flat,
+    trace,
+    where,
+)
 
 
 def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
@@ -66,18 +78,18 @@ class Operand:
     """A tensor that changes with the input, of sizes (*before, B inner, *after), B the size of the batch.
 
     Attributes:
-        form: what a walk knows of it: its bound (`lipkit.modules.forms.Form`), or its number in a network.
         shape: of one sample: (*before, inner, *after), or (*before, *after) where ``inner`` is 1.
         dtype: its format.
         axis: the dimension of the batch; -1 where samples are not kept apart, and in a single run.
         inner: how many numbers of each sample are merged with the batch.
+        number: of the value in a wiring; -1 where it has none.
     """
 
-    form: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
     axis: int = 0
     inner: int = 1
+    number: int = -1
 
     @property
     def ndim(self) -> int:
@@ -104,7 +116,7 @@ class Observed:
     """Values and outputs of a graph, as both runs agree on them.
 
     Attributes:
-        values: for nodes that change with the input an :class:`Operand` without a form, a tuple of them, or another
+        values: for nodes that change with the input an :class:`Operand` without a number, a tuple of them, or another
             type's name; for the others their value, :class:`Rows` or :data:`VARIES`.
         how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
@@ -215,8 +227,8 @@ def _overwritten(
             continue
         if not (isinstance(value, Tensor) and isinstance(result, Tensor) and _same_view(value, result)):
             raise NoRuleError(
-                f"analyze: the in-place call {node.name!r}{_where(node)} changes the tensor {other.name!r}"
-                f"{_where(other)} that is read again later: expected a call that leaves its input as it is "
+                f"analyze: the in-place call {node.name!r}{where(node)} changes the tensor {other.name!r}"
+                f"{where(other)} that is read again later: expected a call that leaves its input as it is "
                 "(inplace=False, or the function without the underscore)"
             )
         yield other
@@ -226,15 +238,11 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
     return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
-def _where(node: fx.Node) -> str:
-    return f" in {node.meta['where']!r}" if node.meta.get("where") else ""
-
-
 def _summary(value: Any, dependent: bool) -> Any:
     if not dependent:
         return value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor):
-        return Operand(None, tuple(value.shape), value.dtype, -1)
+        return Operand(tuple(value.shape), value.dtype, -1)
     if isinstance(value, (tuple, list)):
         return [_summary(item, dependent) for item in value]
     return type(value).__name__
@@ -247,7 +255,7 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
             axis, inner = batch_axis(a.shape, b.shape) or (-1, 1)
             merged = [inner] if inner > 1 else []
             shape = a.shape if axis < 0 else (*a.shape[:axis], *merged, *a.shape[axis + 1 :])
-            return Operand(None, shape, a.dtype, axis if a.dtype == b.dtype else -1, inner)
+            return Operand(shape, a.dtype, axis if a.dtype == b.dtype else -1, inner)
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             return tuple(_merged(how, x, y) for x, y in zip(a, b, strict=True))
         return a if isinstance(a, str) else "pieces of the batch"

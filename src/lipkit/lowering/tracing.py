@@ -90,6 +90,11 @@ def flat(value: Any) -> list[Any]:
     return [v for item in value for v in flat(item)] if isinstance(value, (tuple, list)) else [value]
 
 
+def where(node: fx.Node) -> str:
+    """In messages: the module that calls a node."""
+    return f" in {node.meta['where']!r}" if node.meta.get("where") else ""
+
+
 def fetch(root: nn.Module, path: str) -> Any:
     """The module, parameter or other attribute at a dotted path."""
     value: Any = root

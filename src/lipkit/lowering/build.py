@@ -1,0 +1,275 @@
+"""One call of a function in a traced graph, and the modules that its rule makes of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import LipkitError, NoRuleError
+from lipkit.lowering.observe import Operand, Varies
+from lipkit.lowering.tracing import flat
+from lipkit.modules.dense import Affine
+from lipkit.modules.graph import Wiring
+from lipkit.modules.plain import Shape
+from lipkit.modules.products import Limited
+from lipkit.modules.views import Expand, Piece, Reshape
+from lipkit.proof.roundoff import to_double
+
+MIXED = "expected a result with one row per sample, got one whose shape mixes the batch with other dimensions"
+
+Value = int | tuple[int, ...]
+Rule = Callable[..., Value]
+
+
+class Bounded(nn.Module):
+    """A leaf of a wiring of which a Lipschitz constant is known, and how, but no plain form."""
+
+    def __init__(self, constant: float | Tensor, method: str) -> None:
+        super().__init__()
+        self.constant, self.method = torch.as_tensor(constant, dtype=torch.float64), method
+
+
+@dataclass(frozen=True)
+class Build:
+    """One call of a function or tensor method that becomes modules.
+
+    Attributes:
+        name: of the function.
+        what: how messages name the call: the function, and the module that calls it.
+        target, args, kwargs: the call, with operands for tensors that change with the input.
+        results: the tensors that it returns, all floating point.
+        wiring: where the modules go.
+        like: a number in the format that constants get.
+        bounding: whether constants are all that is asked for: there may be leaves `Bounded`, and shifts are left out.
+    """
+
+    name: str
+    what: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Operand, ...]
+    wiring: Wiring
+    like: Tensor
+    bounding: bool
+
+    @property
+    def shape(self) -> Shape:
+        """Of one sample of the (first) tensor in the result."""
+        return self.results[0].shape
+
+    def refuse(self, expected: str) -> NoRuleError:
+        """The error for arguments that the rule does not cover."""
+        return NoRuleError(f"analyze: {self.what}: {expected}")
+
+    def require(self, condition: bool, expected: str = MIXED) -> None:
+        """Refuse the call unless the condition holds."""
+        if not condition:
+            raise self.refuse(expected)
+
+    def covered(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``rule(call, ...)``; refuses arguments that the rule does not cover."""
+        try:
+            inspect.signature(rule).bind(self, *args, **kwargs)
+            return rule(self, *args, **kwargs)
+        except LipkitError:
+            raise
+        except Exception as error:  # arguments of kinds that the rule does not expect
+            raise self.refuse(f"expected arguments that its rule covers, got other ones: {error}") from error
+
+    def to(self, target: Any, *args: Any, **kwargs: Any) -> Build:
+        """The call of another function, or with other arguments, in place of this one."""
+        return replace(self, target=target, args=args, kwargs=kwargs)
+
+    def operand(self, x: Any) -> Operand:
+        """``x`` if it is a tensor that changes with the input; refuses anything else."""
+        if not isinstance(x, Operand):
+            raise self.refuse(f"expected a tensor that depends on the input as its argument, got {_kind(x)}")
+        return x
+
+    def same_format(self, x: Any) -> Operand:
+        """``x`` if the result has its dtype: bits that are read in another format are other numbers."""
+        if self.operand(x).dtype not in (dtypes := [result.dtype for result in self.results]):
+            raise self.refuse(
+                f"expected a result of the input's dtype {x.dtype}, got {dtypes[0]}: bits read in another "
+                "format are other numbers; convert them with x.to(dtype)"
+            )
+        return self.operand(x)
+
+    def constant(self, x: Any, name: str) -> Any:
+        """``x`` if it is the same for every input and batch; refuses anything else."""
+        if any(isinstance(v, Operand) for v in flat(x)):
+            raise self.refuse(f"expected a constant {name}, got a tensor that depends on the input")
+        if any(isinstance(v, Varies) for v in flat(x)):
+            raise self.refuse(f"expected a constant {name}, got one that depends on the size of the batch")
+        return x
+
+    def number(
+        self, x: Any, name: str, of: Callable[[Tensor], Tensor] = torch.clone, axes: int | None = None
+    ) -> Tensor:
+        """``of`` a constant without the batch, of at most ``axes`` dimensions, in the format of the network."""
+        axes = len(self.shape) if axes is None else axes
+        value = self.constant(x, name)
+        value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        if value.is_complex():
+            raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
+        if value.ndim == axes + 1 and len(value) == 1:
+            value = value[0]
+        if value.ndim > axes:
+            raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
+        return of(value).to(self.like)
+
+    def dims(self, x: Operand, dims: Any) -> list[int]:
+        """Dimensions counted from the front, 0 the batch, which must not be among them."""
+        given = [dims] if isinstance(dims, int) else dims
+        if not isinstance(given, (tuple, list)) or not all(type(d) is int for d in given):
+            raise self.refuse(f"expected dimensions other than the batch, got {_kind(dims)}")
+        counted = [d + x.ndim if d < 0 else d for d in given]
+        if not all(0 < d < x.ndim for d in counted):
+            raise self.refuse(f"expected dimensions other than the batch (dimension 0), got {dims!r}: it mixes samples")
+        return counted
+
+    def moving(self, *values: Any) -> list[Operand]:
+        """The operands; constants beside them count for nothing in a bound, and have no plain form."""
+        return [self.operand(x) for x in values if not (self.bounding and isinstance(x, (Tensor, Varies)))]
+
+    def add(self, module: nn.Module, *values: Operand | int) -> int:
+        """The value that a module makes of operands, or of values by their numbers."""
+        return self.wiring.add(module, *(v.number if isinstance(v, Operand) else v for v in values))
+
+    def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> int:
+        """A map of Lipschitz constant ``factor`` that has no plain form."""
+        return self.add(Bounded(factor, method), x)
+
+    def keep(self, x: Operand) -> int:
+        """A map of constant 1, which has no plain form, to the same format."""
+        return self.scale(self.same_format(x), 1.0)
+
+    def reshaped(self, value: int, before: Shape, after: Shape) -> int:
+        """A value under another shape of the same entries; numbers of shape () are vectors of one entry."""
+        before, after = before or (1,), after or (1,)
+        if before == after:
+            return value
+        return self.add(nn.Flatten() if len(after) == 1 else Reshape(*after), value)
+
+    def broadcast(self, x: Any) -> Operand:
+        """``x`` repeated to the shape of the result, as elementwise functions do."""
+        if self.operand(x).shape == self.shape:
+            return self.operand(x)
+        if len(x.shape) != len(self.shape):
+            raise self.refuse(
+                f"expected operands with the {len(self.shape) + 1} dimensions of the result, got {x.ndim}: the batch "
+                "would be broadcast against another dimension"
+            )
+        return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
+
+    def shift(self, x: Any) -> Tensor:
+        """A constant that is added, which no bound depends on."""
+        return self.like if self.bounding else self.number(x, "term")
+
+    def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
+        """``scale * x + shift``, repeated as torch would repeat them."""
+        given = self.broadcast(x)
+        numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
+        axes = len(given.shape) or 1
+        full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]
+        if all(t.shape[1:].numel() == 1 for t in full):
+            channels = max(t.shape[0] for t in full)
+            full = [t.reshape(-1).expand(channels) for t in full]
+        return self.add(Affine(*full), given)
+
+    def named(self, product: Limited) -> Limited:
+        """A product that messages name by this call."""
+        if self.bounding:
+            raise self.refuse(
+                "expected one constant factor or constant matrix, got two that depend on the input: such a product has "
+                "no Lipschitz constant on all of space; analyze(..., box=(0, 1)), or lipkit bound --box 0,1, bounds it "
+                "for inputs in a box"
+            )
+        product.where = self.what
+        return product
+
+    def piece(self, x: Operand, dim: int, entries: range) -> int:
+        """Some entries of one dimension."""
+        if entries == range(x.shape[dim - 1]):
+            return x.number
+        if not entries and self.bounding:
+            return self.scale(x, 0.0)
+        self.require(bool(entries), f"expected pieces with entries, got none of dimension {dim}")
+        return self.add(Piece(dim, entries.start, entries.stop, entries.step), x)
+
+
+class Function(NamedTuple):
+    """What is known of a function, or of a tensor method by its name.
+
+    Attributes:
+        rule: ``rule(call, *arguments) -> number of the value``; a tuple for several.
+        place: the call for values whose batch comes first (`lipkit.lowering.axes`); without it, it has to come first.
+        exported: whether the modules compute the same; otherwise only their constant is right.
+    """
+
+    rule: Rule | None = None
+    place: Callable[[Build], Build] | None = None
+    exported: bool = True
+
+
+FUNCTIONS: dict[Any, Function] = {}
+"""Every function and tensor method that has a rule or a place of the batch."""
+
+
+def function_name(target: Any) -> str:
+    """How a person calls a function.
+
+    >>> function_name(F.max_pool2d), function_name(torch.add), function_name("view")
+    ('torch.nn.functional.max_pool2d', 'torch.add', 'Tensor.view')
+    """
+    if isinstance(target, str):
+        return f"Tensor.{target}"
+    for home in (F, torch, torch.special, torch.linalg, torch.fft):
+        for name in dir(home):
+            if not name.startswith("_") and getattr(home, name, None) is target:
+                return f"{home.__name__}.{name}"
+    return f"{getattr(target, '__module__', None) or ''}.{getattr(target, '__qualname__', target)}".lstrip("._")
+
+
+def function_rule(*targets: Callable[..., Any] | str) -> Callable[[Rule], Rule]:
+    """Register ``rule(call, *arguments) -> value`` for exactly these functions and tensor methods (by name).
+
+    For functions that have a Lipschitz constant but no module that computes the same: `lipkit.analyze` bounds them,
+    nothing exports them. The rule is called with the arguments of the function, tensors that change with the network's
+    input as `lipkit.analysis.Operand`, and vouches for the l2 Lipschitz constant of each sample's part of the result:
+    ``call.scale(x, factor)`` or ``call.keep(x)``.
+
+    Raises:
+        NoRuleError: a target already has a rule, or a module that computes the same.
+
+    >>> def halve(x): return x / 2
+    >>> @function_rule(halve)
+    ... def _(call, x): return call.scale(x, 0.5)
+    >>> FUNCTIONS.pop(halve).rule is _
+    True
+    """
+
+    def put(rule: Rule) -> Rule:
+        for target in targets:
+            if target in FUNCTIONS:
+                raise NoRuleError(f"{function_name(target)} already has a rule; expected one rule for each function")
+            FUNCTIONS[target] = Function(rule, exported=False)
+        return rule
+
+    return put
+
+
+def function_rules() -> dict[Any, Rule]:
+    """Every function and method name with the rule that makes its modules (a copy)."""
+    return {target: row.rule for target, row in FUNCTIONS.items() if row.rule is not None}
+
+
+def _kind(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -1,0 +1,296 @@
+"""Functions that move, join, scale or add numbers, as modules; and those with a constant but no plain form."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipkit.lowering.axes import along, behind, indexed, joined, multiplied, ordered, viewed
+from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
+from lipkit.lowering.functional import with_tensors
+from lipkit.lowering.observe import Operand
+from lipkit.modules.dense import Affine
+from lipkit.modules.graph import Add, Concatenate, Maximum
+from lipkit.modules.pooling import Mean
+from lipkit.modules.products import MatrixProduct, Product
+from lipkit.modules.views import Pad, Permute, Roll
+from lipkit.proof.roundoff import reciprocal_up, root
+
+
+def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for functions whose modules compute the same, and where the batch stands in their results."""
+
+    def put(rule: Rule) -> Rule:
+        FUNCTIONS.update(dict.fromkeys(targets, Function(rule, place)))
+        return rule
+
+    return put
+
+
+# Reading the same entries under another shape or in another order.
+
+
+@plain(
+    *(torch.flatten, torch.reshape, torch.clone, torch.squeeze, torch.unsqueeze, torch.detach, operator.pos),
+    *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "squeeze", "unsqueeze", "detach"),
+    *("view_as", "reshape_as"),
+    place=viewed,
+)
+def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
+    before = call.same_format(x).shape
+    if math.prod(before) != math.prod(call.shape):
+        raise call.refuse(f"expected as many entries as before, got {call.shape} from {before}")
+    return call.reshaped(x.number, before, call.shape)
+
+
+@plain("expand", "expand_as", torch.broadcast_to, place=joined)
+def _expand(call: Build, x: Operand, *sizes: Any) -> int:
+    return call.broadcast(call.same_format(x)).number
+
+
+@plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)
+def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
+    return call.operand(x).number
+
+
+@plain("permute", place=ordered)
+def _permute(call: Build, x: Operand, *dims: Any) -> int:
+    return call.add(Permute(*dims[1:]), call.same_format(x))
+
+
+# `ordered` makes one of the two above of these.
+_moves: Any = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t")
+_moves = (*_moves, *(getattr(torch, name) for name in _moves), torch.permute, getattr)
+FUNCTIONS.update(dict.fromkeys(_moves, Function(place=ordered)))
+
+
+@plain(torch.roll, "roll", place=along(2, "dims"))
+def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
+    value = call.same_format(x).number
+    shifts = [shifts] if isinstance(shifts, int) else list(call.constant(shifts, "shift"))
+    for dim, shift in zip(call.dims(x, dims), shifts, strict=True):
+        value = call.add(Roll(dim, shift), value)
+    return value
+
+
+@plain(operator.getitem, place=indexed)
+def _getitem(call: Build, x: Any, index: Any) -> Value:
+    if isinstance(x, (tuple, list)):
+        picked = x[call.constant(index, "index")]
+        return tuple(call.operand(t).number for t in picked) if isinstance(picked, (tuple, list)) else picked.number
+    operand, shape = call.same_format(x), list(x.shape)
+    for dim, item in enumerate((i for i in index[1:] if i is not None), 1):
+        every = range(shape[dim - 1])
+        taken = every[item] if isinstance(item, slice) else every[every[item] :][:1]
+        shape[dim - 1] = len(taken)
+        operand = replace(operand, shape=tuple(shape), number=call.piece(operand, dim, taken))
+    return call.reshaped(operand.number, operand.shape, call.shape)
+
+
+def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Value:
+    # The last argument is the dimension where there are as many as can be, the sizes of the pieces say the rest.
+    single = "unbind" in call.name
+    at = dim if dim is not None else parts[-1] if len(parts) > (0 if single else 1) else 0
+    (cut_at,) = call.dims(call.same_format(x), at)
+    after = [result.shape for result in call.results]
+    sizes = [1 if single else shape[cut_at - 1] for shape in after]
+    if sum(sizes) != x.shape[cut_at - 1]:
+        raise call.refuse(f"expected pieces that do not overlap, got sizes {sizes} of {x.shape[cut_at - 1]} entries")
+    ranges = [range(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(sizes)])]
+    before = [(*x.shape[: cut_at - 1], size, *x.shape[cut_at:]) for size in sizes]
+    return tuple(map(lambda *one: call.reshaped(call.piece(x, cut_at, one[0]), *one[1:]), ranges, before, after))
+
+
+plain(torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", place=along(2, default=0))(_split)
+plain(torch.unbind, "unbind", place=along(1, default=0))(_split)
+
+
+@plain(F.pad, place=behind(lambda x, pad, *rest: len(pad) // 2))
+def _pad(call: Build, x: Operand, pad: Any, mode: str = "constant", value: Any = None) -> int:
+    sizes = call.constant(pad, "padding")
+    plain = call.constant(value, "value") in (None, 0) or call.bounding
+    if mode != "constant" or not plain or len(sizes) // 2 >= call.operand(x).ndim:
+        raise call.refuse(f"expected zeros around dimensions other than the batch, got {mode!r} {value} by {pad!r}")
+    return call.add(Pad(*sizes), x)
+
+
+# Sums, and products with constants.
+
+
+@plain(
+    *(operator.add, operator.sub, operator.iadd, operator.isub),
+    *(torch.add, torch.sub, torch.subtract, "add", "add_", "sub", "sub_"),
+    place=joined,
+)
+def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
+    sign = -1 if "sub" in call.name else 1
+    weight = call.number(alpha, "alpha")
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        if float(weight) == 1:
+            return call.add(Add(1, sign), call.broadcast(x), call.broadcast(y))
+        return call.add(Add(1, sign), call.broadcast(x), call.elementwise(y, scale=weight))
+    if isinstance(x, Operand):
+        return call.elementwise(x, shift=sign * weight * call.shift(y))
+    return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
+
+
+@plain(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", place=joined)
+def _mul(call: Build, x: Any, y: Any) -> int:
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        return call.add(call.named(Product()), call.broadcast(x), call.broadcast(y))
+    moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
+    return call.elementwise(moving, scale=call.number(constant, "factor"))
+
+
+@plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", place=joined)
+def _div(call: Build, x: Any, y: Any) -> int:
+    if call.bounding:
+        smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()
+        return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
+    return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
+
+
+@plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)
+def _neg(call: Build, x: Operand, *, out: Any = None) -> int:
+    return call.elementwise(x, scale=-1 - call.like)
+
+
+@plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm", place=multiplied)
+def _matmul(call: Build, x: Any, y: Any) -> int:
+    if isinstance(x, Operand) and isinstance(y, Operand):
+        if x.ndim < 3 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
+            raise call.refuse(f"expected matrices of each sample, got shapes {x.shape} and {y.shape}")
+        return call.add(call.named(MatrixProduct(x.shape[-2], x.shape[-1], y.shape[-1])), x, y)
+    moving, constant = (x, y) if isinstance(x, Operand) else (y, x)
+    matrix = call.number(constant, "matrix", axes=2)
+    left = moving is y
+    # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
+    if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):
+        raise call.refuse(f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
+    matrix = matrix.clone() if left else matrix.T.contiguous()
+    layer = with_tensors(call, nn.Linear(matrix.shape[1], matrix.shape[0], device="meta"), weight=matrix, bias=None)
+    if not left:
+        return call.add(layer, moving)
+    order = list(range(1, moving.ndim))
+    order[-2:] = order[:-3:-1]
+    turned = call.add(layer, call.add(Permute(*order), moving))
+    return call.add(Permute(*order), turned)
+
+
+# Several values beside each other, and reductions.
+
+
+@plain(torch.cat, torch.concat, torch.concatenate, place=along(1, default=0))
+def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
+    moving = call.moving(*tensors) if call.bounding else [t for t in tensors if isinstance(t, Operand)]
+    (at,) = call.dims(moving[0], dim)
+    if call.bounding or len(moving) == len(tensors):
+        return call.add(Concatenate(at), *moving)
+    # Constants before and behind moving values: zeros around these, and a shift.
+    here = [isinstance(t, Operand) for t in tensors]
+    first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
+    if not all(here[first:stop]):
+        raise call.refuse("expected constants before or behind what depends on the input, got some in between")
+    joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
+    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))
+    numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
+    padded = replace(call.results[0], number=call.add(Pad(*padding), joined))
+    return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
+
+
+@plain(torch.stack)
+def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
+    given = call.moving(*tensors)
+    at = dim % (given[0].ndim + 1)
+    if at == 0:
+        raise call.refuse(f"expected a new dimension behind the batch, got {dim}")
+    values = [call.reshaped(x.number, x.shape, (*x.shape[: at - 1], 1, *x.shape[at - 1 :])) for x in given]
+    return call.add(Concatenate(at), *values)
+
+
+@plain(torch.maximum, torch.fmax, "maximum", torch.max, place=joined)
+def _maximum(call: Build, x: Any, y: Any) -> int:
+    return call.add(Maximum(), *map(call.broadcast, call.moving(x, y)))
+
+
+@plain(torch.minimum, torch.fmin, "minimum", torch.min, place=joined)
+def _minimum(call: Build, x: Any, y: Any) -> int:
+    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]
+    return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
+
+
+@plain(torch.mean, "mean", torch.sum, "sum", place=along(1))
+def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> int:
+    dims = sorted(set(call.dims(call.operand(x), dim)))
+    count = math.prod(x.shape[d - 1] for d in dims)
+    if call.bounding and call.name.endswith("sum"):
+        return call.scale(x, root(count))
+    mean = call.add(Mean(*dims, keepdim=keepdim or not call.shape), x)
+    if not call.shape:
+        mean = call.reshaped(mean, (1,) * len(x.shape), ())
+    if not call.name.endswith("sum"):
+        return mean
+    return call.add(Affine(call.like[None] + count, call.like[None]), mean)
+
+
+@plain(torch.clamp, torch.clip, "clamp", "clamp_", "clip", place=joined)
+def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
+    ends = [call.constant(end, "limit") for end in (min, max)]
+    if call.bounding:
+        return call.scale(call.broadcast(x), 1.0)
+    if ends == [0, None]:
+        return call.add(nn.ReLU(), x)
+    given = [end for end in ends if end is not None]
+    if not given or not all(type(end) in (int, float) and math.isfinite(end) for end in given):
+        raise call.refuse(f"expected numbers as limits, got {min} and {max}")
+    if len(given) == 2:
+        return call.add(nn.Hardtanh(float(given[0]), float(given[1])), call.broadcast(x))
+    # a + relu(x - a), or a - relu(a - x)
+    limit, sign = call.like + given[0], call.like + (1 if max is None else -1)
+    turned = call.add(nn.ReLU(), call.elementwise(x, scale=sign, shift=-sign * limit))
+    return call.add(Affine(sign[None], limit[None]), turned)
+
+
+@plain(torch.clamp_min, "clamp_min", "clamp_min_", place=joined)
+def _clamp_min(call: Build, x: Operand, limit: Any) -> Value:
+    return _clamp(call, x, limit)
+
+
+# What has a constant, but no plain form.
+
+
+@function_rule("repeat")
+def _repeat(call: Build, x: Operand, *sizes: Any) -> int:
+    return call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
+
+
+@function_rule(torch.flip, "flip")
+def _flip(call: Build, x: Operand, *dims: Any) -> int:
+    call.dims(call.operand(x), dims[0] if len(dims) == 1 else dims)
+    return call.keep(x)
+
+
+@function_rule(torch.amax, torch.amin, torch.logsumexp, "amax", "amin", "logsumexp")
+def _extreme(call: Build, x: Operand, dim: Any = (), keepdim: bool = False) -> int:
+    # Of max: the change of the largest entry; of logsumexp: its gradient is a softmax, of norm at most 1.
+    call.dims(call.operand(x), dim if dim != () else None)
+    return call.keep(x)
+
+
+@function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")
+def _slope_one(call: Build, x: Operand) -> int:
+    return call.keep(x)
+
+
+@function_rule(torch.clamp_max, "clamp_max", "clamp_max_")
+def _clamp_max(call: Build, x: Operand, limit: Any) -> int:
+    call.constant(limit, "limit")
+    return call.scale(call.broadcast(x), 1.0)
