@@ -641,7 +641,10 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "softmax": (M, lambda s, x: x.softmax(1) + F.softmax(x, -1)),
     "activations": (V, lambda s, x: F.leaky_relu(F.elu(x, 2.0), -2.0) + F.gelu(x, approximate="tanh") + F.silu(x)),
     "limits": (V, lambda s, x: torch.clamp(x, min=-1, max=2) + F.hardtanh(x, -2, 3) + x.clamp_min(0)),
-    "limits from one side": (V, lambda s, x: torch.clamp(x, max=0.3) + x.clamp(max=-1) + x.clamp_min(0.2)),
+    "limits from one side": (
+        V,
+        lambda s, x: torch.clamp(x, max=0.3) + x.clamp(max=-1) + x.clamp_min(0.2) + x.clamp_max(0.1),
+    ),
     # Casts there and back.
     "wider in between": (V, lambda s, x: s.a(x.double().float()).contiguous()),
     "at least": (V, lambda s, x: x if x.dim() == 2 and x.shape[-1] == 4 and x.dtype.is_floating_point else s.a(x)),

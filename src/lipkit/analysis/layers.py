@@ -25,7 +25,7 @@ from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
 from lipkit.modules.graph import Join, forms_of
 from lipkit.modules.guarding import guard
-from lipkit.modules.normalization import running_affine, scaled_kernel
+from lipkit.modules.normalization import NORMS, running_affine, scaled_kernel
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import gamma, up
 
@@ -75,10 +75,8 @@ def _default(module: nn.Module) -> str:
     return "rule"
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LINEAR = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR = (*CONVOLUTIONS, nn.Linear)
 
 
 def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -120,7 +118,7 @@ def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) 
     """
     if type(norm) not in NORMS or norm.running_var is None:
         return False
-    return type(linear) in (*CONVOLUTIONS, *TRANSPOSED) or (type(linear) is nn.Linear and len(linear_shape) == 1)
+    return type(linear) in CONVOLUTIONS or (type(linear) is nn.Linear and len(linear_shape) == 1)
 
 
 def folded_bound(
@@ -194,11 +192,10 @@ class Constants:
 
     def __init__(self, lowering: Interpreter, output: int, method: str, tolerance: float) -> None:
         values = lowering.wiring.used(output)
-        number = {0: 0} | {value: i + 1 for i, value in enumerate(values)}
-        self._modules = [lowering.wiring.modules[value - 1] for value in values]
-        self._sources = [[number[v] for v in lowering.wiring.sources[value - 1]] for value in values]
+        self._modules, self._sources = lowering.wiring.part(values)
         self._labels = [lowering.labels[value - 1] for value in values]
-        self._shapes = {number[v]: shape for v, shape in lowering.shapes().items() if v in number}
+        shapes = lowering.shapes()
+        self._shapes = {i: shapes[value] for i, value in enumerate((0, *values)) if value in shapes}
         self._readers: dict[int, list[int]] = collections.defaultdict(list)
         for i, read in enumerate(self._sources):
             for value in read:

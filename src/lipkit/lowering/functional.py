@@ -75,7 +75,7 @@ _activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
 _activation(nn.AvgPool2d, F.avg_pool2d)
 
 
-@function_module(F.max_pool2d)
+@function_module(F.max_pool2d, torch.max_pool2d)
 def _max_pool2d(
     call: Build,
     input: Operand,
@@ -86,22 +86,7 @@ def _max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> nn.Module:
-    return nn.MaxPool2d(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
-
-
-# torch.max_pool2d has no return_indices.
-@function_module(torch.max_pool2d)
-def _torch_max_pool2d(
-    call: Build,
-    input: Operand,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> nn.Module:
-    stride = stride if isinstance(stride, int) or stride else None
-    return nn.MaxPool2d(kernel_size, stride, padding, dilation, False, ceil_mode)
+    return nn.MaxPool2d(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
 
 
 @function_module(F.interpolate)

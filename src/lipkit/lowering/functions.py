@@ -241,7 +241,7 @@ def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> in
     return call.add(Affine(call.like[None] + count, call.like[None]), mean)
 
 
-@plain(torch.clamp, torch.clip, "clamp", "clamp_", "clip", place=joined)
+@plain(torch.clamp, torch.clip, torch.clamp_min, "clamp", "clamp_", "clip", "clamp_min", "clamp_min_", place=joined)
 def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     ends = [call.constant(end, "limit") for end in (min, max)]
     if call.bounding:
@@ -259,9 +259,9 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     return call.add(Affine(sign[None], limit[None]), turned)
 
 
-@plain(torch.clamp_min, "clamp_min", "clamp_min_", place=joined)
-def _clamp_min(call: Build, x: Operand, limit: Any) -> Value:
-    return _clamp(call, x, limit)
+@plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)
+def _clamp_max(call: Build, x: Operand, max: Any) -> Value:
+    return _clamp(call, x, None, max)
 
 
 # What has a constant, but no plain form.
@@ -288,9 +288,3 @@ def _extreme(call: Build, x: Operand, dim: Any = (), keepdim: bool = False) -> i
 @function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")
 def _slope_one(call: Build, x: Operand) -> int:
     return call.keep(x)
-
-
-@function_rule(torch.clamp_max, "clamp_max", "clamp_max_")
-def _clamp_max(call: Build, x: Operand, limit: Any) -> int:
-    call.constant(limit, "limit")
-    return call.scale(call.broadcast(x), 1.0)

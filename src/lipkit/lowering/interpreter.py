@@ -103,16 +103,16 @@ class Interpreter:
         if not any(isinstance(v, (Operand, str)) for v in values):
             return value
         self._refuse_batch(node, getattr(values[0], "axis", -1))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
+        given: Any = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
         if node.op == "call_module":
-            args = [*args, *kwargs.values()]
-            self._check_module(node, args, value)
+            given = [*given[0], *given[1].values()]
+            self._check_module(node, given, value)
         results = tuple(self._kept_apart(node, v) for v in values)
         for result in results:
             self._check_dtype(node, result.dtype)
         if node.op == "call_module":
-            return replace(value, number=self._module(node, args[0]))
-        found = self._function(node, args, kwargs, results)
+            return replace(value, number=self._module(node, given[0]))
+        found = self._function(node, *given, results)
         if isinstance(value, tuple):
             return tuple(replace(v, number=number) for v, number in zip(results, found, strict=True))
         return replace(value, number=found)

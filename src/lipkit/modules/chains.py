@@ -20,7 +20,7 @@ from lipkit.modules.configuration import INTEGER, mapping, submodules
 from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.machine import ProvedModule, local_of, prepare, prove_module, through
+from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
@@ -257,8 +257,7 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
 
 
 def _sequential_error(module: nn.Sequential, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    steps, _ = prepare(list(module), input_shape, arithmetic)
-    return lambda x: local_of(through(steps, x))
+    return chain_error(list(module), input_shape, arithmetic)
 
 
 def _made(modules: Any, input_shape: Any, multipliers: dict[str, int]) -> Network:

@@ -402,18 +402,22 @@ class Wiring:
             part.append(value)
             # Everything passes through a value if nothing before it is read after it.
             if open_until <= value:
-                chain.append(self._part(begin, part))
+                chain.append(self._link(begin, part))
                 begin, part = value, []
             open_until = max(open_until, last.get(value, 0))
         return chain
 
-    def _part(self, begin: int, part: Sequence[int]) -> nn.Module:
+    def part(self, values: Sequence[int], begin: int = 0) -> tuple[list[nn.Module], list[list[int]]]:
+        """The modules that make these values from an earlier one, and their sources, numbered as in a `Graph`."""
+        number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}
+        sources = [[number[value] for value in self.sources[after - 1]] for after in values]
+        return [self.modules[value - 1] for value in values], sources
+
+    def _link(self, begin: int, part: Sequence[int]) -> nn.Module:
         first = self.modules[part[0] - 1]
         if len(part) == 1 and self.sources[part[0] - 1] == (begin,) and not isinstance(first, Join):
             return first
-        number = {begin: 0} | {value: i + 1 for i, value in enumerate(part)}
-        sources = [[number[value] for value in self.sources[after - 1]] for after in part]
-        return Graph([self.modules[value - 1] for value in part], sources)
+        return Graph(*self.part(part, begin))
 
 
 def export_graph(module: Graph, input_shape: Shape) -> nn.Module:

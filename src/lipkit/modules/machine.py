@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -140,15 +140,12 @@ def reach(bound: ErrorBound) -> Line:
     return bound.spread.plus(Line(grow(size(bound.centre)), 0.0))
 
 
-Runner = Callable[[Tensor], ErrorBound]
-
-
-def runner(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Runner:
-    """The error bound of one module, or of a ``nn.Sequential`` of them."""
-    modules = list(module) if type(module) is nn.Sequential else [module]
+def chain_error(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    """The error of modules that follow each other."""
     steps, _ = prepare(modules, input_shape, arithmetic)
-    return lambda x: through(steps, x)
 
+    def measure(x: Tensor) -> Local:
+        bound = through(steps, x)
+        return Local(bound.error, bound.peak)
 
-def local_of(bound: ErrorBound) -> Local:
-    return Local(bound.error, bound.peak)
+    return measure

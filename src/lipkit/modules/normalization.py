@@ -56,6 +56,7 @@ def _batch_norm(module: _BatchNorm | _InstanceNorm, input_shape: Shape | None) -
     return largest
 
 
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Linear)
 
 
@@ -76,7 +77,7 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     >>> [round(value, 4) for value in folded.bias.tolist()]
     [-1.0, -1.0]
     """
-    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or type(layer) not in _FOLDABLE:
+    if type(norm) not in NORMS or type(layer) not in _FOLDABLE:
         return None
     assert isinstance(norm, _BatchNorm)
     if norm.num_features != shape[0] or (type(layer) is nn.Linear and len(shape) != 1):

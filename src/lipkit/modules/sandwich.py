@@ -14,7 +14,7 @@ from lipkit.modules.chains import chain_constant
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.modules.fourier import FourierConv2d, transform_norm
-from lipkit.modules.machine import Runner, local_of, prepare, through
+from lipkit.modules.machine import chain_error
 from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.registry import export, output_shape
 from lipkit.proof.arithmetic import Arithmetic
@@ -99,14 +99,8 @@ def _export_sandwich(module: SandwichBlock, input_shape: Shape) -> nn.Module:
     return SandwichBlock(first, activation, second, module.multiplier)
 
 
-def _parts(module: Any, input_shape: Shape, arithmetic: Arithmetic) -> Runner:
-    steps, _ = prepare([module.first, module.activation, module.second], input_shape, arithmetic)
-    return lambda x: through(steps, x)
-
-
 def _sandwich_error(module: SandwichBlock, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    run = _parts(module, input_shape, arithmetic)
-    return lambda x: local_of(run(x))
+    return chain_error([module.first, module.activation, module.second], input_shape, arithmetic)
 
 
 def stored_block(kind: type[nn.Module]) -> Stored:
