@@ -112,7 +112,7 @@ class Interpreter:
             self._check_dtype(node, result.dtype)
         if node.op == "call_module":
             return replace(value, number=self._module(node, given[0]))
-        found = self._function(node, *given, results)
+        found = self._function(node, given[0], given[1], results)
         if isinstance(value, tuple):
             return tuple(replace(v, number=number) for v, number in zip(results, found, strict=True))
         return replace(value, number=found)
