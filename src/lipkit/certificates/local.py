@@ -38,7 +38,7 @@ from torch import Tensor
 from lipkit.certificates.circuit import Circuit, Leaf, Linear, Noise, Scalar, Stack, Total
 from lipkit.certificates.relaxation import Lines
 from lipkit.errors import NoRuleError
-from lipkit.modules.machine import Step, Walk, advance, prepare, start
+from lipkit.modules.machine import ErrorBound, ProvedModule, advance, prepare, start
 from lipkit.modules.network import Network
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, grow
 from lipkit.proof.roundoff import next_down, next_up
@@ -80,7 +80,7 @@ class Ball:
         x: Tensor,
         radius: Tensor,
         box: tuple[float, float] | None,
-        walks: dict[int, Walk],
+        walks: dict[int, ErrorBound],
     ) -> None:
         self.circuit, self.x, self.radius, self.walks = circuit, x, radius, walks
         self.wide = radius.reshape(-1, *[1] * (x.ndim - 1))
@@ -321,13 +321,13 @@ class Bounds:
         largest = max(math.prod(shape) for shape in self.circuit.shapes)
         if largest > 1 << 22:
             raise NoRuleError(f"local bounds: expected values of at most 2^22 entries, got one of {largest}")
-        self.steps: list[Step] = []
+        self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
             self.steps = prepare(list(network), network.input_shape, arithmetic or FLOAT64)[0]
         self.samples = max(1, min(32, (1 << 20) // largest))
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
-    def walks(self, x: Tensor) -> dict[int, Walk]:
+    def walks(self, x: Tensor) -> dict[int, ErrorBound]:
         """What is known behind each module of the network, by the constants of those before it."""
         walks, walk = {}, start(x)
         for index, step in enumerate(self.steps):
