@@ -256,14 +256,17 @@ def test_a_number_of_more_dimensions_is_part_of_no_activation(tmp_path):
         ([("Reshape", ["x", "i"], {})], {"i": [-1, -1, 3]}, "one size -1 at most"),
         ([("MatMul", ["x", "w"], {})], {"w": np.ones(5, np.float32)}, r"operands of \[3, 1\] dimensions"),
         ([("Clip", ["x", "w", "v"], {})], {"w": np.float32(2), "v": np.float32(1)}, "the lower one first"),
+        ([("ReduceProd", ["w"], {"noop_with_empty_axes": 1}, ["p"]), ("Mul", ["x", "p"], {})],
+         {"w": np.full(5, 3, np.float32)}, "axes other than the batch, got none"),
         ([("Mul", ["x", "w"], {})], {"w": np.ones(5)}, "input's format torch.float32, got .*float64"),
     ],
 )  # fmt: skip
 def test_what_a_runtime_refuses_or_takes_otherwise_is_refused(tmp_path, nodes, stored, words):
     made = [H.make_node(op, given, out[0] if out else ["y"], **more) for op, given, more, *out in nodes]
     stored = {key: np.array(value) for key, value in stored.items()}
+    opset = 18 if made[0].op_type == "ReduceProd" else 13
     with pytest.raises(LipkitError, match=words):
-        load_onnx(write(tmp_path / "net.onnx", made, stored, ["b", 3, 5]))
+        load_onnx(write(tmp_path / "net.onnx", made, stored, ["b", 3, 5], opset))
 
 
 @pytest.mark.parametrize("last", [[], [H.make_node("Unsqueeze", ["m", "i"], ["y"])]])

@@ -253,6 +253,11 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
     "fill first": (V, lambda s, x: torch.cat((x, torch.full(fill_value=x.shape[0], size=(4,)).expand_as(x)), 1)),
     "rows that count": (V, lambda s, x: torch.cat((x, torch.ones_like(x).cumsum(0)), 1)),
     "token of the batch": (M, lambda s, x: torch.cat((x.mean(0, keepdim=True).expand(x.shape[0], -1, -1), x), 1)),
+    "another dimension of one sample": (M, lambda s, x: x.squeeze(0).softmax(1).view(-1, 3, 4)),
+    "another dimension where it moved": (
+        M,
+        lambda s, x: x.permute(1, 2, 0).squeeze(dim=-1).softmax(-2).reshape(3, 4, -1).permute(2, 0, 1),
+    ),
     "token in another dimension": (V, lambda s, x: torch.cat((s.w[:, :1].expand(-1, x.shape[0]).T, x, x.T[:4].T), 0)),
 }
 

@@ -24,8 +24,8 @@ from lipkit.modules.views import Enlarge, EnlargeBilinear, Pad
 FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
 _DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, **FLOATS}
 # Attributes that change nothing at inference with one output, or of what is not covered.
-_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "noop_with_empty_axes", "cubic_coeff_a", "saturate",
-             "exclude_outside", "extrapolation_value", "round_mode")  # fmt: skip
+_HARMLESS = ("momentum", "ratio", "seed", "storage_order", "cubic_coeff_a", "saturate", "exclude_outside",
+             "extrapolation_value", "round_mode")  # fmt: skip
 BATCH = 2**23 - 15
 """The size of the batch while a file is read: no stored number equals it, so whatever does was copied from a shape. Of
 sizes computed from it nothing is known: they are refused."""
@@ -514,10 +514,13 @@ def _cast(c: Call) -> Any:
 
 def _reduced(name: str) -> Callable[[Call], Any]:
     def made(c: Call) -> Any:
-        axes, keep = c.axes(), bool(c.get("keepdims", 1))
-        if not axes and (c.moving or c.get("noop_with_empty_axes", 0)):
+        axes, keep, none = c.axes(), bool(c.get("keepdims", 1)), bool(c.get("noop_with_empty_axes", 0))
+        if not axes and (c.moving or none):
             raise c.refuse("axes other than the batch", "none")
-        return getattr(c.x, name)(axes or list(range(c.rank)), keepdim=keep)
+        axes = axes or list(range(c.rank))
+        if name == "prod":  # of one axis at a time
+            return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)
+        return getattr(c.x, name)(axes, keepdim=keep)
 
     return made
 
@@ -755,11 +758,6 @@ def _constant(c: Call) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
 
 
-def _product(c: Call) -> Any:
-    axes, keep, x = c.axes(), bool(c.get("keepdims", 1)), c.x
-    return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes or range(c.rank)), x)
-
-
 def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
     """Activations as older files write them: nested (operator, operands), x the argument; and the module."""
     exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
@@ -844,7 +842,7 @@ OPERATORS: dict[str, Row] = {
     "Pow": Row(_power, (7, 12, 13, 15)),
     "ReduceMax": Row(_reduced("amax"), (1, 11, 12, 13, 18, 20), moves=False),
     "ReduceMean": Row(_reduced("mean"), (1, 11, 13, 18)),
-    "ReduceProd": Row(_product, (1, 11, 13, 18), moves=False),
+    "ReduceProd": Row(_reduced("prod"), (1, 11, 13, 18), moves=False),
     "ReduceSum": Row(_reduced("sum"), (1, 11, 13)),
     "Relu": Row(activation(nn.ReLU), (6, 13, 14)),
     "Reshape": Row(_reshape, (5, 13, 14, 19, 21, 23, 24, 25), copies=True),
