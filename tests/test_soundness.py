@@ -78,7 +78,7 @@ def test_it_sees_a_quotient_that_passes_through_float32(monkeypatch: pytest.Monk
         program, proof = right(network)
         operations = []
         for operation, reads in program.operations:
-            if isinstance(operation, lipkit.integer.program.Linear):
+            if isinstance(operation, lipkit.integer.program.IntLinear):
                 operation = dataclasses.replace(operation, weight=operation.weight.float().long())
             operations.append((operation, reads))
         return dataclasses.replace(program, operations=tuple(operations)), proof

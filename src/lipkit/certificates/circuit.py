@@ -134,7 +134,7 @@ class Circuit:
 
     @property
     def leaves(self) -> bool:
-        """Whether a module has no rule."""
+        """True if a module has no rule."""
         return any(isinstance(node, Leaf) for node in self.nodes)
 
     def shape(self, value: int) -> Shape:

@@ -91,7 +91,7 @@ def local_gain(network: Network, box: Box, *, units: int = _UNITS) -> float:
 
 
 def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
-    r"""What one unit of input j moves output i at most: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
+    r"""Bounds of what one unit of input j moves output i: :math:`G_{ij} \ge |\partial y_i / \partial x_j|`.
 
     Args:
         network: result of ``lipkit.export``: dense layers, scalings and scalar activations in a chain.
@@ -166,7 +166,7 @@ class _Run(NamedTuple):
         return sum(len(share) for share in self.shares)
 
     def entry(self, i: int, j: int) -> _Run:
-        """The same run from input j to output i alone."""
+        """The run from input j to output i alone."""
         weights = [(torch.cat((m[:, [j]], m[:, self.inputs :]), 1) for m in part) for part in self.weights]
         parts: list[Part] = [tuple(part) for part in weights]  # type: ignore[misc]
         parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])
@@ -206,7 +206,7 @@ class _Run(NamedTuple):
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
-    """The same Gram matrix of what reads x from fewer columns: the LMI sees nothing else of them."""
+    """Fewer columns with the same Gram matrix of what reads x: the LMI sees nothing else of them."""
     rows = torch.cat([w[:, :inputs] for w in weights])
     if inputs > len(rows):
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
@@ -394,12 +394,12 @@ _SMOOTH: dict[type[nn.Module], _Smooth] = {
 def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tuple[Tensor, Tensor], ...]:
     """Slopes of a scalar activation between values from ``low`` to ``high``, and its values there."""
     kind = type(module)
-    least, most = torch.zeros_like(low), torch.full_like(low, constant)
+    least, most = torch.zeros_like(low), torch.full_like(low, constant, dtype=torch.float64)
     if not slope_restricted(module):
         # gelu'(x) + gelu'(-x) = 1, and the same of SiLU.
         least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))
     if kind in (nn.ReLU, nn.LeakyReLU):
-        slope = torch.full_like(low, module.negative_slope if kind is nn.LeakyReLU else 0.0)
+        slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
         one = torch.ones_like(low)
         left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
         ends = [module(x) for x in (low, high, torch.maximum(low, torch.minimum(high, torch.zeros_like(low))))]
@@ -413,7 +413,8 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
 
     def reached(turns: Sequence[float]) -> list[Tensor]:
-        return [low, high, *(torch.maximum(torch.minimum(torch.full_like(low, turn), high), low) for turn in turns)]
+        inside = (torch.full_like(low, turn, dtype=torch.float64) for turn in turns)
+        return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
     # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
     found = [row.derivative(x.clamp(-40, 40)) for x in reached(row.slope_turns)]

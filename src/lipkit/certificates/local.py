@@ -64,7 +64,7 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 class Ball:
-    """What holds for all inputs within ``radius`` of N samples.
+    """Bounds that hold for all inputs within ``radius`` of N samples.
 
     Args:
         circuit: of the network.
@@ -262,7 +262,7 @@ class Ball:
         return next_down(const - error), grow(norm)
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""What ball and box together leave of ``a d``, d the move of the input.
+        r"""The least ``a d`` over ball and box, d the move of the input.
 
         For any split :math:`A = P + Q`: :math:`A d \ge -r \|P\| + \sum_i \min(Q_i a_i, Q_i b_i)`, d in [a, b]. The
         split proposed is that of the minimum, :math:`P = -t d^*`, :math:`d^* = \mathrm{clip}(-A / t, a, b)`, t rising
@@ -328,7 +328,7 @@ class Bounds:
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
-        """What is known behind each module of the network, by the constants of those before it."""
+        """Errors and moves behind each module of the network, by the constants of those before it."""
         walks, walk = {}, start(x)
         for index, step in enumerate(self.steps):
             walk = advance(walk, step)

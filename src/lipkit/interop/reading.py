@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
 from lipkit.lowering import export
@@ -82,7 +81,11 @@ class Budget(TorchFunctionMode):
 
 
 def _without_memory(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), value)
+    if isinstance(value, Tensor):
+        return value if value.is_meta else torch.empty_like(value, device="meta")
+    if isinstance(value, dict):
+        return {key: _without_memory(one) for key, one in value.items()}
+    return type(value)(map(_without_memory, value)) if isinstance(value, (tuple, list)) else value
 
 
 def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:

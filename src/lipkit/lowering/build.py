@@ -206,7 +206,7 @@ class Build:
 
 
 class Function(NamedTuple):
-    """What is known of a function, or of a tensor method by its name.
+    """A row: a function, or a tensor method by its name, and its rules.
 
     Attributes:
         rule: ``rule(call, *arguments) -> number of the value``; a tuple for several.

@@ -17,6 +17,7 @@ from lipkit.lowering.axes import along, behind, indexed, joined, multiplied, ord
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand
+from lipkit.lowering.tracing import flat
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Concatenate, Maximum
 from lipkit.modules.pooling import Mean
@@ -39,8 +40,8 @@ def plain(*targets: Callable[..., Any] | str, place: Callable[[Build], Build] | 
 
 
 @plain(
-    *(torch.flatten, torch.reshape, torch.clone, torch.squeeze, torch.unsqueeze, torch.detach, operator.pos),
-    *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "squeeze", "unsqueeze", "detach"),
+    *(torch.flatten, torch.reshape, torch.clone, torch.unsqueeze, torch.detach, operator.pos),
+    *("flatten", "unflatten", "view", "reshape", "clone", "contiguous", "unsqueeze", "detach"),
     *("view_as", "reshape_as"),
     place=viewed,
 )
@@ -49,6 +50,14 @@ def _moved(call: Build, x: Operand, *shape: Any, **options: Any) -> int:
     if math.prod(before) != math.prod(call.shape):
         raise call.refuse(f"expected as many entries as before, got {call.shape} from {before}")
     return call.reshaped(x.number, before, call.shape)
+
+
+@plain(torch.squeeze, "squeeze", place=viewed)
+def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
+    for dim in flat((dims, options)):
+        if dim % call.operand(x).rank == x.axis:
+            raise call.refuse(f"expected dimensions other than the batch, got {dim}: of one sample it would drop that")
+    return _moved(call, x)
 
 
 @plain("expand", "expand_as", torch.broadcast_to, place=joined)
