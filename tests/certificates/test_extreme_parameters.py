@@ -388,7 +388,7 @@ def test_group_normalisation_has_no_sums_of_squares() -> None:
         assert float(error.max()) < 1e-5 * mean + 1e-6
     # The square of a mean of 30 swallows the variance: torch loses far more on images stored channels last.
     off = (module(images).double() - exact(x.double())).flatten(1).norm(dim=1)
-    assert float(off.max()) > 10 * float(error.max())
+    assert float(off.max()) > 4 * float(error.max())
 
 
 def test_numbers_that_float32_cannot_hold_certify_nothing_there() -> None:

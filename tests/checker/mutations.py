@@ -164,7 +164,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("own < Fraction(value) * (1 - TOLERANCE)", "own < Fraction(value) * (1 - 10 * TOLERANCE)"),
     ('for key in ("radius", "radius_ignored"):\n', 'for key in ("radius",):\n'),
     ("if own > value * (1 + TOLERANCE)]", "if False]"),
-    ("if confirmed == place and not short else", "if confirmed == place else"),
+    ('"REFUSED" if refused or short else', '"REFUSED" if refused else'),
     ("place - confirmed + len(short)", "place - confirmed"),
     ('data_hash(x, y) == header["data"]["sha256"]', "True"),
     ("need(bounds[0] <= x.min() and x.max() <= bounds[1]", "need(bounds[0] <= x.min()"),
@@ -174,8 +174,6 @@ MUTATIONS = [(first, old, new) for first, changes in {
     "forged_networks: not taken": [
     ("(len(shape) + 1) * (config[\"dim\"] < 0)", "len(shape) * (config[\"dim\"] < 0)"),
     ("1 <= axis <= len(shape)", "0 <= axis <= len(shape)"),
-    ("need(len(shape) == rank and", "need("),
-    ("math.prod(shape) > groups, f", "True, f"),
     ("need(len(shape) == 3 - flat,", "need(True,"),
     ("need(set(stride) == {1}", "need(True"),
     ('n - (mode == "reflect") for n', "n for n"),

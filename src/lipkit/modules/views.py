@@ -166,7 +166,13 @@ class Pad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim <= len(self.padding) // 2:
             raise ShapeError(f"Pad: expected more than {len(self.padding) // 2} dimensions, got {tuple(x.shape)}")
-        return F.pad(x, self.padding)
+        y = F.pad(x, [max(size, 0) for size in self.padding]) if max(self.padding) > 0 else x
+        # Cuts are slices: not every runtime takes negative sizes.
+        for i, (before, after) in enumerate(zip(self.padding[::2], self.padding[1::2], strict=True)):
+            if min(before, after) < 0:
+                begin, end = max(-before, 0), y.shape[-1 - i] - max(-after, 0)
+                y = y.narrow(y.ndim - 1 - i, begin, end - begin)
+        return y
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.padding))
