@@ -147,7 +147,8 @@ class Certificate(Shown):
         included = "included" if self.rounding == "sound" else "ignored"
         head += f", L <= {upper(self.constant)}, rounding {included}"
         curve = table([], [["radius", *map(format_radius, eps)], ["certified", *shares]])
-        made = f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
+        how = "radii by linear bounds around each sample" if self.method == "local" else self.method
+        made = f"L proved from the stored numbers ({how}), for {self.evaluator.name} evaluation"
         return "\n".join([head, *([curve] if eps else []), made])
 
     def plot(self, ax: Any = None) -> Any:
