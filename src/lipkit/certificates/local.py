@@ -121,7 +121,7 @@ class Ball:
             size, noise = sums, self._noise(sums, node.noise, given)
         elif isinstance(node, Total):
             parts = zip(node.factors, given, strict=True)
-            sums = size = grow(torch.stack([abs(factor) * part for factor, part in parts]).sum(0))
+            sums = size = grow(torch.stack([abs(factor) * part for factor, part in parts]).sum(0) * _UP)
             exact = all(abs(factor) in (0.0, 1.0) for factor in node.factors)
             error = torch.zeros_like(sums) if exact else FLOAT64.gamma(4) * sums
             noise = self._noise(sums, node.noise, given)
