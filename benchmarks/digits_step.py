@@ -19,7 +19,7 @@ from lipkit.experiments.build import build_model, load_data
 from lipkit.experiments.recipe import load_recipe
 from lipkit.experiments.run import training_options
 from lipkit.memory import keep_freed_memory
-from lipkit.training import losses, trainee
+from lipkit.training import losses, session
 from lipkit.training.devices import make_fabric
 from lipkit.training.epoch import Objective, take_step
 
@@ -45,7 +45,7 @@ def main(rounds: int) -> None:
     recipe = load_recipe("digits_cayley")
     data = load_data(recipe)
     torch.manual_seed(0)
-    network = trainee.prepare(
+    network = session.prepare(
         make_fabric(recipe.train), build_model(recipe, data).train(), training_options(recipe, data)
     )
     objective = Objective(losses.build(recipe.loss.name, **recipe.loss.options))

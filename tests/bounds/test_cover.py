@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lipkit.bounds import symbol_sup
-from lipkit.bounds.cover import divided, first_cells, share
+from lipkit.bounds.cover import divided, first_cells, fraction
 from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.peak import find_peak
 from lipkit.conv.block import FEW_COLUMNS, autocorrelation, half_lags
@@ -90,14 +90,14 @@ def test_the_share_is_sharp() -> None:
     symbol = GramSymbol(kernel / 2)
     for n in (8, 16):
         exact = math.cos(2 * math.pi / n) ** 2
-        assert share(symbol, (1, n), 1.0) == pytest.approx(exact, abs=1e-12)
+        assert fraction(symbol, (1, n), 1.0) == pytest.approx(exact, abs=1e-12)
 
 
 def test_constant_symbols_need_few_cells() -> None:
     matrix = torch.linalg.qr(torch.randn(20, 20, dtype=torch.float64))[0]
     kernel = torch.zeros(1, 20, 20, 3, 3, dtype=torch.float64)
     kernel[0, :, :, 1, 1] = 0.9 * matrix
-    assert share(GramSymbol(kernel), (2, 2), 0.81) > 0.999
+    assert fraction(GramSymbol(kernel), (2, 2), 0.81) > 0.999
 
 
 @pytest.mark.parametrize("side", [1, 2, 5, 16, 17, 30])

@@ -16,7 +16,7 @@ from lipkit.data import random_flip
 from lipkit.errors import OptionError, RunError
 from lipkit.training import checkpoints as run_folder
 from lipkit.training import progress
-from lipkit.training import trainee as average
+from lipkit.training import session as average
 from lipkit.training.clocks import Clock
 
 
@@ -281,9 +281,9 @@ def test_refusals(change, message):
 
 def test_the_clock():
     now = Clock(None, None)
-    assert now.wish_alone() == ""
-    assert Clock(1e-9, None).wish_alone() == "stop"
-    assert Clock(100, 1e-9).wish_alone() == "save"
+    assert now.own_request() == ""
+    assert Clock(1e-9, None).own_request() == "stop"
+    assert Clock(100, 1e-9).own_request() == "save"
     clock = Clock(None, 1000)
     clock.saved()
-    assert clock.wish_alone() == ""
+    assert clock.own_request() == ""

@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path,
     assert len(run_folder.read_metrics(tmp_path)) == 2
 
 
-def test_weights_spoilt_by_the_last_step_stop_too(tmp_path):
+def test_weights_made_nonfinite_by_the_last_step_stop_too(tmp_path):
     def spoil(model, step, epoch_end):
         if step == 12:
             model[1].weight[0, 0] = float("nan")

@@ -15,7 +15,7 @@ from lipkit.layers import CayleyLinear, MaxMin, StiefelConv2d, StiefelLinear
 from lipkit.linalg import orthogonality_residual
 from lipkit.lowering import lipschitz
 from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, TrainOptions, fit, optim
-from lipkit.training.trainee import make_optimizer
+from lipkit.training.session import make_optimizer
 
 OPTIMISERS = {"spectral": lambda p: SpectralDescent(p, 0.05), "riemannian": lambda p: RiemannianAdam(p, 0.05)}
 

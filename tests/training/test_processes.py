@@ -17,7 +17,7 @@ from lipkit import training
 from lipkit.errors import OptionError
 from lipkit.lowering import lipschitz
 from lipkit.training import checkpoints as run_folder
-from lipkit.training import devices, trainee
+from lipkit.training import devices, session
 
 pytestmark = pytest.mark.thorough
 
@@ -165,7 +165,7 @@ def test_what_the_first_process_refuses_all_refuse(found):
 def test_a_strategy_that_keeps_parameters_in_parts_is_refused():
     sharded = SimpleNamespace(strategy=ModelParallelStrategy(lambda model, mesh: model))
     with pytest.raises(OptionError, match="leaves parameters whole, got Fabric's ModelParallelStrategy"):
-        trainee.check_whole(sharded)
+        session.check_whole(sharded)
 
 
 def test_the_process_group_ends_before_the_interpreter(found):

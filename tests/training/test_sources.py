@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data import Split
 from lipkit.errors import DataError
-from lipkit.training.sources import augment_generator, batches, derived_seed, share, source
+from lipkit.training.sources import augment_generator, batches, derived_seed, own_part, source
 
 
 class Noisy(Dataset):
@@ -43,13 +43,13 @@ def test_ranks_cut_the_batches_that_one_device_sees(ranks):
     for number, batch in enumerate(whole):
         pieces = [part[number] for part in parts]
         assert sorted(torch.cat(pieces).tolist()) == sorted(batch.tolist())
-        assert [len(p) for p in pieces] == [share(len(batch), rank=r, ranks=ranks) for r in range(ranks)]
+        assert [len(p) for p in pieces] == [own_part(len(batch), rank=r, ranks=ranks) for r in range(ranks)]
 
 
 def test_a_rank_without_a_sample_takes_one_for_company():
     last = [list(batches(9, 8, seed=0, epoch=0, rank=r, ranks=4))[-1] for r in range(4)]
     assert len({tuple(p.tolist()) for p in last}) == 1
-    assert [share(1, rank=r, ranks=4) for r in range(4)] == [1, 0, 0, 0]
+    assert [own_part(1, rank=r, ranks=4) for r in range(4)] == [1, 0, 0, 0]
 
 
 def test_a_dataset_that_fetches_many_at_once_is_asked_to():

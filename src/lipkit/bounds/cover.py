@@ -42,7 +42,7 @@ class Cover(NamedTuple):
     tests: int
 
 
-def share(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
+def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
     """Part of ``level``, a squared supremum, that the centre of its cell must reach; not positive: no bound follows."""
     phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
     return float(_share(np.float64(phi), symbol.curvature / level))
@@ -130,7 +130,7 @@ def cover(symbol: GramSymbol, start: Cover, sample: Tensor, tolerance: float) ->
     periods, _ = choose_periods(symbol, sample, level)
     cells = first_cells(symbol, periods)
     while len(cells):
-        part = share(symbol, periods, level)
+        part = fraction(symbol, periods, level)
         if part > 0:
             tests += len(cells)
             cells = cells[~symbol.below(cells, periods, level * part, max(1 - part, tolerance))]

@@ -72,7 +72,7 @@ class Budget:
         return min(1.0, self.used / self.seconds)
 
 
-Wish = Literal["", "save", "stop"]
+Request = Literal["", "save", "stop"]
 
 
 class Clock:
@@ -82,7 +82,7 @@ class Clock:
         max_minutes: after which training stops at a checkpoint; None for no limit.
         checkpoint_seconds: between checkpoints in the middle of an epoch; None for none there.
 
-    >>> Clock(max_minutes=None, checkpoint_seconds=60).wish_alone()
+    >>> Clock(max_minutes=None, checkpoint_seconds=60).own_request()
     ''
     """
 
@@ -92,18 +92,18 @@ class Clock:
         self._pause = checkpoint_seconds if checkpoint_seconds is not None else math.inf
         self._saved = time.monotonic()
 
-    def wish_alone(self) -> Wish:
-        """The wish of this process' clock now."""
+    def own_request(self) -> Request:
+        """The request of this process' clock now."""
         now = time.monotonic()
         if now >= self._end:
             return "stop"
         return "save" if now - self._saved >= self._pause else ""
 
-    def wish(self, fabric: Any) -> Wish:
-        """The wish of the first process' clock now, in all processes: they must save and stop together."""
+    def request(self, fabric: Any) -> Request:
+        """The request of the first process' clock now, in all processes: they must save and stop together."""
         if not self._limited:
             return ""
-        mine = self.wish_alone()
+        mine = self.own_request()
         return fabric.broadcast(mine, src=0) if fabric.world_size > 1 else mine
 
     def saved(self) -> None:

@@ -24,8 +24,8 @@ from lipkit.training.clocks import Budget, Clock
 from lipkit.training.options import Penalty, TrainOptions
 from lipkit.training.progress import Totals
 from lipkit.training.schedules import Schedule
-from lipkit.training.sources import Source, attack_generator, augment_generator, batches, mistake, share
-from lipkit.training.trainee import Trainee, update
+from lipkit.training.session import Session, update
+from lipkit.training.sources import Source, attack_generator, augment_generator, batches, mistake, own_part
 
 Ended = Literal["", "stop", "end"]
 
@@ -50,7 +50,7 @@ class Objective:
 
 
 def take_step(
-    trainee: Trainee, objective: Objective, x: Tensor, y: Tensor, *, size: int, counted: int, attack: torch.Generator
+    session: Session, objective: Objective, x: Tensor, y: Tensor, *, size: int, counted: int, attack: torch.Generator
 ) -> Tensor:
     r"""Change the parameters once, by the gradient of the mean loss of the whole batch.
 
@@ -61,7 +61,7 @@ def take_step(
     the batch in one piece, up to rounding, also where the processes do not divide the batch.
 
     Args:
-        trainee: the network.
+        session: the network.
         objective: what is lowered.
         x, y: this process' part of the batch, on its device.
         size: n, samples of the batch over all processes.
@@ -71,7 +71,7 @@ def take_step(
     Returns:
         (2,) float32: sum of the losses and number of correct answers of this process, still on the device.
     """
-    fabric, model = trainee.fabric, trainee.model
+    fabric, model = session.fabric, session.model
     pieces = min(objective.pieces, max(1, size // fabric.world_size))  # as many in every process
     sums = []
     for number, (part, targets) in enumerate(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True), 1):
@@ -79,10 +79,10 @@ def take_step(
         own = rows if counted else 0
         if objective.adversary is not None:
             part, targets = attacked_batch(fabric, objective.adversary, model, part, targets, attack)
-        with fabric.no_backward_sync(trainee.wrapped, enabled=not last):
+        with fabric.no_backward_sync(session.wrapped, enabled=not last):
             outputs = None
             try:
-                outputs = trainee.wrapped(part)
+                outputs = session.wrapped(part)
                 value = objective.loss(outputs, targets)
             except (RuntimeError, IndexError, ValueError) as error:
                 clear = lacks_memory(error) or (isinstance(error, LipkitError) and outputs is not None)
@@ -98,14 +98,14 @@ def take_step(
                 sums[-1] = sums[-1] + _sums(extra.detach(), None, None, counted)
                 value = value + extra
             fabric.backward(value)
-    _finish(trainee, objective)
+    _finish(session, objective)
     return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
 
 
-def _finish(trainee: Trainee, objective: Objective) -> None:
-    fabric, optimizer = trainee.fabric, trainee.optimizer
+def _finish(session: Session, objective: Objective) -> None:
+    fabric, optimizer = session.fabric, session.optimizer
     if objective.grad_clip is not None:
-        fabric.clip_gradients(trainee.wrapped, optimizer, max_norm=objective.grad_clip, error_if_nonfinite=False)
+        fabric.clip_gradients(session.wrapped, optimizer, max_norm=objective.grad_clip, error_if_nonfinite=False)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -171,7 +171,7 @@ class Plan:
         return max(by_steps, fabric.broadcast(used, src=0) if fabric.world_size > 1 else used)
 
 
-def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]) -> tuple[Totals, Ended]:
+def run_epoch(network: Session, plan: Plan, epoch: int, state: Mapping[str, Any]) -> tuple[Totals, Ended]:
     """Train for one epoch, or for what is left of it, or until time is up.
 
     Args:
@@ -205,7 +205,7 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
         set_rate(network.optimizer, network.rates, plan.rate(reached))
         x, y = _batch(plan, index, fabric.device, augment)
         size = min(options.batch_size, len(plan.data) - (step - 1) * options.batch_size)
-        counted = share(size, rank=rank, ranks=ranks)
+        counted = own_part(size, rank=rank, ranks=ranks)
         sums = take_step(network, plan.objective, x, y, size=size, counted=counted, attack=attack)
         if plan.budget is not None:
             plan.budget.charge()
@@ -221,8 +221,8 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
         read = totals.add(step, sums, size, labelled=not y.is_floating_point(), fraction=fraction)
         if last:
             return totals, "end" if fraction >= 1 else ""
-        wish = plan.clock.wish(fabric) if read else ""
-        if wish and (plan.folder is not None or wish == "stop"):
+        request = plan.clock.request(fabric) if read else ""
+        if request and (plan.folder is not None or request == "stop"):
             saving.save(
                 network,
                 plan.folder,
@@ -233,7 +233,7 @@ def run_epoch(network: Trainee, plan: Plan, epoch: int, state: Mapping[str, Any]
                 generators=generators,
             )
             plan.clock.saved()
-            if wish == "stop":
+            if request == "stop":
                 return totals, "stop"
             if plan.budget is not None:
                 plan.budget.start()  # the checkpoint is free

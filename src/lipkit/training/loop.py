@@ -19,14 +19,14 @@ from lipkit.layers.steps import after_step_layers
 from lipkit.modules import Shape
 from lipkit.shown import Shown, axes
 from lipkit.training import checkpoints, losses, saving, schedules
-from lipkit.training import trainee as trainees
+from lipkit.training import session as sessions
 from lipkit.training.clocks import Budget, Clock
 from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.epoch import Objective, Plan, run_epoch
 from lipkit.training.options import TrainOptions, check_precision
 from lipkit.training.progress import Divergence, Totals, finite, peak_memory, tensorboard
+from lipkit.training.session import Session
 from lipkit.training.sources import Augment, Source, derived_seed, kept_random_state, own_random_state, source
-from lipkit.training.trainee import Trainee
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,13 +161,13 @@ def fit(
     check_precision(fabric.strategy.precision.precision)
     if options.batch_size < fabric.world_size:
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
-    trainees.check_whole(fabric)
+    sessions.check_whole(fabric)
     folder = None if run_dir is None else Path(run_dir)
     with ExitStack() as held:
         done, state, history = saving.open_run(held, fabric, model, folder, resume, options.settings(len(train)))
         plan = _plan(model, train, options, folder, fabric.device, state)
         held.enter_context(own_random_state(fabric.device, derived_seed(options.seed, 0, 2, fabric.global_rank)))
-        network = trainees.prepare(fabric, model, options)
+        network = sessions.prepare(fabric, model, options)
         saving.restore(network, state)
         done, stopped = _epochs(network, plan, done, state, history)
         average = None if options.ema is None else _measured(network, plan, done)
@@ -193,7 +193,7 @@ def _plan(
 
 
 def _epochs(
-    network: Trainee, plan: Plan, done: int, state: Mapping[str, Any], history: list[dict[str, Any]]
+    network: Session, plan: Plan, done: int, state: Mapping[str, Any], history: list[dict[str, Any]]
 ) -> tuple[int, bool]:
     """Train from epoch ``done`` on, and add its row to ``history``: (epochs done, whether the clock ended it)."""
     fabric, options, folder = network.fabric, plan.options, plan.folder
@@ -212,12 +212,12 @@ def _epochs(
                 checkpoints.append_metrics(folder, row)
                 if events is not None:
                     events.log_metrics(finite(row), done)
-            wish = plan.clock.wish(fabric)
-            if last or done % options.checkpoint_every == 0 or wish:
+            request = plan.clock.request(fabric)
+            if last or done % options.checkpoint_every == 0 or request:
                 saving.save(network, folder, epoch=done, used=plan.used, final=last)
                 plan.clock.saved()
             totals.report(plan.steps, row)
-            if wish == "stop" and not last:
+            if request == "stop" and not last:
                 return done, True
     except Divergence as error:
         raise RunError(f"{error}: training stopped, {_kept(folder)}; a smaller lr may help") from None
@@ -227,12 +227,14 @@ def _epochs(
     return done, False
 
 
-def _row(network: Trainee, plan: Plan, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
+def _row(network: Session, plan: Plan, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
     """The line of metrics of ``epoch``, counted from 1."""
     fabric, pace, evaluate = network.fabric, totals.pace(), plan.options.evaluate
-    spoilt = trainees.spoilt_parameter(network)  # the last step may spoil the weights after a loss that was finite
-    if spoilt is not None:
-        raise Divergence(f"expected finite weights, got NaN or infinity in {spoilt} at the end of epoch {epoch}")
+    nonfinite = sessions.nonfinite_parameter(
+        network
+    )  # the last step may spoil the weights after a loss that was finite
+    if nonfinite is not None:
+        raise Divergence(f"expected finite weights, got NaN or infinity in {nonfinite} at the end of epoch {epoch}")
     row: dict[str, Any] = {"epoch": epoch, **totals.row(), "lr": network.optimizer.param_groups[0]["lr"]}
     if plan.objective.penalty is not None:
         row["penalty"] = float(plan.objective.penalty(network.model).detach())
@@ -250,7 +252,7 @@ def _row(network: Trainee, plan: Plan, epoch: int, totals: Totals, evaluated: bo
     return row if memory is None else row | {"memory_mib": round(memory)}
 
 
-def _measured(network: Trainee, plan: Plan, epochs: int) -> nn.Module:
+def _measured(network: Session, plan: Plan, epochs: int) -> nn.Module:
     """The network, or the copy with its averages, finished as the network was at the end of an epoch."""
 
     def finish(twin: nn.Module) -> None:
@@ -259,7 +261,7 @@ def _measured(network: Trainee, plan: Plan, epochs: int) -> nn.Module:
         if plan.options.post_step is not None:
             plan.options.post_step(twin, epochs * plan.steps, True)
 
-    return trainees.measured_model(network, finish)
+    return sessions.measured_model(network, finish)
 
 
 def _input_shape(data: Source, augment: Augment | None, device: torch.device) -> Shape:

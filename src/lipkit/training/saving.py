@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipkit.training import checkpoints, trainee
+from lipkit.training import checkpoints, session
 from lipkit.training.devices import on_first
 from lipkit.training.progress import Divergence
+from lipkit.training.session import Session
 from lipkit.training.sources import random_state, set_random_state
-from lipkit.training.trainee import Trainee
 
 Generators = Mapping[str, torch.Generator]
 
 
 def save(
-    network: Trainee,
+    network: Session,
     folder: Path | None,
     *,
     epoch: int,
@@ -50,14 +50,14 @@ def save(
     """
     if folder is None:
         return None
-    spoilt = trainee.spoilt_parameter(network)
-    if spoilt is not None:
+    nonfinite = session.nonfinite_parameter(network)
+    if nonfinite is not None:
         raise Divergence(
-            f"expected finite weights, got NaN or infinity in {spoilt} before the checkpoint after "
+            f"expected finite weights, got NaN or infinity in {nonfinite} before the checkpoint after "
             f"epoch {epoch} and {step} steps"
         )
     fabric = network.fabric
-    average = trainee.average_by_name(network)
+    average = session.average_by_name(network)
     state: dict[str, Any] = {"step": step, "totals": dict(totals or {}), "used": used}
     if average is not None:
         state["average"] = {name: value.cpu() for name, value in average.items()}
@@ -92,17 +92,17 @@ def open_run(
     return done, state, history
 
 
-def restore(network: Trainee, state: dict[str, Any]) -> None:
+def restore(network: Session, state: dict[str, Any]) -> None:
     """Continue optimiser, averages and precision from a checkpoint's state. All processes must call it."""
     if "optimizer" in state:
         network.optimizer.load_state_dict(state["optimizer"])
     if state.get("precision"):
         network.fabric.strategy.precision.load_state_dict(state["precision"])
     if "average" in state:
-        trainee.load_average(network, state["average"])
+        session.load_average(network, state["average"])
 
 
-def restore_random(network: Trainee, state: Mapping[str, Any], generators: Generators) -> None:
+def restore_random(network: Session, state: Mapping[str, Any], generators: Generators) -> None:
     """Continue the random numbers from a checkpoint's state.
 
     Written by another number of processes, they have no continuation: those of this epoch then start anew.

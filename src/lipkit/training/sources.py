@@ -181,7 +181,7 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
     """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut in batches and among the ranks.
 
     Every rank draws the same permutation and takes every ``ranks``-th index of each batch, so the union
-    over the ranks is the batch that one device would see, each index once; see `share`. A rank for which a
+    over the ranks is the batch that one device would see, each index once; see `own_part`. A rank for which a
     last batch has none takes its first one, for company: all ranks take the same number of steps.
 
     Args:
@@ -202,10 +202,10 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
         yield batch[rank::ranks] if rank < len(batch) else batch[:1]
 
 
-def share(size: int, *, rank: int, ranks: int) -> int:
+def own_part(size: int, *, rank: int, ranks: int) -> int:
     """How many indices of a batch of ``size`` are ``rank``'s own.
 
-    >>> [share(5, rank=rank, ranks=3) for rank in range(3)], share(2, rank=2, ranks=3)
+    >>> [own_part(5, rank=rank, ranks=3) for rank in range(3)], own_part(2, rank=2, ranks=3)
     ([2, 2, 1], 0)
     """
     return len(range(rank, size, ranks))

@@ -17,7 +17,7 @@ from lipkit.training.options import TrainOptions
 
 
 @dataclass(frozen=True)
-class Trainee:
+class Session:
     """One network in training.
 
     Attributes:
@@ -41,7 +41,7 @@ class Trainee:
     average: list[Tensor] | None
 
 
-def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Trainee:
+def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Session:
     """Place, wrap and compile ``model``, and make its optimiser.
 
     Args:
@@ -57,7 +57,7 @@ def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Trainee:
     average = [p.detach().clone() for p in found.values()] if options.ema is not None else None
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
     parameters = tuple(found.values())
-    return Trainee(fabric, model, wrapped, optimizer, rates, tuple(found), parameters, average)
+    return Session(fabric, model, wrapped, optimizer, rates, tuple(found), parameters, average)
 
 
 def optimizer_of(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
@@ -107,40 +107,40 @@ def check_whole(fabric: Any) -> None:
         raise OptionError(f"expected strategy ddp or another that leaves parameters whole, got Fabric's {name}")
 
 
-def average_by_name(trainee: Trainee) -> dict[str, Tensor] | None:
+def average_by_name(session: Session) -> dict[str, Tensor] | None:
     """The averages by the names of their parameters; None without."""
-    return None if trainee.average is None else dict(zip(trainee.names, trainee.average, strict=True))
+    return None if session.average is None else dict(zip(session.names, session.average, strict=True))
 
 
-def load_average(trainee: Trainee, values: Mapping[str, Tensor]) -> None:
+def load_average(session: Session, values: Mapping[str, Tensor]) -> None:
     """Continue the averages of a checkpoint."""
-    for name, value in (average_by_name(trainee) or {}).items():
+    for name, value in (average_by_name(session) or {}).items():
         value.copy_(values[name])
 
 
-def measured_model(trainee: Trainee, finish: Callable[[nn.Module], None]) -> nn.Module:
+def measured_model(session: Session, finish: Callable[[nn.Module], None]) -> nn.Module:
     """The module that is evaluated: the network, or a copy with its averages.
 
     Args:
-        trainee: in training.
+        session: in training.
         finish: applied to the copy, whose averages no projection has seen.
     """
-    average = average_by_name(trainee)
+    average = average_by_name(session)
     if average is None:
-        return trainee.model
-    twin = averaged(trainee.model, average)
+        return session.model
+    twin = averaged(session.model, average)
     with torch.no_grad():
         finish(twin)
     return twin
 
 
-def spoilt_parameter(trainee: Trainee) -> str | None:
+def nonfinite_parameter(session: Session) -> str | None:
     """The name of a parameter with NaN or infinity; None if all are finite. All processes must call it."""
-    spoilt = torch.stack([~torch.isfinite(p.detach()).all() for p in trainee.parameters]).float()
-    if trainee.fabric.world_size > 1:
-        spoilt = trainee.fabric.all_reduce(spoilt, reduce_op="sum")
-    found = spoilt.nonzero().flatten().tolist()
-    return trainee.names[found[0]] if found else None
+    nonfinite = torch.stack([~torch.isfinite(p.detach()).all() for p in session.parameters]).float()
+    if session.fabric.world_size > 1:
+        nonfinite = session.fabric.all_reduce(nonfinite, reduce_op="sum")
+    found = nonfinite.nonzero().flatten().tolist()
+    return session.names[found[0]] if found else None
 
 
 def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float, step: int) -> None:
