@@ -261,7 +261,15 @@ def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
     """Every figure of a record by name, those measured after the run and ``million_parameters`` among them."""
     parameters = getattr(record, "parameters", None)
     size = {"million_parameters": parameters / 1e6} if parameters else {}
-    return record.metrics() | size | getattr(record, "further", {})
+    seen = getattr(record, "seen", None)
+    counts = {"epochs": seen.epochs, "samples_per_cpu_second": seen.samples_per_cpu_second} if seen else {}
+    return record.metrics() | size | counts | getattr(record, "further", {})
+
+
+def slow(row: Row, record: AnyRecord | MeasurementRecord) -> bool:
+    """Whether a run saw less than nine tenths of the samples of its row's reference: its machine was slow or busy."""
+    seen = getattr(record, "seen", None)
+    return bool(seen and row.samples and seen.samples < 0.9 * row.samples)
 
 
 def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, float] | None:
@@ -424,21 +432,26 @@ def render(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> str:
         table: the table.
         found: the records of each row, by its label; rows without any are printed as not made.
     """
-    header = ["row", "figure", "scale", "runs", "published", "measured", "deviation", "difference", *table.also]
-    lines = [line for row in table.rows for line in compare(table, row, found.get(row.label, ()))]
+    counted = any(getattr(one.record, "seen", None) for records in found.values() for one in records)
+    also = [*table.also, *(["epochs"] if counted else [])]
+    header = ["row", "figure", "scale", "runs", "published", "measured", "deviation", "difference", *also]
+    lines = [line for row in table.rows for line in compare(table, row, found.get(row.label, ()), also)]
     notes = _notes(table, found)
     return f"{table.source}: {table.description}\n\n{aligned([], [header, *lines])}" + (f"\n\n{notes}" if notes else "")
 
 
-def compare(table: Table, row: Row, found: Sequence[TableRecord]) -> list[list[str]]:
+def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence[str] | None = None) -> list[list[str]]:
     """Cells of one row, a line for each figure: label, figure, scale, runs, published, mean, deviation, difference.
+
+    ``also`` names the figures of further columns; None for those of the table.
 
     For one run's fraction of test images, the deviation is its 95 % interval.
     """
     measured = [figures(one.record) for one in found]
     names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
-    published = table.published(row)
-    scale = ", ".join(dict.fromkeys(one.scale + ("" if one.current else "*") for one in found))
+    published, columns = table.published(row), table.also if also is None else also
+    marks = [("" if one.current else "*") + (", slow machine" if slow(row, one.record) else "") for one in found]
+    scale = ", ".join(dict.fromkeys(one.scale + mark for one, mark in zip(found, marks, strict=True)))
     lines = []
     for column, name in names.items():
         values = [metrics[name] for metrics in measured if name in metrics]
@@ -448,7 +461,7 @@ def compare(table: Table, row: Row, found: Sequence[TableRecord]) -> list[list[s
         difference = None if mean is None or paper is None else mean - paper
         ends = interval(found[0].record, name) if len(values) == 1 and len(found) == 1 else None
         spread = f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f} %" if ends else shown(name, deviation)
-        extra = [_mean(other, [metrics[other] for metrics in measured if other in metrics]) for other in table.also]
+        extra = [_mean(other, [metrics[other] for metrics in measured if other in metrics]) for other in columns]
         ours = NOT_MADE if not found else shown(name, mean) or "n/a"
         lines.append(
             [

@@ -55,8 +55,10 @@ class Row(_Part):
     smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
     budget_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale budget")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
+    samples: int | None = Field(default=None, description="that its reference run saw: far fewer are a slow machine")
     thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
+    deviations: tuple[float | None, ...] = Field(default=(), description="their standard deviations, where printed")
 
 
 class After(_Part):
@@ -131,10 +133,9 @@ class Table(_Part):
             ways = [row.measure is not None, row.absent is not None]
             if sum(ways) > 1 or (not any(ways) and self.recipe_of(row) is None):
                 raise ValueError(f"row {row.label!r}: expected one of recipe, measure and absent")
-            if row.published and len(row.published) != len(self.columns):
-                raise ValueError(
-                    f"row {row.label!r}: expected {len(self.columns)} published figures, got {row.published}"
-                )
+            for given in (row.published, row.deviations):
+                if given and len(given) != len(self.columns):
+                    raise ValueError(f"row {row.label!r}: expected {len(self.columns)} published figures, got {given}")
         return self
 
     def recipe_of(self, row: Row) -> str | None:
@@ -158,7 +159,14 @@ class Table(_Part):
 
     def published(self, row: Row) -> dict[str, float | None]:
         """The paper's figures by column, fractions in [0, 1]; None where the paper has no number."""
-        figures = row.published or (None,) * len(self.columns)
+        return self._by_column(row.published)
+
+    def deviations(self, row: Row) -> dict[str, float | None]:
+        """The standard deviations that the paper prints with them."""
+        return self._by_column(row.deviations)
+
+    def _by_column(self, values: Sequence[float | None]) -> dict[str, float | None]:
+        figures = values or (None,) * len(self.columns)
         return {
             column: value / 100 if value is not None and self.per_cent and is_fraction(figure) else value
             for (column, figure), value in zip(self.columns.items(), figures, strict=True)

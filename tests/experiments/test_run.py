@@ -56,6 +56,8 @@ def test_a_run_leaves_everything_a_report_needs(finished):
     assert record == finished.record
     assert record.seed == 0
     assert record.parameters > 1000
+    assert (record.seen.steps, record.seen.samples, record.seen.epochs) == (6, 120, 2.0)
+    assert record.seen.samples_per_cpu_second > 0
     assert record.data.train_samples == record.data.test_samples == 60
     assert record.recipe["data"]["limit"] == 60
     assert record.lipschitz.claimed == pytest.approx(1, abs=1e-5)

@@ -97,6 +97,40 @@ def test_convolution_is_the_dense_layer_of_its_circulant_matrices(size: tuple[in
     assert torch.allclose(layer(image).flatten(1), expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6), (1, 4), (4, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("largest", [0.0, 0.3, 1.0])
+def test_linear_form_is_complete(shape: tuple[int, int], largest: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, p = shape
+    u = torch.linalg.qr(torch.randn(q, q, generator=generator, dtype=torch.float64))[0]
+    v = torch.linalg.qr(torch.randn(p, p, generator=generator, dtype=torch.float64))[0]
+    s = torch.linspace(largest, largest / 3, min(p, q), dtype=torch.float64)
+    weight = u[:, : min(p, q)] * s @ v[:, : min(p, q)].mT
+    bias = torch.randn(q, generator=generator, dtype=torch.float64)
+    layer = SandwichLinear.from_weight(weight, bias)
+    assert torch.allclose(layer.weight(), weight, atol=1e-13)
+    x = torch.randn(3, p, generator=generator, dtype=torch.float64)
+    assert torch.allclose(layer(x), x @ weight.mT + bias, atol=1e-12)
+    plain = export(layer, (p,))
+    assert [type(m) for m in plain] == [nn.Linear]
+    # What the initialiser sets can be trained: every parameter has a gradient, at once or after the first step.
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(2):
+        optimiser.zero_grad()
+        (layer(x) - 1).square().sum().backward()
+        optimiser.step()
+    assert p * q == 1 or all(bool(parameter.grad.any()) for parameter in (layer.y_free, layer.y_scale, layer.bias))
+
+
+def test_from_weight_refuses_what_the_form_cannot_reach() -> None:
+    with pytest.raises(OptionError, match=r"expected a spectral norm of at most 1, got 1\.0"):
+        SandwichLinear.from_weight(1.001 * torch.eye(2))
+    with pytest.raises(ShapeError, match=r"expected weight \(m, n\) and bias \(m,\), got \(2, 2\) and \(3,\)"):
+        SandwichLinear.from_weight(torch.eye(2), torch.zeros(3))
+    with pytest.raises(ShapeError, match="expected weight"):
+        SandwichLinear.from_weight(torch.zeros(2))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_free_pair_inverts_the_transform(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

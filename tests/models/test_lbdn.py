@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from lipkit.layers import MaxMin
 from lipkit.lowering import export, lipschitz
 from lipkit.models import LBDN, build, lbdn
 from lipkit.models.lbdn import from_network
-from lipkit.modules import Network, load, save
+from lipkit.modules import Network, SlopeResidual, load, save
 from lipkit.testing import check_layer
 
 DTYPES = (torch.float32, torch.float64)
@@ -314,3 +316,46 @@ def test_networks_that_cannot_be_imported() -> None:
     deep = nn.Sequential(linear, nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), linear)
     with pytest.raises(OptionError, match="expected a positive gain that the multipliers prove, got inf"):
         from_network(deep, None, [1e-6 * torch.ones(2), torch.ones(2)])
+
+
+@pytest.mark.parametrize("gamma", [0.5, 3.0])
+def test_weighted_norms_of_the_layers_bound_the_network(gamma: float) -> None:
+    """Proposition C.1: weighted norms are at most 1 (sqrt(2 gamma) at the ends), their product bounds Jacobians."""
+    network = trained([3, 8, 6, 2], gamma, torch.float64, steps=6)
+    weights = [w.detach().numpy() for w in network.weights()]
+    (a, b, psi), *others = [
+        (at.detach().numpy(), b.detach().numpy(), layer.psi().detach().numpy())
+        for layer in network.hidden
+        for at, b in [layer.factors()]
+    ]
+    norms = [np.linalg.norm(np.linalg.pinv(b) @ (psi[:, None] * weights[0]), 2)]
+    for weight, (a_k, b_k, psi_k) in zip(weights[1:-1], others, strict=True):
+        norms.append(np.linalg.norm(np.linalg.pinv(b_k) @ (psi_k[:, None] * weight / psi) @ np.linalg.inv(a) / 2, 2))
+        a, psi = a_k, psi_k
+    norms.append(np.linalg.norm(weights[-1] / psi @ np.linalg.inv(a), 2))
+    end = math.sqrt(2 * gamma)
+    assert all(0 < norm <= limit * (1 + 1e-10) for norm, limit in zip(norms, [end, 1, end], strict=True))
+    product = math.prod(norms) / 2
+    jacobians = [torch.autograd.functional.jacobian(network, x) for x in torch.randn(50, 3, dtype=torch.float64)]
+    assert max(float(torch.linalg.matrix_norm(j, 2)) for j in jacobians) <= product <= gamma * (1 + 1e-10)
+    # Remark C.2: the plain norms have a larger product.
+    assert math.prod(np.linalg.norm(w, 2) for w in weights) > 1.5 * gamma
+
+
+def test_a_residual_layer_that_no_sll_layer_is() -> None:
+    """Example 4.1: h(x) = x + G relu(W x) satisfies the LMI (13) for its constant 1.001, but G is no -2 W^T T^-1."""
+    gamma, w, g = Fraction(1001, 1000), (0, 1), (1, Fraction(1, 1000))
+    multipliers = (1001, gamma**2 - gamma)
+    for wi, gi, li in zip(w, g, multipliers, strict=True):  # all matrices are diagonal: 2 x 2 blocks, in exact numbers
+        block = (gamma**2 - 1, -(gi + wi * li), 2 * li - gi**2)
+        assert min(block[0], block[2]) >= 0
+        assert block[0] * block[2] - block[1] ** 2 >= 0
+    slopes = [max(abs(1 + gi * wi * d) for d in (0, 1)) for wi, gi in zip(w, g, strict=True)]
+    assert max(slopes) == gamma
+    # As a layer of lipkit the product of the norms bounds it: W_2 = -W_1^T Lambda, the form of SLL, has no solution.
+    first, second = (nn.Linear(2, 2, bias=False).double().requires_grad_(False) for _ in range(2))
+    with torch.no_grad():
+        first.weight.copy_(torch.diag(torch.tensor(w)))
+        second.weight.copy_(torch.diag(torch.tensor([float(gi) for gi in g])))
+    plain = SlopeResidual(first, nn.ReLU(), second, torch.tensor([float(li) for li in multipliers]))
+    assert float(lipschitz(plain, (2,))) == pytest.approx(2, rel=1e-12)

@@ -101,12 +101,17 @@ def test_verdicts_of_full_and_other_records() -> None:
     table = TABLES["cayley_1"]
     row = next(row for row in table.rows if row.label == "Cayley")
 
-    def cells(scale: str, **values: float) -> dict[str, tuple[str, str]]:
+    def cells(scale: str, seeds: int = 2, **values: float) -> dict[str, tuple[str, str]]:
         record = SimpleNamespace(metrics=lambda: values)
-        return pages.figure_cells(table, row, [pages.TableRecord(scale, 0, record)])
+        return pages.figure_cells(table, row, [pages.TableRecord(scale, seed, record) for seed in range(seeds)])
 
     full = cells("full", clean=0.76, emp_lip=0.7)
     assert full["clean"] == ("reached", "75.33 % → 76.00 %: reached, +0.67 %")
+    # Within the deviation that the paper prints, 0.41, not within a point.
+    assert cells("full", clean=0.7493)["clean"][0] == "reached"
+    assert cells("full", clean=0.7491)["clean"] == ("missed", "75.33 % → 74.91 %: missed by 0.42 %, below")
+    alone = cells("full", seeds=1, clean=0.76)["clean"]
+    assert alone == ("one seed", "75.33 % → 76.00 %: reached, +0.67 %, one seed")
     assert full["Emp.Lip"] == ("missed", "0.74 → 0.7: missed by 0.04, below")
     assert full["certified 36/255"] == ("not made", "59.16 %: not made")
     assert "PGD 36/255" not in full  # the paper prints none

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from papers.__main__ import main
-from papers.table_runs import plan
+from papers.table_runs import TableRecord, compare, plan
 from papers.tables import DIGITS, After, Available, Row, Table
 from torch import nn
 
@@ -19,7 +19,7 @@ from lipkit.errors import ShapeError
 from lipkit.evaluation import evaluate_regression
 from lipkit.experiments import run as pipeline
 from lipkit.report import read_record, write_record
-from lipkit.report.record import MeasurementRecord, from_regression, read_any_record
+from lipkit.report.record import MeasurementRecord, SeenRecord, from_regression, read_any_record
 from papers import tables
 
 QUICK = (
@@ -164,7 +164,15 @@ def test_records_are_kept_and_printed_without_training(table, monkeypatch, tmp_p
     fewer = {key: value for key, value in record.recipe.items() if key != "adversary"}
     write_record(record.model_copy(update={"recipe": fewer}), path)
     assert main(["t1", "--records", str(kept)]) == 0
-    assert "*: made with other settings" not in capsys.readouterr().out
+    assert "*: made with other settings" not in (printed := capsys.readouterr().out)
+    # What training saw is a column, and a run that saw far less than its row's reference is named.
+    assert "epochs" not in printed
+    saw = SeenRecord(steps=10, samples=890, epochs=2.5, samples_per_cpu_second=100.0)
+    write_record(record.model_copy(update={"recipe": fewer, "seen": saw}), path)
+    for samples, slow in ((988, False), (990, True)):
+        counted = table.rows[1].model_copy(update={"samples": samples})
+        row = next(line for line in compare(table, counted, [TableRecord("full", 1, read_record(path))], ["epochs"]))
+        assert (row[2], row[-1]) == ("full" + ", slow machine" * slow, "2.5")
 
 
 def test_a_run_of_another_table_is_taken_from_there(table, tmp_path):

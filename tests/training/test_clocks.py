@@ -37,13 +37,23 @@ def train(rates: list[float] | None = None, **options: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("90", (90.0, "cpu")), ("1h wall", (3600.0, "wall")), (" 2.5 min cpu", (150.0, "cpu")), ("7s", (7.0, "cpu"))],
+    [
+        ("90", (90.0, "cpu")),
+        ("1h wall", (3600.0, "wall")),
+        (" 2.5 min cpu", (150.0, "cpu")),
+        ("7s", (7.0, "cpu")),
+        ("1.5M images", (1.5e6, "samples")),
+        ("20k samples", (2e4, "samples")),
+        ("7 images", (7.0, "samples")),
+    ],
 )
 def test_texts(text: str, expected: tuple[float, str]) -> None:
     assert clocks.parse_budget(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "h", "-1s", "0", "1d", "1h30", "1 s s", "1e999h", "inf", "9" * 400])
+@pytest.mark.parametrize(
+    "text", ["", "h", "-1s", "0", "1d", "1h30", "1 s s", "1e999h", "inf", "9" * 400, "0 images", "1.5M", "2G images"]
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match="budget: expected a time such as 400s"):
         TrainOptions(budget=text)
@@ -93,6 +103,21 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     # A finished run has nothing left to do.
     again = train(**options, resume=True)
     assert torch.equal(again.model.weight, whole.model.weight)
+
+
+def test_a_budget_of_samples_is_that_many_epochs_to_the_bit(tmp_path: Path) -> None:
+    rates: list[float] = []
+    one, other = train(epochs=2), train(rates, budget="400 images")
+    assert torch.equal(one.model.weight, other.model.weight)
+    assert rates == [step / 100 for step in range(1, 101)]
+    # It ends within an epoch, and a run that is cut and resumed is the run that was not.
+    whole = train(budget="0.25k samples")
+    assert [(row["steps"], row["samples"]) for row in whole.history] == [(50, 200), (13, 52)]
+    part = train(budget="0.25k samples", run_dir=tmp_path, max_minutes=1e-9)
+    assert not part.finished
+    again = train(budget="0.25k samples", run_dir=tmp_path, resume=True)
+    assert torch.equal(again.model.weight, whole.model.weight)
+    assert [(row["steps"], row["samples"]) for row in again.history] == [(50, 200), (13, 52)]
 
 
 def test_the_budget_is_a_setting(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from lipkit.files import write_atomic
 from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT, flatten
-from lipkit.report.record import RECORD, Facts
+from lipkit.report.record import RECORD, Facts, seen
 from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
 from lipkit.training.options import Numbers
@@ -136,6 +136,7 @@ def _train(
         "parameters": count,
         "seed": section.seed,
         "train_samples": len(data.train),
+        "seen": seen(run.history, len(data.train)),
         "times": {"train": seconds},
         "device": str(fabric.device),
         "changed": list(changed(recipe)),
@@ -200,7 +201,12 @@ def certify(
     if (folder / RECORD).exists():
         before = read_record(folder)
         times = {key: value for key, value in before.times.items() if key == "train"}
-        facts |= {"claimed": before.lipschitz.claimed, "parameters": before.parameters, "times": times}
+        facts |= {
+            "claimed": before.lipschitz.claimed,
+            "parameters": before.parameters,
+            "seen": before.seen,
+            "times": times,
+        }
     return finish(folder, recipe, network, data, facts, display or Silent(), where)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -170,7 +171,10 @@ def contents(value: Any, seen: dict[int, Any]) -> Any:
         elif isinstance(value, set):
             parts = sorted(value, key=repr)
         else:
-            parts = [list(p) if hasattr(p, "__next__") else p for p in value.__reduce_ex__(4)[1:]]
+            with warnings.catch_warnings():  # Python 3.12 and 3.13 copy an itertools.count, and warn that 3.14 will not
+                warnings.simplefilter("ignore", DeprecationWarning)
+                reduced = value.__reduce_ex__(4)[1:]
+            parts = [list(p) if hasattr(p, "__next__") else p for p in reduced]
     except Exception:  # what cannot be copied is not looked into
         return type(value)
     return [contents(part, seen) for part in parts]

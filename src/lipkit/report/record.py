@@ -45,6 +45,7 @@ from lipkit.report.schema import (
     RegressionRecord,
     RoundingRecord,
     SearchRecord,
+    SeenRecord,
     ShareRecord,
 )
 
@@ -147,6 +148,7 @@ class Facts(TypedDict, total=False):
         seed: of the training.
         claimed: Lipschitz constant of the model before export (``lipschitz(model)``).
         parameters: number of trained parameters.
+        seen: what training saw, from `seen`.
         times: seconds by name; those of the evaluation are added.
         device: where the training ran.
         latency: from `lipkit.evaluation.latency`.
@@ -158,6 +160,7 @@ class Facts(TypedDict, total=False):
     seed: int | None
     claimed: float | None
     parameters: int | None
+    seen: SeenRecord | None
     times: Mapping[str, float] | None
     device: str
     latency: Latency | None
@@ -190,6 +193,7 @@ def _common(
             test_samples=len(certificate),
         ),
         "parameters": facts.get("parameters"),
+        "seen": facts.get("seen"),
         "lipschitz": LipschitzRecord(
             claimed=facts.get("claimed"),
             computed=certificate.constant,
@@ -202,6 +206,23 @@ def _common(
         "latency": None if latency is None else LatencyRecord(**dataclasses.asdict(latency)),
         "times": {**(facts.get("times") or {}), **times},
     }
+
+
+def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord | None:
+    """Counts of a training from the rows of ``Run.history``; None if some rows are older than the counts.
+
+    >>> seen([{"steps": 2, "samples": 100, "cpu_seconds": 0.5}], train_samples=50).samples_per_cpu_second
+    200.0
+    """
+    if not history or not all({"steps", "samples", "cpu_seconds"} <= row.keys() for row in history):
+        return None
+    steps, samples, seconds = (sum(row[key] for row in history) for key in ("steps", "samples", "cpu_seconds"))
+    return SeenRecord(
+        steps=steps,
+        samples=samples,
+        epochs=round(samples / train_samples, 3),
+        samples_per_cpu_second=round(samples / max(seconds, 1e-3), 1),
+    )
 
 
 def measurement_record(

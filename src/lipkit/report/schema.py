@@ -122,6 +122,15 @@ class LatencyRecord(_Model):
     device: str
 
 
+class SeenRecord(_Model):
+    """Counts of a training: optimiser steps, samples and epochs, and samples per second of one process' CPU time."""
+
+    steps: int
+    samples: int
+    epochs: float
+    samples_per_cpu_second: float
+
+
 class _Versioned(_Model):
     """A record with a version of the schema."""
 
@@ -139,7 +148,7 @@ class RunRecord(_Versioned):
     """The figures of a run of any task. Times are seconds.
 
     ``changed`` are keys of the recipe that differ from the packaged one of its name. ``further`` are figures measured
-    after it, by name, ``after`` the options of those measurements.
+    after it, by name, ``after`` the options of those measurements. ``seen`` is None in records before 26 November 2026.
     """
 
     name: str
@@ -151,6 +160,7 @@ class RunRecord(_Versioned):
     hardware: HardwareRecord
     data: DataRecord
     parameters: int | None
+    seen: SeenRecord | None = None
     lipschitz: LipschitzRecord
     rounding: RoundingRecord | None = None
     network_sha256: str

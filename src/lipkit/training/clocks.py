@@ -1,4 +1,4 @@
-"""The clocks of training: limits of one call, and a budget of time that the schedule follows."""
+"""The clocks of training: limits of one call, and a budget of time or samples that the schedule follows."""
 
 from __future__ import annotations
 
@@ -10,38 +10,45 @@ from typing import Any, Literal
 from lipkit.text import printable
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*(cpu|wall)?", re.ASCII)
+_TIME = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*(cpu|wall)?", re.ASCII)
+_SAMPLES = re.compile(r"(\d+(?:\.\d*)?)\s*([kM]?)\s*(?:images|samples)", re.ASCII)
 
 
-def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall"]]:
-    """A budget as (seconds, clock).
+def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
+    """A budget as (seconds, clock) or (samples, "samples").
 
     Args:
         text: a number of seconds, or one with the unit s, min or h; then, optionally, cpu or wall: time of the
-            processor that this process takes, which is the default, or time that passes.
+            processor that this process takes, which is the default, or time that passes. Or a number of samples seen,
+            such as 1.5M images (k and M for thousands and millions; images and samples are the same).
 
     Raises:
-        ValueError: another text, or no time at all.
+        ValueError: another text, no time at all, or less than one sample.
 
-    >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall")
-    ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'))
+    >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall"), parse_budget("1.5M images")
+    ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'), (1500000.0, 'samples'))
     """
-    match = _BUDGET.fullmatch(text.strip())
-    seconds = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
-    if not match or not 0 < seconds < math.inf:
-        raise ValueError(f"expected a time such as 400s, 10min, 1h or 1h wall, got {printable(repr(text), 80)}")
-    return seconds, "wall" if match[3] == "wall" else "cpu"
+    if match := _SAMPLES.fullmatch(text.strip()):
+        amount = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]]
+        if 1 <= amount < math.inf:
+            return amount, "samples"
+    elif match := _TIME.fullmatch(text.strip()):
+        amount = float(match[1]) * _UNITS[match[2] or ""]
+        if 0 < amount < math.inf:
+            return amount, "wall" if match[3] == "wall" else "cpu"
+    examples = "400s, 10min, 1h or 1h wall, or a number of samples such as 1.5M images"
+    raise ValueError(f"expected a time such as {examples}, got {printable(repr(text), 80)}")
 
 
 class Budget:
-    """Time that training may take, over all its parts: what is used of it decides the learning rate, and ends it.
+    """Time or samples that training may take, over all its parts: the fraction used decides the rate, and ends it.
 
-    Only what happens between `start` and `charge` counts, not evaluations and checkpoints. The time of a part that was
-    cut before its checkpoint does not count: its steps are made again.
+    Of time, only what happens between `start` and `charge` counts, not evaluations and checkpoints. What a part used
+    that was cut before its checkpoint does not count: its steps are made again.
 
     Args:
         text: see `parse_budget`.
-        used: seconds, of the parts before.
+        used: seconds or samples, of the parts before.
         now: the clock, in seconds; None for the one that ``text`` names.
 
     >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
@@ -52,24 +59,30 @@ class Budget:
     """
 
     def __init__(self, text: str, used: float = 0.0, now: Any = None) -> None:
-        self.seconds, clock = parse_budget(text)
+        self.amount, self.unit = parse_budget(text)
         self.used = used
-        self._now = now or (time.process_time if clock == "cpu" else time.monotonic)
+        self._now = now or (time.process_time if self.unit == "cpu" else time.monotonic)
         self._since = 0.0
 
     def start(self) -> None:
-        """Count from now on."""
+        """Count time from now on."""
         self._since = self._now()
 
+    def begin_step(self, samples: int) -> None:
+        """Count the samples of a step before it is made: its rate is that of its end, as without a budget."""
+        if self.unit == "samples":
+            self.used += samples
+
     def charge(self) -> None:
-        """Count what has passed since the last call."""
-        now = self._now()
-        self.used, self._since = self.used + now - self._since, now
+        """Count the time that has passed since the last call."""
+        if self.unit != "samples":
+            now = self._now()
+            self.used, self._since = self.used + now - self._since, now
 
     @property
     def fraction(self) -> float:
         """The part of the budget that is used, at most 1."""
-        return min(1.0, self.used / self.seconds)
+        return min(1.0, self.used / self.amount)
 
 
 Request = Literal["", "save", "stop"]

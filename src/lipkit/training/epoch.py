@@ -135,7 +135,7 @@ class Plan:
         objective: what a step lowers.
         folder: of the run; None writes nothing.
         clock: ends training, or asks for a checkpoint.
-        budget: of time; None for none.
+        budget: of time or samples; None for none.
         input_shape: of one input as the model gets it, if a layer needs it after a step; else None.
     """
 
@@ -155,13 +155,13 @@ class Plan:
 
     @property
     def used(self) -> float:
-        """Seconds of the budget used so far; 0 without one."""
+        """Seconds or samples of the budget used so far; 0 without one."""
         return 0.0 if self.budget is None else self.budget.used
 
     def fraction(self, fabric: Any, number: int) -> float:
-        """Of training done with the step ``number``, counted from 1: by steps or by time, whichever is further.
+        """Of training done with the step ``number``, counted from 1: by steps or by the budget, whichever is further.
 
-        All processes get the time of the first one: they must end together.
+        All processes get the fraction of the first one: they must end together.
         """
         epochs = self.options.epochs
         by_steps = 0.0 if epochs is None else number / (epochs * self.steps)
@@ -200,11 +200,13 @@ def run_epoch(network: Session, plan: Plan, epoch: int, state: Mapping[str, Any]
     fraction = plan.fraction(fabric, epoch * steps + done)
     for step, index in enumerate(islice(indices, done, None), done + 1):
         number = epoch * steps + step
-        # Time is known up to this step only, steps to its end.
-        reached = plan.fraction(fabric, number) if plan.budget is None else fraction
-        set_rate(network.optimizer, network.rates, plan.rate(reached))
-        x, y = _batch(plan, index, fabric.device, augment)
         size = min(options.batch_size, len(plan.data) - (step - 1) * options.batch_size)
+        if plan.budget is not None:
+            plan.budget.begin_step(size)
+        # Time is known up to this step only; steps and samples to its end.
+        timed = plan.budget is not None and plan.budget.unit != "samples"
+        set_rate(network.optimizer, network.rates, plan.rate(fraction if timed else plan.fraction(fabric, number)))
+        x, y = _batch(plan, index, fabric.device, augment)
         counted = own_part(size, rank=rank, ranks=ranks)
         sums = take_step(network, plan.objective, x, y, size=size, counted=counted, attack=attack)
         if plan.budget is not None:

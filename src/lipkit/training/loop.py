@@ -35,8 +35,9 @@ class Run(Shown):
 
     Attributes:
         model: the model given, trained, in eval mode, on the training device.
-        history: one dict per epoch: epoch, loss, accuracy, lr, seconds, samples_per_second, memory_mib (the
-            most so far: of the CUDA device, else of the process), and what ``evaluate`` returned.
+        history: one dict per epoch: epoch, loss, accuracy, steps, samples, cpu_seconds (of the steps, in this
+            process), lr, seconds, samples_per_second, memory_mib (the most so far: of the CUDA device, else of the
+            process), and what ``evaluate`` returned.
         folder: the run's folder, or None.
         epochs_done: number of whole epochs trained, those before a resume included.
         average: with ``ema``, a copy of the model with the averaged parameters; else None.
@@ -58,7 +59,7 @@ class Run(Shown):
     def describe(self) -> str:
         """Epochs and last figures; no constant, since a trained model's is a claim until its export is proved."""
         last = self.history[-1] if self.history else {}
-        costs = ("lr", "seconds", "samples_per_second", "memory_mib")
+        costs = ("lr", "seconds", "cpu_seconds", "samples_per_second", "memory_mib")
         figures = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float) and k not in costs]
         seconds, early = sum(row.get("seconds", 0.0) for row in self.history), ", stopped before the last one"
         count = sum(p.numel() for p in self.model.parameters())
@@ -108,8 +109,9 @@ def fit(
     After each step the layers of ``model`` that need it do their work, such as SVCM's projection: see
     `lipkit.layers.after_step`.
 
-    Step s of S changes the parameters at the rate ``lr * schedule(s / S)``, s = 1..S; with a ``budget`` at that of the
-    time used before the step, which no second run repeats to the bit. Shuffling and
+    Step s of S changes the parameters at the rate ``lr * schedule(s / S)``, s = 1..S; with a ``budget`` of samples at
+    that of the samples seen with this step, with one of time at that of the time used before the step, which no second
+    run repeats to the bit. Shuffling and
     augmentation of an epoch are drawn from generators seeded by (seed, epoch); torch's global random state
     is seeded at the start, saved with each checkpoint and given back as it was found. So on a CPU, the same
     call with as many processes gives the same weights, bit for bit, whether or not it was interrupted and
@@ -230,12 +232,15 @@ def _epochs(
 def _row(network: Session, plan: Plan, epoch: int, totals: Totals, evaluated: bool) -> dict[str, Any]:
     """The line of metrics of ``epoch``, counted from 1."""
     fabric, pace, evaluate = network.fabric, totals.pace(), plan.options.evaluate
-    nonfinite = sessions.nonfinite_parameter(
-        network
-    )  # the last step may spoil the weights after a loss that was finite
+    nonfinite = sessions.nonfinite_parameter(network)  # the last step may spoil them after a finite loss
     if nonfinite is not None:
         raise Divergence(f"expected finite weights, got NaN or infinity in {nonfinite} at the end of epoch {epoch}")
-    row: dict[str, Any] = {"epoch": epoch, **totals.row(), "lr": network.optimizer.param_groups[0]["lr"]}
+    row: dict[str, Any] = {
+        "epoch": epoch,
+        **totals.row(),
+        **totals.seen(),
+        "lr": network.optimizer.param_groups[0]["lr"],
+    }
     if plan.objective.penalty is not None:
         row["penalty"] = float(plan.objective.penalty(network.model).detach())
     if evaluated and evaluate is not None:

@@ -125,8 +125,9 @@ class Numbers(Section):
     )
     budget: Budgeted | None = Field(
         default=None,
-        description="time for training, such as 400s, 10min, 1h (of the processor) or 1h wall: the learning rate "
-        "follows the fraction used; null for no limit. With epochs, what ends first ends it",
+        description="time for training, such as 400s, 10min, 1h (of the processor) or 1h wall, or samples seen, such "
+        "as 1.5M images, which is the same on every machine: the learning rate follows the fraction used; null for no "
+        "limit. With epochs, training stops at whichever comes first",
     )
     batch_size: Count = Field(default=128, description="samples of one step, all devices together")
     lr: Positive = Field(default=0.001, description="peak learning rate")

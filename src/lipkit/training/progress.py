@@ -78,6 +78,7 @@ class Totals:
         before = before or {}
         self.loss, self.correct = float(before.get("loss", 0.0)), float(before.get("correct", 0.0))
         self.samples, self.seconds_before = int(before.get("samples", 0)), float(before.get("seconds", 0.0))
+        self.step, self.cpu_before, self.cpu = 0, float(before.get("cpu", 0.0)), time.process_time()
         self.pending: list[Tensor] = []
         self.samples_before, self.start = self.samples, time.perf_counter()
         self.read = self.start
@@ -101,6 +102,7 @@ class Totals:
         self.labelled = labelled
         self.pending.append(sums)
         self.samples += size
+        self.step = step
         last = step == self.steps or fraction >= 1
         overdue = self.fabric.world_size == 1 and time.perf_counter() - self.read >= READ_SECONDS
         if len(self.pending) < READ_EVERY and not last and not overdue:
@@ -140,9 +142,17 @@ class Totals:
         accuracy = {"accuracy": self.correct / self.samples} if self.labelled else {}
         return {"loss": self.loss / self.samples, **accuracy}
 
+    def seen(self) -> dict[str, float]:
+        """Steps and samples of this epoch so far, and the time of the processor that this process took for them."""
+        return {"steps": self.step, "samples": self.samples, "cpu_seconds": round(self._cpu_seconds(), 3)}
+
+    def _cpu_seconds(self) -> float:
+        return self.cpu_before + time.process_time() - self.cpu
+
     def state(self) -> dict[str, float]:
         """The numbers that continue the epoch later: after a reading, so that nothing is pending."""
-        return {"loss": self.loss, "correct": self.correct, "samples": self.samples, "seconds": self.seconds()}
+        counts = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
+        return {**counts, "seconds": self.seconds(), "cpu": self._cpu_seconds()}
 
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
         """Tell ``progress`` where training stands."""
