@@ -52,7 +52,8 @@ def activation(draw: random.Random, dtype: torch.dtype, width: int) -> nn.Module
     number = lambda: extreme(draw, dtype)  # noqa: E731
     prelu = nn.PReLU(width, dtype=dtype)
     prelu.weight.data = entries(draw, dtype, width)
-    norm = nn.BatchNorm1d(width, eps=abs(number()) or 1e-5, dtype=dtype).eval()
+    # Above the subnormal numbers, which torch 2.11 takes for 0 where they are flushed, and refuses.
+    norm = nn.BatchNorm1d(width, eps=max(abs(number()) or 1e-5, 1e-300), dtype=dtype).eval()
     norm.weight.data, norm.bias.data = entries(draw, dtype, width), entries(draw, dtype, width)
     norm.running_var = entries(draw, dtype, width).abs()
     low, high = sorted((number(), number()))

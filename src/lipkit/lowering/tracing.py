@@ -11,7 +11,7 @@ import operator
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -159,30 +159,79 @@ class Path:
         self._own = {name for name in homes if not _foreign(name)}
         self._taken: dict[CodeType, list[int]] = {}
 
-    def __enter__(self) -> Path:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-        return self
+    if sys.version_info >= (3, 12):  # there, the first call of a function under settrace may miss instructions
 
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
+        def __enter__(self) -> Path:
+            monitoring = sys.monitoring
+            self._tool = next(i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None)
+            monitoring.use_tool_id(self._tool, "lipkit")
+            monitoring.restart_events()  # of code that was foreign to another network
+            monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, self._executed)
+            monitoring.set_events(self._tool, monitoring.events.INSTRUCTION)
+            return self
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        name = str(frame.f_globals.get("__name__"))
-        if name not in self._own and (_foreign(name) or frame.f_code.co_filename.startswith(("<frozen", *_INSTALLED))):
+        def __exit__(self, *error: object) -> None:
+            sys.monitoring.set_events(self._tool, 0)
+            sys.monitoring.register_callback(self._tool, sys.monitoring.events.INSTRUCTION, None)
+            sys.monitoring.free_tool_id(self._tool)
+
+        def _executed(self, code: CodeType, offset: int) -> Any:
+            if code not in self._taken and not self._follows(sys._getframe(1)):
+                return sys.monitoring.DISABLE
+            self._taken.setdefault(code, []).append(offset)
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._stepped
 
-    def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode":
-            self._taken.setdefault(frame.f_code, []).append(frame.f_lasti)
-        return self._stepped
+    else:
+
+        def __enter__(self) -> Path:
+            self._before = sys.gettrace()
+            sys.settrace(self._called)
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            sys.settrace(self._before)
+
+        def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+            if not self._follows(frame):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return self._stepped
+
+        def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "opcode":
+                self._taken.setdefault(frame.f_code, []).append(frame.f_lasti)
+            return self._stepped
+
+    def _follows(self, frame: FrameType) -> bool:
+        name = str(frame.f_globals.get("__name__"))
+        installed = frame.f_code.co_filename.startswith(("<frozen", *_INSTALLED))
+        return name in self._own or not (_foreign(name) or installed)
 
     def other(self, path: Path) -> str | None:
         """The first function that both paths enter and go through in another way; None if there is none."""
         both = (code for code in self._taken if code in path._taken)
         return next((code.co_qualname for code in both if self._taken[code] != path._taken[code]), None)
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Leave what runs in here out of a `Path` that is on."""
+    if sys.version_info >= (3, 12):
+        event = sys.monitoring.events.INSTRUCTION
+        tools = [i for i in range(6) if sys.monitoring.get_tool(i) == "lipkit"]
+        callbacks = [sys.monitoring.register_callback(i, event, None) for i in tools]
+        try:
+            yield
+        finally:
+            for tool, callback in zip(tools, callbacks, strict=True):
+                sys.monitoring.register_callback(tool, event, callback)
+    else:
+        watch = sys.gettrace()
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            sys.settrace(watch)
 
 
 def _foreign(name: str) -> bool:
@@ -346,11 +395,10 @@ class _Tracer(fx.Tracer):
         if node.op == "placeholder":
             self._values[node] = (self._x[0].clone(), self._x[1].clone())
         elif node.op != "output":
-            found, more, watch = self._evaluated(node, 0), None, sys.gettrace()
-            sys.settrace(None)  # a `Path` goes through the network once
-            with suppress(Exception):  # what fails for another batch is refused when the graph runs
+            found, more = self._evaluated(node, 0), None
+            # A `Path` goes through the network once; what fails for another batch is refused when the graph runs.
+            with _unwatched(), suppress(Exception):
                 more = self._evaluated(node, 1)
-            sys.settrace(watch)
             self._values[node] = found, more
         return proxy
 
