@@ -1780,8 +1780,9 @@ def load_samples(spec, root_folder):
             members = order[y[order] == label]
             held[members[: round(0.2 * len(members))]] = True
         return x[held], y[held]
-    if spec == "mnist":
-        x, y = (_idx(base / "MNIST" / "raw", f"t10k-{part}-ubyte") for part in ("images-idx3", "labels-idx1"))
+    if spec == "mnist" or spec.startswith("idx:"):
+        place = base / "MNIST" / "raw" if spec == "mnist" else Path(spec[4:]).expanduser()
+        x, y = (_idx(place, f"t10k-{part}-ubyte") for part in ("images-idx3", "labels-idx1"))
         x = x[:, None]
     elif spec == "cifar10":
         content = read(base / "cifar-10-batches-bin" / "test_batch.bin")

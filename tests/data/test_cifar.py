@@ -233,6 +233,12 @@ def test_load_cifar100(tmp_path, version):
         assert split.y.tolist() == fine.tolist()
 
 
+@pytest.mark.thorough
+def test_a_recipe_of_cifar10_takes_cifar100(tmp_path, one_recipe):
+    write_binary_100(tmp_path)
+    assert one_recipe("cifar10_patchnet", "cifar100", tmp_path, "model.options.patch=8") == 100
+
+
 def test_classes_cifar100():
     names = DATASETS["cifar100"].classes
     assert len(names) == len(set(names)) == 100

@@ -53,6 +53,21 @@ def test_load(tmp_path, compressed):
         assert np.array_equal(split.y.numpy(), made[part][1])
 
 
+@pytest.mark.thorough
+def test_files_of_the_same_form_are_data_of_a_recipe(tmp_path, one_recipe):
+    made = write_mnist(tmp_path, compressed=True)
+    folder = tmp_path / "MNIST" / "raw"
+    data = load(f"idx:{folder}")
+    assert data.classes == tuple(map(str, range(int(made["train"][1].max()) + 1)))
+    assert np.array_equal(data.test.x[:, 0].numpy(), made["t10k"][0])
+    assert one_recipe("mnist_patchnet", f"idx:{folder}") == len(data.classes)
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(np.full(3, 200, np.uint8)))
+    with pytest.raises(DataError, match=r"labels up to \d and 200"):
+        load(f"idx:{folder}")
+    with pytest.raises(DataError, match="train-images-idx3-ubyte"):
+        load(f"idx:{tmp_path}")
+
+
 def test_raw_is_taken_before_gz(tmp_path):
     write_mnist(tmp_path, compressed=False)
     (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(b"not read")

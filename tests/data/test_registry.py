@@ -40,7 +40,9 @@ def test_the_table_says_what_is_loaded():
     ],
 )
 def test_unknown_names(spec):
-    known = r"digits, mnist, cifar10, cifar100, .*, folder:PATH, images:SIZE:PATH, npz:PATH or pkg\.mod:factory"
+    known = (
+        r"digits, mnist, cifar10, cifar100, .*, folder:PATH, images:SIZE:PATH, idx:PATH, npz:PATH or pkg\.mod:factory"
+    )
     with pytest.raises(OptionError, match=known):
         load(spec)
 

@@ -47,6 +47,11 @@ def test_load(folder):
         assert np.array_equal(split.x[index].numpy(), expected)
 
 
+@pytest.mark.thorough
+def test_a_recipe_of_cifar_takes_them(folder, one_recipe):
+    assert one_recipe("cifar10_patchnet", "tiny_imagenet", folder.parent, "model.options.patch=16") == 3
+
+
 def refused(folder, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load("tiny_imagenet", root=folder.parent)

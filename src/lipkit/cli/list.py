@@ -49,6 +49,7 @@ def datasets() -> list[list[str]]:
     own = [
         ["folder:PATH", "your images of one size: PATH/train/CLASS/*, PATH/test/CLASS/*", ""],
         ["images:SIZE:PATH", "your images of any size, the same folders: made RGB of SIZE x SIZE", ""],
+        ["idx:PATH", "four IDX files named as MNIST's in one folder: Fashion-MNIST, KMNIST, EMNIST", ""],
         ["npz:PATH", "your arrays: x_train, y_train, x_test, y_test", ""],
         ["pkg.mod:factory", "your function, which is run", ""],
     ]

@@ -1,4 +1,4 @@
-"""MNIST from its four IDX files."""
+"""MNIST from its four IDX files, and other data in this form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,33 @@ def load_mnist(root: Path) -> Data:
         DataError: if a file is missing or is not what its header says.
     """
     folder = root / "MNIST" / "raw"
-    return Data("mnist", _split(folder, "train"), _split(folder, "t10k"), CLASSES)
+    parts = [_split(folder, part) for part in ("train", "t10k")]
+    for images in (parts[0].x, parts[1].x):
+        if tuple(images.shape[1:]) != INPUT_SHAPE:
+            raise DataError(f"{folder}: expected images of 28 x 28, got {images.shape[2]} x {images.shape[3]}")
+    if (most := int(max(part.y.max() for part in parts))) > 9:
+        raise DataError(f"{folder}: expected labels 0 to 9, got {most}")
+    return Data("mnist", *parts, CLASSES)
+
+
+def load_idx(folder: Path) -> Data:
+    """Load grey images from four files that are named as MNIST's, such as Fashion-MNIST, KMNIST or EMNIST.
+
+    Args:
+        folder: holds them. There are as many classes as the largest training label says, named by their numbers.
+
+    Raises:
+        DataError: if a file is missing or is not what its header says, or test data have other labels or sizes.
+    """
+    train, test = (_split(folder, part) for part in ("train", "t10k"))
+    classes, most = int(train.y.max()) + 1, int(test.y.max())
+    if train.x.shape[1:] != test.x.shape[1:] or most >= classes:
+        sizes = " and ".join(f"{part.x.shape[2]} x {part.x.shape[3]}" for part in (train, test))
+        raise DataError(
+            f"{folder}: expected test images of the size and labels of the training images, got {sizes}, and labels up "
+            f"to {classes - 1} and {most}"
+        )
+    return Data(f"idx:{folder}", train, test, tuple(map(str, range(classes))))
 
 
 def _split(folder: Path, part: str) -> Split:
@@ -44,12 +70,8 @@ def _split(folder: Path, part: str) -> Split:
     labels_path = _find(folder / f"{part}-labels-idx1-ubyte")
     labels = read_idx(labels_path, 1, source=SOURCE)
     images = read_idx(images_path, 3, source=SOURCE)
-    if tuple(images.shape[1:]) != INPUT_SHAPE[1:]:
-        raise DataError(f"{images_path}: expected images of 28 x 28, got {images.shape[1]} x {images.shape[2]}")
     if len(images) != len(labels):
         raise DataError(f"{labels_path}: expected {len(images)} labels, one for each image, got {len(labels)}")
-    if int(labels.max()) > 9:
-        raise DataError(f"{labels_path}: expected labels 0 to 9, got {int(labels.max())}")
     return Split(images[:, None], labels.to(torch.int64))
 
 

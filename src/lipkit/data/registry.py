@@ -15,6 +15,7 @@ from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10, tiny_i
 from lipkit.data.arrays import load_npz
 from lipkit.data.convert import as_data, as_split
 from lipkit.data.folder import load_folder, load_images
+from lipkit.data.mnist import load_idx
 from lipkit.data.split import Data, Entry
 from lipkit.errors import DataError, LipkitError, OptionError
 
@@ -52,8 +53,8 @@ def load(
     Args:
         spec: a name of DATASETS (`digits`, `mnist`, `cifar10`, ...); `folder:PATH` (train/CLASS/*, test/CLASS/* or
             val/CLASS/*, images of one size); `images:SIZE:PATH` (the same, images of any size made RGB of SIZE x
-            SIZE); `npz:PATH` (x_train, y_train, x_test, y_test); or `pkg.mod:factory` (your function: it is run).
-            PATH is relative to the working directory.
+            SIZE); `idx:PATH` (the four files of Fashion-MNIST and the like); `npz:PATH` (x_train, y_train, x_test,
+            y_test); or `pkg.mod:factory` (your function: it is run). PATH is relative to the working directory.
         root: where the data sets of the table lie; see `data_root`.
         limit: at most this many samples in each split, drawn at random with a fixed seed; see `Split.take`.
         limits: of the entries of samples, see `Data`; None leaves them as they are.
@@ -75,13 +76,15 @@ def load(
     elif kind == "images" and re.fullmatch(r"[0-9]{1,5}:.+", rest):
         size, _, path = rest.partition(":")
         data = load_images(Path(path).expanduser(), int(size))
+    elif kind == "idx" and rest:
+        data = load_idx(Path(rest).expanduser())
     elif kind == "npz" and rest:
         data = load_npz(Path(rest).expanduser(), limits)
     elif is_code(spec):
         data = load_custom(spec, limits)
     else:
         raise OptionError(
-            f"expected a data set ({', '.join(DATASETS)}, folder:PATH, images:SIZE:PATH, npz:PATH or "
+            f"expected a data set ({', '.join(DATASETS)}, folder:PATH, images:SIZE:PATH, idx:PATH, npz:PATH or "
             f"pkg.mod:factory), got {spec!r}"
         )
     data = replace(data, limits=limits or data.limits)
@@ -90,7 +93,7 @@ def load(
 
 def is_code(spec: str) -> bool:
     """True for a name ``pkg.mod:factory``, which stands for code that is run."""
-    return re.fullmatch(r"(?!(folder|images|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
+    return re.fullmatch(r"(?!(folder|images|idx|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
 
 
 def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:

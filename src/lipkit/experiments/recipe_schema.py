@@ -58,8 +58,8 @@ class DataSection(Section):
     """Which data. A plain string stands for ``spec``."""
 
     spec: StrictStr = Field(
-        description="digits, mnist, cifar10, folder:PATH, images:SIZE:PATH, npz:PATH, or pkg.mod:factory (your "
-        "function, which is run)"
+        description="digits, mnist, cifar10, folder:PATH, images:SIZE:PATH, idx:PATH, npz:PATH, or pkg.mod:factory "
+        "(your function, which is run)"
     )
     root: StrictStr | None = Field(
         default=None, description="folder of the data sets; default $LIPKIT_DATA, else ./data"
