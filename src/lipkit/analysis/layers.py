@@ -217,9 +217,10 @@ class Constants:
     def _shape(self, value: int) -> Shape:
         """Of one sample; of a value inside of a call by running zeros."""
         if value not in self._shapes:
-            module, (first, *_) = self._modules[value - 1], self._sources[value - 1]
-            before = self._shape(first)
-            self._shapes[value] = before if isinstance(module, Join) else output_shape(module, before)
+            module, before = self._modules[value - 1], [self._shape(read) for read in self._sources[value - 1]]
+            joined = isinstance(module, Join)
+            found = module(*(torch.zeros(1, *shape) for shape in before)).shape[1:] if joined else ()
+            self._shapes[value] = tuple(found) if joined else output_shape(module, before[0])
         return self._shapes[value]
 
     def _behind(self, i: int, forms: Sequence[Form]) -> Form:

@@ -170,8 +170,8 @@ class Build:
         return Operand(self.shape, x.dtype, number=self.add(Expand(*self.shape), x))
 
     def shift(self, x: Any) -> Tensor:
-        """A constant that is added, which no bound depends on."""
-        return self.like if self.bounding else self.number(x, "term")
+        """A constant that is added; no bound depends on it, and 1, which is not 0, stands for it there."""
+        return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
         """``scale * x + shift``, repeated as torch would repeat them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, funct
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand
 from lipkit.lowering.tracing import flat
+from lipkit.modules.activations import MaxMin
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Concatenate, Maximum
 from lipkit.modules.pooling import Mean
@@ -197,12 +198,50 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
 # Several values beside each other, and reductions.
 
 
+def _compared(call: Build, value: int) -> tuple[type, int, int] | None:
+    """(Maximum, a, b) of the value max(a, b), (Affine, a, b) of min(a, b), as `_minimum` makes it; None of others."""
+
+    def negated(value: int) -> int:
+        """a, if the value is -a; else -1."""
+        module = call.wiring.modules[value - 1] if value > 0 else None
+        minus = type(module) is Affine and bool((module.scale == -1).all() and (module.shift == 0).all())
+        return call.wiring.sources[value - 1][0] if minus else -1
+
+    turned = negated(value)
+    outer = max(turned, value if turned < 0 else 0)
+    if not outer or type(call.wiring.modules[outer - 1]) is not Maximum:
+        return None
+    pair = call.wiring.sources[outer - 1]
+    if turned >= 0:
+        pair = tuple(map(negated, pair))
+    # A bound leaves constants beside a value out.
+    return (Maximum if turned < 0 else Affine, *pair) if len(pair) == 2 and min(pair) >= 0 else None
+
+
+def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
+    """Values of the shape of ``one`` (elsewhere than in dimension ``at``) beside each other in that dimension.
+
+    max(a, b) beside min(a, b) permutes the entries of (a, b): its constant is that of (a, b), where that of a
+    concatenation of two values would be sqrt(2) times as large.
+    """
+    first, second = (_compared(call, value) for value in values) if len(values) == 2 else (None, None)
+    if not first or not second or first[0] is second[0] or {*first[1:]} != {*second[1:]}:
+        return call.add(Concatenate(at), *values)
+    swap = list(range(1, one.ndim))
+    swap[0], swap[at - 1] = at, 1
+    turn: list[nn.Module] = [] if at == 1 else [Permute(*swap)]
+    result = call.add(Concatenate(at), *first[1:])
+    for module in (*turn, MaxMin(), *turn, *([] if first[0] is Maximum else [Roll(at, one.shape[at - 1])])):
+        result = call.add(module, result)
+    return result
+
+
 @plain(torch.cat, torch.concat, torch.concatenate, place=along(1, default=0))
 def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     moving = call.moving(*tensors) if call.bounding else [t for t in tensors if isinstance(t, Operand)]
     (at,) = call.dims(moving[0], dim)
     if call.bounding or len(moving) == len(tensors):
-        return call.add(Concatenate(at), *moving)
+        return _beside(call, at, moving[0], [x.number for x in moving])
     # Constants before and behind moving values: zeros around these, and a shift.
     here = [isinstance(t, Operand) for t in tensors]
     first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
@@ -221,6 +260,14 @@ def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
     at = dim % (given[0].ndim + 1)
     if at == 0:
         raise call.refuse(f"expected a new dimension behind the batch, got {dim}")
+    if len(given) == 2 and given[0].shape and all(_compared(call, x.number) for x in given):
+        # Side by side in the last dimension, which is then two: the new one is moved to its place.
+        shape, last = given[0].shape, len(given[0].shape)
+        both = _beside(call, last, given[0], [x.number for x in given])
+        both = call.reshaped(both, (*shape[:-1], 2 * shape[-1]), (*shape[:-1], 2, shape[-1]))
+        order = [*range(1, last), last + 1]
+        order.insert(at - 1, last)
+        return both if at == last else call.add(Permute(*order), both)
     values = [call.reshaped(x.number, x.shape, (*x.shape[: at - 1], 1, *x.shape[at - 1 :])) for x in given]
     return call.add(Concatenate(at), *values)
 
