@@ -198,7 +198,7 @@ REFUSED = {
     "not for one sample": (lambda s, x: x.squeeze().sum(1), "fails for 1 sample"),
     "distances": (lambda s, x: torch.cdist(x, x), MIXES),
     "running sum over samples": (lambda s, x: x.cumsum(0), NO_RULE),
-    "samples in order": (lambda s, x: x.sort(0)[0], "got torch.int64"),
+    "samples in order": (lambda s, x: x.sort(0)[0], "other than the batch"),
     "Gram matrix": (lambda s, x: x @ (x.mT @ x), f"mT|{MIXES}"),
     "outer sum": (lambda s, x: x[:, None] + x, MIXES),
     "batch statistics": (lambda s, x: F.batch_norm(x, None, None, training=True), "evaluation mode"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.analysis import analyze
+from lipkit.errors import NoRuleError
 from lipkit.lowering import export, lipschitz
 
 
@@ -68,3 +69,49 @@ def test_what_only_looks_like_it_keeps_its_constant(function: Callable[[Tensor, 
     x = torch.cat([a, torch.zeros_like(a)], 1)
     steepest = (net(x[1:]) - net(x[:-1])).norm(dim=1).max() / 0.1
     assert float(steepest) == pytest.approx(2**0.5, rel=1e-9)
+
+
+class Sorts(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def unpacked(x: Tensor) -> Tensor:
+    values, _ = torch.sort(x.reshape(-1, 4, 2), dim=2)
+    return values.flatten(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(x.shape[0], -1, 2).sort(-1).values.reshape(x.shape),
+        lambda x: torch.sort(x, 1, descending=True)[0],
+        unpacked,
+    ],
+    ids=["values", "descending", "unpacked"],
+)
+def test_sorting_has_constant_one(function: Callable[[Tensor], Tensor]) -> None:
+    net = Sorts(function).eval()
+    plain = export(net, (8,))
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(plain(x), net(x))
+    assert float(lipschitz(plain)) == float(analyze(net, (8,)).upper) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.sort(1).indices.float(), "whole numbers"),
+        (lambda x: torch.sort(x, 1)[-1] + x, "whole numbers"),
+        (lambda x: x.gather(1, x.sort(1)[1]), "whole numbers"),
+        (lambda x: x.sort(0)[0], "other than the batch"),
+    ],
+    ids=["indices", "last", "gather", "batch"],
+)
+def test_where_the_sorted_entries_were_is_refused(function: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(NoRuleError, match=message):
+        export(Sorts(function).eval(), (8,))

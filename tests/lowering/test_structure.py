@@ -491,7 +491,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "limits of tensors": (V, lambda s, x: x.clamp(-s.mid, s.mid), "Tensor.clamp"),
     "maximum with a constant": (V, lambda s, x: torch.maximum(x, s.mid), "torch.maximum.*depends on the input"),
     "maximum over a dimension": (V, lambda s, x: torch.max(x, 1)[0], "torch.max.*int64"),
-    "sorted": (V, lambda s, x: x.sort(1)[0], "Tensor.sort.*int64"),
+    "where sorted entries were": (V, lambda s, x: x.sort(1)[1].float(), "Tensor.sort.*int64"),
     "whole numbers": (V, lambda s, x: x.long().float(), "Tensor.long.*int64"),
     "bits": (V, lambda s, x: x.view(torch.int32).view(torch.float32), "Tensor.view.*int32"),
     "halves": (V, lambda s, x: x.half().float(), "Tensor.half.*float16"),

@@ -18,7 +18,7 @@ from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, funct
 from lipkit.lowering.functional import with_tensors
 from lipkit.lowering.observe import Operand
 from lipkit.lowering.tracing import flat
-from lipkit.modules.activations import MaxMin
+from lipkit.modules.activations import GroupSort, MaxMin
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Concatenate, Maximum
 from lipkit.modules.pooling import Mean
@@ -281,6 +281,20 @@ def _maximum(call: Build, x: Any, y: Any) -> int:
 def _minimum(call: Build, x: Any, y: Any) -> int:
     minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]
     return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
+
+
+@plain(torch.sort, "sort", place=along(1, default=-1))
+def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
+    """GroupSort of all entries along a dimension; whole numbers, which say where they were, have no value."""
+    (at,) = call.dims(call.operand(x), dim)
+    swap = list(range(1, x.ndim))
+    swap[0], swap[at - 1] = at, 1
+    turn: list[nn.Module] = [] if at == 1 else [Permute(*swap)]
+    minus: list[nn.Module] = [] if descending else [Affine(-1 - call.like[None], call.like[None])]
+    result = x.number
+    for module in (*minus, *turn, GroupSort(None), *turn, *minus):
+        result = call.add(module, result)
+    return result, -1
 
 
 @plain(torch.mean, "mean", torch.sum, "sum", place=along(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,9 +108,14 @@ class Interpreter:
         if node.op == "call_module":
             given = [*given[0], *given[1].values()]
             self._check_module(node, given, value)
+        if node.target is getattr and node.args[1] == "values" and isinstance(given[0][0], tuple):
+            return given[0][0][0]  # of torch.sort
+        if node.target is operator.getitem and not node.users:
+            return value  # _ in values, _ = torch.sort(x)
         results = tuple(self._kept_apart(node, v) for v in values)
-        for result in results:
-            self._check_dtype(node, result.dtype)
+        for i, result in enumerate(results):
+            if not (node.target in (torch.sort, "sort") and _unread(node, i, len(results))):
+                self._check_dtype(node, result.dtype)
         if node.op == "call_module":
             return replace(value, number=self._module(node, given[0]))
         found = self._function(node, given[0], given[1], results)
@@ -216,3 +222,12 @@ def _called(node: fx.Node) -> str:
 def _path_of(node: fx.Node) -> str:
     """The path of the module that a node calls, in the network."""
     return str(node.target).removeprefix("net").removeprefix(".")
+
+
+def _unread(node: fx.Node, piece: int, count: int) -> bool:
+    """True if one of ``count`` results is read by no one, as the indices of torch.sort."""
+    for user in (user for user in node.users if user.users):
+        index = {"values": 0}.get(str(user.args[1])) if user.target is getattr else user.args[1]
+        if user.target not in (operator.getitem, getattr) or type(index) is not int or index % count == piece:
+            return False
+    return True
