@@ -22,6 +22,7 @@ from lipkit.certificates.circuit import _RULES, Circuit, Leaf, Linear, Noise, ci
 from lipkit.certificates.local import Ball, Bounds
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError
+from lipkit.evaluation import Attack, evaluate
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
@@ -479,6 +480,18 @@ def test_ball_and_box_together() -> None:
     assert attacks(network, x, inside, labels, 30) == 0
 
 
+def test_an_attack_stays_where_local_radii_hold() -> None:
+    # Beyond the range, at x = 1.24, lies another class.
+    layers = [dense([[1.0]]), nn.ReLU(), dense([[0.0], [0.25]], [0.31, 0.0])]
+    network = modules.Network(layers, (1,))
+    network.input_range = (-1.0, 1.0)
+    x = torch.tensor([[0.9], [-0.5]])
+    for box in ("auto", None, (-2.0, 2.0)):
+        attack = Attack(eps=(0.5,), steps=5, box=box)
+        found = evaluate(network, (x, torch.tensor([0, 0])), method="local", eps=(0.5,), attack=attack)
+        assert (found.certificate.radius > 1).all()
+
+
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
@@ -487,7 +500,7 @@ def test_rows_in_blocks_and_samples_in_groups_give_the_same(monkeypatch: pytest.
     x = torch.rand(5, 2, 4, 6, dtype=torch.float64)
     labels = network(x).argmax(1)
     whole = certify(network, x, labels, method="local").radius
-    monkeypatch.setattr(local, "_BLOCK", 700)
+    monkeypatch.setattr(local, "_BLOCK", 20_000)
     assert torch.allclose(certify(network, x, labels, method="local").radius, whole, rtol=1e-9, atol=0)
     assert torch.allclose(certify(network, x[3:], labels[3:], method="local").radius, whole[3:], rtol=1e-9, atol=0)
 
@@ -524,6 +537,102 @@ def test_a_module_from_outside_joins_by_one_rule() -> None:
             circuit_rule(nn.ReLU)(lambda circuit, module, value: value)
     finally:
         del _RULES[Twice], modules.ROWS[Twice]
+
+
+def test_modules_that_work_in_place_change_nothing() -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
+    x, found = torch.randn(6, 3, dtype=torch.float64), []
+    before = x.clone()
+    for inplace in (False, True):
+        layers = [layer for part in parts for layer in (nn.ReLU(inplace), part)]
+        network = modules.Network(layers, (3,)).double()
+        found.append(certify(network, x, network(x.clone()).argmax(1), method="local").radius)
+    assert torch.equal(x, before)
+    assert torch.equal(*found)
+    assert (found[0] > 0).all()
+
+
+def test_gradients_are_taken_in_inference_mode_too() -> None:
+    network = mlp((2, 3, 2), 0, nn.Tanh())
+    x = torch.randn(2, 2, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    found = certify(network, x, labels, method="local").radius
+    with torch.inference_mode():
+        for at, y in ((x, labels), (x.clone(), labels.clone())):
+            assert torch.equal(certify(network, at, y, method="local").radius, found)
+
+
+def test_a_share_that_is_no_number_certifies_nothing() -> None:
+    blend = graph_of(nn.Linear(3, 3), modules.Blend(torch.tensor(math.nan)), sources=[[0], [0, 1]], inputs=3)
+    assert Circuit(blend, FLOAT32).leaves
+    assert certify(blend, torch.rand(1, 3), torch.tensor([0]), method="local").radius.item() == 0
+
+
+LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Conv1d(2, 4, 3, stride=2, padding=1, groups=2), (2, 7)),
+    (nn.Conv1d(2, 3, 2, padding="same", padding_mode="reflect"), (2, 6)),
+    (nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(2, 0), dilation=(1, 2)), (2, 6, 7)),
+    (nn.Conv2d(1, 2, 3, padding=2, padding_mode="replicate"), (1, 4, 5)),
+    (nn.ConvTranspose1d(4, 2, 3, stride=2, groups=2), (4, 5)),
+    (nn.ConvTranspose2d(2, 3, 3, stride=(1, 2), dilation=(2, 1), output_padding=(1, 1)), (2, 4, 3)),
+    (nn.AvgPool2d(3, 2, 1, divisor_override=-5), (2, 6, 5)),
+    (nn.AvgPool2d((2, 3), ceil_mode=True, count_include_pad=False, padding=1), (1, 5, 5)),
+    (nn.AdaptiveAvgPool2d((None, 2)), (2, 3, 4)),
+    (modules.Mean(1, 3, keepdim=True), (3, 4, 2)),
+    (modules.LayerCenter(2, 3), (2, 3, 4)),
+    (modules.EnlargeBilinear(2, 4), (1, 1, 3)),
+    (modules.Enlarge(2, 3), (2, 2, 2)),
+    (modules.Expand(2, 3, 4), (2, 1, 4)),
+    (modules.Pad(2, -1, -1, 1), (2, 3, 4)),
+    (modules.Roll(2, -2), (2, 3)),
+    (nn.ZeroPad2d((1, 0, -1, 2)), (1, 3, 3)),
+    (modules.Affine(torch.randn(3, 1), torch.randn(1, 2)), (3, 2, 2)),
+    (nn.Linear(3, 5), (2, 3)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), LINEAR, ids=lambda part: str(part)[:40])
+def test_adjoints_moduli_and_biases_are_those_of_the_module(module: nn.Module, shape: tuple[int, ...]) -> None:
+    network = modules.Network([module], shape).double()
+    circuit = Circuit(network, None)
+    x, y = torch.randn(3, *shape, dtype=torch.float64), network(torch.zeros(1, *shape, dtype=torch.float64))
+    matrix = torch.func.jacrev(lambda v: network(v[None])[0].flatten())(x[0]).flatten(1)
+    a = rows = torch.randn(4, *y.shape[1:], dtype=torch.float64)
+    size, bias = x.abs(), 0.0
+    for node in reversed(circuit.nodes):
+        assert isinstance(node, Linear)
+        bias = bias if node.bias is None else node.bias
+        a = node.adjoint(a)
+    for node in circuit.nodes:
+        size = node.moduli(size) if isinstance(node, Linear) else size
+    assert torch.allclose(a.flatten(1), rows.flatten(1) @ matrix, atol=1e-12)
+    assert (size.flatten(1) >= x.abs().flatten(1) @ matrix.abs().mT * (1 - 1e-12)).all()
+    assert torch.allclose(y - bias, torch.zeros_like(y), atol=1e-15)
+    # Every sum that the adjoint takes has at most as many terms as it says.
+    terms = math.prod(max(node.terms, 1) for node in circuit.nodes if isinstance(node, Linear))
+    assert int((matrix != 0).sum(0).max()) <= terms
+
+
+def test_lines_lie_where_their_interval_lies() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for module in (nn.ReLU(), nn.Hardtanh()):
+        relaxation_of = Relaxation(module)
+        with FakeTensorMode():
+            ends = (torch.empty(2, 3, dtype=torch.float64, device="cuda") for _ in range(2))
+            assert {line.device.type for line in relaxation_of(*ends)} == {"cuda"}
+
+
+def test_absolute_values_of_half_of_the_channels_have_lines() -> None:
+    torch.manual_seed(0)
+    network = modules.Network([nn.Linear(3, 7), modules.HalfAbs(), nn.Linear(7, 3)], (3,)).double()
+    assert not Circuit(network, FLOAT32).leaves
+    x = torch.randn(10, 3, dtype=torch.float64)
+    labels = network(x).argmax(1)
+    found = certify(network, x, labels, method="local")
+    assert found.radius.median() > 1.2 * certify(network, x, labels).radius.median()
+    assert attacks(network, x, found.radius, labels, 40) == 0
 
 
 def test_options_that_make_no_sense() -> None:
@@ -573,9 +682,18 @@ def test_files_and_checkers(tmp_path: Path) -> None:
     path.write_text(text.replace('"input_range":[-3.0,3.0]', '"input_range":[-2.0,3.0]'))
     with pytest.raises(CertificateViolation, match="input_range"):
         verify(read_certificate(path), network, x, labels)
+    for told in ('"input_range":["NaN",3.0]', f'"input_range":[0,{10**400}]'):
+        path.write_text(text.replace('"input_range":[-3.0,3.0]', told))
+        with pytest.raises(DataError, match=r"input_range|float64"):
+            read_certificate(path)
     path.write_text(text.replace('"method":"local"', '"method":"last layer"'))
     with pytest.raises(DataError, match="proof"):
         read_certificate(path)
+    network.input_range = (-3.0, math.inf)
+    half = certify(network, x, labels, method="local")
+    write_certificate(describe(half, network, x, labels, "random"), path)
+    assert read_certificate(path).certificate.input_range == (-3.0, math.inf)
+    network.input_range = (-3.0, 3.0)
     # The independent checker proves constants: it takes no local radius for its own.
     path.write_text(text)
     modules.save(network, tmp_path / "network")

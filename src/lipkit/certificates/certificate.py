@@ -285,9 +285,10 @@ def certify(
 def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, known: Tensor) -> Tensor:
     """Local radii (N,), where a search begins at those that are known."""
     arithmetic = proof.arithmetic if proof.rounding == "sound" else None
-    bounds = Bounds(proof.network, arithmetic, network.input_range)
-    with inner_products_only(proof.device):
-        given = (x.to(proof.device, torch.float64), labels.to(proof.device), known.to(proof.device))
+    # Gradients are taken, which what was made in inference mode does not have.
+    with torch.inference_mode(False), inner_products_only(proof.device):
+        bounds = Bounds(proof.network, arithmetic, network.input_range)
+        given = (t.to(proof.device, kind, copy=True) for t, kind in ((x, torch.float64), (labels, None), (known, None)))
         return bounds.radii(*given).cpu()
 
 

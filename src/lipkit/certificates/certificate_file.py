@@ -131,6 +131,8 @@ def _dump(values: Mapping[str, Any]) -> str:
 
 
 def _worded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_worded(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -171,7 +173,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
         margin=tensors[5],
         evaluator=_evaluator(path, header.get("evaluator")),
         input_shape=tuple(header["input_shape"]),
-        input_range=(float(limits[0]), float(limits[1])) if limits else None,
+        input_range=(limits[0], limits[1]) if limits else None,
         **{key: header[key] for key in _PROVED},
     )
     known = _KNOWN | ({"schema_version"} if header["schema_version"] == SCHEMA_VERSION else set())
@@ -241,9 +243,10 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
         raise DataError(f"{path}: expected rounding 'sound' or 'ignore', got {header['rounding'][:40]!r}")
     limits = header.setdefault("input_range", None) if local else None
     if limits is not None:
-        numbers = isinstance(limits, list) and all(type(value) in (int, float) for value in limits)
-        if not numbers or len(limits) != 2 or not limits[0] < limits[1]:
+        ends = [_WORDS.get(str(value), value) for value in limits] if isinstance(limits, list) else []
+        if len(ends) != 2 or not all(type(value) in (int, float) for value in ends) or not ends[0] < ends[1]:
             raise DataError(f"{path}: expected input_range as two rising numbers, got {str(limits)[:80]!r}")
+        header["input_range"] = [_float(path, value) for value in ends]
     for key, kind, empty in (("architecture", list, []), ("versions", dict, {})):
         if not isinstance(header.setdefault(key, empty), kind):
             raise DataError(f"{path}: expected {key} as a {kind.__name__}, got {str(header[key])[:40]!r}")

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lipkit.modules.isometric  # noqa: F401 (its activations join the table)
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import NoRuleError
 from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
 from lipkit.modules.guarding import guard, remember, type_name
+from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import LayerCenter
@@ -313,7 +313,8 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         back = functools.partial(plain, **options)
         ahead: Callable[..., Tensor] = functools.partial(turned_back, output_padding=module.output_padding, **options)
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
-        adjoint = lambda a: back(a, weight)  # noqa: E731
+        # Padding of the output that a stride does not cover has windows of its own, which no input has.
+        adjoint = lambda a: back(a, weight)[(..., *map(slice, into[1:]))]  # noqa: E731
     else:
         ahead = functools.partial(plain, **options)
         gradient = (torch.nn.grad.conv1d_input, torch.nn.grad.conv2d_input)[axes - 1]
@@ -364,7 +365,7 @@ def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     return circuit.linear(value, linear)
 
 
-@circuit_rule(*ACTIVATIONS)
+@circuit_rule(*ACTIVATIONS, HalfAbs)
 def _activation(circuit: Circuit, module: nn.Module, value: int) -> int:
     return circuit.scalar(value, module)
 
@@ -408,7 +409,7 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     rest = 1 - share
     # A rounded share is off by u |share|, which is another part of the rest; one below the normal range counts as 0.
     ratio = abs(share / rest) if rest else 0.0
-    if ratio > 1e6:
+    if not ratio <= 1e6:
         raise NoRuleError(f"local bounds: expected a share that leaves a rest in a Blend, got {share}")
     depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))
     size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)

@@ -29,6 +29,7 @@ ReLU networks", ICML 2018.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 
@@ -307,7 +308,7 @@ class Bounds:
     """Local radii of one network, batch by batch.
 
     Args:
-        network: exported, in float64, a copy that nobody else holds.
+        network: exported, in float64.
         arithmetic: of the evaluator; None ignores its rounding (the computation's own is still taken off).
         box: limits of the inputs, outside of which nothing is said; None for none.
 
@@ -316,14 +317,18 @@ class Bounds:
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
-        self.network, self.box = network, box
-        self.circuit = Circuit(network, arithmetic)
+        # Here every value is kept: what works in place works on a copy, which does not.
+        self.network, self.box = copy.deepcopy(network), box
+        for module in self.network.modules():
+            if hasattr(module, "inplace"):
+                setattr(module, "inplace", False)  # noqa: B010
+        self.circuit = Circuit(self.network, arithmetic)
         largest = max(math.prod(shape) for shape in self.circuit.shapes)
         if largest > 1 << 22:
             raise NoRuleError(f"local bounds: expected values of at most 2^22 entries, got one of {largest}")
         self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
-            self.steps = prepare(list(network), network.input_shape, arithmetic or FLOAT64)[0]
+            self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]
         self.samples = max(1, min(32, (1 << 20) // largest))
         self.classes = max(1, _BLOCK // (largest * self.samples))
 

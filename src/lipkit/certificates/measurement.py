@@ -237,7 +237,7 @@ def measure(
     outputs, logits = [], []
     with torch.no_grad(), inner_products_only(proof.device, rounding == "sound"):
         for part in x.split(batch_size):
-            part = part.to(device=proof.device, dtype=torch.float64)
+            part = part.to(device=proof.device, dtype=torch.float64, copy=True)  # modules may work in place
             if proof.logits is None:
                 outputs.append(proof.network(part).cpu())
             else:

@@ -114,12 +114,13 @@ class Relaxation:
         # Beyond its threshold torch's Softplus has slope 1, the exact one has 1 - 1 / (1 + e^z).
         jump = math.exp(-module.threshold) * 1.001 if isinstance(module, nn.Softplus) else 0.0
         self.slope_error = _SLOPE_ERROR * max(1.0, constant) + jump
-        self.error = local_error(module, (1,), FLOAT64)(torch.zeros(1, 1, dtype=torch.float64)).error
+        error = local_error(module, (1,), FLOAT64)(torch.zeros(1, 1, dtype=torch.float64)).error
+        self.error = float(error.at), error.slope
 
     def __call__(self, low: Tensor, high: Tensor) -> Lines:
         """Lines on [low, high], which are finite."""
         largest = torch.maximum(low.abs(), high.abs())
-        wrong = grow(self.error.at + self.error.slope * largest)
+        wrong = grow(self.error[0] + self.error[1] * largest)
         with torch.no_grad():
             return self._by_slopes(low, high, wrong) if self.curve is None else self._by_pieces(low, high, wrong)
 
@@ -136,7 +137,7 @@ class Relaxation:
         assert self.curve is not None
         edges = [low]
         for joint in self.curve.joints(self.module):
-            point = torch.as_tensor(joint, dtype=torch.float64)
+            point = torch.as_tensor(joint, dtype=torch.float64, device=low.device)
             point = point.reshape(-1, *[1] * (low.ndim - 2)) if point.ndim == 1 else point
             edges.append(torch.minimum(torch.maximum(point.expand_as(low), low), high))
         edges.append(high)

@@ -102,7 +102,7 @@ class ExploredRun:
             return result | {"verdict": "wrong"}
         found = x
         if eps > 0:
-            box = (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
+            box = self.network.input_range or ((0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None)
             found = pgd(self.network, x, y, eps=eps, steps=ATTACK_STEPS, restarts=2, box=box)
         with torch.no_grad():
             logits = self.exact(found.double())
