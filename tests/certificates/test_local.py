@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.local_certificates import attacks as attacks_on
+from benchmarks.local_certificates import nearest_flip, truth
 from torch import Tensor, nn
 
 import lipkit_check
@@ -133,46 +135,41 @@ def test_bounds_are_those_of_the_reference(seed: int) -> None:
 # --- the truth ----------------------------------------------------------------------------------------------------
 
 
-def nearest_flip(network: modules.Network, x: Tensor, label: int) -> float:
-    """The exact distance to another class of a ReLU network with one hidden layer, over all patterns of its units."""
-    from scipy.optimize import minimize
-
-    first, last = network[0], network[2]
-    w, b, v, c = (t.numpy() for t in (first.weight, first.bias, last.weight, last.bias))
-    found = math.inf
-    for pattern in itertools.product((0.0, 1.0), repeat=len(b)):
-        on = np.array(pattern)
-        signs = 2 * on - 1
-        for other in set(range(len(c))) - {label}:
-            row = (v[other] - v[label]) * on
-            g, h = np.vstack([signs[:, None] * w, row @ w]), np.append(signs * b, row @ b + c[other] - c[label])
-            # Nearest point of the polytope g x + h >= 0, by its dual: min |g' m|^2 / 2 + (g x + h) m, m >= 0.
-            at = g @ x.numpy() + h
-            gram = g @ g.T
-            dual = minimize(
-                lambda m, q=gram, d=at: (m @ q @ m / 2 + d @ m, q @ m + d),
-                np.ones(len(at)), jac=True, bounds=[(0, 1e6)] * len(at), method="L-BFGS-B", options={"ftol": 1e-15},
-            )  # fmt: skip
-            found = min(found, math.sqrt(max(0.0, -2 * dual.fun)))  # a lower bound of the distance, by duality
-    return found
+def test_the_exact_distance_is_that_of_a_grid_and_of_a_plane() -> None:
+    for seed in range(3):
+        network = mlp((2, 4, 3, 3), seed)
+        x = torch.randn(2, dtype=torch.float64)
+        label = int(network(x[None]).argmax(1))
+        weights = [(m.weight.numpy(), m.bias.numpy()) for m in network if isinstance(m, nn.Linear)]
+        exact = nearest_flip(weights, x.numpy(), label)
+        reach = min(exact, 5.0)
+        grid = torch.cartesian_prod(*2 * [torch.linspace(-1.1, 1.1, 400, dtype=torch.float64)]) * reach
+        flipped = grid[network(x + grid).argmax(1) != label].norm(dim=1)
+        assert exact == reach or not len(flipped)
+        if len(flipped):
+            assert 0 <= float(flipped.min()) - exact <= 0.02 * reach
+    plane, x = mlp((3, 2), 1), torch.randn(3, dtype=torch.float64)
+    gap = plane(x[None])[0] @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+    exact = nearest_flip([(plane[0].weight.numpy(), plane[0].bias.numpy())], x.numpy(), int(gap < 0))
+    assert exact == pytest.approx(abs(float(gap)) / float((plane[0].weight[0] - plane[0].weight[1]).norm()))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(6))
-def test_no_radius_is_above_the_truth(seed: int) -> None:
-    network = mlp((2, 5, 3), seed)
-    x = torch.randn(3, 2, dtype=torch.float64)
-    labels = network(x).argmax(1)
-    found = certify(network, x, labels, method="local").radius
-    # One activation layer: near the sample all is linear, and the radius is the truth where no unit switches.
-    for i in range(3):
-        truth = nearest_flip(network, x[i], int(labels[i]))
-        assert 0 < float(found[i]) <= truth * (1 + 1e-6) + 1e-9
-    grid = torch.linspace(0, 2 * math.pi, 2001, dtype=torch.float64)[:, None]
-    circle = torch.cat([grid.cos(), grid.sin()], 1) * (1 - 1e-9)
-    for i in range(3):
-        for share in (0.5, 1.0):
-            assert (network(x[i] + share * found[i] * circle).argmax(1) == labels[i]).all()
+def test_no_radius_is_above_the_truth() -> None:
+    found = truth(30, seed=1000)
+    assert found["above the exact distance"] == 0
+    assert found["radius / exact distance"]["median"] > 0.6
+    assert found["radius / exact distance"]["largest"] > 0.999
+
+
+@pytest.mark.thorough
+def test_no_attack_succeeds_on_any_module_or_where_rounding_decides() -> None:
+    with torch.backends.nnpack.flags(enabled=False):
+        found = attacks_on(networks=3, points=1500, seed=1000)
+    for each in found.values():
+        assert each["succeeded"] == 0
+        assert each["points inside"] > 500
+    assert found["float64"]["succeeded within 4 times the radii"] > 10
 
 
 def test_a_linear_network_has_its_own_radius() -> None:
