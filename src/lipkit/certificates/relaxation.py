@@ -151,25 +151,18 @@ class Relaxation:
                 slopes += [self._slope(c), self._slope(d), self._slope((c + d) / 2)]
         if any(self.curve.bends):
             slopes.append((self._slope(low) + self._slope(high)) / 2)
-        middle = (low + high) / 2
-        found: Lines | None = None
-        for a in slopes:
-            below, above = self._intercepts(a, edges, values, wrong)
-            if found is None:
-                found = Lines(a, below, a, above, below, above)
-                continue
-            better = a * middle + below > found.low_slope * middle + found.low
-            lower = a * middle + above < found.high_slope * middle + found.high
-            found = Lines(
-                torch.where(better, a, found.low_slope),
-                torch.where(better, below, found.low),
-                torch.where(lower, a, found.high_slope),
-                torch.where(lower, above, found.high),
-                below if a is flat else found.least,
-                above if a is flat else found.most,
-            )
-        assert found is not None
-        return found
+        # All slopes at once, one behind the other in the batch; of the lines the best in the middle.
+        count, middle = len(slopes), (low + high) / 2
+        a = torch.cat(slopes)
+        many = (part.repeat(count, *[1] * (low.ndim - 1)) for part in (wrong, *edges, *values))
+        wrong, *both = many
+        below, above = self._intercepts(a, both[: len(edges)], both[len(edges) :], wrong)
+        a, below, above = (part.unflatten(0, (count, -1)) for part in (a, below, above))
+        low_at = (a * middle + below).nan_to_num(-math.inf, math.inf, -math.inf).argmax(0, keepdim=True)
+        high_at = (a * middle + above).nan_to_num(math.inf, math.inf, -math.inf).argmin(0, keepdim=True)
+        chosen = ((a, low_at), (below, low_at), (a, high_at), (above, high_at))
+        lines = (part.gather(0, at).squeeze(0) for part, at in chosen)
+        return Lines(*lines, below.select(0, 1), above.select(0, 1))  # the second slope is flat
 
     def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of s(z) - a z on the interval."""
