@@ -611,6 +611,17 @@ def test_adjoints_moduli_and_biases_are_those_of_the_module(module: nn.Module, s
     assert int((matrix != 0).sum(0).max()) <= terms
 
 
+def test_derivatives_are_those_of_float64() -> None:
+    z = torch.linspace(-4, 4, 500, dtype=torch.float64)[:, None]
+    for a in (0.3, 0.7, 3.3):
+        for module, left, right in (
+            (nn.CELU(a), torch.exp(z / a), torch.ones_like(z)),
+            (nn.ELU(a), a * torch.exp(z), torch.ones_like(z)),
+            (nn.Softplus(a, 30.7), torch.sigmoid(a * z), torch.sigmoid(a * z)),
+        ):
+            assert (Relaxation(module)._slope(z) - torch.where(z > 0, right, left)).abs().max() < 2.0**-41
+
+
 def test_lines_lie_where_their_interval_lies() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

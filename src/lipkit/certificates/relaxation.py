@@ -39,10 +39,12 @@ class Curve(NamedTuple):
     Attributes:
         joints: of a module to the points between its pieces, rising: numbers, or tensors of the shape of one sample.
         bends: of each piece: 1 convex, -1 concave, 0 straight.
+        slope: its derivative, where torch's own is too far from it.
     """
 
     joints: Callable[[Any], tuple[float | Tensor, ...]]
     bends: tuple[int, ...]
+    slope: Callable[[Any, Tensor], Tensor] | None = None
 
 
 def _at(*joints: float) -> Callable[[Any], tuple[float | Tensor, ...]]:
@@ -68,7 +70,9 @@ CURVES: dict[type[nn.Module], Curve] = {
     nn.Tanhshrink: Curve(_at(0.0), (-1, 1)),
     nn.Softplus: Curve(_at(), (1,)),
     nn.LogSigmoid: Curve(_at(), (-1,)),
-    **dict.fromkeys((nn.CELU, nn.SELU), Curve(_at(0.0), (1, 0))),
+    # torch's derivative of CELU takes 1 / alpha in float32.
+    nn.CELU: Curve(_at(0.0), (1, 0), lambda m, z: torch.exp(z.clamp_max(0) / m.alpha)),
+    nn.SELU: Curve(_at(0.0), (1, 0)),
     nn.SiLU: Curve(_at(-_SILU, _SILU), (-1, 1, -1)),
 }
 """Activations with known joints, by exact type; the others are bounded by the range of their slopes."""
@@ -192,6 +196,8 @@ class Relaxation:
         return (c + d) / 2
 
     def _slope(self, z: Tensor) -> Tensor:
+        if self.curve is not None and self.curve.slope is not None:
+            return self.curve.slope(self.module, z)
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             return torch.autograd.grad(self.module(z).sum(), z)[0]
