@@ -7,9 +7,12 @@ from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.gains import gain_matrix, local_gain, tight
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.measurement import Proof, prove
+from lipkit.certificates.properties import Answer, verify_property
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
+from lipkit.certificates.vnnlib import read_vnnlib
 
 __all__ = [
+    "Answer",
     "Certificate",
     "Proof",
     "RegressionCertificate",
@@ -20,7 +23,9 @@ __all__ = [
     "lipsdp",
     "local_gain",
     "prove",
+    "read_vnnlib",
     "tight",
+    "verify_property",
 ]
 
 

@@ -71,7 +71,7 @@ class Ball:
         circuit: of the network.
         x: (N, *input_shape) float64.
         radius: (N,) float64, finite.
-        box: limits of every input, or None.
+        box: limits of every input, or of each, or None.
         walks: of the leaves' modules, see `Bounds`.
     """
 
@@ -80,7 +80,7 @@ class Ball:
         circuit: Circuit,
         x: Tensor,
         radius: Tensor,
-        box: tuple[float, float] | None,
+        box: tuple[float | Tensor, float | Tensor] | None,
         walks: dict[int, ErrorBound],
     ) -> None:
         self.circuit, self.x, self.radius, self.walks = circuit, x, radius, walks

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     type=click.Choice(("global", "local", "best")),
     help="Of the radii (certify.method): see lipkit.certify.",
 )
+@click.option("--seconds", default=60.0, show_default=True, help="Time for a property (.vnnlib).")
 @click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
 @ALLOW_CODE
 def command(
@@ -36,6 +37,7 @@ def command(
     out: Path,
     device: str,
     method: str | None,
+    seconds: float,
     large_eps: bool,
     allow_code: bool,
 ) -> None:
@@ -48,6 +50,9 @@ def command(
     folder of lipkit.save, or pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so
     run). It becomes a run in RUNS.
 
+    MODEL PROPERTY.vnnlib asks whether a property holds: the answer is holds (proved), violated (with a point) or
+    unknown.
+
     An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
     certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples
     (C, H, W) that are no images in [0, 1]. --method local is for networks that were not trained for their constant.
@@ -56,6 +61,12 @@ def command(
     for change in changes[data is not None :]:
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")
+    if data is not None and data.lower().endswith(".vnnlib"):
+        from lipkit.certificates import read_vnnlib, verify_property
+
+        network, _ = exported(run, input_shape)
+        click.echo(verify_property(network, read_vnnlib(data, network), seconds=seconds).describe())
+        return
     from lipkit.cli.console import display
     from lipkit.cli.train import data_root, result
     from lipkit.experiments import run as pipeline

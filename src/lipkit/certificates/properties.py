@@ -1,0 +1,268 @@
+r"""Properties of a network on boxes of inputs: proved, refuted by a point, or left open.
+
+A case of a property (`lipkit.certificates.vnnlib`) is a box and half-spaces :math:`b_k y \le c_k` of the outputs; a
+counterexample lies in the box and meets them all. Linear bounds go back through the network as for local certificates,
+here on the box :math:`[l, u]`, with rounding taken off as there:
+
+.. math:: b_k f(x) \ge A_k x + d_k \ge A_k m + d_k - |A_k|\,(u - l) / 2, \qquad m = (l + u) / 2 .
+
+A box in which one of the conditions fails everywhere has no counterexample. A box that stays open is cut in half, where
+:math:`|A_{ki}| (u_i - l_i)` is largest. Points are searched for by descent, and in every open box.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from lipkit.certificates.evaluators import Evaluator, arithmetic, machine
+from lipkit.certificates.evaluators import evaluator as evaluator_of
+from lipkit.certificates.local import Ball, Bounds, _norm
+from lipkit.certificates.measurement import check_network, float64_copy
+from lipkit.certificates.vnnlib import Case
+from lipkit.errors import OptionError
+from lipkit.modules import Network
+from lipkit.proof.arithmetic import FLOAT64, grow
+from lipkit.modules.registry import Shape
+from lipkit.proof.roundoff import next_up
+from lipkit.shown import Shown
+
+_STARTS, _STEPS, _MOST_OPEN = 256, 40, 1 << 18
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Answer(Shown):
+    """What is known of a property.
+
+    Attributes:
+        answer: ``"holds"``: proved; ``"violated"``: by `point`; ``"unknown"``.
+        evaluator: the evaluation that the answer is about.
+        point: (*input_shape) a counterexample in the evaluator's format, or None.
+        outputs: the evaluator's outputs there, or None.
+        boxes: that were bounded.
+        proved: fraction of the volume in which no counterexample is.
+    """
+
+    answer: str
+    evaluator: Evaluator
+    point: Tensor | None
+    outputs: Tensor | None
+    boxes: int
+    proved: float
+
+    def describe(self) -> str:
+        """The answer, and what it is about."""
+        if self.point is not None and self.outputs is not None:
+            x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
+            return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
+        if self.answer == "holds":
+            real = f"proved in real arithmetic and for {self.evaluator.name} evaluation"
+            return f"holds\n{real}, on {self.boxes} boxes"
+        return (
+            f"unknown\nproved on {100 * self.proved:.4g} % of the volume, {self.boxes} boxes; no counterexample found"
+        )
+
+
+class _Box(Ball):
+    """Bounds that hold in boxes (N, *input_shape), float64; `rows` are those that came to the input last."""
+
+    def __init__(self, bounds: Bounds, low: Tensor, high: Tensor) -> None:
+        centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)
+        reach = next_up(torch.maximum(high - centre, centre - low))
+        self.rows = torch.zeros(0)
+        super().__init__(bounds.circuit, centre, _norm(reach[:, None])[:, 0], (low, high), bounds.walks(centre))
+
+    def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.moves is not None
+        self.rows = a
+        low, high = (move.flatten(1)[:, None] for move in self.moves)
+        rows = a.flatten(2)
+        lost = -torch.minimum(rows * low, rows * high).sum(2)
+        most, entries = grow(lost * (1 + FLOAT64.gamma(rows.shape[2] + 4))), rows.shape[2]
+        return const, error + most + 4 * FLOAT64.tiny * entries, torch.zeros_like(lost)
+
+
+def _rounded(values: Iterable[Fraction], up: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The nearest numbers of a format that are not below the values (not above them)."""
+    exact = list(values)
+    try:
+        numbers = torch.tensor([float(v) for v in exact], dtype=torch.float64).to(dtype)
+        wrong = [Fraction(n) < v if up else Fraction(n) > v for n, v in zip(numbers.tolist(), exact, strict=True)]
+    except OverflowError:
+        raise OptionError(f"expected numbers in the range of {dtype}, got one beyond") from None
+    return torch.where(
+        torch.tensor(wrong), numbers.nextafter(torch.full_like(numbers, math.inf if up else -math.inf)), numbers
+    )
+
+
+class _Group:
+    """The cases of one box: rows of all their conditions, and which case has which."""
+
+    def __init__(self, cases: Sequence[Case], shape: Shape, outputs: int) -> None:
+        self.cases, self.shape = cases, shape
+        self.atoms = list(dict.fromkeys(itertools.chain(*(case.outputs for case in cases))))
+        exact = [dict(atom.factors).get(("Y", i), Fraction(0)) for atom in self.atoms for i in range(outputs)]
+        self.rows = _rounded(exact, True).reshape(-1, outputs)
+        # How far each number is from the one meant.
+        self.off = next_up(self.rows - _rounded(exact, False).reshape(-1, outputs))
+        self.off[self.rows == _rounded(exact, False).reshape(-1, outputs)] = 0.0
+        self.limits = _rounded((atom.bound for atom in self.atoms), True)
+        self.has = torch.tensor([[atom in case.outputs for atom in self.atoms] for case in cases]).bool()
+        self.low, self.high = self.ends(False, torch.float64)
+
+    def ends(self, inside: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The box in a format, rounded inwards or outwards."""
+        box = self.cases[0].box
+        low, high = (_rounded((end[i] for end in box), (i == 0) == inside, dtype) for i in (0, 1))
+        return low.reshape(1, *self.shape), high.reshape(1, *self.shape)
+
+
+def verify_property(
+    network: Network,
+    cases: Sequence[Case],
+    *,
+    seconds: float = 60.0,
+    evaluator: str | None = None,
+    batch: int = 128,
+    seed: int = 0,
+) -> Answer:
+    r"""Whether a property holds: whether no input meets one of the cases.
+
+    Args:
+        network: result of ``lipkit.export``.
+        cases: of the property, from `lipkit.certificates.vnnlib.read_vnnlib`.
+        seconds: after which the answer is ``"unknown"``; a batch that is begun is finished.
+        evaluator: ``"float32"``, ``"float64"`` or ``"float32_blocked"``, as in `lipkit.certify`; None is the format of
+            the network.
+        batch: boxes that are bounded at once.
+        seed: of the search for points.
+
+    Guarantee:
+        ``"holds"`` is a proof: no real input meets a case with the outputs of the stored numbers in exact arithmetic,
+        nor does an input in the evaluator's format with the outputs of the machine, in any order of sums
+        (`docs/rounding.md`). ``"violated"`` names an input in the evaluator's format that meets a case exactly, with
+        outputs that this machine computed.
+
+    Raises:
+        NoRuleError: no exported network. OptionError: settings of torch that break the evaluator's arithmetic.
+
+    >>> from torch import nn; from lipkit.certificates.vnnlib import cases
+    >>> net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
+    >>> unsafe = "(assert (>= X_0 0)) (assert (<= X_0 1)) (assert (<= Y_0 {}))"
+    >>> [verify_property(net, cases(unsafe.format(c), 1, 2)).answer for c in (-0.1, 9)]
+    ['holds', 'violated']
+    """
+    check_network(network, "verify_property")
+    end = time.monotonic() + seconds
+    if evaluator is None:
+        wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
+        evaluator = "float64" if wide else "float32"
+    made_for = evaluator_of(evaluator, "cpu", network)
+    bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
+    shape = network.input_shape
+    out = bounds.circuit.output
+    outputs = math.prod(bounds.circuit.shape(out))
+    by_box: dict[object, list[Case]] = {}
+    for case in cases:
+        by_box.setdefault(case.box, []).append(case)
+    groups = [_Group(each, shape, outputs) for each in by_box.values()]
+    search = _Search(network, evaluator, seed)
+    boxes, volume = 0, 0.0
+    with torch.no_grad():
+        for group in groups:
+            found = search.descend(bounds, group, end)
+            if found is not None:
+                return Answer("violated", made_for, *found, boxes, 0.0)
+        for group in groups:
+            # Open boxes, each with its fraction of the whole; the last ones come first, so that few are kept.
+            low, high, part = group.low, group.high, torch.ones(1, dtype=torch.float64)
+            while len(low):
+                if time.monotonic() > end or len(low) > _MOST_OPEN:
+                    return Answer("unknown", made_for, None, None, boxes, volume / len(groups))
+                (low, now_low), (high, now_high) = ((t[:-batch], t[-batch:]) for t in (low, high))
+                part, now_part = part[:-batch], part[-batch:]
+                boxes += len(now_low)
+                box = _Box(bounds, now_low, now_high)
+                box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
+                base, _ = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shape(out)))
+                sizes = box.sizes[out].flatten(1)
+                slack = base - grow(sizes @ group.off.mT) - group.limits
+                fails = (slack > 0) & box.fits[:, None]
+                proved = (fails[:, None] & group.has).any(2).all(1)
+                volume += float(now_part[proved].sum())
+                still = ~proved
+                if not bool(still.any()):
+                    continue
+                now_low, now_high, rows = (
+                    now_low[still],
+                    now_high[still],
+                    box.rows.expand(len(still), -1, *shape)[still],
+                )
+                lowest = torch.where(rows > 0, now_low[:, None], now_high[:, None]).flatten(0, 1)
+                found = search.among(torch.cat((box.x[still], lowest)), group)
+                if found is not None:
+                    return Answer("violated", made_for, *found, boxes, volume / len(groups))
+                width = (now_high - now_low).flatten(1)
+                middle = (now_low / 2 + now_high / 2).flatten(1)
+                can = (middle > now_low.flatten(1)) & (middle < now_high.flatten(1))
+                if not bool(can.any(1).all()):  # a point that stays open cannot be cut
+                    return Answer("unknown", made_for, None, None, boxes, volume / len(groups))
+                # Of the conditions that are nearest to failing.
+                steep = rows.flatten(2).abs() * width[:, None]
+                near = torch.where(fails[still], -math.inf, slack[still] / steep.sum(2).clamp_min(1e-300))
+                score = steep[torch.arange(len(near)), near.argmax(1)]
+                at = torch.where(can, score + 1e-300, -1.0).argmax(1)[:, None]
+                cut_high = now_high.flatten(1).scatter(1, at, middle.gather(1, at)).reshape(-1, *shape)
+                cut_low = now_low.flatten(1).scatter(1, at, middle.gather(1, at)).reshape(-1, *shape)
+                low, high = torch.cat((low, now_low, cut_low)), torch.cat((high, cut_high, now_high))
+                part = torch.cat((part, now_part[still] / 2, now_part[still] / 2))
+    return Answer("holds", made_for, None, None, boxes, 1.0)
+
+
+class _Search:
+    """Counterexamples, tried in the arithmetic of the evaluator on this machine."""
+
+    def __init__(self, network: Network, evaluator: str, seed: int) -> None:
+        self.network = machine(network, evaluator)
+        self.dtype = torch.float64 if evaluator == "float64" else torch.float32
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def among(self, x: Tensor, group: _Group) -> tuple[Tensor, Tensor] | None:
+        """A point that meets a case exactly, with its outputs, if there is one among those near x."""
+        low, high = group.ends(True, self.dtype)
+        points = torch.minimum(torch.maximum(x.to(self.dtype), low), high)
+        y = self.network(points).flatten(1)
+        values = y.double() @ group.rows.mT - group.limits
+        near = (values <= 1e-3 * (1 + y.abs().amax(1, keepdim=True))) & y.isfinite().all(1, keepdim=True)
+        meets = (near[:, None] | ~group.has).all(2)
+        for i, k in meets.nonzero()[:64].tolist():
+            both = {"X": points[i].flatten().tolist(), "Y": y[i].tolist()}
+            if all(atom.met(both) for atom in (*group.cases[k].inputs, *group.cases[k].outputs)):
+                return points[i], y[i]
+        return None
+
+    def descend(self, bounds: Bounds, group: _Group, end: float) -> tuple[Tensor, Tensor] | None:
+        """Signed steps down the condition that is furthest from being met, from random points."""
+        low, width = group.low, group.high - group.low
+        random = torch.rand(_STARTS, *low.shape[1:], generator=self.generator, dtype=torch.float64)
+        x, cases = low + width * random, torch.arange(_STARTS) % len(group.cases)
+        scale = group.rows.abs().sum(1).clamp_min(1e-300)
+        for step in range(_STEPS):
+            found = self.among(x, group)
+            if found is not None or time.monotonic() > end or not len(group.rows):
+                return found
+            with torch.enable_grad():
+                x.requires_grad_()
+                values = (bounds.network(x).flatten(1) @ group.rows.mT - group.limits) / scale
+                worst = torch.where(group.has[cases], values, -math.inf).amax(1)
+                (slope,) = torch.autograd.grad(worst.sum(), x)
+            x = x.detach() - width * slope.sign() * 0.25 * 0.85**step
+            x = torch.minimum(torch.maximum(x, low), low + width)
+        return None

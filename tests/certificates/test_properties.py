@@ -1,0 +1,243 @@
+"""Properties on boxes, against exact minima of piecewise linear functions, and VNN-LIB against its direct meaning."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lipkit
+from lipkit.certificates import properties, read_vnnlib, verify_property
+from lipkit.certificates.vnnlib import Case, cases
+from lipkit.cli.main import main
+from lipkit.errors import OptionError
+from lipkit.modules import Network
+
+
+def box(*ends: tuple[Any, Any]) -> str:
+    return "".join(f"(assert (>= X_{i} {low}))(assert (<= X_{i} {high}))" for i, (low, high) in enumerate(ends))
+
+
+def kinks(layers: list[nn.Linear], low: float, high: float) -> list[float]:
+    """Where a ReLU network of one input bends, and the ends: between them it is straight."""
+    points = [low, high]
+    for depth in range(1, len(layers)):
+        found = list(points)
+        for a, b in itertools.pairwise(points):
+            at_a, at_b = (value(layers[:depth], x) for x in (a, b))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                roots = a + (b - a) * at_a / (at_a - at_b)
+            found += [float(x) for x in roots if a < x < b]
+        points = sorted(found)
+    return points
+
+
+def value(layers: list[nn.Linear], x: float) -> np.ndarray[Any, Any]:
+    h = np.array([x])
+    for i, layer in enumerate(layers):
+        h = layer.weight.double().numpy() @ (h if i == 0 else np.maximum(h, 0)) + layer.bias.double().numpy()
+    return h
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(1, 7), nn.Linear(7, 7), nn.Linear(7, 2)]
+    network = Network([layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]], (1,))
+    least = min(float(value(layers, x) @ [1.0, -2.0]) for x in kinks(layers, -1.5, 2.0))
+    for off, answers in [(-1e-3, {"holds"}), (-1e-9, {"holds", "unknown"}), (1e-9, {"violated", "unknown"})]:
+        unsafe = cases(f"{box((-1.5, 2))}(assert (<= (- Y_0 (* 2.0 Y_1)) {least + off!r}))", 1, 2)
+        found = verify_property(network, unsafe, seconds=10 if len(answers) < 2 else 0.2, evaluator="float64")
+        assert found.answer in answers
+    text = f"{box((-1.5, 2))}(assert (<= (- Y_0 (* 2.0 Y_1)) {least + 1e-3!r}))(assert (<= Y_0 100))"
+    found = verify_property(network, cases(text, 1, 2))
+    assert found.answer == "violated"
+    assert found.point is not None
+    assert found.outputs is not None
+    assert found.point.dtype == torch.float32
+    assert torch.equal(found.outputs, network(found.point[None])[0])
+    assert -1.5 <= found.point.item() <= 2
+    assert found.outputs[0] - 2 * found.outputs[1] <= least + 1e-3
+    # Both conditions can be met, but nowhere at once: boxes have to be cut until one of them fails in each.
+    middle = float(value(layers, 0.1)[0])
+    ends = f"(assert (<= Y_0 {middle!r}))(assert (>= Y_0 {middle + 0.01!r}))"
+    assert verify_property(network, cases(box((-1.5, 2)) + ends, 1, 2)).answer == "holds"
+
+
+@pytest.mark.fast
+def test_what_can_be_violated_never_holds(monkeypatch) -> None:
+    """Even if the search finds nothing."""
+    for name in ("among", "descend"):
+        monkeypatch.setattr(properties._Search, name, lambda *_: None)
+    torch.manual_seed(0)
+    network = Network([nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2)], (2,))
+    y = network(2 * torch.rand(2000, 2) - 1).double()
+    a, b = (float(y[:, i].sort().values[5]) for i in (0, 1))
+    met = y[(y[:, 0] > a) & (y[:, 1] > b)][0].tolist()
+    for unsafe in (
+        f"(or (<= Y_0 -9) (<= Y_1 {b!r}))",
+        f"(or (<= Y_0 {a!r}) (<= Y_1 -9))",
+        f"(and (<= Y_0 {met[0]!r}) (>= Y_0 {met[0]!r}) (<= Y_1 {met[1]!r}))",
+    ):
+        (low, high), third = ("-1", "1"), "0.3333333333333333333333333333333"
+        halves = f"(or (and (<= X_1 {third}) (>= X_1 -1)) (and (<= X_1 1) (>= X_1 {third})))"
+        text = box((low, high)) + f"(assert {halves}) (assert {unsafe})"
+        assert verify_property(network, cases(text, 2, 2), seconds=0.5, batch=8).answer == "unknown"
+
+
+@pytest.mark.fast
+def test_the_answer_is_about_the_evaluator(monkeypatch) -> None:
+    """y = x - 2^-25 x is below 1 for x <= 1, but not in float32."""
+    first, last = nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        first.weight.copy_(torch.tensor([[1.0], [2.0**-25]]))
+        last.weight.copy_(torch.tensor([[1.0, -1.0]]))
+    network = Network([first, last], (1,))
+    unsafe = cases(box((0.5, 1)) + "(assert (>= Y_0 1))", 1, 1)
+    assert verify_property(network, unsafe, evaluator="float64").answer == "holds"
+    found = verify_property(network, unsafe)
+    assert (found.answer, found.evaluator.name) == ("violated", "float32")
+    assert str(found).splitlines()[1] == "at X = 1.0"
+    with pytest.raises(OptionError, match="evaluator"):
+        verify_property(network, unsafe, evaluator="integer")
+    monkeypatch.setattr(properties._Search, "among", lambda *_: None)
+    assert verify_property(network, unsafe, seconds=0.2).answer == "unknown"
+
+
+@pytest.mark.fast
+def test_numbers_are_not_rounded_towards_an_answer(monkeypatch) -> None:
+    same = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(same.weight)
+    network = Network([same], (1,)).double()
+    tenth = Fraction(1, 10) + Fraction(1, 10**30)
+    decimal = "0.1" + "0" * 28 + "1"  # above 1/10 by less than float64 can tell
+    assert Fraction(decimal) == tenth
+    near = verify_property(network, cases(box(("0.1", decimal)) + "(assert (>= Y_0 0.1))", 1, 1), seconds=0.2)
+    assert near.answer == "unknown"  # no float64 lies in the box, and 0.1 itself meets the condition
+    for sign, answer in [("<=", "violated"), ("<", "holds")]:
+        unsafe = box((0.5, 1)) + f"(assert ({sign} Y_0 0.5))"
+        assert verify_property(network, cases(unsafe, 1, 1), seconds=0.2).answer in (answer, "unknown")
+    # A factor that is no float64: 1 + 2^-70 of y = 1 is above 1, which no sum of float64 tells.
+    factor = "1.00000000000000000000084703294725430"
+    for sign, answer in [(">=", "violated"), ("<=", "unknown")]:
+        unsafe = box((1, 1)) + f"(assert ({sign} (* {factor} Y_0) 1.0000000000000000000008))"
+        assert verify_property(network, cases(unsafe, 1, 1), seconds=0.2).answer == answer
+    monkeypatch.setattr(properties._Search, "among", lambda *_: None)
+    for low, limit in [("0.1", "0.1"), ("0.3", "0.3"), ("0.7", "0.7")]:
+        for sign in ("<=", ">="):
+            unsafe = cases(box((low, low)) + f"(assert ({sign} (* {factor} Y_0) {limit}))", 1, 1)
+            assert bounded_by(unsafe)
+
+
+def bounded_by(unsafe: list[Case]) -> bool:
+    """Boxes lie around the ones meant, limits above, and factors are off by no more than is taken off for it."""
+    group = properties._Group(unsafe, (1,), 1)
+    (end,), (atom,) = unsafe[0].box, unsafe[0].outputs
+    low, high, limit, row, off = (
+        Fraction(t.item()) for t in (group.low, group.high, group.limits, group.rows, group.off)
+    )
+    return low <= end[0] <= high and atom.bound <= limit and abs(row - atom.factors[0][1]) <= off
+
+
+def formula(rng: random.Random, depth: int) -> Any:
+    if depth and rng.random() < 0.8:
+        head = rng.choice(["and", "or", "not"])
+        return [head, *(formula(rng, depth - 1) for _ in range(1 if head == "not" else rng.randint(1, 3)))]
+    terms = [["*", str(rng.randint(-2, 2)), f"Y_{rng.randint(0, 1)}"] for _ in range(rng.randint(1, 2))]
+    left = ["+", *terms, str(rng.randint(-1, 1))] if rng.random() < 0.7 else ["-", "Y_0", "0.5", "Y_1"]
+    return [rng.choice(["<=", "<", ">=", ">", "==", "!="]), left, rng.choice(["Y_1", "0", "-1.5", ["-", "Y_0"]])]
+
+
+def meaning(term: Any, y: list[Fraction]) -> Any:
+    if isinstance(term, str):
+        return y[int(term[2:])] if term[0] == "Y" else Fraction(term)
+    head, parts = term[0], [meaning(part, y) for part in term[1:]]
+    if head in ("and", "or", "not"):
+        return {"and": all(parts), "or": any(parts), "not": not parts[0]}[head]
+    if head in ("+", "*", "-"):
+        return {"+": sum(parts), "*": parts[0] * parts[-1], "-": parts[0] - sum(parts[1:]) if parts[1:] else -parts[0]}[
+            head
+        ]
+    a, b = parts
+    return {"<=": a <= b, "<": a < b, ">=": a >= b, ">": a > b, "==": a == b, "!=": a != b}[head]
+
+
+def written(term: Any) -> str:
+    return term if isinstance(term, str) else f"({' '.join(map(written, term))})"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("seed", range(5))
+def test_formulas_keep_their_meaning(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(30):
+        term = formula(rng, 3)
+        ways = cases(f"; a comment (\n{box((0, 1))} (assert {written(term)})", 1, 2)
+        for y in itertools.product([-1.5, -0.5, 0.0, 0.5, 1.0], repeat=2):
+            met = any(all(atom.met({"X": [0.5], "Y": y}) for atom in way.outputs) for way in ways)
+            assert met == meaning(term, [Fraction(v) for v in y]), written(term)
+
+
+@pytest.mark.fast
+def test_version_two_and_boxes_of_cases() -> None:
+    text = """(vnnlib-version <2.0>)
+    (declare-network N (declare-input In float32 [1, 2, 2]) (declare-output Out float32 [1,2]))
+    (assert (and (>= In[0,0,0] -1.0) (<= In[0,0,0] 1e0) (<= In[0,0,0] 5) (>= In[0,0,1] 0) (<= In[0, 0, 1] 0)))
+    (assert (or (and (>= In[0,1,0] 0) (<= In[0,1,0] 1)) (and (>= In[0,1,0] 3) (<= In[0,1,0] 2))))
+    (assert (and (<= (* -2 In[0,1,1]) 1) (<= In[0,1,1] .5)))
+    (assert (<= Out[0,1] (+ Out[0,0] 1)))
+    """
+    (case,) = cases(text, 4, 2)  # the other one has an empty box
+    assert [(float(low), float(high)) for low, high in case.box] == [(-1, 1), (0, 0), (0, 1), (-0.5, 0.5)]
+    assert case.outputs[0].met({"Y": [0.0, 1.0]})
+    assert not case.outputs[0].met({"Y": [0.0, 1.0 + 2**-52]})
+    assert cases(box((1, 0)), 1, 2) == cases(box((0, 1)) + "(assert (<= 1 0))", 1, 2) == []
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(assert (<= X_0 1))", "a lowest and a highest value of each input, got none of X_0"),
+        (box((0, 1)) + "(assert (<= Y_7 1))", "1 inputs X and 2 outputs Y, got Y_7"),
+        (box((0, 1)) + "(assert (<= Y_0 X_0))", "that mixes variables"),
+        (box((0, 1)) + "(assert (<= (* Y_0 Y_0) X_0))", "expected a linear term"),
+        (box((0, 1)) + "(assert (<= (/ Y_0 2) 1))", "expected a linear term"),
+        (box((0, 1)) + "(assert (xor (<= Y_0 1)))", "expected and, or, not"),
+        (box((0, 1)) + "(assert (<= Y_0 1e9999999))", "got 1e9999999"),
+        (box((0, 1)) + "(assert (<= Y_0 1)", "expected a ')' for each '('"),
+        (box((0, 1)) + "))", "expected a '(' for each ')'"),
+        ("hello", "expected declarations"),
+        (box((0, 1)) + "(assert ())", "expected and, or"),
+        (box((0, 1)) + "(assert (<= () 1))", "expected a linear term"),
+        ("(declare-network N (declare-hidden H float32 [1]))", "one network with one input"),
+        (box((0, 1)) + "(assert (and" + 17 * " (or (<= Y_0 1) (<= Y_1 1))" + "))", "at most 65536 cases"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(text: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        cases(text, 1, 2)
+    assert message in str(error.value)
+
+
+@pytest.mark.fast
+def test_the_command_line_answers(tmp_path, capsys) -> None:
+    torch.manual_seed(0)
+    lipkit.save(lipkit.export(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), (2,)), tmp_path / "net")
+    for limit, answer in [(9, "holds"), (-9, "violated")]:
+        (tmp_path / "p.vnnlib").write_text(box((0, 1), (-1, 1)) + f"(assert (>= Y_0 {limit}))")
+        assert main(["certify", str(tmp_path / "net"), str(tmp_path / "p.vnnlib"), "--seconds", "5"]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == answer
+    deep = tmp_path / "deep.vnnlib"
+    deep.write_text("(assert " + 5000 * "(and " + "(<= Y_0 1)" + 5000 * ")" + ")")
+    assert main(["certify", str(tmp_path / "net"), str(deep)]) == 2
+    assert "nested too deep" in capsys.readouterr().err
+    with pytest.raises(OptionError, match=r"deep.vnnlib: expected"):
+        read_vnnlib(deep, lipkit.load(tmp_path / "net"))
