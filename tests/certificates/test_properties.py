@@ -138,11 +138,9 @@ def test_numbers_are_not_rounded_towards_an_answer(monkeypatch) -> None:
 
 def bounded_by(unsafe: list[Case]) -> bool:
     """Boxes lie around the ones meant, limits above, and factors are off by no more than is taken off for it."""
-    group = properties._Group(unsafe, (1,), 1)
+    group = properties._Group(unsafe, (1,), 1, torch.float64)
     (end,), (atom,) = unsafe[0].box, unsafe[0].outputs
-    low, high, limit, row, off = (
-        Fraction(t.item()) for t in (group.low, group.high, group.limits, group.rows, group.off)
-    )
+    low, high, limit, row, off = (Fraction(t.item()) for t in (*group.ends, group.limits, group.rows, group.off))
     return low <= end[0] <= high and atom.bound <= limit and abs(row - atom.factors[0][1]) <= off
 
 

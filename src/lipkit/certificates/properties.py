@@ -29,8 +29,8 @@ from lipkit.certificates.measurement import check_network, float64_copy
 from lipkit.certificates.vnnlib import Case
 from lipkit.errors import OptionError
 from lipkit.modules import Network
-from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.modules.registry import Shape
+from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.roundoff import next_up
 from lipkit.shown import Shown
 
@@ -105,23 +105,19 @@ def _rounded(values: Iterable[Fraction], up: bool, dtype: torch.dtype = torch.fl
 class _Group:
     """The cases of one box: rows of all their conditions, and which case has which."""
 
-    def __init__(self, cases: Sequence[Case], shape: Shape, outputs: int) -> None:
-        self.cases, self.shape = cases, shape
-        self.atoms = list(dict.fromkeys(itertools.chain(*(case.outputs for case in cases))))
-        exact = [dict(atom.factors).get(("Y", i), Fraction(0)) for atom in self.atoms for i in range(outputs)]
-        self.rows = _rounded(exact, True).reshape(-1, outputs)
-        # How far each number is from the one meant.
-        self.off = next_up(self.rows - _rounded(exact, False).reshape(-1, outputs))
-        self.off[self.rows == _rounded(exact, False).reshape(-1, outputs)] = 0.0
-        self.limits = _rounded((atom.bound for atom in self.atoms), True)
-        self.has = torch.tensor([[atom in case.outputs for atom in self.atoms] for case in cases]).bool()
-        self.low, self.high = self.ends(False, torch.float64)
-
-    def ends(self, inside: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The box in a format, rounded inwards or outwards."""
-        box = self.cases[0].box
-        low, high = (_rounded((end[i] for end in box), (i == 0) == inside, dtype) for i in (0, 1))
-        return low.reshape(1, *self.shape), high.reshape(1, *self.shape)
+    def __init__(self, cases: Sequence[Case], shape: Shape, outputs: int, dtype: torch.dtype) -> None:
+        self.cases = cases
+        atoms = list(dict.fromkeys(itertools.chain(*(case.outputs for case in cases))))
+        exact = [dict(atom.factors).get(("Y", i), Fraction()) for atom in atoms for i in range(outputs)]
+        self.rows, below = (_rounded(exact, up).reshape(-1, outputs) for up in (True, False))
+        # How far each factor is from the one meant.
+        self.off = torch.where(self.rows == below, 0.0, next_up(self.rows - below))
+        self.limits = _rounded((atom.bound for atom in atoms), True)
+        self.has = torch.tensor([[atom in case.outputs for atom in atoms] for case in cases]).bool()
+        box = list(zip(*cases[0].box, strict=True))
+        # Lowest and highest inputs, outwards for proofs and inwards for points.
+        self.ends = torch.stack([_rounded(end, up).reshape(shape) for end, up in zip(box, (False, True), strict=True)])
+        self.inner = [_rounded(end, up, dtype).reshape(shape) for end, up in zip(box, (True, False), strict=True)]
 
 
 def verify_property(
@@ -165,65 +161,57 @@ def verify_property(
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide else "float32"
     made_for = evaluator_of(evaluator, "cpu", network)
-    bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
-    shape = network.input_shape
-    out = bounds.circuit.output
-    outputs = math.prod(bounds.circuit.shape(out))
+    bounds, search = (
+        Bounds(float64_copy(network), arithmetic(evaluator, network), None),
+        _Search(network, evaluator, seed),
+    )
+    out, shape = bounds.circuit.output, network.input_shape
     by_box: dict[object, list[Case]] = {}
     for case in cases:
         by_box.setdefault(case.box, []).append(case)
-    groups = [_Group(each, shape, outputs) for each in by_box.values()]
-    search = _Search(network, evaluator, seed)
+    outputs = math.prod(bounds.circuit.shape(out))
+    groups = [_Group(each, shape, outputs, search.dtype) for each in by_box.values()]
     boxes, volume = 0, 0.0
+
+    def answer(name: str, found: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)) -> Answer:
+        return Answer(name, made_for, *found, boxes, volume / max(1, len(groups)))
+
     with torch.no_grad():
         for group in groups:
-            found = search.descend(bounds, group, end)
-            if found is not None:
-                return Answer("violated", made_for, *found, boxes, 0.0)
+            if (found := search.descend(bounds, group, end)) is not None:
+                return answer("violated", found)
         for group in groups:
-            # Open boxes, each with its fraction of the whole; the last ones come first, so that few are kept.
-            low, high, part = group.low, group.high, torch.ones(1, dtype=torch.float64)
-            while len(low):
-                if time.monotonic() > end or len(low) > _MOST_OPEN:
-                    return Answer("unknown", made_for, None, None, boxes, volume / len(groups))
-                (low, now_low), (high, now_high) = ((t[:-batch], t[-batch:]) for t in (low, high))
-                part, now_part = part[:-batch], part[-batch:]
-                boxes += len(now_low)
-                box = _Box(bounds, now_low, now_high)
+            # Open boxes, each with its fraction of the volume; the last ones come first, so that few are kept.
+            left, parts = group.ends[None], torch.ones(1, dtype=torch.float64)
+            while len(left):
+                if time.monotonic() > end or len(left) > _MOST_OPEN or not len(group.rows):
+                    return answer("unknown")
+                (left, now), (parts, part) = ((t[:-batch], t[-batch:]) for t in (left, parts))
+                boxes += len(now)
+                box = _Box(bounds, now[:, 0], now[:, 1])
                 box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
                 base, _ = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shape(out)))
-                sizes = box.sizes[out].flatten(1)
-                slack = base - grow(sizes @ group.off.mT) - group.limits
+                slack = base - grow(box.sizes[out].flatten(1) @ group.off.mT) - group.limits
                 fails = (slack > 0) & box.fits[:, None]
-                proved = (fails[:, None] & group.has).any(2).all(1)
-                volume += float(now_part[proved].sum())
-                still = ~proved
-                if not bool(still.any()):
-                    continue
-                now_low, now_high, rows = (
-                    now_low[still],
-                    now_high[still],
-                    box.rows.expand(len(still), -1, *shape)[still],
-                )
-                lowest = torch.where(rows > 0, now_low[:, None], now_high[:, None]).flatten(0, 1)
-                found = search.among(torch.cat((box.x[still], lowest)), group)
-                if found is not None:
-                    return Answer("violated", made_for, *found, boxes, volume / len(groups))
-                width = (now_high - now_low).flatten(1)
-                middle = (now_low / 2 + now_high / 2).flatten(1)
-                can = (middle > now_low.flatten(1)) & (middle < now_high.flatten(1))
+                still = ~(fails[:, None] & group.has).any(2).all(1)
+                volume += float(part[~still].sum())
+                rows = box.rows.expand(len(now), -1, *shape)[still]
+                now, part, slack = now[still], part[still], slack.masked_fill(fails, -math.inf)[still]
+                lowest = torch.where(rows > 0, now[:, :1], now[:, 1:]).flatten(0, 1)
+                if (found := search.among(torch.cat((box.x[still], lowest)), group)) is not None:
+                    return answer("violated", found)
+                middle = now[:, 0] / 2 + now[:, 1] / 2
+                can = ((middle > now[:, 0]) & (middle < now[:, 1])).flatten(1)
                 if not bool(can.any(1).all()):  # a point that stays open cannot be cut
-                    return Answer("unknown", made_for, None, None, boxes, volume / len(groups))
-                # Of the conditions that are nearest to failing.
-                steep = rows.flatten(2).abs() * width[:, None]
-                near = torch.where(fails[still], -math.inf, slack[still] / steep.sum(2).clamp_min(1e-300))
-                score = steep[torch.arange(len(near)), near.argmax(1)]
-                at = torch.where(can, score + 1e-300, -1.0).argmax(1)[:, None]
-                cut_high = now_high.flatten(1).scatter(1, at, middle.gather(1, at)).reshape(-1, *shape)
-                cut_low = now_low.flatten(1).scatter(1, at, middle.gather(1, at)).reshape(-1, *shape)
-                low, high = torch.cat((low, now_low, cut_low)), torch.cat((high, cut_high, now_high))
-                part = torch.cat((part, now_part[still] / 2, now_part[still] / 2))
-    return Answer("holds", made_for, None, None, boxes, 1.0)
+                    return answer("unknown")
+                # Along the input that moves most the condition that is nearest to failing.
+                steep = (rows.abs() * (now[:, 1:] - now[:, :1])).flatten(2)
+                nearest = (slack / steep.sum(2).clamp_min(1e-300)).argmax(1)
+                at = torch.where(can, steep[torch.arange(len(now)), nearest], -1.0).argmax(1)
+                each, halves = torch.arange(len(now)), now.flatten(2).repeat(2, 1, 1)
+                halves[each, 1, at] = halves[len(now) + each, 0, at] = middle.flatten(1)[each, at]
+                left, parts = torch.cat((left, halves.unflatten(2, shape))), torch.cat((parts, part / 2, part / 2))
+    return answer("holds")
 
 
 class _Search:
@@ -236,11 +224,10 @@ class _Search:
 
     def among(self, x: Tensor, group: _Group) -> tuple[Tensor, Tensor] | None:
         """A point that meets a case exactly, with its outputs, if there is one among those near x."""
-        low, high = group.ends(True, self.dtype)
-        points = torch.minimum(torch.maximum(x.to(self.dtype), low), high)
+        points = torch.minimum(torch.maximum(x.to(self.dtype), group.inner[0]), group.inner[1])
         y = self.network(points).flatten(1)
-        values = y.double() @ group.rows.mT - group.limits
-        near = (values <= 1e-3 * (1 + y.abs().amax(1, keepdim=True))) & y.isfinite().all(1, keepdim=True)
+        room = 2.0**-40 * (y.double().abs() @ group.rows.mT.abs() + group.limits.abs())
+        near = (y.double() @ group.rows.mT - group.limits <= room) & y.isfinite().all(1, keepdim=True)
         meets = (near[:, None] | ~group.has).all(2)
         for i, k in meets.nonzero()[:64].tolist():
             both = {"X": points[i].flatten().tolist(), "Y": y[i].tolist()}
@@ -250,8 +237,8 @@ class _Search:
 
     def descend(self, bounds: Bounds, group: _Group, end: float) -> tuple[Tensor, Tensor] | None:
         """Signed steps down the condition that is furthest from being met, from random points."""
-        low, width = group.low, group.high - group.low
-        random = torch.rand(_STARTS, *low.shape[1:], generator=self.generator, dtype=torch.float64)
+        low, width = group.ends[0], group.ends[1] - group.ends[0]
+        random = torch.rand(_STARTS, *low.shape, generator=self.generator, dtype=torch.float64)
         x, cases = low + width * random, torch.arange(_STARTS) % len(group.cases)
         scale = group.rows.abs().sum(1).clamp_min(1e-300)
         for step in range(_STEPS):
