@@ -19,10 +19,10 @@ ORDER = [
     *("lowering", "integer"),
     *("layers", "models", "data"),
     "attacks",
-    "analysis",
     *(
         "training",
         "certificates",
+        "analysis",
         "wasserstein",
         "evaluation",
         "report",

@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 # Public name -> the module it lives in.
 _HOME = {
     "analyze": "lipkit.analysis",
-    "lipschitz": "lipkit.lowering",
+    "lipschitz": "lipkit.certificates.gains",
     "export": "lipkit.lowering",
     "save": "lipkit.modules",
     "load": "lipkit.modules",

@@ -144,7 +144,7 @@ def test_the_bound_is_above_the_jacobian(name: str) -> None:
     norm = steepest(model, shape)
     assert norm <= found.upper < 20
     assert 0 < found.lower <= found.upper
-    assert math.isclose(sum(layer.fraction for layer in found.layers), 1, rel_tol=1e-6)
+    assert math.isclose(math.prod(layer.factor for layer in found.layers), found.product, rel_tol=1e-6)
 
 
 def positive(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipkit
+from lipkit import certificates
 from lipkit.analysis import analyze, layers
 from lipkit.analysis.layers import folded_bound, shared_tolerances
 from lipkit.bounds import symbol_sup
@@ -84,7 +85,7 @@ def test_what_has_no_plain_form_is_bounded_but_not_exported() -> None:
     model = Lambda(lambda x: 4 * torch.sin(x).sum(1, keepdim=True))
     found = analyze(model, (4,), restarts=0)
     assert found.upper == pytest.approx(8)
-    rows = [(layer.type, layer.bound) for layer in found.layers if layer.fraction]
+    rows = [(layer.type, layer.bound) for layer in found.layers if layer.factor != 1]
     assert rows == [("Tensor.sum", 2.0), ("operator.mul", 4.0)]
     with pytest.raises(NoRuleError, match=r"export: torch\.sin: it has no plain form"):
         lipkit.export(model, (4,))
@@ -121,7 +122,7 @@ def test_batch_normalisation_is_folded(kind: type, groups: int, first: bool) -> 
     truth = float(np.linalg.norm(dense_matrix(model, shape), 2))
     assert truth <= found.upper < lipkit.lipschitz(model, shape).item()
     assert found.upper <= truth * (1.3 if kind is nn.Conv2d else 1 + 1e-6)
-    assert [layer.name for layer in found.layers if layer.fraction] == ["0 + 1"]
+    assert [layer.name for layer in found.layers if layer.factor != 1] == ["0 + 1"]
 
 
 def test_a_layer_that_only_a_normalisation_reads_is_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,3 +343,44 @@ def test_a_parametrised_network_is_left_as_it_is(how: str) -> None:
     assert torch.equal(net(x), before)
     norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
     assert norm <= float(bound) <= norm * 1.02
+
+
+def test_boxes_for_each_entry_or_channel_are_never_looser() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))
+    low, high = torch.tensor([-0.1, 0.5]), torch.tensor([0.2, 0.6])
+    everywhere = analyze(model, (2, 2, 2), restarts=4)
+    channels = analyze(model, (2, 2, 2), box=(low, high))
+    shaped = (low.view(2, 1, 1).expand(2, 2, 2).numpy(), high.view(2, 1, 1).expand(2, 2, 2).tolist())
+    entries = analyze(model, (2, 2, 2), box=shaped)
+    hull = analyze(model, (2, 2, 2), box=(-0.1, 0.6), restarts=0)
+    assert channels.lower <= channels.upper == entries.upper <= hull.upper < 0.8 * everywhere.upper
+    assert (channels.product, channels.how) == (everywhere.product, "slopes in the box")
+    assert [x.name for x in channels.layers] == [x.name for x in everywhere.layers]
+    x = low.view(2, 1, 1) + (high - low).view(2, 1, 1) * torch.rand(200, 2, 2, 2)
+    slopes = torch.linalg.matrix_norm(torch.func.vmap(torch.func.jacrev(lambda v: model(v[None])[0]))(x).flatten(2), 2)
+    assert 0.5 * channels.upper < float(slopes.detach().max()) <= channels.upper * (1 + 1e-6)
+    assert "for inputs in a box" in str(channels)
+    assert "for inputs in [-0.1, 0.6]" in str(hull)
+    with pytest.raises(ShapeError, match=r"box: expected ends of shape \(2, 2, 2\) or per channel, got \(3,\)"):
+        analyze(model, (2, 2, 2), box=(torch.zeros(3), 1))
+    with pytest.raises(OptionError, match="the smaller one first"):
+        analyze(model, (2, 2, 2), box=(high, low))
+
+
+def test_one_front_door_for_tight_bounds() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    plain = lipkit.export(model, (5,))
+    found = float(lipkit.lipschitz(plain, tight=True))
+    assert (
+        found == float(lipkit.lipschitz(certificates.tight(plain))) == float(lipkit.lipschitz(model, (5,), tight=True))
+    )
+    assert found < 0.4 * float(lipkit.lipschitz(plain))
+    bound = analyze(model, (5,), restarts=0, tight=True)
+    assert (bound.upper, bound.tight, bound.how) == (found, found, "LipSDP")
+    assert bound.product == pytest.approx(float(lipkit.lipschitz(plain)), rel=1e-9)
+    with pytest.raises(ShapeError, match="input_shape"):
+        lipkit.lipschitz(model, tight=True)
+    branches = analyze(Lambda(lambda x: torch.sin(x)), (5,), restarts=0, tight=True)
+    assert (branches.tight, branches.how) == (None, "not tried: the network has no plain form")

@@ -97,6 +97,36 @@ def test_errors_at_the_samples() -> None:
     )
 
 
+def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
+    torch.manual_seed(0)
+    network = export(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), (3,))
+    x = torch.randn(30, 3)
+    delta = torch.tensor([0.5, 0.01, 0.0])
+    found = certify_regression(network, x, network(x), delta=delta)
+    norm = certify_regression(network, x, network(x), delta=float(delta.norm()) * (1 + 1e-6))
+    assert found.delta == pytest.approx(float(delta.norm()))
+    assert bool((found.output_deviation < norm.output_deviation).all())
+    assert found.deviation < norm.deviation
+    corners = torch.tensor([[a, b, 0.0] for a in (-1, 1) for b in (-1, 1)]) * delta
+    moved = (network((x[:, None] + corners).flatten(0, 1)) - network(x).repeat_interleave(4, 0)).abs().amax(0)
+    assert bool((moved <= found.output_deviation).all())
+    assert bool((moved >= 0.5 * found.output_deviation).all())
+    assert bool((found.worst_error < norm.worst_error).all())
+    assert "whose entries move by 0 to 0.5 moves the outputs" in str(found)
+    linear = linear_network()
+    exact = certify_regression(linear, *samples(linear), delta=np.array([0.0, 2.0, 0.1])).output_deviation
+    np.testing.assert_allclose(exact, np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1], rtol=1e-9, atol=1e-12)
+    assert bool((exact.numpy() >= np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1]).all())
+    # Of a network without a matrix of gains the norm counts.
+    other = export(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()), (3,))
+    same = (certify_regression(other, x, other(x), delta=d) for d in (torch.full((3,), 3**-0.5), 1.0))
+    np.testing.assert_allclose(*(each.output_deviation for each in same), rtol=1e-6)
+    with pytest.raises(OptionError, match="delta as numbers >= 0"):
+        certify_regression(network, x, network(x), delta=-delta)
+    with pytest.raises(ShapeError, match="ends of shape"):
+        certify_regression(network, x, network(x), delta=torch.ones(2))
+
+
 def test_physical_units_count_in_the_gain() -> None:
     # Inputs in units of 0.1 and 10, outputs in units of 1, 100 and 0.01: entry (i, j) becomes u_i W_ij / s_j.
     std, units = [0.1, 10.0, 1.0], [1.0, 100.0, 0.01]

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +38,28 @@ def unknown():
 def nothing():
     return 3
 
+def policy():
+    torch.manual_seed(1)
+    layers = [nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
+    return Named(nn.Sequential(*layers))
+
+def wide():
+    return nn.Sequential(nn.Linear(2, 601), nn.ReLU(), nn.Linear(601, 1))
+
+class Named(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+    def forward(self, x):
+        return self.body(x)
+
+class gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value, self.gate, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.head(self.value(x) * torch.sigmoid(self.gate(x)))
+
 class Gate(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(x)
@@ -56,11 +81,13 @@ def test_a_factory(module, capsys):
     lines = out.splitlines()
     assert lines[0].startswith("L <= ")
     assert "(proved), L >= " in lines[0]
-    shares = [float(line.split("%")[0]) for line in lines[3:] if "%" in line]
-    assert shares == sorted(shares, reverse=True)
-    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert "tight not tried: no run of dense layers" in lines[1]
+    factors = [1 / float(n) if sign == "/" else float(n) for sign, n in re.findall(r"^([x/]) ([0-9.]+)", out, re.M)]
+    assert factors == sorted(factors, reverse=True)
+    assert math.prod(factors) == pytest.approx(float(lines[0].split()[2]), rel=2e-2)
+    assert lines[-1].startswith("next: lipkit certify")
     assert "conv + norm" in out
-    assert "sums and concatenations" in out
+    assert "skip connections" in out
 
 
 def test_a_folder(tmp_path, capsys):
@@ -109,7 +136,7 @@ def test_the_table_hides_what_has_no_influence():
     found = analyze(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (2,), restarts=0)
     assert "1 without influence" in str(found)
     assert "ReLU" in found.describe(everything=True)
-    assert "search" not in str(found)
+    assert "found" not in str(found)
     assert "for inputs in" not in str(found)
 
 
@@ -121,6 +148,43 @@ def test_a_product_is_bounded_in_a_box(module, capsys):
     upper, lower = (float(word) for word in re.findall(r"L [<>]= ([0-9.]+)", out.splitlines()[0]))
     assert lower == pytest.approx(0.9276, rel=1e-2)
     assert 0.9276 <= upper <= 1.25
+
+
+def test_a_policy_has_its_tight_bound_by_default_and_less_on_a_box(module, capsys):
+    command = ["bound", f"{module}:policy", "--input-shape", "5", "--json"]
+
+    def found(*options: str) -> dict[str, Any]:
+        assert main([*command, *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, loose, box = found(), found("--no-tight", "--restarts", "0"), found("--box", "-0.1,0.1", "--restarts", "0")
+    assert plain["product"] == loose["product"] == loose["upper"] > 2.5 * plain["upper"]
+    assert plain["lower"] < plain["tight"] == plain["upper"] == pytest.approx(0.47, abs=0.01)
+    assert (plain["how"], loose["tight"], loose["lower"]) == ("LipSDP", None, 0)
+    assert box["upper"] < 0.6 * plain["upper"]
+    assert [layer["name"] for layer in box["layers"]] == ["body.0", "body.1", "body.2", "body.3", "body.4"]
+    assert main([*command[:-1], "--restarts", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "product of the layers 1.3867117 | tight 0.4713" in out.splitlines()[1]
+    assert out.splitlines()[3].split() == ["factor", "bound", "type", "method", "layer"]
+
+
+def test_wide_networks_are_tight_on_request(module, capsys):
+    command = ["bound", f"{module}:wide", "--input-shape", "2", "--restarts", "0"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "tight not tried: 601 hidden units, more than 600 (--tight" in out
+    assert "next: lipkit bound MODEL --tight" in out
+    assert main([*command, "--tight", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["how"] == "LipSDP"
+
+
+def test_the_users_names_stay_in_a_box(module, capsys):
+    """Of products too, whose limits come from an export."""
+    assert main(["bound", f"{module}:gated", "--input-shape", "4", "--box", "0,1", "--restarts", "0"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name}\n" in out for name in ("value", "gate", "head"))
+    assert "skip connections" in out
 
 
 def test_shapes():

@@ -26,6 +26,7 @@ from lipkit.modules.forms import Form
 from lipkit.modules.graph import Join, forms_of
 from lipkit.modules.guarding import guard
 from lipkit.modules.normalization import NORMS, running_affine, scaled_kernel
+from lipkit.modules.products import limited_nodes
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import gamma, up
 
@@ -167,17 +168,16 @@ class LayerBound:
         type: class of the module, or name of the function.
         method: how its bound was found.
         bound: its Lipschitz bound.
-        fraction: its part of the logarithm of the network's bound:
-            :math:`\log(\text{bound})\,\partial \log L / \partial \log(\text{bound})\,/ \log L`. In a chain the
-            fractions add up to 1; otherwise the remainder is what sums and concatenations add, the last entry. 0 where
-            L is 0, 1 or infinite.
+        factor: what it multiplies the network's bound by, :math:`\text{bound}^s` with
+            :math:`s = \partial \log L / \partial \log(\text{bound})`, which is 1 in a chain. The product of all is L;
+            the last entry, "skip connections", is what sums and concatenations add.
     """
 
     name: str
     type: str
     method: str
     bound: float
-    fraction: float
+    factor: float
 
 
 class Constants:
@@ -188,11 +188,16 @@ class Constants:
         output: number of that value.
         method: of convolutions.
         tolerance: of those by `symbol_sup`, on average.
+        box: of the inputs, for the limits of products; None where there are none.
     """
 
-    def __init__(self, lowering: Interpreter, output: int, method: str, tolerance: float) -> None:
+    def __init__(
+        self, lowering: Interpreter, output: int, method: str, tolerance: float, box: tuple[float, float] | None
+    ) -> None:
         values = lowering.wiring.used(output)
         self._modules, self._sources = lowering.wiring.part(values)
+        if box is not None:
+            self._modules = limited_nodes(self._modules, self._sources, lowering.input_shape, box)
         self._labels = [lowering.labels[value - 1] for value in values]
         shapes = lowering.shapes()
         self._shapes = {i: shapes[value] for i, value in enumerate((0, *values)) if value in shapes}
@@ -298,23 +303,22 @@ class Constants:
 
     def _table(self, total: Tensor) -> tuple[LayerBound, ...]:
         constants = [constant for _, constant in self._rows]
-        log = math.log(float(total.detach())) if 0 < float(total.detach()) < math.inf else 0.0
         slopes: list[float] = [1.0] * len(constants)
-        if log and constants and total.requires_grad:
+        finite = 0 < float(total.detach()) < math.inf
+        if finite and constants and total.requires_grad:
             found = torch.autograd.grad(total.log(), constants, allow_unused=True)
             slopes = [0.0 if g is None else float(g * c.detach()) for g, c in zip(found, constants, strict=True)]
-        layers = []
-        for (row, _), slope in zip(self._rows, slopes, strict=True):
-            fraction = slope * math.log(row.bound) / log if log and 0 < row.bound < math.inf else 0.0
-            if slope:
-                layers.append(replace(row, fraction=fraction))
-        rest = 1 - sum(layer.fraction for layer in layers) if log else 0.0
+        rows = [(row, slope) for (row, _), slope in zip(self._rows, slopes, strict=True) if slope]
+        layers = [replace(row, factor=row.bound**slope if finite else row.bound) for row, slope in rows]
+        # Factors of many layers leave the range of float64 together.
+        rest = math.log(float(total.detach())) - sum(math.log(layer.factor) for layer in layers) if finite else 0.0
         if abs(rest) > 1e-9:
-            layers.append(LayerBound("", "sums and concatenations", "remainder", math.exp(rest * log), rest))
+            factor = math.exp(rest) if rest < 700 else math.inf
+            layers.append(LayerBound("", "skip connections", "sums", factor, factor))
         return tuple(layers)
 
 
 def _row(constant: Tensor, name: str, kind: str, method: str) -> tuple[LayerBound, Tensor]:
     """A row of the table, and its constant as that which derivatives are asked for."""
     constant = constant.detach().clone().requires_grad_()
-    return LayerBound(name, kind, method, float(constant.detach()), 0.0), constant
+    return LayerBound(name, kind, method, float(constant.detach()), 1.0), constant

@@ -2,63 +2,122 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.analysis.layers import Constants, LayerBound, check_method
-from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
-from lipkit.errors import CertificateViolation, OptionError
+from lipkit.analysis.lipschitz_search import Box, Limits, lipschitz_lower_bound
+from lipkit.certificates import gains
+from lipkit.errors import CertificateViolation, NoRuleError, OptionError, interval
 from lipkit.linalg.precision import check_underflow
-from lipkit.lowering import export
+from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
-from lipkit.lowering.observe import sample, stays_float64
+from lipkit.lowering.observe import Operand, sample, stays_float64
 from lipkit.lowering.tracing import Root
 from lipkit.modules.registry import Shape, checked_shape
 from lipkit.shown import Shown, axes, upper
 from lipkit.text import table
 
+Hull = tuple[float, float] | None
+# Above this many times what a search found a bound leaves certificates little.
+_USEFUL = 4.0
+_BAR = 12
+
 
 @dataclass(frozen=True, repr=False)
 class NetworkBound(Shown):
-    """Proved bound and searched estimate of a network's Lipschitz constant, layer by layer.
+    """Proved bounds and a searched estimate of a network's Lipschitz constant, layer by layer.
 
     Attributes:
-        upper: proved Lipschitz bound (l2).
+        upper: proved Lipschitz bound (l2), the smaller of `product` and `tight`.
         lower: largest difference quotient that the search found; 0 if none was asked for. Never a certificate.
-        layers: in the order of the forward pass; the last entry is what sums and concatenations add.
+        product: the proved bound that the layers make together.
+        tight: the proved bound of LipSDP, with a box by the slopes in it; None if it was not tried.
+        how: what made `tight`, or why it was not tried.
+        layers: in the order of the forward pass; their factors make `product`.
         input_shape: of one sample.
-        box: (low, high) of every entry of the inputs that the bounds are for; None for all inputs.
+        box: (low, high) of the inputs that the bounds are for, numbers or tensors; None for all inputs.
     """
 
     upper: float
     lower: float
+    product: float
+    tight: float | None
+    how: str
     layers: tuple[LayerBound, ...]
     input_shape: Shape
     box: Box | None = None
 
+    @property
+    def verdict(self) -> str:
+        """What the bound is good for, in words."""
+        if not self.upper < math.inf:
+            return "no bound: a layer has none, or a number in it is not finite"
+        if not self.lower:
+            return "proved; how close it is, a search from below says (restarts)"
+        times = self.upper / self.lower
+        if times <= _USEFUL:
+            return f"useful for certificates: at most {times:.2g} times what a search found"
+        return f"true, but too large: {times:.2g} times what a search found; try local, convert, fine-tune"
+
+    @property
+    def following(self) -> str:
+        """What to do next."""
+        if self.lower and self.upper <= _USEFUL * self.lower:
+            return "lipkit certify MODEL DATA"
+        if "not tried" in self.how and self.upper < math.inf and "--tight" in self.how:
+            return "lipkit bound MODEL --tight, or lipkit certify MODEL DATA --method local"
+        return "lipkit certify MODEL DATA --method local; lipkit.convert makes a network with a small constant to train"
+
     def describe(self, everything: bool = False) -> str:
-        """The bounds and a table of the layers, what raises the bound most first.
+        """The bounds, and a bill: by which factor each layer raises the product, the largest first.
 
         Args:
             everything: show layers that contribute nothing, too.
         """
-        # Below 1 the logarithm is negative, and so are the fractions of what raises the bound.
-        layers = sorted(self.layers, key=lambda layer: layer.fraction if self.upper < 1 else -layer.fraction)
-        shown = [layer for layer in layers if everything or abs(layer.fraction) >= 5e-4 or layer.bound == float("inf")]
-        rows = [["fraction", "bound", "type", "method", "layer"]]
-        rows += [[f"{100 * x.fraction:.1f} %", f"{x.bound:.6g}", x.type, x.method, x.name] for x in shown]
+        layers = sorted(self.layers, key=lambda layer: -layer.factor)
+        shown = [x for x in layers if everything or abs(x.factor - 1) >= 5e-4]
+        most = max((abs(math.log(x.factor)) for x in shown if 0 < x.factor < math.inf), default=0.0)
+        rows = [["factor", "", "bound", "type", "method", "layer"]]
+        for x in shown:
+            factor = f"x {x.factor:.3g}" if x.factor >= 1 or not x.factor else f"/ {1 / x.factor:.3g}"
+            size = abs(math.log(x.factor)) / most if most and 0 < x.factor < math.inf else 1.0
+            bar = ("#" if x.factor >= 1 else "-") * max(1, round(_BAR * size))
+            rows.append([factor, bar.ljust(_BAR), f"{x.bound:.6g}", x.type, x.method, x.name])
         head = f"L <= {upper(self.upper)} (proved)"
         if self.lower:
             head += f", L >= {self.lower:.6g} (found by search, no certificate)"
         if self.box is not None:
-            head += f"  for inputs in [{self.box[0]:g}, {self.box[1]:g}]"
+            low, high = self.box
+            head += "  for inputs in " + ("a box" if isinstance(low, Tensor) else f"[{low:g}, {high:g}]")
+        tight = f"tight {self.how}" if self.tight is None else f"tight {upper(self.tight)} ({self.how})"
+        beside = [f"product of the layers {upper(self.product)}", *([tight] if self.how else [])]
+        if self.lower:
+            beside.append(f"found {self.lower:.6g}")
         left = len(layers) - len(shown)
         end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
-        return "\n".join([head, "", table([], rows), *end])
+        bill = ["", table([], rows), *end, ""] if layers else []
+        return "\n".join([head, " | ".join(beside), *bill, self.verdict, f"next: {self.following}"])
+
+    def to_json(self) -> str:
+        """Every figure as JSON; null where a number is not finite."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return plain(value.tolist())
+            if isinstance(value, list | tuple):
+                return [plain(each) for each in value]
+            if isinstance(value, dict):
+                return {key: plain(each) for key, each in value.items()}
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return json.dumps(plain(asdict(self) | {"verdict": self.verdict, "next": self.following}), indent=2)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
@@ -70,7 +129,7 @@ class NetworkBound(Shown):
             OptionError: matplotlib is not installed.
         """
         ax = axes(ax, f"Lipschitz bound of the layer (network: {self.upper:.4g})", "")
-        most = sorted(self.layers, key=lambda layer: -abs(layer.fraction))[:20]
+        most = sorted(self.layers, key=lambda layer: -max(layer.factor, 1 / (layer.factor or 1)))[:20]
         shown = [layer for layer in self.layers if any(layer is one for one in most)]
         ax.barh(range(len(shown)), [layer.bound for layer in shown])
         ax.set_yticks(range(len(shown)), [layer.name or layer.type for layer in shown])
@@ -87,7 +146,8 @@ def analyze(
     restarts: int = 4,
     steps: int = 10,
     seed: int = 0,
-    box: Box | None = None,
+    box: gains.Box | None = None,
+    tight: bool | None = False,
 ) -> NetworkBound:
     r"""Lower and upper bound of the Lipschitz constant of any network that torch.fx can trace.
 
@@ -109,9 +169,12 @@ def analyze(
         restarts, steps: of the search for ``lower``; see :func:`lipkit.analysis.lipschitz_lower_bound`. No restarts, no
             search.
         seed: of the search.
-        box: (low, high) of every entry of the inputs. Where products of two values have no constant on all of space,
-            the bound is that of ``lipkit.export(model, input_shape, box=box)``, which is the same function for inputs
-            in the box. The search stays in it.
+        box: (low, high) of the inputs, numbers, or tensors or arrays for each entry or channel, as
+            `lipkit.certificates.local_gain` takes them. The bound is that of dense layers with the slopes that their
+            activations have in the box, where that is smaller; products of two values have a constant there only. The
+            search stays in it.
+        tight: bound runs of dense layers by LipSDP, too (`lipkit.certificates.tight`); None does so for at most 600
+            hidden units.
 
     Returns:
         :class:`NetworkBound`.
@@ -153,37 +216,71 @@ def analyze(
     if not 1e-4 <= tolerance <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()
-    if box is not None:
-        exported = export(model, input_shape, box=box)
-        model, box = exported, exported.input_range
     if restarts < 0 or steps < 1:
         raise OptionError(f"expected restarts >= 0 and steps >= 1, got restarts={restarts}, steps={steps}")
+    input_shape = checked_shape(input_shape)
+    ends = None if box is None else gains.box_ends(box, input_shape)
+    hull = None if ends is None else interval("box", (float(ends[0].min()), float(ends[1].max())))
     # Versions of tensors and derivatives are needed, and the formats that the network itself says; random numbers that
     # it draws (and is refused for) are not the caller's.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-        root = Root(constant_copy(model))
-        input_shape = checked_shape(input_shape)
-        lowering = Interpreter(root, input_shape, root, bounding=True)
-        output = lowering.output()
-        upper, layers = 0.0, tuple[LayerBound, ...]()
+        root, lowering, output = _lowered(model, input_shape, hull)
+        product, layers = 0.0, tuple[LayerBound, ...]()
         if output is not None:
-            upper, layers = Constants(lowering, output.number, method, tolerance).result()
+            product, layers = Constants(lowering, output.number, method, tolerance, hull).result()
         lowering.check(model)
-        lower = 0.0
+        smaller, how = _tight(model, input_shape, ends, hull, tight)
+        bound, lower = min(product, product if smaller is None else smaller), 0.0
         if restarts and stays_float64(root, lowering.graph, input_shape):
-            lower = _search(_Copied(root), input_shape, box, restarts, steps, seed)
+            lower = _search(_Copied(root), input_shape, ends, restarts, steps, seed)
         elif restarts:
-            lower = _random_secants(_Copied(root), input_shape, box, restarts * steps)
-    if lower > upper * (1 + 1e-6):
+            lower = _random_secants(_Copied(root), input_shape, ends, restarts * steps)
+    if lower > bound * (1 + 1e-6):
         raise CertificateViolation(
-            f"analyze: expected no secant steeper than the upper bound {upper:.9g}, got one of slope {lower:.9g}: a "
+            f"analyze: expected no secant steeper than the upper bound {bound:.9g}, got one of slope {lower:.9g}: a "
             "rule is wrong"
         )
     # Where both meet, the secant is beyond by its rounding.
-    return NetworkBound(upper, min(lower, upper), layers, input_shape, box)
+    known = hull if ends is None or all(bool((end == end.flatten()[0]).all()) for end in ends) else ends
+    return NetworkBound(bound, min(lower, bound), product, smaller, how, layers, input_shape, known)
 
 
-def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:
+def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
+    """The network as constants; on a box that has none without it, as modules, whose products get limits."""
+    root = Root(constant_copy(model))
+    try:
+        lowering = Interpreter(root, input_shape, root, bounding=True)
+        return root, lowering, lowering.output()
+    except NoRuleError:
+        if hull is None:
+            raise
+    root = Root(constant_copy(model))
+    lowering = Interpreter(root, input_shape, root)
+    return root, lowering, lowering.output()
+
+
+def _tight(
+    model: nn.Module, input_shape: Shape, ends: tuple[Tensor, Tensor] | None, hull: Hull, tight: bool | None
+) -> tuple[float | None, str]:
+    """The bound of LipSDP or on a box, and what made it, or why there is none."""
+    if ends is None and tight is False:
+        return None, ""
+    try:
+        plain = export(model, input_shape, box=hull)
+    except NoRuleError:
+        return None, "not tried: the network has no plain form"
+    units = gains.hidden_units(plain) if tight is not False else 0
+    many = tight is None and units > gains.UNITS
+    if units and not many:
+        plain = gains.tight(plain)
+    if ends is not None:
+        return gains.local_gain(plain, ends), "slopes in the box"
+    if many:
+        return None, f"not tried: {units} hidden units, more than {gains.UNITS} (--tight, tight=True)"
+    return (float(lipschitz(plain)), "LipSDP") if units else (None, "not tried: no run of dense layers")
+
+
+def _search(model: nn.Module, input_shape: Shape, box: Limits, restarts: int, steps: int, seed: int) -> float:
     try:
         return lipschitz_lower_bound(
             model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
@@ -199,12 +296,12 @@ def _search_dtype(model: nn.Module) -> torch.dtype:
     return torch.float32 if own <= {torch.float32} else torch.float64
 
 
-def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
+def _random_secants(model: nn.Module, input_shape: Shape, box: Limits, count: int) -> float:
     """Largest slope of secants between random points in the network's own format, less what its rounding may add."""
     ends = 3 * sample(model, input_shape, 2 * count)
     if box is not None:
         # The normal distribution's own function takes its numbers to uniform ones.
-        ends = box[0] + (box[1] - box[0]) * torch.special.ndtr(ends / 3)
+        ends = (box[0] + (box[1] - box[0]) * torch.special.ndtr(ends / 3)).to(ends)
     best = 0.0
     for pair in ends.split(2):
         with torch.no_grad():

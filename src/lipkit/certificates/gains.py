@@ -27,24 +27,26 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import Barrier, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
-from lipkit.modules.chains import _SAME, _composed, _linear_map
+from lipkit.modules.chains import _SAME, _composed, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
-from lipkit.modules.registry import Shape, output_shape
+from lipkit.modules.registry import _TIGHT, Shape, output_shape
 from lipkit.proof.roundoff import UNIT, next_down, next_up, product, up
 
 Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
-_UNITS = 600
+UNITS = 600
+"""Most hidden units in one LMI by default."""
+
 # Inputs, units and outputs in one LMI; entries of a matrix that have a proof each, and units of one made for it.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
-def tight(network: Network, *, units: int = _UNITS) -> Network:
+def tight(network: Network, *, units: int = UNITS) -> Network:
     """The network with the multipliers of LipSDP for every run of dense layers: ``lipschitz`` of it is the tight gain.
 
     Args:
@@ -63,7 +65,17 @@ def tight(network: Network, *, units: int = _UNITS) -> Network:
     return attach(network, solve(network, units=units).multipliers)
 
 
-def local_gain(network: Network, box: Box, *, units: int = _UNITS) -> float:
+_TIGHT["tight"] = tight
+
+
+def hidden_units(network: Network) -> int:
+    """The most hidden units of a run of dense layers, which `tight` bounds by one LMI."""
+    parts = [part for part in attach(network, {}).modules() if type(part) is Network]
+    runs = [run for part in parts for run in slope_runs(part, candidates=True)]
+    return max((sum(len(weight) for weight in run.weights[:-1]) for run in runs), default=0)
+
+
+def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     r"""A gain that holds between inputs in a box: :math:`\|f(x) - f(x')\|_2 \le g \|x - x'\|_2`.
 
     Args:
@@ -271,7 +283,7 @@ class _Growing:
 
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     """The network as runs that one LMI bounds, and what is between them."""
-    centre, radius = _ends(box, network.input_shape)
+    centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
     found, shape = list[_Run](), network.input_shape
     run, box_radius, point = _Growing(math.prod(shape)), radius, (centre, torch.zeros_like(radius))
     for module, twin in zip(network, copy.deepcopy(network).cpu().double(), strict=True):
@@ -326,22 +338,28 @@ def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
     return _linear_map(module, shape, True) if type(module) is Affine else None
 
 
-def _ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
+def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Lowest and highest inputs, each of this shape, float64: a box as `local_gain` takes it.
+
+    Raises:
+        OptionError, ShapeError: a box that does not fit, or is empty.
+    """
     try:
-        low, high = (torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box)
+        given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"box: expected (low, high), numbers or tensors, got {box!r}") from None
+        given = []
     ends = list[Tensor]()
-    for end in (low, high):
+    for end in given:
         if end.ndim == 1 and len(shape) > 1 and len(end) == shape[0]:
             end = end.view(-1, *[1] * (len(shape) - 1))
         try:
-            ends.append(end.expand(shape).flatten())
+            ends.append(end.expand(shape))
         except RuntimeError:
             raise ShapeError(f"box: expected ends of shape {shape} or per channel, got {tuple(end.shape)}") from None
-    if not bool((ends[0] <= ends[1]).all()):
-        raise OptionError("box: expected low <= high in every entry")
-    return _around(*ends)
+    if len(ends) != 2 or isinstance(box, str) or not bool((ends[0] <= ends[1]).all()):
+        interval("box", box)  # says what was expected
+        raise OptionError("box: expected two ends, the smaller one first in every entry")
+    return ends[0], ends[1]
 
 
 def _around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

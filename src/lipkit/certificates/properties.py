@@ -173,8 +173,9 @@ def verify_property(
     groups = [_Group(each, shape, outputs, search.dtype) for each in by_box.values()]
     boxes, volume = 0, 0.0
 
-    def answer(name: str, found: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)) -> Answer:
-        return Answer(name, made_for, *found, boxes, volume / max(1, len(groups)))
+    def answer(name: str, found: tuple[Tensor, Tensor] | None = None) -> Answer:
+        point, y = found or (None, None)
+        return Answer(name, made_for, point, y, boxes, volume / max(1, len(groups)))
 
     with torch.no_grad():
         for group in groups:

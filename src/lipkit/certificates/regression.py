@@ -12,7 +12,9 @@ import io
 import math
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
+from lipkit.certificates.gains import box_ends, gain_matrix
 from lipkit.certificates.measurement import (
     Proof,
     Samples,
@@ -30,12 +33,12 @@ from lipkit.certificates.measurement import (
     float64_copy,
     measure,
 )
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
 from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
-from lipkit.proof.roundoff import grow, product
+from lipkit.proof.roundoff import grow, product, up
 from lipkit.shown import Shown, upper
 
 # An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
@@ -48,6 +51,9 @@ class RegressionCertificate(Shown):
 
     Attributes:
         delta: l2 norm of the input deviation, in units of the input.
+        sensors: (*input_shape) the most that each input moves, or None where only the norm is known.
+        moved: (d,) bounds how far each output moves, without rounding: ``K_j delta``, and with `sensors` the smaller of
+            that and ``(G sensors)_j``, G of `lipkit.certificates.gain_matrix`.
         constant: proved upper bound L of the network's l2 Lipschitz constant, rounded up.
         output_constants: (d,) proved upper bounds ``K_j`` for each output alone, rounded up.
         prediction: (N, d) outputs at the samples.
@@ -75,21 +81,23 @@ class RegressionCertificate(Shown):
     evaluator: Evaluator
     prediction_error: Tensor
     rounding_error: Tensor
+    moved: Tensor
+    sensors: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.target)
 
     @property
     def deviation(self) -> float:
-        """Largest l2 norm of the output deviation, ``L delta`` rounded up, and twice the largest rounding error."""
+        """Largest l2 norm of the output deviation, ``L delta`` or that of `moved`, and twice the rounding error."""
         worst = float(size(self.rounding_error).amax()) if self.rounding == "sound" else 0.0
-        return grow(product(self.constant, self.delta) + 2 * worst)
+        most = product(self.constant, self.delta)
+        return grow((most if self.sensors is None else min(most, float(size(self.moved[None])))) + 2 * worst)
 
     @property
     def output_deviation(self) -> Tensor:
-        """(d,) the same for each output, from ``K_j delta``, in units of that output."""
-        worst = zip(self.output_constants.tolist(), (2 * self.rounding_error.amax(dim=0)).tolist(), strict=True)
-        return torch.tensor([grow(product(k, self.delta) + e) for k, e in worst], dtype=torch.float64)
+        """(d,) the same for each output, from `moved`, in units of that output."""
+        return _grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
     def error(self) -> Tensor:
@@ -99,8 +107,7 @@ class RegressionCertificate(Shown):
     @property
     def worst_error(self) -> Tensor:
         """(N, d) largest distance from the target for any input within delta of the sample, rounded up."""
-        moved = torch.tensor([product(k, self.delta) for k in self.output_constants.tolist()], dtype=torch.float64)
-        return grow(self.error + moved + self.prediction_error + self.rounding_error)
+        return grow(self.error + self.moved + self.prediction_error + self.rounding_error)
 
     @property
     def mse(self) -> float:
@@ -110,10 +117,13 @@ class RegressionCertificate(Shown):
     def describe(self) -> str:
         """Error, the proved constant and the largest deviation, in three lines."""
         included = "included" if self.rounding == "sound" else "ignored"
+        moving = f"an input that moves by {self.delta:g} (l2)"
+        if self.sensors is not None:
+            moving = f"an input whose entries move by {float(self.sensors.amin()):g} to {float(self.sensors.amax()):g}"
         return (
             f"{len(self)} samples, {self.target.shape[1]} outputs: mean squared error {self.mse:.6g}, "
             f"L <= {upper(self.constant)}, rounding {included}\n"
-            f"an input that moves by {self.delta:g} (l2) moves the outputs by at most {upper(self.deviation)}\n"
+            f"{moving} moves the outputs by at most {upper(self.deviation)}\n"
             f"L proved from the stored numbers ({self.method}), for {self.evaluator.name} evaluation"
         )
 
@@ -133,7 +143,7 @@ def certify_regression(
     x: Samples,
     y: Samples,
     *,
-    delta: float,
+    delta: float | Samples,
     rounding: str = "sound",
     evaluator: str = "float64",
     batch_size: int = 256,
@@ -156,7 +166,8 @@ def certify_regression(
         network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
         x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
         y: (N, d) floating-point targets, as `x`; or (N,) for one output.
-        delta: l2 norm of the input deviation, >= 0 and finite.
+        delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, ``input_shape`` or
+            ``(C,)`` for the channels of ``(C, ...)``: then entries count, too (`RegressionCertificate.moved`).
         rounding: ``"sound"`` or ``"ignore"``.
         evaluator: whose evaluation is meant, as in `lipkit.certify`.
         batch_size: samples evaluated at once.
@@ -177,7 +188,13 @@ def certify_regression(
     """
     x, y = as_tensors(x, y)
     check_inputs(network, x, batch_size)
-    _check_targets(x, y, delta)
+    sensors = None
+    if isinstance(delta, Tensor | np.ndarray) and delta.ndim:
+        if not bool((torch.as_tensor(delta) >= 0).all()):
+            raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
+        sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
+        delta = float(size(sensors[None]))
+    delta = _check_targets(x, y, delta)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
     )
@@ -190,13 +207,16 @@ def certify_regression(
     chain = measured.proof.chain
     constants, method = output_constants(float64_copy(network), target.shape[1], chain)
     constant, constants = chain.constant * chain.slack, constants * chain.slack
+    moved = torch.tensor([product(k, delta) for k in constants.tolist()], dtype=torch.float64)
+    if sensors is not None:
+        moved = torch.minimum(moved, _by_entries(measured.proof.network, sensors, chain.slack, moved))
     centre = machine = torch.zeros_like(prediction)
     if measured.logits is not None:
         weight = None if chain.last is None else chain.last.weight.detach().cpu()
-        centre, machine = sound.output_errors(measured.logits, float(delta), weight, measured.proof.arithmetic)
+        centre, machine = sound.output_errors(measured.logits, delta, weight, measured.proof.arithmetic)
     # The root of the sum of squares bounds the whole network too.
     return RegressionCertificate(
-        delta=float(delta),
+        delta=delta,
         constant=min(constant, float(size(constants[None]))),
         output_constants=constants,
         prediction=prediction,
@@ -209,7 +229,24 @@ def certify_regression(
         evaluator=measured.evaluator,
         prediction_error=centre,
         rounding_error=machine,
+        moved=moved,
+        sensors=sensors,
     )
+
+
+def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tensor) -> Tensor:
+    """How far each output moves where each input does by at most so much; ``otherwise`` where no matrix bounds it."""
+    try:
+        matrix = gain_matrix(network)
+    except NoRuleError:
+        return otherwise
+    terms = grow(matrix * sensors.flatten() * slack).nan_to_num(nan=math.inf, posinf=math.inf)
+    return up(terms.sum(1), terms.shape[1])
+
+
+def _grown(values: Tensor) -> Tensor:
+    """Rounded up, but a 0 stays 0."""
+    return torch.where(values == 0, 0.0, grow(values))
 
 
 def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple[Tensor, str]:
@@ -252,7 +289,7 @@ def _by_multipliers(run: SlopeRun, row: int) -> float:
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))
 
 
-def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:
+def _check_targets(x: Tensor, y: Tensor, delta: Any) -> float:
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not (delta >= 0 and math.isfinite(delta)):
         raise OptionError(f"expected delta as a finite number >= 0, got {delta!r}")
     if not y.is_floating_point():
@@ -264,3 +301,4 @@ def _check_targets(x: Tensor, y: Tensor, delta: float) -> None:
         raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")
     if not bool(y.isfinite().all()):
         raise OptionError("expected finite targets, got NaN or infinity")
+    return float(delta)

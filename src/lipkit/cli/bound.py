@@ -22,8 +22,11 @@ PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar"}
 @click.option("--restarts", default=2, show_default=True, help="Starts of the search for the lower bound; 0: none.")
 @click.option("--steps", default=5, show_default=True, help="Steps of that search.")
 @click.option("--box", metavar="LOW,HIGH", help="Of every input entry; products of two values need one.")
-@click.option("--tight", is_flag=True, help="Bound runs of dense layers by LipSDP, too (seconds to minutes).")
+@click.option(
+    "--tight/--no-tight", default=None, help="Runs of dense layers by LipSDP, too; default: up to 600 hidden units."
+)
 @click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")
 def command(
     model: str,
     input_shape: str | None,
@@ -31,28 +34,22 @@ def command(
     restarts: int,
     steps: int,
     box: str | None,
-    tight: bool,
+    tight: bool | None,
     everything: bool,
+    as_json: bool,
 ) -> None:
     """Bound the Lipschitz constant (l2) of MODEL.
 
     MODEL is pkg.mod:factory, a function without arguments that makes an nn.Module (it is imported, so run); a folder
-    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. Layers are sorted by their
-    fraction of the logarithm of the bound.
+    written by lipkit.save; or an ONNX file. It is bounded in evaluation mode. The factors of the layers make the
+    product; beside it stand the tight bound by LipSDP and the steepest secant that a search found.
     """
     shape, limits = parse_shape(input_shape), parse_box(box)
     network, shape = read(model, shape)
     from lipkit.analysis import analyze
 
-    found = analyze(network, shape, method=method, restarts=restarts, steps=steps, box=limits)
-    click.echo(found.describe(everything))
-    if tight:
-        from lipkit.certificates import tight as attached
-        from lipkit.lowering import export, lipschitz
-
-        plain = export(network, shape, box=limits)
-        before, after = float(lipschitz(plain)), float(lipschitz(attached(plain)))
-        click.echo(f"tight bound by LipSDP: {after:.4g}, {before / after if after else 1:.3g} times below {before:.4g}")
+    found = analyze(network, shape, method=method, restarts=restarts, steps=steps, box=limits, tight=tight)
+    click.echo(found.to_json() if as_json else found.describe(everything))
 
 
 def parse_shape(text: str | None) -> Shape | None:

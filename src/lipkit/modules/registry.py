@@ -90,6 +90,9 @@ _TRACED: dict[str, Callable[[nn.Module, Any], Any]] = {}
 # Products of two values: "limited" of a network and its box, "refused" without one (`products`).
 _LIMITS: dict[str, Callable[..., Any]] = {}
 
+# The multipliers of LipSDP: "tight" of an exported network (`lipkit.certificates.gains`).
+_TIGHT: dict[str, Callable[[Network], Network]] = {}
+
 
 def checked_shape(input_shape: Shape) -> Shape:
     """The shape as a tuple of positive sizes."""
@@ -129,7 +132,7 @@ def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
             )
 
 
-def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
+def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: bool = False) -> Tensor:
     r"""Upper bound of the l2 Lipschitz constant of ``module``: what the mathematics promises.
 
     .. math:: \|f(x) - f(y)\|_2 \le L \|x - y\|_2 \quad\text{for all } x, y
@@ -139,9 +142,11 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
             `lipkit.modules.rules`; or one whose own forward pass can be traced down to such modules
             (`lipkit.lowering.structure`), which needs ``input_shape``.
         input_shape: shape of one input without the batch; some bounds need it, some get tighter.
+        tight: bound runs of dense layers by LipSDP (`lipkit.certificates.tight`; seconds to minutes). A module that is
+            not exported is exported first.
 
     Returns:
-        0-d float64, differentiable (a learnable gain has a gradient).
+        0-d float64, differentiable (a learnable gain has a gradient) unless ``tight``.
 
     Guarantee:
         Upper. For an exported network it is computed from the stored numbers in float64, rounding included, and
@@ -156,6 +161,12 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None) -> Tensor:
     >>> float(lipschitz(nn.Sequential(nn.ReLU(), nn.LeakyReLU(0.1))))
     1.0
     """
+    if tight:
+        if type(module) is not Network:
+            module = export(module, checked_shape(input_shape or ()))
+        if not _TIGHT:
+            raise OptionError("tight=True: expected lipkit.lipschitz, or lipkit.certificates to be imported")
+        module = _TIGHT["tight"](module)
     rule = _rule(module, "lipschitz")
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     check_underflow(workers=any(t.numel() >= SERIAL for t in own))
