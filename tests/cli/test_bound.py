@@ -13,6 +13,7 @@ from torch import nn
 import lipkit
 from lipkit.analysis import analyze
 from lipkit.cli.bound import parse_shape
+from lipkit.cli.certify import steep
 from lipkit.cli.main import main
 from lipkit.report import read_record
 
@@ -45,6 +46,12 @@ def policy():
 
 def wide():
     return nn.Sequential(nn.Linear(2, 601), nn.ReLU(), nn.Linear(601, 1))
+
+def steep():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    torch.nn.init.orthogonal_(body[1].weight, 8.0)
+    return body
 
 class Named(nn.Module):
     def __init__(self, body):
@@ -221,6 +228,25 @@ def test_a_network_from_elsewhere_is_certified_and_becomes_a_run(module, tmp_pat
     assert main(["certify", str(folder), "certify.attack_samples=4", "certify.attack_steps=5"]) == 0
     assert main(["certify", "own_test_network:factory", "mnist", "--input-shape", "1,8,8"]) != 0
     assert main(["certify", str(tmp_path / "nowhere")]) != 0
+
+
+@pytest.mark.parametrize(("option", "method"), [((), "local"), (("--method", "global"), "last layer")])
+def test_a_foreign_network_gets_local_radii_unless_told_otherwise(module, tmp_path, capsys, option, method) -> None:
+    from lipkit.certificates.certificate_file import read_certificate
+
+    quick = ["data.limit=12", "certify.attack_samples=2", "certify.attack_steps=1", "--out", str(tmp_path / "out")]
+    assert main(["certify", f"{module}:steep", "digits", "--input-shape", "1,8,8", *quick, *option]) == 0
+    err = capsys.readouterr().err
+    assert ("radii by local bounds: layer 1 has the constant 8" in err) == (not option)
+    (folder,) = (tmp_path / "out").iterdir()
+    assert read_certificate(folder / "certificate.jsonl").certificate.method == method
+
+
+def test_what_is_bounded_by_construction_is_not_steep() -> None:
+    built = [lipkit.models.build("small", layer=layer, input_shape=(1, 8, 8), classes=10) for layer in ("aol", "sll")]
+    assert [steep(lipkit.export(model, (1, 8, 8))) for model in built] == ["", ""]
+    assert steep(lipkit.export(lipkit.models.lbdn([3, 8, 8, 2], gamma=5.0), (3,))) == ""
+    assert "layer 0 has" in steep(lipkit.export(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)), (64,)))
 
 
 @pytest.mark.thorough

@@ -55,7 +55,7 @@ def command(
 
     An adversarial example inside a certified radius stops the command with an error. KEY=VALUE changes the section
     certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples
-    (C, H, W) that are no images in [0, 1]. --method local is for networks that were not trained for their constant.
+    (C, H, W) that are no images in [0, 1]. MODEL is certified by --method local where a layer has a constant above 1.
     """
     data = changes[0] if changes and "=" not in changes[0] else None
     for change in changes[data is not None :]:
@@ -81,6 +81,9 @@ def command(
             outcome = pipeline.certify(run, recipe, device=device, display=show, large_eps=large_eps)
     else:
         network, name = exported(run, input_shape)
+        if not any(change.startswith("certify.method=") for change in wanted) and (why := steep(network)):
+            wanted.insert(0, "certify.method=local")
+            click.echo(f"radii by local bounds: {why} (--method global is faster)", err=True)
         recipe = named(name, run, data, wanted)
         with display() as show:
             outcome = pipeline.certify_network(network, recipe, out, device=device, display=show, large_eps=large_eps)
@@ -95,6 +98,29 @@ def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
     network, shape = read(model, parse_shape(input_shape))
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(model.replace(":", "_")).stem)
     return export(network, shape), name or "network"
+
+
+def steep(network: Network) -> str:
+    """Why the constants of a network's layers make small radii; empty for one that is bounded by construction.
+
+    Of such a network no layer but the last has a constant above 1, or multipliers prove one for the whole.
+    """
+    from torch import nn
+
+    from lipkit.lowering import lipschitz
+    from lipkit.modules import Network
+    from lipkit.modules.residual import SlopeResidual
+    from lipkit.modules.sandwich import SandwichBlock
+
+    parts = list(network.named_modules())
+    if any(part.multipliers() for _, part in parts if isinstance(part, Network)):
+        return ""
+    blocks = tuple(f"{name}." for name, part in parts if isinstance(part, SandwichBlock | SlopeResidual))
+    layers = [(name, part) for name, part in parts if type(part) in (nn.Linear, nn.Conv1d, nn.Conv2d)]
+    for name, layer in layers[:-1]:
+        if not name.startswith(blocks) and (constant := float(lipschitz(layer))) > 1 + 1e-3:
+            return f"layer {name} has the constant {constant:.3g}, so the network is not bounded by construction"
+    return ""
 
 
 def named(name: str, model: str, data: str, changes: list[str]) -> Recipe:
