@@ -75,7 +75,7 @@ def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
 def test_what_can_be_violated_never_holds(monkeypatch) -> None:
     """Even if the search finds nothing."""
     for name in ("among", "descend"):
-        monkeypatch.setattr(properties._Search, name, lambda *_: None)
+        monkeypatch.setattr(properties._Group, name, lambda *_: None)
     torch.manual_seed(0)
     network = Network([nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2)], (2,))
     y = network(2 * torch.rand(2000, 2) - 1).double()
@@ -107,7 +107,7 @@ def test_the_answer_is_about_the_evaluator(monkeypatch) -> None:
     assert str(found).splitlines()[1] == "at X = 1.0"
     with pytest.raises(OptionError, match="evaluator"):
         verify_property(network, unsafe, evaluator="integer")
-    monkeypatch.setattr(properties._Search, "among", lambda *_: None)
+    monkeypatch.setattr(properties._Group, "among", lambda *_: None)
     assert verify_property(network, unsafe, seconds=0.2).answer == "unknown"
 
 
@@ -129,7 +129,7 @@ def test_numbers_are_not_rounded_towards_an_answer(monkeypatch) -> None:
     for sign, answer in [(">=", "violated"), ("<=", "unknown")]:
         unsafe = box((1, 1)) + f"(assert ({sign} (* {factor} Y_0) 1.0000000000000000000008))"
         assert verify_property(network, cases(unsafe, 1, 1), seconds=0.2).answer == answer
-    monkeypatch.setattr(properties._Search, "among", lambda *_: None)
+    monkeypatch.setattr(properties._Group, "among", lambda *_: None)
     for low, limit in [("0.1", "0.1"), ("0.3", "0.3"), ("0.7", "0.7")]:
         for sign in ("<=", ">="):
             unsafe = cases(box((low, low)) + f"(assert ({sign} (* {factor} Y_0) {limit}))", 1, 1)
@@ -138,7 +138,7 @@ def test_numbers_are_not_rounded_towards_an_answer(monkeypatch) -> None:
 
 def bounded_by(unsafe: list[Case]) -> bool:
     """Boxes lie around the ones meant, limits above, and factors are off by no more than is taken off for it."""
-    group = properties._Group(unsafe, (1,), 1, torch.float64)
+    group = properties._Group(unsafe, Network([nn.Identity()], (1,)), torch.float64, 1)
     (end,), (atom,) = unsafe[0].box, unsafe[0].outputs
     low, high, limit, row, off = (Fraction(t.item()) for t in (*group.ends, group.limits, group.rows, group.off))
     return low <= end[0] <= high and atom.bound <= limit and abs(row - atom.factors[0][1]) <= off
@@ -184,15 +184,15 @@ def test_formulas_keep_their_meaning(seed: int) -> None:
 
 
 @pytest.mark.fast
-def test_version_two_and_boxes_of_cases() -> None:
-    text = """(vnnlib-version <2.0>)
-    (declare-network N (declare-input In float32 [1, 2, 2]) (declare-output Out float32 [1,2]))
-    (assert (and (>= In[0,0,0] -1.0) (<= In[0,0,0] 1e0) (<= In[0,0,0] 5) (>= In[0,0,1] 0) (<= In[0, 0, 1] 0)))
-    (assert (or (and (>= In[0,1,0] 0) (<= In[0,1,0] 1)) (and (>= In[0,1,0] 3) (<= In[0,1,0] 2))))
-    (assert (and (<= (* -2 In[0,1,1]) 1) (<= In[0,1,1] .5)))
-    (assert (<= Out[0,1] (+ Out[0,0] 1)))
+def test_boxes_of_cases() -> None:
+    text = """; two boxes, of which one is empty
+    (declare-const X_0 Real) (declare-const Y_1 Real)
+    (assert (and (>= X_0 -1.0) (<= X_0 1e0) (<= X_0 5) (>= X_1 0) (<= X_1 0)))
+    (assert (or (and (>= X_2 0) (<= X_2 1)) (and (>= X_2 3) (<= X_2 2))))
+    (assert (and (<= (* -2 X_3) 1) (<= X_3 .5)))
+    (assert (<= Y_1 (+ Y_0 1)))
     """
-    (case,) = cases(text, 4, 2)  # the other one has an empty box
+    (case,) = cases(text, 4, 2)
     assert [(float(low), float(high)) for low, high in case.box] == [(-1, 1), (0, 0), (0, 1), (-0.5, 0.5)]
     assert case.outputs[0].met({"Y": [0.0, 1.0]})
     assert not case.outputs[0].met({"Y": [0.0, 1.0 + 2**-52]})
@@ -212,10 +212,11 @@ def test_version_two_and_boxes_of_cases() -> None:
         (box((0, 1)) + "(assert (<= Y_0 1e9999999))", "got 1e9999999"),
         (box((0, 1)) + "(assert (<= Y_0 1)", "expected a ')' for each '('"),
         (box((0, 1)) + "))", "expected a '(' for each ')'"),
-        ("hello", "expected declarations"),
+        ("hello", "expected (declare-const NAME Real)"),
+        ("(vnnlib-version <2.0>)", "got ['vnnlib-version', '<2.0>']"),
+        (box((0, 1)) + "(assert (<= Y_-1 1))", "got Y_-1"),
         (box((0, 1)) + "(assert ())", "expected and, or"),
         (box((0, 1)) + "(assert (<= () 1))", "expected a linear term"),
-        ("(declare-network N (declare-hidden H float32 [1]))", "one network with one input"),
         (box((0, 1)) + "(assert (and" + 17 * " (or (<= Y_0 1) (<= Y_1 1))" + "))", "at most 65536 cases"),
     ],
 )

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from lipkit.bounds import METHODS, symbol_sup
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.lowering import lipschitz
+from lipkit.lowering import export, lipschitz
 from lipkit.lowering.build import Bounded
 from lipkit.lowering.interpreter import Interpreter
-from lipkit.modules import Shape
+from lipkit.modules import Network, Shape
 from lipkit.modules.convolutions import kernel_with_stride
 from lipkit.modules.forms import Form
-from lipkit.modules.graph import Join, forms_of
+from lipkit.modules.graph import Graph, Join, forms_of
 from lipkit.modules.guarding import guard
 from lipkit.modules.normalization import NORMS, running_affine, scaled_kernel
-from lipkit.modules.products import limited_nodes
+from lipkit.modules.products import Limited, limited
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import gamma, up
 
@@ -196,11 +196,11 @@ class Constants:
     ) -> None:
         values = lowering.wiring.used(output)
         self._modules, self._sources = lowering.wiring.part(values)
-        if box is not None:
-            self._modules = limited_nodes(self._modules, self._sources, lowering.input_shape, box)
         self._labels = [lowering.labels[value - 1] for value in values]
         shapes = lowering.shapes()
         self._shapes = {i: shapes[value] for i, value in enumerate((0, *values)) if value in shapes}
+        if box is not None and any(isinstance(module, Limited) for module in self._modules):
+            self._modules = self._limited(box)
         self._readers: dict[int, list[int]] = collections.defaultdict(list)
         for i, read in enumerate(self._sources):
             for value in read:
@@ -218,6 +218,13 @@ class Constants:
         """The network's constant, and the table of its layers."""
         total = forms_of(self._modules, self._sources, self._behind)[-1].total()
         return float(total.detach()), self._table(total)
+
+    def _limited(self, box: tuple[float, float]) -> list[nn.Module]:
+        """The modules, products with limits that inputs in the box do not exceed."""
+        pairs = zip(self._modules, self._sources, strict=True)
+        nodes = [m if isinstance(m, Join) else _chain(export(m, self._shape(read[0]))) for m, read in pairs]
+        found = limited(Network([Graph(nodes, self._sources)], self._shape(0)), box)[0].nodes
+        return [new if isinstance(new, Limited) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
         """Of one sample; of a value inside of a call by running zeros."""
@@ -316,6 +323,11 @@ class Constants:
             factor = math.exp(rest) if rest < 700 else math.inf
             layers.append(LayerBound("", "skip connections", "sums", factor, factor))
         return tuple(layers)
+
+
+def _chain(network: Network) -> nn.Module:
+    """A network as a node of a graph, whose ranges are known."""
+    return Graph(list(network) or [nn.Identity()], [[i] for i in range(max(1, len(network)))])
 
 
 def _row(constant: Tensor, name: str, kind: str, method: str) -> tuple[LayerBound, Tensor]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lipkit.attacks.ascent import clip
 from lipkit.errors import OptionError, ShapeError, interval
 
-Box = tuple[float, float] | tuple[Tensor, Tensor]
-Limits = tuple[Tensor, Tensor] | None
+Box = tuple[Any, Any]
 
 
 class SecantSearch(NamedTuple):
@@ -42,7 +42,7 @@ def lipschitz_lower_bound(
 
     Args:
         model: any module; :class:`lipkit.modules.Network` knows its input shape.
-        box: (low, high) that both inputs stay in, numbers or tensors of one input each, or None for all of space.
+        box: (low, high) that both inputs stay in, numbers or tensors ``input_shape``; None for all of space.
         input_shape: shape of one input, where the model does not know it.
         start: points to search around ``(n, *input_shape)``, for instance test images; otherwise uniform in the box,
             or normal in all of space, and the middle.
@@ -74,26 +74,21 @@ def lipschitz_lower_bound(
         raise ShapeError("expected input_shape=(...) for a model that does not know its own, got None")
     if restarts < 1 or steps < 1:
         raise OptionError(f"restarts and steps: expected at least 1, got {restarts} and {steps}")
-    ends = box
     if box is not None and not (isinstance(box, tuple) and isinstance(box[0], Tensor)):
-        ends = interval("box", box)
+        box = interval("box", box)
     if dtype not in (torch.float64, torch.float32):
         raise OptionError(f"dtype: expected torch.float64 or torch.float32, got {dtype}")
     exact = _twin(model, torch.float64)
     f = exact if dtype == torch.float64 else _twin(model, dtype)
     generator = torch.Generator().manual_seed(seed)
-    limits: Limits = None
-    if ends is not None:
-        low, high = (torch.as_tensor(end, dtype=torch.float64).expand(shape) for end in ends)
-        limits = low, high
-    x = _starting_points(shape, limits, start, restarts, generator)
+    x = _starting_points(shape, box, start, restarts, generator)
     # Step lengths over four decades: short ones see the Jacobian, long ones see across kinks.
     length = 10 ** (-4 * torch.rand(restarts, generator=generator, dtype=torch.float64))
     d = torch.randn(restarts, *shape, generator=generator, dtype=torch.float64)
     d = d * _per_sample(length / _norms(d).clamp_min(1e-300), d)
-    x, y = (_clip(end.double(), limits) for end in _ascend(f, x.to(dtype), (x + d).to(dtype), limits, steps))
+    x, y = (clip(end.double(), box) for end in _ascend(f, x.to(dtype), (x + d).to(dtype), box, steps))
     best = _slopes(exact, x, y).argsort(descending=True)[: max(1, restarts // 4)]
-    px, py = _polish(f, x[best], y[best] - x[best], limits, dtype)
+    px, py = _polish(f, x[best], y[best] - x[best], box, dtype)
     x, y = torch.cat((x[best], px)), torch.cat((y[best], py))
     slopes = _slopes(exact, x, y)
     winner = int(slopes.argmax())
@@ -110,7 +105,7 @@ def _twin(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _starting_points(
-    shape: tuple[int, ...], box: Limits, start: Tensor | None, count: int, generator: torch.Generator
+    shape: tuple[int, ...], box: Box | None, start: Tensor | None, count: int, generator: torch.Generator
 ) -> Tensor:
     if start is not None:
         if tuple(start.shape[1:]) != shape or not len(start):
@@ -124,10 +119,6 @@ def _starting_points(
     if count > 1:  # many networks are steepest in the middle
         points[-1] = 0.0 if box is None else box[0] / 2 + box[1] / 2
     return points
-
-
-def _clip(x: Tensor, box: Limits) -> Tensor:
-    return x if box is None else x.clamp(*box)
 
 
 def _norms(x: Tensor) -> Tensor:
@@ -153,10 +144,10 @@ def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
     return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-30), torch.zeros_like(distance))
 
 
-def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Limits, steps: int) -> tuple[Tensor, Tensor]:
+def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Box | None, steps: int) -> tuple[Tensor, Tensor]:
     """Adam on both ends of the secants; the best pair of each start."""
-    box = None if box is None else (box[0].to(x), box[1].to(x))
-    x, y = _clip(x, box).requires_grad_(), _clip(y, box).requires_grad_()
+    box = box and (torch.as_tensor(box[0], dtype=x.dtype), torch.as_tensor(box[1], dtype=x.dtype))
+    x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
     best_x, best_y, best = x.detach().clone(), y.detach().clone(), x.new_zeros(len(x))
     optimizer = torch.optim.Adam([x, y], lr=0.02)
 
@@ -188,7 +179,7 @@ def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Limits, st
 
 
 def _polish(
-    f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Limits, dtype: torch.dtype
+    f: Callable[[Tensor], Tensor], x: Tensor, d: Tensor, box: Box | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Power iteration on the Jacobian at x, then a short secant along its strongest direction."""
     d = torch.where(_per_sample(_norms(d) > 0, d), d, torch.ones_like(d)).to(dtype)
@@ -210,4 +201,4 @@ def _polish(
         # A corner of the box may block the direction: step back into it where that helps.
         inward = (x + step < box[0]) | (x + step > box[1])
         step = torch.where(_per_sample(inward.flatten(1).any(1), step), -step, step)
-    return x, _clip(x + step, box)
+    return x, clip(x + step, box)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.analysis.layers import Constants, LayerBound, check_method
-from lipkit.analysis.lipschitz_search import Box, Limits, lipschitz_lower_bound
+from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.certificates import gains
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, interval
 from lipkit.linalg.precision import check_underflow
@@ -55,25 +55,22 @@ class NetworkBound(Shown):
     box: Box | None = None
 
     @property
-    def verdict(self) -> str:
-        """What the bound is good for, in words."""
+    def verdict(self) -> tuple[str, str]:
+        """What the bound is good for, in words, and what to do next."""
+        local = (
+            "lipkit certify MODEL DATA --method local; lipkit.convert makes a network with a small constant to train"
+        )
         if not self.upper < math.inf:
-            return "no bound: a layer has none, or a number in it is not finite"
-        if not self.lower:
-            return "proved; how close it is, a search from below says (restarts)"
-        times = self.upper / self.lower
-        if times <= _USEFUL:
-            return f"useful for certificates: at most {times:.2g} times what a search found"
-        return f"true, but too large: {times:.2g} times what a search found; try local, convert, fine-tune"
-
-    @property
-    def following(self) -> str:
-        """What to do next."""
+            return "no bound: a layer has none, or a number in it is not finite", local
         if self.lower and self.upper <= _USEFUL * self.lower:
-            return "lipkit certify MODEL DATA"
-        if "not tried" in self.how and self.upper < math.inf and "--tight" in self.how:
-            return "lipkit bound MODEL --tight, or lipkit certify MODEL DATA --method local"
-        return "lipkit certify MODEL DATA --method local; lipkit.convert makes a network with a small constant to train"
+            close = f"at most {self.upper / self.lower:.2g} times what a search found"
+            return f"useful for certificates: {close}", "lipkit certify MODEL DATA"
+        if "--tight" in self.how:
+            local = "lipkit bound MODEL --tight, or lipkit certify MODEL DATA --method local"
+        if not self.lower:
+            return "proved; how close it is, a search from below says (restarts)", local
+        far = f"{self.upper / self.lower:.2g} times what a search found"
+        return f"true, but too large: {far}; try local, convert, fine-tune", local
 
     def describe(self, everything: bool = False) -> str:
         """The bounds, and a bill: by which factor each layer raises the product, the largest first.
@@ -103,21 +100,14 @@ class NetworkBound(Shown):
         left = len(layers) - len(shown)
         end = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
         bill = ["", table([], rows), *end, ""] if layers else []
-        return "\n".join([head, " | ".join(beside), *bill, self.verdict, f"next: {self.following}"])
+        words, following = self.verdict
+        return "\n".join([head, " | ".join(beside), *bill, words, f"next: {following}"])
 
     def to_json(self) -> str:
         """Every figure as JSON; null where a number is not finite."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return plain(value.tolist())
-            if isinstance(value, list | tuple):
-                return [plain(each) for each in value]
-            if isinstance(value, dict):
-                return {key: plain(each) for key, each in value.items()}
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
-        return json.dumps(plain(asdict(self) | {"verdict": self.verdict, "next": self.following}), indent=2)
+        words, following = self.verdict
+        text = json.dumps(asdict(self) | {"verdict": words, "next": following}, default=Tensor.tolist)
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
@@ -267,7 +257,7 @@ def _tight(
         return None, ""
     try:
         plain = export(model, input_shape, box=hull)
-    except NoRuleError:
+    except (NoRuleError, OptionError):
         return None, "not tried: the network has no plain form"
     units = gains.hidden_units(plain) if tight is not False else 0
     many = tight is None and units > gains.UNITS
@@ -280,7 +270,7 @@ def _tight(
     return (float(lipschitz(plain)), "LipSDP") if units else (None, "not tried: no run of dense layers")
 
 
-def _search(model: nn.Module, input_shape: Shape, box: Limits, restarts: int, steps: int, seed: int) -> float:
+def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:
     try:
         return lipschitz_lower_bound(
             model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
@@ -296,7 +286,7 @@ def _search_dtype(model: nn.Module) -> torch.dtype:
     return torch.float32 if own <= {torch.float32} else torch.float64
 
 
-def _random_secants(model: nn.Module, input_shape: Shape, box: Limits, count: int) -> float:
+def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
     """Largest slope of secants between random points in the network's own format, less what its rounding may add."""
     ends = 3 * sample(model, input_shape, 2 * count)
     if box is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -29,12 +29,11 @@ from lipkit.certificates.measurement import check_network, float64_copy
 from lipkit.certificates.vnnlib import Case
 from lipkit.errors import OptionError
 from lipkit.modules import Network
-from lipkit.modules.registry import Shape
 from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.roundoff import next_up
 from lipkit.shown import Shown
 
-_STARTS, _STEPS, _MOST_OPEN = 256, 40, 1 << 18
+_STARTS, _STEPS = 256, 40
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,12 +61,10 @@ class Answer(Shown):
         if self.point is not None and self.outputs is not None:
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
-        if self.answer == "holds":
-            real = f"proved in real arithmetic and for {self.evaluator.name} evaluation"
-            return f"holds\n{real}, on {self.boxes} boxes"
-        return (
-            f"unknown\nproved on {100 * self.proved:.4g} % of the volume, {self.boxes} boxes; no counterexample found"
+        real = (
+            f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on {self.boxes} boxes"
         )
+        return real if self.answer == "holds" else f"{real}: {100 * self.proved:.4g} % of the volume"
 
 
 class _Box(Ball):
@@ -89,35 +86,67 @@ class _Box(Ball):
         return const, error + most + 4 * FLOAT64.tiny * entries, torch.zeros_like(lost)
 
 
-def _rounded(values: Iterable[Fraction], up: bool, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The nearest numbers of a format that are not below the values (not above them)."""
-    exact = list(values)
+def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The nearest numbers of a format that are not below the exact ones (``up``), or not above them."""
     try:
         numbers = torch.tensor([float(v) for v in exact], dtype=torch.float64).to(dtype)
         wrong = [Fraction(n) < v if up else Fraction(n) > v for n, v in zip(numbers.tolist(), exact, strict=True)]
     except OverflowError:
         raise OptionError(f"expected numbers in the range of {dtype}, got one beyond") from None
-    return torch.where(
-        torch.tensor(wrong), numbers.nextafter(torch.full_like(numbers, math.inf if up else -math.inf)), numbers
-    )
+    beyond = numbers.nextafter(torch.full_like(numbers, math.inf if up else -math.inf))
+    return torch.where(torch.tensor(wrong), beyond, numbers)
 
 
 class _Group:
-    """The cases of one box: rows of all their conditions, and which case has which."""
+    """The cases of one box: rows of all their conditions, and which case has which.
 
-    def __init__(self, cases: Sequence[Case], shape: Shape, outputs: int, dtype: torch.dtype) -> None:
-        self.cases = cases
+    Args:
+        cases: with the same box. network: that the evaluator runs, of this ``dtype``. outputs: how many it has.
+    """
+
+    def __init__(self, cases: Sequence[Case], network: Network, dtype: torch.dtype, outputs: int) -> None:
+        self.cases, self.network, self.dtype, shape = cases, network, dtype, network.input_shape
         atoms = list(dict.fromkeys(itertools.chain(*(case.outputs for case in cases))))
         exact = [dict(atom.factors).get(("Y", i), Fraction()) for atom in atoms for i in range(outputs)]
         self.rows, below = (_rounded(exact, up).reshape(-1, outputs) for up in (True, False))
         # How far each factor is from the one meant.
         self.off = torch.where(self.rows == below, 0.0, next_up(self.rows - below))
-        self.limits = _rounded((atom.bound for atom in atoms), True)
+        self.limits = _rounded([atom.bound for atom in atoms], True)
         self.has = torch.tensor([[atom in case.outputs for atom in atoms] for case in cases]).bool()
-        box = list(zip(*cases[0].box, strict=True))
+        low, high = zip(*cases[0].box, strict=True)
         # Lowest and highest inputs, outwards for proofs and inwards for points.
-        self.ends = torch.stack([_rounded(end, up).reshape(shape) for end, up in zip(box, (False, True), strict=True)])
-        self.inner = [_rounded(end, up, dtype).reshape(shape) for end, up in zip(box, (True, False), strict=True)]
+        self.ends = torch.stack((_rounded(low, False), _rounded(high, True))).unflatten(1, shape)
+        self.inner = torch.stack((_rounded(low, True, dtype), _rounded(high, False, dtype))).unflatten(1, shape)
+
+    def among(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A point that meets a case exactly, with its outputs, if there is one among those near x."""
+        points = torch.minimum(torch.maximum(x.to(self.dtype), self.inner[0]), self.inner[1])
+        y = self.network(points).flatten(1)
+        room = 2.0**-40 * (y.double().abs() @ self.rows.mT.abs() + self.limits.abs())
+        near = (y.double() @ self.rows.mT - self.limits <= room) & y.isfinite().all(1, keepdim=True)
+        for i, k in (near[:, None] | ~self.has).all(2).nonzero()[:64].tolist():
+            both = {"X": points[i].flatten().tolist(), "Y": y[i].tolist()}
+            if all(atom.met(both) for atom in (*self.cases[k].inputs, *self.cases[k].outputs)):
+                return points[i], y[i]
+        return None
+
+    def descend(self, network: Network, end: float, seed: int) -> tuple[Tensor, Tensor] | None:
+        """Signed steps down the condition that is furthest from being met, from random points."""
+        low, width = self.ends[0], self.ends[1] - self.ends[0]
+        random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        x, cases = low + width * random, torch.arange(_STARTS) % len(self.cases)
+        scale = self.rows.abs().sum(1).clamp_min(1e-300)
+        for step in range(_STEPS):
+            if (found := self.among(x)) is not None or time.monotonic() > end or not len(self.rows):
+                return found
+            with torch.enable_grad():
+                x.requires_grad_()
+                values = (network(x).flatten(1) @ self.rows.mT - self.limits) / scale
+                worst = torch.where(self.has[cases], values, -math.inf).amax(1)
+                (slope,) = torch.autograd.grad(worst.sum(), x)
+            x = x.detach() - width * slope.sign() * 0.25 * 0.85**step
+            x = torch.minimum(torch.maximum(x, low), low + width)
+        return None
 
 
 def verify_property(
@@ -161,16 +190,13 @@ def verify_property(
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
         evaluator = "float64" if wide else "float32"
     made_for = evaluator_of(evaluator, "cpu", network)
-    bounds, search = (
-        Bounds(float64_copy(network), arithmetic(evaluator, network), None),
-        _Search(network, evaluator, seed),
-    )
-    out, shape = bounds.circuit.output, network.input_shape
+    bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
+    out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
+    dtype = torch.float64 if evaluator == "float64" else torch.float32
     by_box: dict[object, list[Case]] = {}
     for case in cases:
         by_box.setdefault(case.box, []).append(case)
-    outputs = math.prod(bounds.circuit.shape(out))
-    groups = [_Group(each, shape, outputs, search.dtype) for each in by_box.values()]
+    groups = [_Group(each, run, dtype, math.prod(bounds.circuit.shape(out))) for each in by_box.values()]
     boxes, volume = 0, 0.0
 
     def answer(name: str, found: tuple[Tensor, Tensor] | None = None) -> Answer:
@@ -179,13 +205,13 @@ def verify_property(
 
     with torch.no_grad():
         for group in groups:
-            if (found := search.descend(bounds, group, end)) is not None:
+            if (found := group.descend(bounds.network, end, seed)) is not None:
                 return answer("violated", found)
         for group in groups:
             # Open boxes, each with its fraction of the volume; the last ones come first, so that few are kept.
             left, parts = group.ends[None], torch.ones(1, dtype=torch.float64)
             while len(left):
-                if time.monotonic() > end or len(left) > _MOST_OPEN or not len(group.rows):
+                if time.monotonic() > end or not len(group.rows):
                     return answer("unknown")
                 (left, now), (parts, part) = ((t[:-batch], t[-batch:]) for t in (left, parts))
                 boxes += len(now)
@@ -199,7 +225,7 @@ def verify_property(
                 rows = box.rows.expand(len(now), -1, *shape)[still]
                 now, part, slack = now[still], part[still], slack.masked_fill(fails, -math.inf)[still]
                 lowest = torch.where(rows > 0, now[:, :1], now[:, 1:]).flatten(0, 1)
-                if (found := search.among(torch.cat((box.x[still], lowest)), group)) is not None:
+                if (found := group.among(torch.cat((box.x[still], lowest)))) is not None:
                     return answer("violated", found)
                 middle = now[:, 0] / 2 + now[:, 1] / 2
                 can = ((middle > now[:, 0]) & (middle < now[:, 1])).flatten(1)
@@ -213,44 +239,3 @@ def verify_property(
                 halves[each, 1, at] = halves[len(now) + each, 0, at] = middle.flatten(1)[each, at]
                 left, parts = torch.cat((left, halves.unflatten(2, shape))), torch.cat((parts, part / 2, part / 2))
     return answer("holds")
-
-
-class _Search:
-    """Counterexamples, tried in the arithmetic of the evaluator on this machine."""
-
-    def __init__(self, network: Network, evaluator: str, seed: int) -> None:
-        self.network = machine(network, evaluator)
-        self.dtype = torch.float64 if evaluator == "float64" else torch.float32
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def among(self, x: Tensor, group: _Group) -> tuple[Tensor, Tensor] | None:
-        """A point that meets a case exactly, with its outputs, if there is one among those near x."""
-        points = torch.minimum(torch.maximum(x.to(self.dtype), group.inner[0]), group.inner[1])
-        y = self.network(points).flatten(1)
-        room = 2.0**-40 * (y.double().abs() @ group.rows.mT.abs() + group.limits.abs())
-        near = (y.double() @ group.rows.mT - group.limits <= room) & y.isfinite().all(1, keepdim=True)
-        meets = (near[:, None] | ~group.has).all(2)
-        for i, k in meets.nonzero()[:64].tolist():
-            both = {"X": points[i].flatten().tolist(), "Y": y[i].tolist()}
-            if all(atom.met(both) for atom in (*group.cases[k].inputs, *group.cases[k].outputs)):
-                return points[i], y[i]
-        return None
-
-    def descend(self, bounds: Bounds, group: _Group, end: float) -> tuple[Tensor, Tensor] | None:
-        """Signed steps down the condition that is furthest from being met, from random points."""
-        low, width = group.ends[0], group.ends[1] - group.ends[0]
-        random = torch.rand(_STARTS, *low.shape, generator=self.generator, dtype=torch.float64)
-        x, cases = low + width * random, torch.arange(_STARTS) % len(group.cases)
-        scale = group.rows.abs().sum(1).clamp_min(1e-300)
-        for step in range(_STEPS):
-            found = self.among(x, group)
-            if found is not None or time.monotonic() > end or not len(group.rows):
-                return found
-            with torch.enable_grad():
-                x.requires_grad_()
-                values = (bounds.network(x).flatten(1) @ group.rows.mT - group.limits) / scale
-                worst = torch.where(group.has[cases], values, -math.inf).amax(1)
-                (slope,) = torch.autograd.grad(worst.sum(), x)
-            x = x.detach() - width * slope.sign() * 0.25 * 0.85**step
-            x = torch.minimum(torch.maximum(x, low), low + width)
-        return None

@@ -101,20 +101,18 @@ def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
 
 
 def steep(network: Network) -> str:
-    """Why the constants of a network's layers make small radii; empty for one that is bounded by construction.
+    """Which layer makes small radii; empty for a network that is bounded by construction.
 
     Of such a network no layer but the last has a constant above 1, or multipliers prove one for the whole.
     """
     from torch import nn
 
     from lipkit.lowering import lipschitz
-    from lipkit.modules import Network
-    from lipkit.modules.residual import SlopeResidual
-    from lipkit.modules.sandwich import SandwichBlock
+    from lipkit.modules import SandwichBlock, SlopeResidual
 
-    parts = list(network.named_modules())
-    if any(part.multipliers() for _, part in parts if isinstance(part, Network)):
+    if network.multipliers():
         return ""
+    parts = list(network.named_modules())
     blocks = tuple(f"{name}." for name, part in parts if isinstance(part, SandwichBlock | SlopeResidual))
     layers = [(name, part) for name, part in parts if type(part) in (nn.Linear, nn.Conv1d, nn.Conv2d)]
     for name, layer in layers[:-1]:

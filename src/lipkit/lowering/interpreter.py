@@ -57,19 +57,18 @@ class Interpreter:
     Attributes:
         graph, observed: as left by `lipkit.lowering.observe.observe`.
         wiring, labels: the modules and what they were made from.
-        input_shape: of one sample.
     """
 
     def __init__(self, root: Root, input_shape: Shape, bound_to: Root, bounding: bool = False) -> None:
         self.graph, self._other_way = traced(root, input_shape)
         self.observed = observe(root, self.graph, input_shape)
         self.wiring, self.labels = Wiring(), list[Label]()
-        self._root, self.input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
+        self._root, self._input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
         self._known: dict[fx.Node, Any] = {}
 
     def check(self, model: nn.Module) -> None:
         """Refuse a network that is not the function of its graph: `lipkit.lowering.observe.check_outputs`."""
-        check_outputs(self._root, self.observed, self.input_shape, model, self._other_way)
+        check_outputs(self._root, self.observed, self._input_shape, model, self._other_way)
 
     def shapes(self) -> dict[int, Shape]:
         """Of one sample of each value that a node of the graph makes."""

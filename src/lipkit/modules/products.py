@@ -22,22 +22,11 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules.configuration import COUNT
 from lipkit.modules.forms import Form, added
-from lipkit.modules.graph import (
-    Add,
-    Blend,
-    Concatenate,
-    Graph,
-    Join,
-    Joining,
-    Maximum,
-    add_join,
-    check_alike,
-    value_shapes,
-)
+from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, add_join, check_alike
 from lipkit.modules.network import Network
-from lipkit.modules.plain import ROWS, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import ROWS, Plain, Stored, add_plain
 from lipkit.modules.ranges import Range, around
-from lipkit.modules.registry import _LIMITS, export_plain, lipschitz
+from lipkit.modules.registry import _LIMITS, lipschitz
 from lipkit.proof.arithmetic import Line, grow
 from lipkit.proof.roundoff import root, to_double
 
@@ -214,29 +203,8 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
     return result
 
 
-def limited_nodes(
-    modules: Sequence[nn.Module], sources: Sequence[Sequence[int]], input_shape: Shape, box: tuple[float, float]
-) -> list[nn.Module]:
-    """The nodes of a graph (`lipkit.modules.Graph`), their products with limits that inputs in the box do not exceed.
-
-    Raises:
-        NoRuleError: the range of a factor is not finite, or a node cannot be exported.
-    """
-    if not any(isinstance(module, Limited) for module in modules):
-        return list(modules)
-    shapes = value_shapes(Graph(modules, sources), input_shape)
-    pairs = zip(modules, sources, strict=True)
-    nodes = [m if isinstance(m, Join) else export_plain(m, shapes[read[0]]) for m, read in pairs]
-    found: Any = limited(Network([Graph(nodes, sources)], input_shape), box)[0]
-    return [new if isinstance(new, Limited) else m for new, m in zip(found.nodes, modules, strict=True)]
-
-
 def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
     """The range behind a module, and the module with limits."""
-    if type(plain) is Network:  # a node of `limited_nodes`
-        for module, twin in zip(plain, double.children(), strict=True):
-            given = _through(module, twin, given)[0]
-        return given, plain
     if type(plain) is not Graph:
         return _range_of(double, given), plain
     assert isinstance(double, Graph)
