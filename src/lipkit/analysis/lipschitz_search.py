@@ -144,7 +144,7 @@ def _slopes_of(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Tensor:
     return torch.where(distance > floor, _norms(fy - fx) / distance.clamp_min(1e-30), torch.zeros_like(distance))
 
 
-def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Box | None, steps: int) -> tuple[Tensor, Tensor]:
+def _ascend(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, box: Any, steps: int) -> tuple[Tensor, Tensor]:
     """Adam on both ends of the secants; the best pair of each start."""
     box = box and (torch.as_tensor(box[0], dtype=x.dtype), torch.as_tensor(box[1], dtype=x.dtype))
     x, y = clip(x, box).requires_grad_(), clip(y, box).requires_grad_()
