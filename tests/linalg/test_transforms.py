@@ -133,9 +133,6 @@ NAMES = {
     "torch.utils._device.DeviceContext": "torch.get_default_device says the device; lipkit is not imported",
     "torch.nn.modules.module._global_forward_hooks": "no public way; lipschitz and export raise AttributeError",
     "torch.nn.modules.module._global_forward_pre_hooks": "no public way; lipschitz and export raise AttributeError",
-    "torch.nn.utils.parametrizations._SpectralNorm": "the type of a parametrization that was made; analyze refuses it",
-    "torch.nn.utils.parametrizations._WeightNorm": "the type of a parametrization that was made; analyze refuses it",
-    "torch.nn.utils.parametrizations._Orthogonal": "the type of a parametrization that was made; analyze refuses it",
 }
 """Private name -> its public counterpart; what happens without it."""
 

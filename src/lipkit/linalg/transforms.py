@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrizations
 
 from lipkit.errors import OptionError
 
@@ -54,12 +53,6 @@ def active_modes() -> list[Any]:
 def has_global_hooks() -> bool:
     """True if hooks are installed that see every module."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-
-
-def normalisations() -> tuple[type, ...]:
-    """The parametrizations of ``torch.nn.utils.parametrizations`` whose weight is made of stored numbers."""
-    names = ("_SpectralNorm", "_WeightNorm", "_Orthogonal")
-    return tuple(getattr(parametrizations, name) for name in names if hasattr(parametrizations, name))
 
 
 def transformed() -> bool:

@@ -1,4 +1,4 @@
-"""The copy of a network that is traced: its weights are constant, spectral and weight normalisation plain numbers."""
+"""The copy of a network that is traced: its weights are constant, parametrised and normalised ones plain numbers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.spectral_norm import remove_spectral_norm as remove_spectral_hook
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError, first_line
-from lipkit.linalg.transforms import normalisations
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-
-# In evaluation mode the weight is a function of stored numbers alone, which is all that is used of them.
-PARAMETRIZATIONS = normalisations()
+from lipkit.modules.parametrised import settled
 
 
 def constant_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose normalised weights are the numbers that its forward pass uses now.
+    """A copy of ``model`` whose parametrised weights are the numbers that its forward pass uses now.
 
-    Parametrized (``torch.nn.utils.parametrizations``) and hook-based spectral and weight normalisation are carried
-    out; ``model`` is left as it is. The copy is on the CPU.
+    Hook-based spectral and weight normalisation are carried out, too; ``model`` is left as it is. The copy is on the
+    CPU.
 
     Raises:
-        NoRuleError: a wrapper such as DataParallel; any other parametrization, hook, or method replaced on an
-            instance; spectral normalisation in training mode, where each forward pass changes the weight; a module
-            that cannot be copied.
+        NoRuleError: a wrapper such as DataParallel; any other hook, or method replaced on an instance; a weight that
+            each forward pass changes, as spectral normalisation does in training mode; a module that cannot be copied.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     >>> type(constant_copy(layer))
@@ -74,7 +69,7 @@ def computed_tensors(model: nn.Module) -> dict[int, object]:
     """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
     memo: dict[int, object] = {}
     for module in model.modules():
-        for value in vars(module).values():
+        for value in (*vars(module).values(), *module._parameters.values()):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
     return memo
@@ -92,19 +87,13 @@ def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
 
 
 def _materialise(name: str, module: nn.Module) -> None:
-    if parametrize.is_parametrized(module):
-        lists = module.parametrizations
-        for tensor_name in list(lists):  # type: ignore[arg-type]
-            for kind in lists[tensor_name]:  # type: ignore[index]
-                if type(kind) not in PARAMETRIZATIONS:
-                    raise NoRuleError(
-                        f"{_at(name)}parametrization {type(kind).__qualname__} of {tensor_name!r}: expected spectral "
-                        "or weight normalisation or orthogonal of torch.nn.utils.parametrizations: make the weight "
-                        "constant with lipkit.convert(model, None, input_shape=...)"
-                    )
-                if type(kind).__name__ == "_SpectralNorm" and kind.training:
-                    raise _still_changing(name)
-        carry_out(module)
+    try:
+        with torch.no_grad():
+            plain = settled(module)
+    except NoRuleError as error:
+        raise NoRuleError(f"{_at(name)}{error}") from None
+    if plain is not module:
+        module.__class__, module.__dict__ = type(plain), vars(plain)
     for hook in list(module._forward_pre_hooks.values()):
         if type(hook) is SpectralNorm:
             if module.training:
@@ -112,15 +101,6 @@ def _materialise(name: str, module: nn.Module) -> None:
             remove_spectral_hook(module, hook.name)
         elif type(hook) is WeightNorm:
             remove_weight_hook(module, hook.name)
-
-
-def carry_out(module: nn.Module) -> None:
-    """Make the parametrized tensors of ``module`` plain numbers; a module that it was copied from stays as it is."""
-    # A copy shares the class that holds the parametrized tensors as properties, which torch takes out of the class.
-    kind = type(module)
-    module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
-    for name in list(module.parametrizations):  # type: ignore[arg-type]
-        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
 
 def _still_changing(name: str) -> NoRuleError:

@@ -18,6 +18,7 @@ from lipkit.lowering.observe import Operand, Varies, check_outputs, observe, tra
 from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, where
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Wiring
+from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import what_is_missing
 
@@ -124,7 +125,7 @@ class Interpreter:
         return replace(value, number=found)
 
     def _module(self, node: fx.Node, x: Operand) -> int:
-        module = fetch(self._bound_to, str(node.target))
+        module = settled(fetch(self._bound_to, str(node.target)))
         if getattr(module, "inplace", False):
             # Whoever reads the overwritten tensor later reads this value: see `observe`.
             module = copy.copy(module)

@@ -15,9 +15,10 @@ from torch.nn.utils import parametrize
 from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.layers.export import filled
 from lipkit.layers.structure import Scale
-from lipkit.lowering.copies import carry_out, computed_tensors
+from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted
 from lipkit.modules import Affine, GroupSort, Householder, L2NormPool2d, LayerCenter, LPReLU, MaxMin, Shape
+from lipkit.modules.parametrised import settled as settled_module
 from lipkit.modules.plain import rules
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -97,9 +98,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
     if base is not None:
         return _rebuilt(base, module)
     if parametrize.is_parametrized(module):
-        fixed = copy.deepcopy(module)
-        carry_out(fixed)
-        return fixed
+        return copy.deepcopy(settled_module(module))
     return None
 
 

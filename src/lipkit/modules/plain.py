@@ -15,7 +15,7 @@ The contract of a constrained layer:
 
 A layer that is trained joins by two rules, `lipschitz_rule` and `export_rule`; a module of exported networks by a row,
 `add_plain`. Nothing is ever assumed to be 1-Lipschitz: a module without a rule, and one whose forward pass is not the
-one its type names (hooks, an instance-level ``forward``, parametrizations), is refused.
+one its type names (hooks, an instance-level ``forward``), is refused. Parametrised ones are what their numbers say.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, inte
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.network import Network
+from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import ROWS, Shape, bounded, rules
 
 
@@ -167,12 +168,13 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
         if not _TIGHT:
             raise OptionError("tight=True: expected lipkit.lipschitz, or lipkit.certificates to be imported")
         module = _TIGHT["tight"](module)
-    rule = _rule(module, "lipschitz")
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    check_underflow(workers=any(t.numel() >= SERIAL for t in own))
-    shape = None if input_shape is None else checked_shape(input_shape)
-    check_samples_apart(module, shape)
     with without_autocast():
+        module = settled(module)
+        rule = _rule(module, "lipschitz")
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        check_underflow(workers=any(t.numel() >= SERIAL for t in own))
+        shape = None if input_shape is None else checked_shape(input_shape)
+        check_samples_apart(module, shape)
         value = rule(module, shape)
     bound = torch.as_tensor(value, dtype=torch.float64).reshape(())
     if bool(bound < 0):
@@ -226,6 +228,8 @@ def export(module: nn.Module, input_shape: Shape, *, box: tuple[float, float] | 
 
 def export_plain(module: nn.Module, input_shape: Shape) -> Network:
     """:func:`export` of a part, whose products need no limits yet."""
+    with torch.no_grad(), without_autocast():
+        module = settled(module)
     rule = _rule(module, "export")
     cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
     # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.

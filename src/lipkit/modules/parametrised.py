@@ -1,0 +1,74 @@
+"""Modules with parametrizations of ``torch.nn.utils.parametrize`` as modules of the numbers that they use now."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.modules.guarding import type_name
+
+
+def settled(module: nn.Module) -> nn.Module:
+    """The module, its parametrised tensors (those of parts apart) as parameters of their present values.
+
+    The values have the derivatives of the parametrizations. All else is shared with the module, which stays as it is.
+
+    Returns:
+        A module of the type that was parametrised; ``module`` itself if it has no parametrizations.
+
+    Raises:
+        NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a
+            class that torch has not made; parametrizations that cannot be copied or evaluated.
+
+    >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)
+    (<class 'torch.nn.modules.linear.Linear'>, True)
+    """
+    if not parametrize.is_parametrized(module):
+        return module
+    kind, lists = type(module), module._modules["parametrizations"]
+    assert isinstance(lists, nn.ModuleDict)
+    base, name = kind.__bases__[0], f"{type_name(kind.__bases__[0])} with parametrizations on {sorted(lists)}"
+    own = {key for key, value in vars(kind).items() if callable(value) or hasattr(type(value), "__get__")}
+    if kind.__name__ != f"Parametrized{base.__name__}" or own - {"__getstate__", "__deepcopy__", *lists}:
+        raise NoRuleError(f"{name}: expected the class that torch makes of it, got {kind.__name__} with {sorted(own)}")
+    try:
+        _check_still(module, name)
+        # Not the attributes, of which torch's `cached` keeps those of modules that no longer exist.
+        values = {key: one() for key, one in lists.items()}
+    except LipkitError:
+        raise
+    except Exception as error:  # parametrizations are the user's and may raise anything
+        raise NoRuleError(
+            f"{name}: expected ones that can be copied and evaluated, got {type(error).__name__}: {first_line(error)}"
+        ) from error
+    plain = base.__new__(base)
+    vars(plain).update(vars(module))
+    vars(plain)["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}
+    made = {key: v if v.requires_grad else nn.Parameter(v, requires_grad=False) for key, v in values.items()}
+    vars(plain)["_parameters"] = {**made, **module._parameters}
+    return plain
+
+
+def _check_still(module: nn.Module, name: str) -> None:
+    """Raise ``NoRuleError`` unless the values, and the tensors that they are made from, stay as they are."""
+    seen: list[dict[str, Tensor]] = []
+    with torch.inference_mode(False):
+        lists: Any = copy.deepcopy(module)._modules["parametrizations"]
+        state = [*lists.parameters(), *lists.buffers()]
+        versions = [t._version for t in state]
+        for graph in (False, True, False):
+            with torch.set_grad_enabled(graph):
+                seen.append({key: one().detach().clone() for key, one in lists.items()})
+    same = all(bool(((t == one[key]) | (t != t)).all()) for one in seen[1:] for key, t in seen[0].items())
+    if not same or versions != [t._version for t in state]:
+        training = any(part.training for part in lists.modules())
+        raise NoRuleError(
+            f"{name}: expected the same numbers at each evaluation, got ones that change"
+            + (" in training mode: call .eval()" if training else "")
+        )

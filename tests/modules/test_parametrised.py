@@ -1,0 +1,164 @@
+"""Parametrised modules count as modules of the numbers that they use now; what changes is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from lipkit import analyze, certify, export, lipschitz
+from lipkit.errors import NoRuleError
+from lipkit.modules.parametrised import settled
+from lipkit.testing.reference import dense_matrix, singular_values
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return (w + w.mT) / 2
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls += 1
+        return w * self.calls
+
+
+class Drifting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return 2 * w
+
+
+class Fragile(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        raise KeyError("w")
+
+
+def own(layer: nn.Module, kind: nn.Module) -> Any:
+    return parametrize.register_parametrization(layer, "weight", kind)
+
+
+MADE: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 3)), (4,)),
+    "spectral": (lambda: parametrizations.spectral_norm(nn.Conv2d(2, 3, 3)), (2, 5, 5)),
+    "weight": (lambda: parametrizations.weight_norm(nn.ConvTranspose2d(2, 3, 3, 2, 1, 1)), (2, 3, 3)),
+    "own": (lambda: own(nn.Linear(4, 4), Symmetric()), (4,)),
+    "two": (lambda: own(parametrizations.weight_norm(nn.Linear(4, 4)), Symmetric()), (4,)),
+    "bias": (lambda: parametrizations.weight_norm(nn.Linear(4, 3), "bias", dim=None), (4,)),
+}
+
+
+class Around(nn.Module):
+    """A forward pass of its own."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x).flatten(1))
+
+
+@pytest.mark.parametrize("around", [lambda m: m, nn.Sequential, Around], ids=["alone", "in a chain", "in its own"])
+@pytest.mark.parametrize("name", MADE)
+def test_the_bound_is_that_of_the_numbers_and_proved_at_export(name: str, around: Any) -> None:
+    torch.manual_seed(0)
+    layer, shape = MADE[name][0]().eval(), MADE[name][1]
+    net, x = around(layer).eval(), torch.randn(3, *MADE[name][1])
+    before = {key: t.clone() for key, t in net.state_dict().items()}
+    plain = export(net, shape)
+    assert torch.allclose(plain(x), net(x), atol=1e-6)
+    assert type(plain[0]) is type(layer).__bases__[0]
+    assert not any(p.requires_grad for p in plain.parameters())
+    norm = float(singular_values([dense_matrix(copy.deepcopy(plain[0]).double(), shape)]).max())
+    whole = torch.tensor(analyze(net, shape, restarts=0).upper, dtype=torch.float64)
+    for bound in (lipschitz(net, shape), lipschitz(plain), whole):
+        # With zero padding the bound is that of every image.
+        assert norm <= float(bound.detach()) <= (1.3 if len(shape) == 3 else 1 + 1e-6) * norm
+    assert {*net.state_dict()} == {*before}
+    assert all(torch.equal(t, before[k]) for k, t in net.state_dict().items())
+    assert parametrize.is_parametrized(layer)
+
+
+@pytest.mark.parametrize("around", [nn.Sequential, Around])
+def test_the_bound_has_the_derivatives_of_the_parametrization(around: Any) -> None:
+    layer = parametrizations.weight_norm(nn.Linear(2, 2))
+    scale = layer.parametrizations.weight.original0
+    with torch.no_grad():
+        layer.parametrizations.weight.original1.copy_(torch.eye(2))
+        scale.copy_(torch.tensor([[3.0], [2.0]]))
+    lipschitz(around(layer), (2,)).backward()
+    assert torch.allclose(scale.grad, torch.tensor([[1.0], [0.0]]), atol=1e-6)
+
+
+def test_a_certificate_of_a_parametrised_network() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.ReLU(), own(nn.Linear(4, 4), Symmetric()))
+    x = torch.randn(8, 4)
+    plain = export(net, (4,))
+    found = certify(plain, x, plain(x).argmax(1))
+    assert (found.radius > 0).all()
+    assert found.constant <= 1.0001 * float(lipschitz(net).detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), r"the same numbers.*in training mode: call \.eval"),
+        (lambda: own(nn.Linear(4, 4), Counting()), "the same numbers"),
+        (lambda: own(nn.Linear(4, 4), Drifting()).eval(), "the same numbers at each evaluation, got ones that change$"),
+    ],
+)
+@pytest.mark.parametrize("function", [lipschitz, export, lambda net, shape: analyze(net, shape, restarts=0)])
+def test_weights_that_change_are_refused(make: Any, message: str, function: Any) -> None:
+    layer = make()
+    before = {key: t.clone() for key, t in layer.state_dict().items()}
+    with pytest.raises(NoRuleError, match=message):
+        function(nn.Sequential(layer), (4,))
+    assert all(torch.equal(t, before[key]) for key, t in layer.state_dict().items())
+
+
+def test_what_is_not_what_torch_makes_is_refused() -> None:
+    layer = own(nn.Linear(2, 2), Symmetric())
+    kind = type(layer)
+    kind.forward = lambda self, x: 10 * x
+    with pytest.raises(NoRuleError, match="expected the class that torch makes of it"):
+        lipschitz(layer)
+    layer = own(nn.Linear(2, 2), Symmetric())
+    layer.__class__ = type("ParametrizedOther", (type(layer),), {})
+    with pytest.raises(NoRuleError, match="expected the class that torch makes of it"):
+        lipschitz(layer)
+    layer = own(nn.Linear(2, 2), Symmetric())
+    layer.parametrizations.weight[0] = Fragile()
+    with pytest.raises(NoRuleError, match="evaluated, got KeyError"):
+        lipschitz(layer)
+    layer = own(nn.Linear(2, 2), Symmetric())
+    layer.register_forward_hook(lambda m, x, y: 2 * y)
+    with pytest.raises(NoRuleError, match="hooks"):
+        lipschitz(layer)
+
+
+def test_numbers_kept_by_cached_are_not_taken_for_those_of_other_modules() -> None:
+    """torch keeps values by the address of a module, which the next copy may get."""
+    with parametrize.cached():
+        for scale in (1.0, 2.0, 3.0, 4.0):
+            layer = own(nn.Linear(2, 2), Symmetric())
+            with torch.no_grad():
+                layer.parametrizations.weight.original.copy_(scale * torch.eye(2))
+            assert float(analyze(Around(layer), (2,), restarts=0).upper) == pytest.approx(scale)
+            assert float(lipschitz(layer).detach()) == pytest.approx(scale)
+
+
+def test_other_modules_stay_as_they_are() -> None:
+    layer = nn.Linear(2, 2)
+    assert settled(layer) is layer
