@@ -17,7 +17,7 @@ ROOT = Path(lipkit.__file__).parent
 ORDER = [
     *("errors", "text", "shown", "files", "memory", "networks", "linalg", "conv", "proof", "bounds", "modules"),
     *("lowering", "integer"),
-    *("layers", "models", "data"),
+    *("layers", "models", "parametrize", "data"),
     "attacks",
     *(
         "training",

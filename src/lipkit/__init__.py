@@ -49,6 +49,7 @@ _PACKAGES = (
     "models",
     "modules",
     "networks",
+    "parametrize",
     "proof",
     "report",
     "testing",

@@ -149,7 +149,7 @@ def test_what_is_not_what_torch_makes_is_refused() -> None:
 
 
 def test_numbers_kept_by_cached_are_not_taken_for_those_of_other_modules() -> None:
-    """torch keeps values by the address of a module, which the next copy may get."""
+    """torch keeps values by the address of the module that was parametrised first, for its copies, too."""
     with parametrize.cached():
         for scale in (1.0, 2.0, 3.0, 4.0):
             layer = own(nn.Linear(2, 2), Symmetric())

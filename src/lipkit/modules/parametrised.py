@@ -39,7 +39,7 @@ def settled(module: nn.Module) -> nn.Module:
         raise NoRuleError(f"{name}: expected the class that torch makes of it, got {kind.__name__} with {sorted(own)}")
     try:
         _check_still(module, name)
-        # Not the attributes, of which torch's `cached` keeps those of modules that no longer exist.
+        # Not the attributes: inside of torch's `cached`, those of a copy are the original's.
         values = {key: one() for key, one in lists.items()}
     except LipkitError:
         raise
