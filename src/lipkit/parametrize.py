@@ -31,6 +31,11 @@ from lipkit.modules.registry import lipschitz
 
 __all__ = ["FamilyWeight", "NormBound", "gaps", "norm_at_most", "orthogonal", "spectral_norm"]
 
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _CONVOLUTIONS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: NativeConv1d,
     nn.Conv2d: NativeConv2d,
@@ -148,7 +153,7 @@ class NormBound(nn.Module):
         if steps < 1:
             raise OptionError(f"steps: expected at least 1, got {steps}")
         self.gamma, self.always, self.steps, self.bare = float(gamma), always, steps, (_bare(layer),)
-        weight: Tensor = layer.weight.detach()  # type: ignore[assignment]
+        weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
         self.input_shape = None if input_shape is None else tuple(input_shape)
         if self.input_shape is not None and len(self.input_shape) != max(weight.ndim - 1, 1):
             raise ShapeError(f"input_shape: expected {max(weight.ndim - 1, 1)} numbers, got {self.input_shape}")
@@ -335,7 +340,7 @@ class FamilyWeight(nn.Module):
 
     def __init__(self, layer: nn.Module, family: str, options: dict[str, Any]) -> None:
         super().__init__()
-        weight: Tensor = layer.weight.detach()  # type: ignore[assignment]
+        weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
         self.family, self.options, self.started = family, options, False
         self.bare, self.shape = (_bare(layer),), weight.shape
         # A tuple, so that its parameters are no parameters of this module.
@@ -360,8 +365,7 @@ class FamilyWeight(nn.Module):
                 return _Maker([_CONVOLUTIONS[type(bare)](**geometry, **native)], self.shape)
             if type(bare) is not nn.Conv2d or row.claim == "none":
                 raise OptionError(self._expected())
-            sizes = (bare.in_channels, bare.out_channels, bare.kernel_size)
-            made = self._checked(row.conv(*sizes, **named), KernelConv2d)
+            made = self._checked(row.conv(bare.in_channels, bare.out_channels, bare.kernel_size, **named), KernelConv2d)
             shape = made.kernel().shape  # type: ignore[operator]
             if shape != self.shape or {*bare.stride, *bare.dilation, groups} != {1}:
                 raise OptionError(self._expected())

@@ -125,7 +125,7 @@ class Interpreter:
         return replace(value, number=found)
 
     def _module(self, node: fx.Node, x: Operand) -> int:
-        module = settled(fetch(self._bound_to, str(node.target)))
+        module: Any = settled(fetch(self._bound_to, str(node.target)))
         if getattr(module, "inplace", False):
             # Whoever reads the overwritten tensor later reads this value: see `observe`.
             module = copy.copy(module)

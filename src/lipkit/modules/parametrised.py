@@ -33,7 +33,8 @@ def settled(module: nn.Module) -> nn.Module:
         return module
     kind, lists = type(module), module._modules["parametrizations"]
     assert isinstance(lists, nn.ModuleDict)
-    base, name = kind.__bases__[0], f"{type_name(kind.__bases__[0])} with parametrizations on {sorted(lists)}"
+    base: type[nn.Module] = kind.__bases__[0]
+    name = f"{type_name(base)} with parametrizations on {sorted(lists)}"
     own = {key for key, value in vars(kind).items() if callable(value) or hasattr(type(value), "__get__")}
     if kind.__name__ != f"Parametrized{base.__name__}" or own - {"__getstate__", "__deepcopy__", *lists}:
         raise NoRuleError(f"{name}: expected the class that torch makes of it, got {kind.__name__} with {sorted(own)}")
