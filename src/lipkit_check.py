@@ -912,6 +912,20 @@ def layer_center(config, get, shape):
     return Node(shape, 1, lambda c: c - c.mean(tuple(dims), keepdims=True), ops.rounding(n + 2), ops.unit)
 
 
+def unit_norm(config, get, shape):
+    """The projection onto the ball of radius eps, divided by eps."""
+    dims, eps = config["dims"], Fraction(config["eps"])
+    need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400, in floating point")
+    need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
+    size, n = math.prod(shape), math.prod(shape[d - 1] for d in dims)
+
+    def forward(c):
+        return c / np.maximum(np.sqrt((c * c).sum(tuple(dims), keepdims=True)), float(config["eps"]))
+
+    # Results have norm 1 in each group at most; squares that underflow lose less than 2^-500 of the norm.
+    return Node(shape, 1 / eps, forward, 0, 4 * ops.rounding(n + 8) * root(Fraction(size)))
+
+
 def bilinear(config, get, shape):
     """Along each axis a matrix of weights above 0, rows that sum to 1 and columns to the factor f: of norm sqrt(f)."""
     factors = config["rows"], config["cols"]
@@ -1405,7 +1419,8 @@ KINDS = {
     "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
-    "Mean": mean, "LayerCenter": layer_center, "LayerNorm": layer_norm, "EnlargeBilinear": bilinear,
+    "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm,
+    "LayerNorm": layer_norm, "EnlargeBilinear": bilinear,
     "Graph": graph, "SlopeResidual": slope_residual,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Sequential": sequential, "Network": sequential,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
@@ -1430,6 +1445,7 @@ ARGUMENTS = {
     "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*", "PixelUnshuffle": "downscale_factor",
     "SandwichBlock SlopeResidual": "channels first! activation! second!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
+    "UnitNorm": "dims* eps.",
     "Mean": "dims* keepdim?",
     "AvgPool2d": "kernel_size| stride| padding| ceil_mode? count_include_pad? divisor_override~",
     "MaxPool2d": "kernel_size| stride| padding| dilation| ceil_mode?", "L2NormPool2d": "kernel_size~",

@@ -67,6 +67,7 @@ def images(seed: int) -> modules.Network:
         modules.LayerCenter(1),
         modules.EnlargeBilinear(2, 1),
         nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+        nn.AdaptiveAvgPool2d((3, 2)),
         modules.Permute(2, 1, 3),
         nn.Flatten(),
         nn.LazyLinear(12),
@@ -77,7 +78,7 @@ def images(seed: int) -> modules.Network:
     ]
     with torch.no_grad():
         nn.Sequential(*layers)(torch.zeros(1, 2, 4, 6))
-    layers[13] = nn.Linear(layers[13].in_features, 12)  # type: ignore[arg-type]
+    layers[14] = nn.Linear(layers[14].in_features, 12)  # type: ignore[arg-type]
     return modules.Network(layers, (2, 4, 6))
 
 

@@ -266,6 +266,8 @@ class Worse(Bad):
     ({"type": "Permute", "dims": [1, 1]}, (4, 4), "Permute"), ({"type": "Reshape", "shape": [3]}, (4,), "Reshape"),
     ({"type": "L2NormPool2d", "kernel_size": 3}, (1, 4, 6), "windows"),
     ({"type": "LayerCenter", "dims": [2]}, (4,), "dimensions"),
+    ({"type": "UnitNorm", "dims": [2], "eps": 1.0}, (4,), "dimensions"),
+    ({"type": "UnitNorm", "dims": [1], "eps": 0.0}, (4,), "UnitNorm with eps above"),
     ({"type": "EnlargeBilinear", "rows": 3, "cols": 2}, (1, 2, 2), "powers of two"),
     ({"type": "EnlargeBilinear", "rows": 1 << 15, "cols": 1 << 15}, (1, 2, 2), "an activation"),
     ({"type": "Mean", "dims": [2], "keepdim": True}, (4,), "dimensions"),

@@ -59,6 +59,8 @@ NORMALIZED = [
     nn.GroupNorm(1, 1),
     nn.InstanceNorm2d(1, affine=True),
     modules.LayerCenter(2, 3),
+    modules.UnitNorm(2, 3, eps=0.5),
+    nn.AdaptiveAvgPool2d(5),
     nn.Upsample(scale_factor=(2, 4), mode="bilinear"),
 ]
 

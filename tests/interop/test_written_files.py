@@ -85,6 +85,7 @@ PLAIN: list[Case] = [
     (lambda: modules.Affine(torch.randn(1), torch.randn(1)), (3,)),
     (lambda: modules.Affine(torch.randn(2, 1, 8), torch.randn(1, 8, 1)), IMAGE),
     (lambda: modules.LayerCenter(3, 1), IMAGE),
+    (lambda: modules.UnitNorm(1, eps=0.25), IMAGE),
     (lambda: random(nn.LayerNorm((3, 4), 0.5, bias=False)), (2, 3, 4)),
     (lambda: nn.LayerNorm(4, 1e-2, elementwise_affine=False), (2, 3, 4)),
     (lambda: nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 7)),

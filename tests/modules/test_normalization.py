@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import lipkit
 from lipkit import export, lipschitz, modules
-from lipkit.errors import NoRuleError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 
 EPS = 1e-3
 
@@ -180,3 +183,91 @@ def test_numbers_that_are_not_finite_bound_nothing(make: Callable[[], nn.Module]
     module = make().eval()
     next(t for name, t in module.state_dict().items() if name.endswith(where)).view(-1)[0] = value
     assert float(lipschitz(module).detach()) == math.inf
+
+
+class Cosines(nn.Module):
+    """A cosine head: the angles to stored directions, times a temperature."""
+
+    def __init__(self, eps: float, dim: int = -1) -> None:
+        super().__init__()
+        self.directions, self.eps, self.dim = nn.Parameter(torch.randn(3, 4)), eps, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.normalize(x, dim=self.dim, eps=self.eps)
+        return 10 * F.linear(x, F.normalize(self.directions, dim=1))
+
+
+def test_the_constant_of_normalize_is_one_over_eps_and_reached() -> None:
+    layer = modules.UnitNorm(1, 3, eps=0.125)
+    assert float(lipschitz(layer, (2, 3, 4))) == 8.0
+    torch.manual_seed(0)
+    x = (
+        torch.randn(500, 2, 3, 4, dtype=torch.float64)
+        * torch.logspace(-3, 1, 500, dtype=torch.float64)[:, None, None, None]
+    )
+    for one in x[::10]:
+        jacobian = torch.autograd.functional.jacobian(layer, one[None]).reshape(24, 24)
+        assert float(torch.linalg.matrix_norm(jacobian, 2)) <= 8 * (1 + 1e-12)
+    slopes = (layer(x) - layer(x.roll(1, 0))).flatten(1).norm(dim=1) / (x - x.roll(1, 0)).flatten(1).norm(dim=1)
+    assert float(slopes.max()) <= 8
+    near = 1e-3 * x[:1] / x[:1].norm()
+    assert torch.allclose(layer(near), 8 * near)
+    groups = x.numpy().transpose(0, 2, 1, 3).reshape(500, 3, 8)
+    expected = groups / np.maximum(np.linalg.norm(groups, axis=2, keepdims=True), 0.125)
+    assert np.allclose(layer(x).numpy().transpose(0, 2, 1, 3).reshape(500, 3, 8), expected)
+
+
+def test_a_cosine_head_is_bounded_exported_and_certified() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), Cosines(0.5))
+    x = torch.randn(20, 6)
+    plain = export(net, (6,))
+    assert torch.allclose(plain(x), net(x), atol=1e-5)
+    directions = net[1].directions.detach() / net[1].directions.detach().norm(dim=1, keepdim=True)
+    norms = [float(torch.linalg.matrix_norm(m.double(), 2)) for m in (net[0].weight.detach(), directions)]
+    assert float(lipschitz(plain)) == pytest.approx(20 * math.prod(norms), rel=1e-5)
+    assert lipkit.analyze(net, (6,), restarts=0).upper == pytest.approx(20 * math.prod(norms), rel=1e-5)
+    found = lipkit.certify(plain, x, plain(x).argmax(1))
+    assert (found.radius > 0).all()
+    default = export(nn.Sequential(Cosines(1e-12)), (4,))
+    assert float(lipschitz(default)) > 1e12
+
+
+def test_on_a_box_eps_is_the_smallest_norm() -> None:
+    net = nn.Sequential(Cosines(1e-6))
+    torch.manual_seed(0)
+    plain = export(net, (4,), box=(0.5, 2.0))
+    assert plain[0].eps == pytest.approx(1.0, rel=2e-6)
+    assert plain[0].eps < 1
+    x = 0.5 + 1.5 * torch.rand(50, 4)
+    assert torch.allclose(plain(x), net(x), atol=1e-6)
+    assert export(net, (4,), box=(-1.0, 2.0))[0].eps == 1e-6
+    assert lipkit.analyze(net, (4,), box=(0.5, 2.0)).upper < 1e-5 * lipkit.analyze(net, (4,), restarts=0).upper
+
+
+@pytest.mark.parametrize(
+    ("dims", "eps", "error", "message"),
+    [((), 1.0, OptionError, "different dimensions"), ((0,), 1.0, OptionError, "behind the batch"),
+     ((1,), 0.0, OptionError, "no constant bounds it at 0"), ((1,), math.inf, OptionError, "positive finite")],
+)  # fmt: skip
+def test_other_normalisations_are_refused(dims: Any, eps: float, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        modules.UnitNorm(*dims, eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [(Cosines(0.5, dim=0), "mixes samples"), (Cosines(0.0), "positive finite number, got 0")],
+)
+def test_a_cosine_head_without_a_constant_is_refused(head: nn.Module, message: str) -> None:
+    with pytest.raises((NoRuleError, OptionError), match=message):
+        export(head, (4,))
+
+
+def test_other_norms_are_refused() -> None:
+    class Other(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.normalize(x, p=1, eps=1.0)
+
+    with pytest.raises(NoRuleError, match="expected the norm p=2, got 1"):
+        lipschitz(Other(), (4,))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.lowering import lipschitz
-from lipkit.modules.pooling import average_matrix, max_pool_constant, overlap
+from lipkit.lowering import export, lipschitz
+from lipkit.modules.pooling import adaptive_windows, average_matrix, max_pool_constant, overlap, window_terms
 
 
 def matrix(layer: nn.Module, h: int, w: int) -> np.ndarray:
@@ -157,10 +159,76 @@ def test_adaptive_pooling_whose_windows_are_alike_has_their_norm(output: object)
     assert norm <= float(lipschitz(layer, (3, 4, 4))) <= norm * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("output", [3, (1, 5), 8])
-def test_other_adaptive_pooling_is_refused(output: object) -> None:
-    with pytest.raises(NoRuleError, match="AvgPool2d"):
-        lipschitz(nn.AdaptiveAvgPool2d(output), (3, 4, 4))  # type: ignore[arg-type]
+@pytest.mark.parametrize("output", [3, (1, 5), 8, (3, None), (7, 2)])
+@pytest.mark.parametrize("size", [(4, 4), (5, 9)])
+def test_adaptive_pooling_whose_windows_overlap_has_its_norm(output: object, size: tuple[int, int]) -> None:
+    layer = nn.AdaptiveAvgPool2d(output)  # type: ignore[arg-type]
+    norm = float(np.linalg.norm(matrix(layer, *size), 2))
+    assert norm * (1 - 1e-14) <= float(lipschitz(layer, (3, *size))) <= norm * (1 + 1e-12)
+    x = torch.rand(2, 3, *size)
+    assert torch.equal(export(layer, (3, *size))(x), layer(x))
+
+
+def test_windows_of_adaptive_pooling_are_those_of_torch() -> None:
+    for n, m in itertools.product(range(1, 9), repeat=2):
+        found = adaptive_windows(n, m)
+        taken = torch.func.jacrev(nn.AdaptiveAvgPool1d(m))(torch.zeros(1, n, dtype=torch.float64))[0, :, 0]
+        assert torch.equal(found, (taken > 0).double())
+        assert int(found.sum(1).amax()) <= window_terms(nn.AdaptiveAvgPool2d((1, m)), (1, 1, n))
+        assert int(found.sum(0).amax()) <= window_terms(nn.AdaptiveAvgPool2d((1, m)), (1, 1, n))
+
+
+@pytest.mark.parametrize(
+    ("output", "size", "picked"), [(2, (4, 6), 1), (3, (4, 4), 4), ((2, 1), (5, 3), 2), (6, (3, 3), 4)]
+)
+def test_adaptive_max_pooling_picks_a_pixel_that_often(output: Any, size: tuple[int, int], picked: int) -> None:
+    layer = nn.AdaptiveMaxPool2d(output)
+    bound = float(lipschitz(layer, (1, *size)))
+    spikes = torch.eye(math.prod(size), dtype=torch.float64).reshape(-1, 1, *size)
+    assert bound == pytest.approx(float(layer(spikes).flatten(1).norm(dim=1).amax()), rel=1e-12)
+    assert bound**2 == pytest.approx(picked)
+    if picked > 1:
+        with pytest.raises(NoRuleError, match=r"divides the image .* use nn\.MaxPool2d"):
+            export(layer, (1, *size))
+    else:
+        x = torch.rand(3, 1, *size)
+        assert torch.equal(export(layer, (1, *size))(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MaxPool1d(3, 2, 1, 2, ceil_mode=True),
+        nn.AvgPool1d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+        nn.AdaptiveAvgPool1d(4),
+        nn.AdaptiveMaxPool1d(3),
+        nn.AdaptiveMaxPool1d((1,)),
+    ],
+)
+def test_pooling_of_signals_is_that_of_images_with_one_row(layer: nn.Module) -> None:
+    x = torch.randn(5, 2, 9, dtype=torch.float64)
+    plain = export(layer, (2, 9))
+    assert torch.equal(plain(x), layer(x))
+    assert float(lipschitz(plain)) == float(lipschitz(layer, (2, 9)))
+    spikes = torch.eye(9, dtype=torch.float64)[:, None]
+    if isinstance(layer, nn.MaxPool1d | nn.AdaptiveMaxPool1d):
+        norm = float((layer(spikes).flatten(1)).norm(dim=1).amax())
+    else:
+        norm = float(torch.linalg.matrix_norm(layer(spikes)[:, 0], 2))
+    assert norm * (1 - 1e-14) <= float(lipschitz(layer, (2, 9))) <= norm * (1 + 1e-12)
+    call = {nn.MaxPool1d: lambda x: F.max_pool1d(x, 3, 2), nn.AvgPool1d: lambda x: F.avg_pool1d(x, 3)}.get(type(layer))
+    if call is not None:
+        own = Called(call)
+        assert torch.equal(export(own, (2, 9))(x), own(x))
+
+
+class Called(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
 
 
 def test_adaptive_pooling_needs_the_input_shape() -> None:

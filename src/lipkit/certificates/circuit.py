@@ -30,7 +30,7 @@ from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import LayerCenter
-from lipkit.modules.pooling import Mean
+from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.residual import SlopeResidual
@@ -340,15 +340,13 @@ def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
 def _averages(circuit: Circuit, module: Any, value: int) -> int:
     shape = circuit.shape(value)
     out = output_shape(module, shape)
-    terms, most = math.prod(shape), 0
+    centred, most = isinstance(module, LayerCenter), 0
     if isinstance(module, nn.AvgPool2d):
-        kernel, most = module.kernel_size, abs(module.divisor_override or 0)
-        terms = kernel**2 if isinstance(kernel, int) else math.prod(kernel)
-    elif isinstance(module, EnlargeBilinear):
-        terms = 4 * module.rows * module.cols
-    elif not isinstance(module, LayerCenter):
-        terms //= math.prod(out)
-    centred = isinstance(module, LayerCenter)
+        most = abs(module.divisor_override or 0)
+    if centred:
+        terms = math.prod(shape)
+    else:
+        terms = 4 * module.rows * module.cols if type(module) is EnlargeBilinear else window_terms(module, shape)
     moduli = (lambda h: h + h.mean(module.dims, keepdim=True)) if centred else (lambda h: module(h).abs())
     noise = None if circuit.arithmetic is None else Noise(terms + 8, terms + 8, float(max(terms, most) + 4))
     return circuit.linear(value, Linear(out, _by_gradient(module, shape), moduli, terms + 8, None, noise))

@@ -230,7 +230,10 @@ def _average(builder: Builder, module: Any, value: IntValue, gain: float) -> Int
     else:
         if isinstance(module, Mean) and (sorted(module.dims) != [2, 3] or len(value.shape) != 3):
             raise _refuse(module, "the mean over rows and columns of images", module)
-        kernel = stride = [n // m for n, m in zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
+        sides = [*zip(value.shape[1:], [*shape[1:], 1, 1][:2], strict=True)]
+        if any(n % m for n, m in sides):
+            raise _refuse(module, "windows that do not overlap", module)
+        kernel = stride = [n // m for n, m in sides]
         divisor = math.prod(kernel)
     channels = value.shape[0]
     weight = torch.full((channels, 1, *kernel), 1 / divisor, dtype=torch.float64)

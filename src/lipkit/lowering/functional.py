@@ -16,6 +16,7 @@ from lipkit.lowering.axes import along, behind, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, function_name
 from lipkit.lowering.observe import Operand
 from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.normalization import UnitNorm
 
 Maker = Callable[..., nn.Module]
 
@@ -71,22 +72,41 @@ for _row in ACTIVATIONS.values():
     _activation(_row.kind, *_row.functions, place=viewed)
 _activation(nn.PixelShuffle, F.pixel_shuffle)
 _activation(nn.PixelUnshuffle, F.pixel_unshuffle)
+_activation(nn.AdaptiveAvgPool1d, F.adaptive_avg_pool1d)
 _activation(nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
+_activation(nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d)
+_activation(nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)
+_activation(nn.AvgPool1d, F.avg_pool1d)
 _activation(nn.AvgPool2d, F.avg_pool2d)
 
 
-@function_module(F.max_pool2d, torch.max_pool2d)
-def _max_pool2d(
-    call: Build,
-    input: Operand,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
+def _max_pool(make: Callable[..., nn.Module], *targets: Callable[..., Any]) -> None:
+    @function_module(*targets)
+    def made(
+        call: Build,
+        input: Operand,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> nn.Module:
+        return make(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
+
+
+_max_pool(nn.MaxPool1d, F.max_pool1d, torch.max_pool1d)
+_max_pool(nn.MaxPool2d, F.max_pool2d, torch.max_pool2d)
+
+
+@function_module(F.normalize, place=along(2, default=1))
+def _normalize(
+    call: Build, input: Operand, p: Any = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None
 ) -> nn.Module:
-    return nn.MaxPool2d(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
+    if call.constant(p, "norm") != 2:
+        raise call.refuse(f"expected the norm p=2, got {p}")
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return UnitNorm(*call.dims(call.operand(input), dims), eps=call.constant(eps, "eps"))
 
 
 @function_module(F.interpolate)

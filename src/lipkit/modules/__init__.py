@@ -9,7 +9,7 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs, Householder, LPReLU, NActivation
 from lipkit.modules.machine import exact, local_error
 from lipkit.modules.network import Network
-from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter
+from lipkit.modules.normalization import BatchLipNorm, Center, LayerCenter, UnitNorm
 from lipkit.modules.plain import ROWS, Local, Plain, Shape, Stored, add_plain, export_rule, lipschitz_rule, rules
 from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
@@ -66,6 +66,7 @@ __all__ = [
     "SpreadConv2d",
     "Stored",
     "TaylorConv2d",
+    "UnitNorm",
     "add_activation",
     "add_plain",
     "around",

@@ -20,7 +20,7 @@ from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import check_dims, export_copy, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
-from lipkit.proof.roundoff import gamma, multiply_up, to_double, up
+from lipkit.proof.roundoff import gamma, multiply_up, reciprocal_up, to_double, up
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -306,6 +306,66 @@ class LayerCenter(nn.Module):
         return ", ".join(map(str, self.dims))
 
 
+class UnitNorm(nn.Module):
+    r"""Numbers divided by their l2 norm, or by eps where that is larger: ``F.normalize``.
+
+    .. math:: y = x / \max(\|x\|_2, \epsilon)
+
+    on each group of numbers that differ in these dimensions alone: the projection onto the ball of radius eps, divided
+    by eps, so of constant :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm in it.
+
+    Args:
+        dims: dimensions from 1 on (the batch is 0).
+        eps: positive and finite.
+
+    Raises:
+        OptionError: no dimension, one twice, or the batch; another eps.
+
+    >>> UnitNorm(1, eps=1.0)(torch.tensor([[3.0, 4.0], [0.3, 0.4]])).tolist()
+    [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
+    """
+
+    def __init__(self, *dims: int, eps: float) -> None:
+        super().__init__()
+        if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
+            raise OptionError(f"UnitNorm: expected different dimensions behind the batch, at least 1, got {dims}")
+        if not (math.isfinite(eps) and eps > 0):
+            raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: no constant bounds it at 0")
+        self.dims, self.eps = tuple(dims), float(eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(map(str, self.dims))}, eps={self.eps:g}"
+
+    def within(self, x: Range) -> UnitNorm:
+        """The same function of inputs in a range, its eps as large as possible."""
+        nearest = torch.maximum(x.low, -x.high).clamp_min(0)
+        least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
+        return UnitNorm(*self.dims, eps=max(self.eps, least))
+
+
+def _unit_norm(module: UnitNorm, input_shape: Shape | None) -> float:
+    check_dims(module, input_shape, max(module.dims))
+    return reciprocal_up(module.eps)
+
+
+def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    numbers, terms = entries(input_shape), math.prod(input_shape[dim - 1] for dim in module.dims)
+    # The norm is wrong by gamma of itself and by what squares lose below the range; results have norm 1 at most.
+    wrong = arithmetic.gamma(terms + 8) + 2 * math.sqrt((terms + 2) * arithmetic.tiny) / module.eps
+    lost = 2 * wrong * math.sqrt(numbers / terms) + math.sqrt(numbers) * arithmetic.tiny
+    error = grow(lost) if wrong < 0.25 else math.inf
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(size(x), 1.0)
+        peak = reached.times(grow(math.sqrt(arithmetic.room)))
+        return Local(flat(reached.at, error), peak.plus(flat(reached.at, 2.0 + 2 * module.eps)))
+
+    return measure
+
+
 def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
     check_dims(module, input_shape, max(module.dims))
     return 1.0
@@ -407,6 +467,9 @@ for _batch in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     add_plain(Plain(_batch, _batch_norm, export=_export_batch_norm))
 add_plain(Plain(BatchLipNorm, _batch_lip_norm, export=_export_batch_lip_norm))
 _dims = Stored({"dims": COUNT}, make=lambda dims: LayerCenter(*dims))
+_unit = Stored({"dims": COUNT, "eps": real}, make=lambda dims, eps: UnitNorm(*dims, eps=eps))
+_inside = lambda module, x: around(torch.zeros_like(x.low), torch.ones_like(x.low))  # noqa: E731
+add_plain(Plain(UnitNorm, _unit_norm, _unit_norm_error, _unit, _inside))
 _norm = {"normalized_shape": INTEGER, "eps": real, "elementwise_affine": flag, "bias": flag}
 add_plain(Plain(LayerCenter, _layer_center, _layer_center_error, _dims))
 add_plain(Plain(nn.LayerNorm, _layer_norm, _layer_norm_error, _norm, _layer_norm_range, export=_export_layer_norm))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from lipkit.modules.configuration import COUNT, INTEGER, either, flag
 from lipkit.modules.machine import entries
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import monotone, one_sign
-from lipkit.modules.registry import check_dims, lipschitz, output_shape
+from lipkit.modules.registry import check_dims, export_plain, lipschitz, output_shape
+from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 from lipkit.proof.norms import spectral_norm
-from lipkit.proof.roundoff import gamma
+from lipkit.proof.roundoff import gamma, root
 
 
 def overlap(kernel: int, stride: int, dilation: int = 1) -> int:
@@ -88,9 +90,14 @@ def _pair(value: int | tuple[int, ...]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
-def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
+def _refuse_indices(module: nn.MaxPool2d | nn.AdaptiveMaxPool2d) -> None:
     if module.return_indices:
-        raise NoRuleError("nn.MaxPool2d: expected return_indices=False, got True: indices are not Lipschitz")
+        name = type(module).__name__
+        raise NoRuleError(f"nn.{name}: expected return_indices=False, got True: indices are not Lipschitz")
+
+
+def _max_pool(module: nn.MaxPool2d, input_shape: Shape | None) -> float:
+    _refuse_indices(module)
     return max_pool_constant(_pair(module.kernel_size), _pair(module.stride), _pair(module.dilation))
 
 
@@ -114,22 +121,82 @@ def _avg_pool(module: nn.AvgPool2d, input_shape: Shape | None) -> float:
     return constant * (1 + gamma(4))
 
 
-def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
+def _axes(module: nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> list[tuple[int, int]]:
+    """Pixels before and after, for each axis."""
+    name = f"nn.{type(module).__name__}"
     if input_shape is None:
         raise ShapeError(
-            "nn.AdaptiveAvgPool2d: expected an input_shape, because its constant depends on the image, got none: "
+            f"{name}: expected an input_shape, because its constant depends on the image, got none: "
             "lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
     sizes = _pair(module.output_size) if isinstance(module.output_size, int) else module.output_size or (None, None)
-    window = 1
-    for before, after in zip(input_shape[-2:], sizes, strict=True):
-        if after is not None and (after < 1 or before % after):
-            raise NoRuleError(
-                f"nn.AdaptiveAvgPool2d: expected output_size 1, or one that divides the image {input_shape[-2:]}, got "
-                f"{module.output_size}: its windows would overlap; use nn.AvgPool2d"
-            )
-        window *= 1 if after is None else before // after
-    return (1.0 if window == 1 else 1 / math.sqrt(window)) * (1 + gamma(4) * (window > 1))
+    axes = [(n, n if m is None else m) for n, m in zip(input_shape[-2:], sizes, strict=True)]
+    if min(m for _, m in axes) < 1:
+        raise NoRuleError(f"{name}: expected output sizes of at least 1, got {module.output_size}")
+    return axes
+
+
+def adaptive_windows(n: int, m: int) -> Tensor:
+    """Which of n pixels lie in each of the m windows of adaptive pooling, ``(m, n)`` of 0 and 1 in float64.
+
+    >>> adaptive_windows(3, 2).tolist()
+    [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+    """
+    i, pixel = torch.arange(m)[:, None], torch.arange(n)
+    return ((pixel >= i * n // m) & (pixel * m < (i + 1) * n)).double()
+
+
+def _adaptive_avg_pool(module: nn.AdaptiveAvgPool2d, input_shape: Shape | None) -> float:
+    axes = _axes(module, input_shape)
+    window = math.prod(n // m for n, m in axes if n % m == 0)
+    constant = (1.0 if window == 1 else 1 / math.sqrt(window)) * (1 + gamma(4) * (window > 1))
+    for n, m in axes:
+        if n % m:
+            windows = adaptive_windows(n, m)
+            # Entries are rounded once, and so is the product.
+            constant *= float(spectral_norm(windows / windows.sum(1, keepdim=True))) * (1 + gamma(4))
+    return constant
+
+
+def _adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape | None) -> float:
+    _refuse_indices(module)
+    count = math.prod(int(adaptive_windows(n, m).sum(0).amax()) for n, m in _axes(module, input_shape))
+    return root(count)
+
+
+def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) -> nn.Module:
+    _refuse_indices(module)
+    axes = _axes(module, input_shape)
+    if any(n % m for n, m in axes):
+        raise NoRuleError(
+            f"nn.AdaptiveMaxPool2d: expected an output_size that divides the image {input_shape[-2:]} to export it, "
+            f"got {module.output_size}, whose windows overlap: use nn.MaxPool2d"
+        )
+    rows, cols = (n // m for n, m in axes)
+    return nn.MaxPool2d((rows, cols))
+
+
+def _image(module: Any) -> nn.Module:
+    """The pooling of images with one row that a pooling of signals is."""
+    if isinstance(module, nn.AdaptiveAvgPool1d | nn.AdaptiveMaxPool1d):
+        (size,) = (module.output_size,) if isinstance(module.output_size, int | None) else module.output_size
+        if isinstance(module, nn.AdaptiveAvgPool1d):
+            return nn.AdaptiveAvgPool2d((1, size))
+        return nn.AdaptiveMaxPool2d((1, size), module.return_indices)
+    k, s, p = (_pair(n)[-1] for n in (module.kernel_size, module.stride, module.padding))
+    if isinstance(module, nn.AvgPool1d):
+        return nn.AvgPool2d((1, k), (1, s), (0, p), module.ceil_mode, module.count_include_pad)
+    d = _pair(module.dilation)[-1]
+    return nn.MaxPool2d((1, k), (1, s), (0, p), (1, d), module.return_indices, module.ceil_mode)
+
+
+def _signal_pool(module: nn.Module, input_shape: Shape | None) -> Tensor:
+    return lipschitz(_image(module), None if input_shape is None else (input_shape[0], 1, input_shape[1]))
+
+
+def _export_signal_pool(module: nn.Module, input_shape: Shape) -> nn.Module:
+    before, after = (input_shape[0], 1, input_shape[1]), output_shape(module, input_shape)
+    return nn.Sequential(Reshape(*before), export_plain(_image(module), before), Reshape(*after))
 
 
 class Mean(nn.Module):
@@ -222,13 +289,23 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
 add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))
 
 
+def window_terms(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape) -> int:
+    """The most numbers in one window, and windows on one number.
+
+    >>> window_terms(nn.AdaptiveAvgPool2d((2, 3)), (1, 8, 8)), window_terms(nn.AvgPool2d(3, 2), (1, 8, 8))
+    (16, 9)
+    """
+    if isinstance(module, nn.AvgPool2d):
+        return math.prod(_pair(module.kernel_size))
+    if isinstance(module, Mean):
+        return entries(input_shape) // entries(output_shape(module, input_shape))
+    axes = _axes(module, input_shape)
+    return math.prod(n // m if n % m == 0 else max(n // m, m // n) + 2 for n, m in axes)
+
+
 def _average(module: nn.AvgPool2d | nn.AdaptiveAvgPool2d | Mean, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     outputs = entries(output_shape(module, input_shape))
-    if isinstance(module, nn.AvgPool2d):
-        terms = math.prod(_pair(module.kernel_size))
-    else:
-        # Every number is in one window, and all windows are alike.
-        terms = entries(input_shape) // outputs
+    terms = window_terms(module, input_shape)
     error = arithmetic.gamma(terms + 3)
     # All weights have one sign: the matrix of their moduli has the same norm.
     norm = grow(float(lipschitz(module, input_shape)))
@@ -248,4 +325,7 @@ _size = {"output_size": either(INTEGER, None)}
 _dims = Stored({"dims": COUNT, "keepdim": flag}, make=lambda dims, keepdim: Mean(*dims, keepdim=keepdim))
 add_plain(Plain(nn.AvgPool2d, _avg_pool, _average, _counted, one_sign, dims=(2, 3)))
 add_plain(Plain(nn.AdaptiveAvgPool2d, _adaptive_avg_pool, _average, _size, one_sign, dims=(2, 3)))
+add_plain(Plain(nn.AdaptiveMaxPool2d, _adaptive_max_pool, export=_export_adaptive_max_pool, dims=(2, 3)))
+for _kind in (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d):
+    add_plain(Plain(_kind, _signal_pool, export=_export_signal_pool, dims=(2, 2)))
 add_plain(Plain(Mean, _mean, _average, _dims, one_sign))

@@ -24,6 +24,7 @@ from lipkit.modules.configuration import COUNT
 from lipkit.modules.forms import Form, added
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, add_join, check_alike
 from lipkit.modules.network import Network
+from lipkit.modules.normalization import UnitNorm
 from lipkit.modules.plain import ROWS, Plain, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import _LIMITS, lipschitz
@@ -205,6 +206,8 @@ def limited(network: Network, box: tuple[float, float]) -> Network:
 
 def _through(plain: nn.Module, double: nn.Module, given: Range) -> tuple[Range, nn.Module]:
     """The range behind a module, and the module with limits."""
+    if isinstance(plain, UnitNorm):
+        return _range_of(double, given), plain.within(given)
     if type(plain) is not Graph:
         return _range_of(double, given), plain
     assert isinstance(double, Graph)
