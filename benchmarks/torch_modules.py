@@ -1,0 +1,281 @@
+"""The table of docs/lab/torch_modules.md: every module of torch.nn, its constant or the reason why it has none.
+
+    python -m benchmarks.torch_modules --keep
+
+`tests/docs/test_torch_modules.py` sees that no class is missing, that each constant is what `lipkit.lipschitz` says,
+and that the others are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+PAGE = Path(__file__).parents[1] / "docs/lab/torch_modules.md"
+
+
+class Known(NamedTuple):
+    """A module with a constant.
+
+    Attributes:
+        make: an instance. shape: of one sample.
+        words: the constant. value: of the instance, in closed form.
+        slack: how far the proved one may lie above it, relative.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    words: str
+    value: float | Callable[[Any], float]
+    slack: float = 1e-6
+
+
+def _norm(module: Any, shape: tuple[int, ...]) -> float:
+    n = math.prod(shape)
+    with torch.no_grad():
+        y = module(torch.eye(n).reshape(n, *shape)) - module(torch.zeros(n, *shape))
+    return float(torch.linalg.matrix_norm(y.flatten(1).double(), 2))
+
+
+def _linear(make: Callable[[], nn.Module], shape: tuple[int, ...], words: str, slack: float = 1e-5) -> Known:
+    return Known(make, shape, words, lambda module: _norm(module, shape), slack)
+
+
+def _steepest(make: Callable[[], nn.Module], words: str) -> Known:
+    def value(module: Any) -> float:
+        x = torch.linspace(-6, 6, 200_001, dtype=torch.float64).requires_grad_()
+        (slopes,) = torch.autograd.grad(module.double()(x).sum(), x)
+        return float(slopes.abs().max())
+
+    return Known(make, (3,), words, value)
+
+
+def _running(make: Callable[..., Any], shape: tuple[int, ...]) -> Known:
+    def made() -> nn.Module:
+        module = make(2)
+        module.running_var = torch.tensor([0.25, 4.0])
+        return module
+
+    return Known(
+        made, shape, "max of weight / sqrt(running_var + eps); in training none", lambda m: (0.25 + m.eps) ** -0.5
+    )
+
+
+def _own(make: Callable[[], Any], shape: tuple[int, ...]) -> Known:
+    return Known(make, shape, "max of weight / sqrt(eps)", lambda m: m.eps**-0.5)
+
+
+def _one(make: Callable[[], nn.Module], *shape: int, words: str = "1") -> Known:
+    return Known(make, shape or (3,), words, 1.0)
+
+
+_SYMBOL = "largest singular value of the convolution: exact for circular padding, above it by 1 % at most on the plane"
+_POOL = "root of the most windows that one pixel lies in"
+KNOWN: dict[str, Known] = {
+    "AdaptiveAvgPool1d": _linear(lambda: nn.AdaptiveAvgPool1d(2), (2, 5), "largest singular value, exact"),
+    "AdaptiveAvgPool2d": _linear(lambda: nn.AdaptiveAvgPool2d((2, 3)), (1, 4, 5), "largest singular value, exact"),
+    "AdaptiveMaxPool1d": Known(lambda: nn.AdaptiveMaxPool1d(2), (2, 5), _POOL, 2**0.5),
+    "AdaptiveMaxPool2d": Known(lambda: nn.AdaptiveMaxPool2d((2, 2)), (2, 5, 4), _POOL, 2**0.5),
+    "AlphaDropout": _one(nn.AlphaDropout, words="1; in training none"),
+    "AvgPool1d": _linear(lambda: nn.AvgPool1d(3, 2), (2, 9), "largest singular value, exact"),
+    "AvgPool2d": _linear(lambda: nn.AvgPool2d(3, 2), (1, 7, 7), "largest singular value, exact"),
+    "BatchNorm1d": _running(nn.BatchNorm1d, (2,)),
+    "BatchNorm2d": _running(nn.BatchNorm2d, (2, 3, 3)),
+    "BatchNorm3d": _running(nn.BatchNorm3d, (2, 2, 2, 2)),
+    "CELU": _steepest(nn.CELU, "1"),
+    "ChannelShuffle": _one(lambda: nn.ChannelShuffle(2), 4, 3, 3),
+    "Conv1d": _linear(lambda: nn.Conv1d(2, 3, 3), (2, 40), _SYMBOL, 0.05),
+    "Conv2d": _linear(lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 6, 6), _SYMBOL),
+    "ConvTranspose1d": _linear(lambda: nn.ConvTranspose1d(2, 3, 3), (2, 40), _SYMBOL, 0.05),
+    "ConvTranspose2d": _linear(lambda: nn.ConvTranspose2d(2, 3, 2, 2), (2, 3, 3), _SYMBOL),
+    "Dropout": _one(nn.Dropout, words="1; in training none"),
+    "Dropout2d": _one(nn.Dropout2d, 2, 3, 3, words="1; in training none"),
+    "ELU": _steepest(lambda: nn.ELU(2.0), "max(1, alpha)"),
+    "Flatten": _one(nn.Flatten),
+    "GELU": _steepest(nn.GELU, "1.1290"),
+    "GroupNorm": _own(lambda: nn.GroupNorm(1, 2), (2, 3)),
+    "Hardsigmoid": _steepest(nn.Hardsigmoid, "1/6"),
+    "Hardswish": Known(nn.Hardswish, (3,), "1.5", 1.5),
+    "Hardtanh": _steepest(nn.Hardtanh, "1"),
+    "Identity": _one(nn.Identity),
+    "InstanceNorm1d": _own(lambda: nn.InstanceNorm1d(2), (2, 3)),
+    "InstanceNorm2d": _own(lambda: nn.InstanceNorm2d(2), (2, 3, 3)),
+    "InstanceNorm3d": _own(lambda: nn.InstanceNorm3d(2), (2, 2, 2, 2)),
+    "LayerNorm": _own(lambda: nn.LayerNorm(3), (3,)),
+    "LeakyReLU": _steepest(nn.LeakyReLU, "max(1, slope)"),
+    "Linear": _linear(lambda: nn.Linear(3, 2), (3,), "largest singular value, exact"),
+    "LogSigmoid": Known(nn.LogSigmoid, (3,), "1", 1.0),
+    "MaxPool1d": Known(lambda: nn.MaxPool1d(3, 2), (2, 9), _POOL, 2**0.5),
+    "MaxPool2d": Known(lambda: nn.MaxPool2d(3, 2), (2, 9, 9), _POOL, 2.0),
+    "Mish": _steepest(nn.Mish, "1.0885"),
+    "PReLU": _steepest(nn.PReLU, "max(1, slopes)"),
+    "PixelShuffle": _one(lambda: nn.PixelShuffle(2), 4, 3, 3),
+    "PixelUnshuffle": _one(lambda: nn.PixelUnshuffle(2), 1, 4, 4),
+    "ReLU": _steepest(nn.ReLU, "1"),
+    "ReLU6": _steepest(nn.ReLU6, "1"),
+    "SELU": _steepest(nn.SELU, "1.7581"),
+    "Sequential": Known(lambda: nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), (1, 4, 4), "product of its parts'", 0.5),
+    "SiLU": _steepest(nn.SiLU, "1.0998"),
+    "Sigmoid": _steepest(nn.Sigmoid, "1/4"),
+    "Softmax": Known(lambda: nn.Softmax(1), (3,), "1/2", 0.5),
+    "Softplus": Known(nn.Softplus, (3,), "1", 1.0),
+    "Softshrink": _steepest(nn.Softshrink, "1"),
+    "Softsign": _steepest(nn.Softsign, "1"),
+    "Tanh": _steepest(nn.Tanh, "1"),
+    "Tanhshrink": Known(nn.Tanhshrink, (3,), "1", 1.0),
+    "Unflatten": _one(lambda: nn.Unflatten(1, (1, 3))),
+    "Upsample": _linear(lambda: nn.Upsample(scale_factor=2), (1, 2, 2), "root of the factors' product (powers of two)"),
+    "ZeroPad2d": _one(lambda: nn.ZeroPad2d(1), 1, 2, 2),
+}
+
+# A reason, and the modules that are refused for it.
+REFUSED: dict[str, str] = {
+    "a loss, which compares two inputs": "BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss CrossEntropyLoss "
+    "GaussianNLLLoss HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss MarginRankingLoss "
+    "MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss NLLLoss2d PoissonNLLLoss SmoothL1Loss "
+    "SoftMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss AdaptiveLogSoftmaxWithLoss",
+    "takes two inputs; with stored directions `F.linear(F.normalize(x, eps=e), F.normalize(w))`": "CosineSimilarity",
+    "takes two inputs": "PairwiseDistance",
+    "has no forward pass: it only holds others": "Container Module ModuleDict ModuleList ParameterDict ParameterList",
+    "has no weights before its first input, which makes it the layer of that name": "LazyBatchNorm1d LazyBatchNorm2d "
+    "LazyBatchNorm3d LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d "
+    "LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d LazyLinear",
+    "recurrent: its state goes through all steps, and gates multiply values": "GRU GRUCell LSTM LSTMCell RNN RNNBase "
+    "RNNCell RNNCellBase",
+    "multiplies values that depend on the input: a constant on a box alone, for `torch.matmul` and `torch.softmax` "
+    "written out": "MultiheadAttention Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder "
+    "TransformerEncoderLayer",
+    "multiplies values that depend on the input: on a box alone, `x * torch.sigmoid(y)` written out": "Bilinear GLU",
+    "jumps: no constant": "Hardshrink Threshold",
+    "takes whole numbers": "Embedding EmbeddingBag",
+    "takes whole numbers beside its input": "MaxUnpool1d MaxUnpool2d MaxUnpool3d",
+    "draws its windows": "FractionalMaxPool2d FractionalMaxPool3d",
+    "draws numbers in training; in evaluation use `nn.Dropout`": "Dropout1d Dropout3d FeatureAlphaDropout",
+    "draws slopes in training; in evaluation it is an `nn.LeakyReLU`": "RReLU",
+    "of volumes there are no rules": "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d Conv3d ConvTranspose3d LPPool3d "
+    "MaxPool3d CircularPad3d ConstantPad3d ReflectionPad3d ReplicationPad3d ZeroPad3d",
+    "no rule: give `padding_mode` to the convolution behind it": "CircularPad1d CircularPad2d ReflectionPad1d "
+    "ReflectionPad2d ReplicationPad1d ReplicationPad2d",
+    "no rule: `nn.ZeroPad2d`, or `padding` of the layer behind it": "ConstantPad1d ConstantPad2d ZeroPad1d",
+    "no rule: pooling by norms is `lipkit.modules.L2NormPool2d`": "LPPool1d LPPool2d",
+    "no rule: each output depends on the norms of neighbouring channels": "CrossMapLRN2d LocalResponseNorm",
+    "no rule: its constant would be the root of the number of classes; leave it to the loss": "LogSoftmax",
+    "no rule: `nn.Softmax(1)`": "Softmax2d",
+    "no rule: `nn.Softmax` of the negative": "Softmin",
+    "no rule: `nn.LayerNorm`, or `F.normalize(x, eps=e)`": "RMSNorm",
+    "no rule: `nn.Upsample`": "UpsamplingBilinear2d UpsamplingNearest2d",
+    "no rule: a convolution of matrices reads overlapping windows": "Fold Unfold",
+    "of several processes: `nn.BatchNorm2d` holds the same numbers": "SyncBatchNorm",
+    "wraps a network: pass its `.module`": "DataParallel",
+}
+REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
+
+# Instances of refused modules that take arguments.
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 4, [2]),
+    "Bilinear": lambda: nn.Bilinear(2, 2, 2),
+    "CrossMapLRN2d": lambda: nn.CrossMapLRN2d(2),
+    "DataParallel": lambda: nn.DataParallel(nn.ReLU()),
+    "Embedding": lambda: nn.Embedding(3, 2),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(3, 2),
+    "Fold": lambda: nn.Fold(4, 2),
+    "FractionalMaxPool2d": lambda: nn.FractionalMaxPool2d(2, 2),
+    "FractionalMaxPool3d": lambda: nn.FractionalMaxPool3d(2, 2),
+    "LinearCrossEntropyLoss": lambda: nn.LinearCrossEntropyLoss(2, 2),
+    "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
+    "RMSNorm": lambda: nn.RMSNorm(3),
+    "RNNBase": lambda: nn.RNNBase("LSTM", 2, 2),
+    "RNNCellBase": lambda: nn.RNNCellBase(2, 2, True, 1),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(2),
+    "Threshold": lambda: nn.Threshold(0.1, 1.0),
+    "Transformer": lambda: nn.Transformer(4, 2, 1, 1, 4),
+    "TransformerDecoder": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 4), 1),
+    "TransformerDecoderLayer": lambda: nn.TransformerDecoderLayer(4, 2, 4),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False
+    ),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(4, 2, 4),
+    "Unfold": lambda: nn.Unfold(2),
+    "UpsamplingBilinear2d": lambda: nn.UpsamplingBilinear2d(scale_factor=2),
+    "UpsamplingNearest2d": lambda: nn.UpsamplingNearest2d(scale_factor=2),
+}
+for _pad in ("Circular", "Reflection", "Replication", "Zero"):
+    for _n in (1, 2, 3):
+        MADE[f"{_pad}Pad{_n}d"] = lambda kind=f"{_pad}Pad{_n}d": getattr(nn, kind)(1)
+for _n in (1, 2, 3):
+    MADE[f"ConstantPad{_n}d"] = lambda n=_n: getattr(nn, f"ConstantPad{n}d")(1, 0.0)
+    MADE[f"LPPool{_n}d"] = lambda n=_n: getattr(nn, f"LPPool{n}d")(2, 2)
+    MADE[f"MaxUnpool{_n}d"] = lambda n=_n: getattr(nn, f"MaxUnpool{n}d")(2)
+for _name in ("AdaptiveAvgPool3d", "AdaptiveMaxPool3d", "AvgPool3d", "MaxPool3d"):
+    MADE[_name] = lambda kind=_name: getattr(nn, kind)(2)
+for _name in ("Conv3d", "ConvTranspose3d"):
+    MADE[_name] = lambda kind=_name: getattr(nn, kind)(1, 1, 2)
+for _name in ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNN", "RNNCell"):
+    MADE[_name] = lambda kind=_name: getattr(nn, kind)(2, 2)
+for _name in (
+    "LazyConv1d",
+    "LazyConv2d",
+    "LazyConv3d",
+    "LazyConvTranspose1d",
+    "LazyConvTranspose2d",
+    "LazyConvTranspose3d",
+):
+    MADE[_name] = lambda kind=_name: getattr(nn, kind)(2, 2)
+MADE["LazyLinear"] = lambda: nn.LazyLinear(2)
+
+
+def classes() -> list[str]:
+    """The modules that ``torch.nn`` shows in the installed version."""
+    shown = [(name, getattr(nn, name)) for name in dir(nn)]
+    return [name for name, one in shown if inspect.isclass(one) and issubclass(one, nn.Module)]
+
+
+def page() -> str:
+    rows = [
+        f"| `{name}` | {KNOWN[name].words} | |" if name in KNOWN else f"| `{name}` | none | {REASONS[name]} |"
+        for name in classes()
+    ]
+    return "\n".join(
+        [
+            "# Every module of torch.nn",
+            "",
+            f"{sum(name in KNOWN for name in classes())} of the {len(rows)} modules of torch.nn "
+            f"(torch {torch.__version__.split('+')[0]}) have a constant; the others are refused, by name and with a "
+            "reason. Constants are proved upper bounds in l2, in evaluation mode. Made by "
+            "`python -m benchmarks.torch_modules --keep`; a test compares each line with `lipkit.lipschitz`.",
+            "",
+            "| module | constant | why none, and what to write |",
+            "|:--|:--|:--|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def sample(known: Known) -> tuple[nn.Module, Tensor]:
+    """The instance in evaluation mode, and its constant in closed form."""
+    torch.manual_seed(0)
+    module = known.make().eval()
+    value = known.value if isinstance(known.value, float) else known.value(module)
+    return module.float(), torch.tensor(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", action="store_true", help=f"write {PAGE.name}")
+    if parser.parse_args().keep:
+        PAGE.write_text(page())
+    else:
+        print(page())
+
+
+if __name__ == "__main__":
+    main()
