@@ -8,18 +8,14 @@ parametrizations; ``lipkit.lipschitz`` and ``lipkit.export`` take the result.
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipkit.bounds.power import start_vector
-from lipkit.conv.circular import circular_pad
+from lipkit.bounds.power import maps, start_vector, unit
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d, families
 from lipkit.layers.base import ConstrainedLinear, KernelConv2d, check_dtype
@@ -31,23 +27,24 @@ from lipkit.modules.registry import lipschitz
 
 __all__ = ["FamilyWeight", "NormBound", "gaps", "norm_at_most", "orthogonal", "spectral_norm"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
-_CONVOLUTIONS: dict[type[nn.Module], type[nn.Module]] = {
+# Layers with a weight, and for convolutions the constrained ones of the same geometry.
+_NATIVE: dict[type[nn.Module], type[nn.Module] | None] = {
+    nn.Linear: None,
     nn.Conv1d: NativeConv1d,
     nn.Conv2d: NativeConv2d,
     nn.ConvTranspose1d: NativeConvTranspose1d,
     nn.ConvTranspose2d: NativeConvTranspose2d,
 }
-# Families whose kernels have the whole geometry of torch: the constraint and the function of a native layer.
-_NATIVE = {"aoc": ("aoc", "bjorck"), "bcop": ("aoc", "bjorck"), "cayley": ("aoc", "cayley")}
-_NATIVE |= {"cayley_bcop": ("aoc", "cayley"), "rko": ("rko", "bjorck"), "crko": ("rko", "cayley")}
-_NATIVE |= {"aol": ("aol", "bjorck")}
+# Families whose kernels have the whole geometry of torch: constraint and function of a native layer.
+_FAMILIES = {"aoc": ("aoc", "bjorck"), "bcop": ("aoc", "bjorck"), "cayley": ("aoc", "cayley")}
+_FAMILIES |= {"cayley_bcop": ("aoc", "cayley"), "rko": ("rko", "bjorck"), "crko": ("rko", "cayley")}
+_FAMILIES |= {"aol": ("aol", "bjorck")}
 # Side of the image on which training estimates a norm that is proved for every size.
 _SIDE = 16
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _kind(layer: nn.Module) -> type[nn.Module]:
@@ -55,58 +52,39 @@ def _kind(layer: nn.Module) -> type[nn.Module]:
     return type(layer).__bases__[0] if parametrize.is_parametrized(layer) else type(layer)
 
 
-def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The linear layers and convolutions in a module.
+def _with_weight(layer: nn.Module, weight: Tensor) -> Any:
+    """A layer of the same geometry with this weight, without bias, hooks and parametrizations."""
+    made = _kind(layer).__new__(_kind(layer))
+    nn.Module.__init__(made)
+    vars(made).update({key: value for key, value in vars(layer).items() if key not in vars(made)})
+    made._parameters.update(weight=weight, bias=None)  # type: ignore[arg-type]
+    return made
 
-    Raises:
-        OptionError: none, or another module that holds a matrix.
-    """
-    found = []
+
+def _register(module: Any, kind: type[Any], **options: Any) -> Any:
+    """A parametrization on the weight of each layer; none at all if one of them is refused."""
+    found, made = [], []
     for name, part in module.named_modules():
-        if _kind(part) is nn.Linear or _kind(part) in _CONVOLUTIONS:
+        if _kind(part) in _NATIVE:
             found.append((name, part))
         elif ".parametrizations" not in f".{name}" and any(p.ndim > 1 for p in part.parameters(recurse=False)):
-            raise OptionError(
-                f"expected matrices in nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d and nn.ConvTranspose2d "
-                f"only, got {type(part).__name__}{f' at {name!r}' if name else ''}"
-            )
+            kinds = ", ".join(f"nn.{one.__name__}" for one in _NATIVE)
+            where = f" at {name!r}" if name else ""
+            raise OptionError(f"expected matrices in {kinds} only, got {type(part).__name__}{where}")
     if not found:
         raise OptionError(f"expected a linear layer, a convolution, or a network of them, got {type(module).__name__}")
-    return found
-
-
-def _bare(layer: nn.Module) -> Any:
-    """The geometry of a layer: a copy of its type without numbers."""
-    bare = _kind(layer).__new__(_kind(layer))
-    nn.Module.__init__(bare)
-    plain = vars(nn.Module())
-    vars(bare).update({key: value for key, value in vars(layer).items() if key not in plain})
-    bare.training = False
-    bare._parameters.update(weight=None, bias=None)
-    return bare
-
-
-def _with_weight(bare: Any, weight: Tensor) -> Any:
-    """The layer of this geometry, without bias."""
-    layer = copy.copy(bare)
-    layer._parameters = {"weight": weight, "bias": None}
-    return layer
-
-
-def _register(module: Any, make: Callable[[nn.Module], nn.Module]) -> Any:
-    """A parametrization on the weight of each layer; none at all if one of them is refused."""
-    made = []
-    for name, layer in _layers(module):
-        weight: Tensor = layer.weight  # type: ignore[assignment]
+    if options.get("input_shape") is not None and found[0][1] is not module:
+        raise OptionError("input_shape: expected none for a network, whose layers see several: give one to each layer")
+    for name, layer in found:
         try:
-            check_dtype(weight.dtype)
-            if weight.ndim > 2:
-                lipschitz(_with_weight(_bare(layer), torch.zeros(weight.shape)))  # refuses geometries
-            made.append((layer, make(layer)))
+            check_dtype(layer.weight.dtype)
+            if layer.weight.ndim > 2:
+                lipschitz(_with_weight(layer, torch.zeros(layer.weight.shape)))  # refuses geometries
+            made.append(kind(layer, **options))
         except (NoRuleError, OptionError) as error:
             raise type(error)(f"at {name!r}: {error}" if name else str(error)) from None
-    for layer, parametrization in made:
-        parametrize.register_parametrization(layer, "weight", parametrization)
+    for (_, layer), one in zip(found, made, strict=True):
+        parametrize.register_parametrization(layer, "weight", one)
     return module
 
 
@@ -115,105 +93,75 @@ class NormBound(nn.Module):
 
     .. math:: W \mapsto \gamma W / \|W\| \quad\text{or}\quad W \min(1, \gamma / \|W\|)
 
-    In training :math:`\|W\|` is estimated from below, by steps of the power method on the layer's own operator (that of
-    the circular convolution around a zero-padded one) that go on from the last forward pass; in evaluation it is the
-    proved bound of ``lipkit.lipschitz``, enlarged by what the rounding of the weight can add.
+    In training :math:`\|W\|` is estimated from below, by steps of the power method on the layer's own operator (on the
+    circular one around a zero-padded one) that go on from the last forward pass; in evaluation it is the proved bound
+    of ``lipkit.lipschitz``, enlarged by what the rounding of the weight can add.
 
     Args:
-        layer: whose geometry counts.
-        gamma: positive.
-        always: whether smaller norms are raised to gamma.
-        input_shape: of one sample; None: every size.
-        steps: of the power method for each forward pass in training.
+        layer: whose geometry counts. gamma: positive. always: whether smaller norms are raised to gamma.
+        input_shape: of one sample; None: every size. steps: of the power method for each forward pass in training.
 
     Buffer ``v`` (1, channels, height, width): the image of the power method.
 
-    >>> layer = nn.Linear(2, 2)
-    >>> bound = NormBound(layer, 3.0).eval()
+    >>> bound = NormBound(nn.Linear(2, 2), 3.0).eval()
     >>> bound(2 * torch.eye(2)).tolist(), bound(6 * torch.eye(2)).round(decimals=4).tolist()
     ([[2.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [0.0, 3.0]])
-
-    References:
-        Miyato et al., ICLR 2018 (warm-started steps, there on the reshaped kernel).
     """
 
     v: Tensor
 
     def __init__(
-        self,
-        layer: nn.Module,
-        gamma: float,
-        always: bool = False,
-        input_shape: Shape | None = None,
-        steps: int = 1,
+        self, layer: Any, gamma: float, always: bool = False, input_shape: Shape | None = None, steps: int = 1
     ) -> None:
         super().__init__()
-        if not (math.isfinite(gamma) and gamma > 0):
-            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
-        if steps < 1:
-            raise OptionError(f"steps: expected at least 1, got {steps}")
-        self.gamma, self.always, self.steps, self.bare = float(gamma), always, steps, (_bare(layer),)
-        weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
-        self.input_shape = None if input_shape is None else tuple(input_shape)
-        if self.input_shape is not None and len(self.input_shape) != max(weight.ndim - 1, 1):
-            raise ShapeError(f"input_shape: expected {max(weight.ndim - 1, 1)} numbers, got {self.input_shape}")
-        kernel, taps = self._kernel(weight), weight.shape[2:]
+        if not (math.isfinite(gamma) and gamma > 0) or steps < 1:
+            raise OptionError(f"expected gamma positive and finite and steps of at least 1, got {gamma} and {steps}")
+        weight = layer.weight.detach()
+        self.gamma, self.always, self.steps = float(gamma), always, steps
+        # In a tuple, so that it is no part of the network.
+        self.bare, self.groups = (_with_weight(layer, weight.to("meta")),), getattr(layer, "groups", 1)
+        if input_shape is not None and len(input_shape) != max(weight.ndim - 1, 1):
+            raise ShapeError(f"input_shape: expected {max(weight.ndim - 1, 1)} numbers, got {input_shape}")
+        kernel = self._kernel(weight)
         sides = [1 if k == 1 else max(_SIDE, k) for k in kernel.shape[2:]]
-        bare = self.bare[0]
-        if self.input_shape is not None and getattr(bare, "padding_mode", "") == "circular":
-            exact = zip(self.input_shape[1:], taps, bare.stride, bare.dilation, strict=True)
-            if all(n >= k and n % s == 0 and d == 1 for n, k, s, d in exact):
-                own = [n // s for n, s in zip(self.input_shape[1:], bare.stride, strict=True)]
-                sides = [1] * (2 - len(own)) + own
+        if input_shape is not None and getattr(layer, "padding_mode", "") == "circular":
+            axes = [*zip(input_shape[1:], weight.shape[2:], layer.stride, layer.dilation, strict=True)]
+            if all(n >= k and n % s == 0 and d == 1 for n, k, s, d in axes):
+                sides = [1] * (3 - len(input_shape)) + [n // s for n, _, s, _ in axes]
             else:
-                self.input_shape = None  # the bound of every size
-        self.groups = getattr(bare, "groups", 1)
+                input_shape = None  # the bound of every size
+        self.input_shape = input_shape
         channels = kernel.shape[1] * self.groups
-        start = start_vector(channels * math.prod(sides), weight).reshape(1, channels, *sides)
-        self.register_buffer("v", start)
-        with torch.no_grad():
-            self._power(kernel, 15)
+        self.register_buffer("v", start_vector(channels * math.prod(sides), weight).reshape(1, channels, *sides))
+        self.estimate(weight, 15)
 
     def _kernel(self, weight: Tensor) -> Tensor:
         """A kernel of stride 1 whose circular convolution has the norm of the layer."""
-        if weight.ndim == 2:
-            return weight[:, :, None, None]
-        return kernel_with_stride(_with_weight(self.bare[0], weight))
-
-    def _power(self, kernel: Tensor, steps: int) -> Tensor:
-        """The image of the power method under the operator, after some steps, and its unit vector."""
-        kh, kw = kernel.shape[2:]
-        with torch.no_grad():
-            fixed, v = kernel.detach(), self.v
-            for _ in range(steps):
-                u = _unit(F.conv2d(circular_pad(v, [0, kw - 1, 0, kh - 1]), fixed, groups=self.groups))
-                back = circular_pad(u, [kw - 1, 0, kh - 1, 0])
-                v = _unit(F.conv_transpose2d(back, fixed, padding=(kh - 1, kw - 1), groups=self.groups))
-            if steps:
-                self.v.copy_(v)
-        return F.conv2d(circular_pad(v, [0, kw - 1, 0, kh - 1]), kernel, groups=self.groups)
+        return weight[..., None, None] if weight.ndim == 2 else kernel_with_stride(_with_weight(self.bare[0], weight))
 
     def estimate(self, weight: Tensor, steps: int = 0) -> Tensor:
-        """The norm that training divides by: 0-d, differentiable, at most the true one; no bound."""
+        """The norm that training divides by after some steps: 0-d, differentiable, at most the true one; no bound."""
         with autocast_off(weight):
-            return torch.linalg.vector_norm(self._power(self._kernel(weight), steps))
+            kernel, v = self._kernel(weight), self.v.clone()
+            with torch.no_grad():
+                apply, adjoint = maps(kernel.detach(), self.groups)
+                for _ in range(steps):
+                    v = unit(adjoint(apply(v)))
+                self.v.copy_(v)
+            return torch.linalg.vector_norm(maps(kernel, self.groups)[0](v))
 
     def proved(self, weight: Tensor) -> Tensor:
-        """The norm that evaluation divides by: 0-d float64, differentiable.
-
-        Guarantee:
-            Upper bound of the layer's norm, for ``input_shape`` or for inputs of every size.
-        """
+        """The norm that evaluation divides by: a proved upper bound, 0-d float64, differentiable."""
         return lipschitz(_with_weight(self.bare[0], weight), self.input_shape)
 
     def forward(self, weight: Tensor) -> Tensor:
         norm = self.estimate(weight, self.steps) if self.training else self.proved(weight)
         factor = self.gamma / torch.where(norm > 0, norm, 1)
-        if not self.training:
-            # Two roundings of half a unit move a tap by eps of its Frobenius norm, which is at most sqrt(rank) |W|.
-            room = 1.01 * torch.finfo(weight.dtype).eps * math.prod(weight.shape[2:]) * math.sqrt(weight.shape[0])
-            return weight if not self.always and norm <= self.gamma else weight * (factor / (1 + room))
-        return weight * (factor if self.always else factor.clamp(max=1))
+        if self.training:
+            return weight * (factor if self.always else factor.clamp(max=1))
+        # Two roundings of half a unit move a tap by eps of its Frobenius norm, which is at most sqrt(rank) |W|.
+        room = 1.01 * torch.finfo(weight.dtype).eps * math.prod(weight.shape[2:]) * math.sqrt(weight.shape[0])
+        return weight if not self.always and norm <= self.gamma else weight * (factor / (1 + room))
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
@@ -221,11 +169,6 @@ class NormBound(nn.Module):
     def extra_repr(self) -> str:
         size = "every size" if self.input_shape is None else f"inputs {self.input_shape}"
         return f"norm {'=' if self.always else '<='} {self.gamma:g}, proved for {size}"
-
-
-def _unit(x: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(x)
-    return x / torch.where(norm > 0, norm, 1)
 
 
 def spectral_norm(module: Any, *, input_shape: Shape | None = None, steps: int = 1) -> Any:
@@ -239,8 +182,8 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None, steps: int =
     Args:
         module: ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, their transposed ones, or a network whose matrices are all
             in such layers.
-        input_shape: of one sample of a single layer with circular padding: the norm is then exact for images of this
-            size, where otherwise it is one for images of every size. Stride and dilation as in ``lipkit.lipschitz``.
+        input_shape: of one sample, for a single layer with circular padding: the norm is then exact for images of this
+            size, where otherwise it is one for images of every size.
         steps: of the power method in each forward pass in training.
 
     Returns:
@@ -263,39 +206,23 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None, steps: int =
     True
 
     References:
-        Miyato et al., ICLR 2018; the bounds are those of :mod:`lipkit.bounds`.
+        Miyato et al., ICLR 2018 (warm-started steps, there on the reshaped kernel).
     """
-    return _register(module, lambda layer: NormBound(layer, 1.0, True, _own_shape(module, layer, input_shape), steps))
+    return _register(module, NormBound, gamma=1.0, always=True, input_shape=input_shape, steps=steps)
 
 
 def norm_at_most(module: Any, gamma: float, *, input_shape: Shape | None = None, steps: int = 1) -> Any:
-    r"""Keep the norm of a layer, or of each layer of a network, at or below gamma; smaller ones stay as they are.
-
-    .. math:: W \mapsto W \min(1, \gamma / \|W\|)
-
-    Args: as :func:`spectral_norm`, and ``gamma``: positive.
-
-    Raises:
-        OptionError: as :func:`spectral_norm`; gamma not positive and finite.
+    r"""Keep norms at or below gamma, positive and finite, where :func:`spectral_norm` makes them 1; for all else as it.
 
     >>> layer = norm_at_most(nn.Linear(3, 3), 5.0).eval()
     >>> float(lipschitz(layer).detach()) < 2
     True
     """
-    return _register(
-        module, lambda layer: NormBound(layer, gamma, False, _own_shape(module, layer, input_shape), steps)
-    )
-
-
-def _own_shape(module: nn.Module, layer: nn.Module, input_shape: Shape | None) -> Shape | None:
-    if input_shape is not None and layer is not module:
-        raise OptionError("input_shape: expected none for a network, whose layers see several: give one to each layer")
-    return input_shape
+    return _register(module, NormBound, gamma=gamma, always=False, input_shape=input_shape, steps=steps)
 
 
 def gaps(network: nn.Module) -> dict[str, tuple[float, float]]:
-    """For each layer of :func:`spectral_norm` and :func:`norm_at_most` the norm that training would divide by, and the
-    proved one: the second over the first is by how much the layer is steeper in training than it says.
+    """For each layer with a :class:`NormBound` the norm that training would divide by now, and the proved one.
 
     >>> (estimate, proved), = gaps(spectral_norm(nn.Linear(4, 4))).values()
     >>> estimate <= proved * (1 + 1e-6)
@@ -316,7 +243,7 @@ def gaps(network: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 class _Maker(nn.Module):
-    """Constrained layers whose matrices or kernels, one behind the other, are a weight of this shape."""
+    """Constrained layers, one for each group of channels or one for all, that make a weight of this shape."""
 
     def __init__(self, parts: list[nn.Module], shape: torch.Size) -> None:
         super().__init__()
@@ -325,7 +252,7 @@ class _Maker(nn.Module):
     def forward(self) -> Tensor:
         parts: Any = self.parts
         made = [part.kernel() if isinstance(part, KernelConv2d) else part.weight() for part in parts]
-        return (torch.stack(made) if len(made) > 1 else made[0]).reshape(self.shape)
+        return torch.stack(made).reshape(self.shape)
 
 
 class FamilyWeight(nn.Module):
@@ -333,60 +260,41 @@ class FamilyWeight(nn.Module):
 
     Args:
         layer: whose geometry counts. family, options: of the constrained layer.
-
-    >>> FamilyWeight(nn.Linear(3, 2), "cayley", {})
-    FamilyWeight(family=cayley)
     """
 
-    def __init__(self, layer: nn.Module, family: str, options: dict[str, Any]) -> None:
+    def __init__(self, layer: Any, family: str, options: dict[str, Any]) -> None:
         super().__init__()
-        weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
         self.family, self.options, self.started = family, options, False
-        self.bare, self.shape = (_bare(layer),), weight.shape
-        # A tuple, so that its parameters are no parameters of this module.
-        self.maker = (self._made(weight).to("meta"),)
+        # In tuples, so that they are no parts of the network.
+        self.bare = (_with_weight(layer, layer.weight.detach().to("meta")),)
+        self.maker = (self._made(layer.weight).to("meta"),)
 
     def _made(self, like: Tensor) -> _Maker:
-        bare, row = self.bare[0], families.get(self.family)
+        bare, row, groups = self.bare[0], families.get(self.family), getattr(self.bare[0], "groups", 1)
         named = {"bias": False, "device": like.device, "dtype": like.dtype, **self.options}
-        groups, linear = getattr(bare, "groups", 1), isinstance(bare, nn.Linear)
         try:
-            if linear or not windows_overlap(bare):
-                sizes = math.prod(self.shape[1:]), self.shape[0] // groups
-                parts = [
-                    self._checked((row.affine or row.linear)(*sizes, **named), ConstrainedLinear) for _ in range(groups)
-                ]
-                return _Maker(parts, self.shape)
-            if self.family in _NATIVE:
-                names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
-                geometry = {name: getattr(bare, name) for name in names} | {"groups": groups}
-                constraint, function = _NATIVE[self.family]
-                native = {"constraint": constraint, "orthogonalize": function, **named}
-                return _Maker([_CONVOLUTIONS[type(bare)](**geometry, **native)], self.shape)
-            if type(bare) is not nn.Conv2d or row.claim == "none":
-                raise OptionError(self._expected())
-            made = self._checked(row.conv(bare.in_channels, bare.out_channels, bare.kernel_size, **named), KernelConv2d)
-            shape = made.kernel().shape  # type: ignore[operator]
-            if shape != self.shape or {*bare.stride, *bare.dilation, groups} != {1}:
-                raise OptionError(self._expected())
-            return _Maker([made], self.shape)
+            if like.ndim == 2 or not windows_overlap(bare):
+                sizes = math.prod(like.shape[1:]), len(like) // groups
+                parts = [(row.affine or row.linear)(*sizes, **named) for _ in range(groups)]
+                fits = all(isinstance(part, ConstrainedLinear) for part in parts)
+            elif self.family in _FAMILIES:
+                keys = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+                constraint, function = _FAMILIES[self.family]
+                named = {"constraint": constraint, "orthogonalize": function, **named}
+                make: Any = _NATIVE[type(bare)]
+                parts, fits = [make(**{key: getattr(bare, key) for key in keys}, groups=groups, **named)], True
+            else:
+                fits = type(bare) is nn.Conv2d and row.claim != "none" and {*bare.stride, *bare.dilation, groups} == {1}
+                parts = [row.conv(bare.in_channels, bare.out_channels, bare.kernel_size, **named)] if fits else []
+                fits = fits and isinstance(parts[0], KernelConv2d) and parts[0].kernel().shape == like.shape
         except TypeError as error:
             raise OptionError(f"expected options of the family {self.family!r}, got {self.options} ({error})") from None
-
-    def _expected(self) -> str:
-        return (
-            f"family: expected one with a kernel of this layer's size, stride and groups ({', '.join(_NATIVE)}; of "
-            f"layers of stride 1 also liresnet, cholesky), got {self.family!r}"
-        )
-
-    def _checked(self, made: nn.Module, kind: type[nn.Module]) -> nn.Module:
-        if not isinstance(made, kind):
+        if not fits:
             raise OptionError(
-                self._expected()
-                if kind is KernelConv2d
-                else f"family: expected one whose dense layer is a matrix, got {self.family!r}"
+                "family: expected one with a matrix, or for windows that overlap a kernel of this layer's size, stride "
+                f"and groups ({', '.join(_FAMILIES)}; of stride 1 also liresnet, cholesky), got {self.family!r}"
             )
-        return made
+        return _Maker(parts, like.shape)
 
     def forward(self, *free: Tensor) -> Tensor:
         names = [name for name, _ in self.maker[0].named_parameters()]
@@ -438,4 +346,4 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
     References:
         Those of the families.
     """
-    return _register(module, functools.partial(FamilyWeight, family=family, options=options))
+    return _register(module, FamilyWeight, family=family, options=options)

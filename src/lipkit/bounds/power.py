@@ -42,7 +42,8 @@ def start_vector(n: int, like: Tensor) -> Tensor:
     return torch.cos(math.pi * torch.remainder(math.sqrt(2) * i * i, 2)).to(like.dtype)
 
 
-def _unit(v: Tensor) -> Tensor:
+def unit(v: Tensor) -> Tensor:
+    """``v / ||v||``; a zero stays as it is."""
     norm = torch.linalg.vector_norm(v)
     return v / torch.where(norm > 0, norm, torch.ones_like(norm))
 
@@ -51,17 +52,17 @@ def _iterate(
     v: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], iterations: int
 ) -> tuple[Tensor, Tensor]:
     """The unit vector v after so many steps, and its image."""
-    v = _unit(v)
+    v = unit(v)
     for _ in range(iterations):
-        v = _unit(adjoint(apply(v)))
+        v = unit(adjoint(apply(v)))
     return v, apply(v)
 
 
-def _correlate(x: Tensor, kernel: Tensor, centre: tuple[int, int]) -> Tensor:
+def _correlate(x: Tensor, kernel: Tensor, centre: tuple[int, int], groups: int) -> Tensor:
     """Circular cross-correlation of the tap ``centre``, size-preserving."""
     (top, left), (kh, kw) = centre, kernel.shape[-2:]
     pads = (left, kw - 1 - left, top, kh - 1 - top)
-    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel)
+    return F.conv2d(F.pad(x, pads, mode="circular") if any(pads) else x, kernel, groups=groups)
 
 
 def _quotients(x: Tensor, y: Tensor) -> Tensor:
@@ -78,12 +79,12 @@ def _best_frequency(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
 
 
-def _maps(kernel: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The convolution with a kernel that fits the image, and its adjoint."""
+def maps(kernel: Tensor, groups: int = 1) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The circular convolution with a kernel that fits the image, and its adjoint."""
     kh, kw = kernel.shape[-2:]
-    flipped = kernel.flip(-2, -1).transpose(0, 1)
+    flipped = kernel.flip(-2, -1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     centre, opposite = ((kh - 1) // 2, (kw - 1) // 2), (kh // 2, kw // 2)
-    return lambda v: _correlate(v, kernel, centre), lambda y: _correlate(y, flipped, opposite)
+    return lambda v: _correlate(v, kernel, centre, groups), lambda y: _correlate(y, flipped, opposite, groups)
 
 
 def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) -> Tensor:
@@ -130,7 +131,7 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
     _check_iterations(iterations)
     kernel = fold(at_least_float32(kernel), h, w)
     x = start_vector(kernel.shape[1] * h * w, kernel).reshape(1, -1, h, w)
-    return _best_frequency(*_iterate(x, *_maps(kernel), iterations))
+    return _best_frequency(*_iterate(x, *maps(kernel), iterations))
 
 
 def _gram_image(a: Tensor, image: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Te
     screened = min(iterations, SCREENING) if candidates < count else 0
     image = start_vector(taps.shape[1] * h * w, taps).reshape(1, -1, h, w)
     if screened:
-        image, reached = _iterate(image, *_maps(taps), screened)
+        image, reached = _iterate(image, *maps(taps), screened)
         quotients = _quotients(*(torch.fft.rfft2(t)[0].flatten(1) for t in (image, reached)))
         chosen = quotients.topk(candidates).indices
     else:
