@@ -290,8 +290,7 @@ def test_a_parametrization_behind_another(layer: nn.Module) -> None:
     norm_at_most(orthogonal(layer, "rko").eval(), 0.25)
     shape = shape_of(layer)[1:]
     assert norm(layer, shape) <= 0.25
-    ((estimate, proved),) = gaps(layer).values()
-    assert estimate == pytest.approx(proved, rel=0.1)
+    assert gaps(layer) == {}
 
 
 def test_parametrizations_go_to_another_layer(made: Any, layer: nn.Module) -> None:
@@ -320,6 +319,7 @@ def test_other_devices_and_formats_go_with_the_layer(made: Any, layer: nn.Module
     assert made(LAYERS["linear"][0]().double()).weight.dtype == torch.float64
 
 
+@pytest.mark.thorough
 def test_data_parallel(made: Any, layer: nn.Module) -> None:
     """With one process: buffers are broadcast, and gradients go through its reducer."""
     made(layer)
@@ -344,8 +344,7 @@ def test_data_parallel(made: Any, layer: nn.Module) -> None:
         (lambda: spectral_norm(nn.Sequential(nn.Conv3d(1, 1, 3))), OptionError, "got Conv3d at '0'"),
         (lambda: spectral_norm(nn.Bilinear(2, 2, 2)), OptionError, "got Bilinear"),
         (lambda: spectral_norm(nn.Linear(2, 2).half()), OptionError, "float32 or torch.float64"),
-        (lambda: spectral_norm(nn.Linear(2, 2), steps=0), OptionError, "steps of at least 1, got 1.0 and 0"),
-        (lambda: norm_at_most(nn.Linear(2, 2), 0.0), OptionError, "gamma positive and finite"),
+        (lambda: norm_at_most(nn.Linear(2, 2), 0.0), OptionError, "gamma: expected a positive finite number, got 0"),
         (lambda: norm_at_most(nn.Linear(2, 2), float("inf")), OptionError, "gamma"),
         (lambda: spectral_norm(nn.Conv2d(1, 1, 3), input_shape=(1, 5)), ShapeError, "expected 3 numbers"),
         (lambda: spectral_norm(nn.Sequential(nn.Linear(2, 2)), input_shape=(2,)), OptionError, "none for a network"),

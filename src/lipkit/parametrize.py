@@ -7,7 +7,6 @@ parametrizations; ``lipkit.lipschitz`` and ``lipkit.export`` take the result.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -28,13 +27,8 @@ from lipkit.modules.registry import lipschitz
 __all__ = ["FamilyWeight", "NormBound", "gaps", "norm_at_most", "orthogonal", "spectral_norm"]
 
 # Layers with a weight, and for convolutions the constrained ones of the same geometry.
-_NATIVE: dict[type[nn.Module], type[nn.Module] | None] = {
-    nn.Linear: None,
-    nn.Conv1d: NativeConv1d,
-    nn.Conv2d: NativeConv2d,
-    nn.ConvTranspose1d: NativeConvTranspose1d,
-    nn.ConvTranspose2d: NativeConvTranspose2d,
-}
+_NATIVE: dict[type[nn.Module], Any] = {nn.Linear: None, nn.Conv1d: NativeConv1d, nn.Conv2d: NativeConv2d}
+_NATIVE |= {nn.ConvTranspose1d: NativeConvTranspose1d, nn.ConvTranspose2d: NativeConvTranspose2d}
 # Families whose kernels have the whole geometry of torch: constraint and function of a native layer.
 _FAMILIES = {"aoc": ("aoc", "bjorck"), "bcop": ("aoc", "bjorck"), "cayley": ("aoc", "cayley")}
 _FAMILIES |= {"cayley_bcop": ("aoc", "cayley"), "rko": ("rko", "bjorck"), "crko": ("rko", "cayley")}
@@ -57,7 +51,7 @@ def _with_weight(layer: nn.Module, weight: Tensor) -> Any:
     made = _kind(layer).__new__(_kind(layer))
     nn.Module.__init__(made)
     vars(made).update({key: value for key, value in vars(layer).items() if key not in vars(made)})
-    made._parameters.update(weight=weight, bias=None)  # type: ignore[arg-type]
+    vars(made)["_parameters"] = {"weight": weight, "bias": None}
     return made
 
 
@@ -97,10 +91,6 @@ class NormBound(nn.Module):
     circular one around a zero-padded one) that go on from the last forward pass; in evaluation it is the proved bound
     of ``lipkit.lipschitz``, enlarged by what the rounding of the weight can add.
 
-    Args:
-        layer: whose geometry counts. gamma: positive. always: whether smaller norms are raised to gamma.
-        input_shape: of one sample; None: every size. steps: of the power method for each forward pass in training.
-
     Buffer ``v`` (1, channels, height, width): the image of the power method.
 
     >>> bound = NormBound(nn.Linear(2, 2), 3.0).eval()
@@ -110,14 +100,12 @@ class NormBound(nn.Module):
 
     v: Tensor
 
-    def __init__(
-        self, layer: Any, gamma: float, always: bool = False, input_shape: Shape | None = None, steps: int = 1
-    ) -> None:
+    def __init__(self, layer: Any, gamma: float, always: bool = False, input_shape: Shape | None = None) -> None:
         super().__init__()
-        if not (math.isfinite(gamma) and gamma > 0) or steps < 1:
-            raise OptionError(f"expected gamma positive and finite and steps of at least 1, got {gamma} and {steps}")
+        if not (math.isfinite(gamma) and gamma > 0):
+            raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
         weight = layer.weight.detach()
-        self.gamma, self.always, self.steps = float(gamma), always, steps
+        self.gamma, self.always = float(gamma), always
         # In a tuple, so that it is no part of the network.
         self.bare, self.groups = (_with_weight(layer, weight.to("meta")),), getattr(layer, "groups", 1)
         if input_shape is not None and len(input_shape) != max(weight.ndim - 1, 1):
@@ -155,7 +143,7 @@ class NormBound(nn.Module):
         return lipschitz(_with_weight(self.bare[0], weight), self.input_shape)
 
     def forward(self, weight: Tensor) -> Tensor:
-        norm = self.estimate(weight, self.steps) if self.training else self.proved(weight)
+        norm = self.estimate(weight, 1) if self.training else self.proved(weight)
         factor = self.gamma / torch.where(norm > 0, norm, 1)
         if self.training:
             return weight * (factor if self.always else factor.clamp(max=1))
@@ -171,7 +159,7 @@ class NormBound(nn.Module):
         return f"norm {'=' if self.always else '<='} {self.gamma:g}, proved for {size}"
 
 
-def spectral_norm(module: Any, *, input_shape: Shape | None = None, steps: int = 1) -> Any:
+def spectral_norm(module: Any, *, input_shape: Shape | None = None) -> Any:
     r"""Divide the weight of a layer, or of each layer of a network, by the norm of the layer: it becomes 1.
 
     .. math:: W \mapsto W / \|W\|, \qquad \|W\| = \sup_x \|W * x\| / \|x\|
@@ -180,18 +168,14 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None, steps: int =
     the norm of the reshaped kernel instead, which leaves a convolution of norm up to the root of its taps.
 
     Args:
-        module: ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, their transposed ones, or a network whose matrices are all
-            in such layers.
+        module: ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, their transposed ones, or a network with no other matrices;
+            it is returned, with a :class:`NormBound` on each weight.
         input_shape: of one sample, for a single layer with circular padding: the norm is then exact for images of this
             size, where otherwise it is one for images of every size.
-        steps: of the power method in each forward pass in training.
-
-    Returns:
-        ``module``, with a :class:`NormBound` on each weight.
 
     Guarantee:
-        In evaluation and in exports the norm is at most 1, rounding of the weights included. In training it is an
-        estimate: :func:`gaps` shows by how much.
+        In evaluation and in exports the norm is at most 1, rounding of the weights included, for inputs of every size
+        (or of ``input_shape``). In training it is an estimate: :func:`gaps` shows by how much.
 
     Cost:
         Three convolutions of one image, 16 x 16 or ``input_shape``, for each step of training. In evaluation a proof at
@@ -208,21 +192,21 @@ def spectral_norm(module: Any, *, input_shape: Shape | None = None, steps: int =
     References:
         Miyato et al., ICLR 2018 (warm-started steps, there on the reshaped kernel).
     """
-    return _register(module, NormBound, gamma=1.0, always=True, input_shape=input_shape, steps=steps)
+    return _register(module, NormBound, gamma=1.0, always=True, input_shape=input_shape)
 
 
-def norm_at_most(module: Any, gamma: float, *, input_shape: Shape | None = None, steps: int = 1) -> Any:
+def norm_at_most(module: Any, gamma: float, *, input_shape: Shape | None = None) -> Any:
     r"""Keep norms at or below gamma, positive and finite, where :func:`spectral_norm` makes them 1; for all else as it.
 
     >>> layer = norm_at_most(nn.Linear(3, 3), 5.0).eval()
     >>> float(lipschitz(layer).detach()) < 2
     True
     """
-    return _register(module, NormBound, gamma=gamma, always=False, input_shape=input_shape, steps=steps)
+    return _register(module, NormBound, gamma=gamma, input_shape=input_shape)
 
 
 def gaps(network: nn.Module) -> dict[str, tuple[float, float]]:
-    """For each layer with a :class:`NormBound` the norm that training would divide by now, and the proved one.
+    """For each layer with a :class:`NormBound` first: the norm that training would divide by now, and the proved one.
 
     >>> (estimate, proved), = gaps(spectral_norm(nn.Linear(4, 4))).values()
     >>> estimate <= proved * (1 + 1e-6)
@@ -230,15 +214,10 @@ def gaps(network: nn.Module) -> dict[str, tuple[float, float]]:
     """
     found = {}
     for name, module in network.named_modules():
-        lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
-        for original in lists.values():
-            one = copy.deepcopy(original).eval()
-            free = [one.original] if one.is_tensor else [getattr(one, f"original{i}") for i in range(one.ntensors)]
+        one: Any = module.parametrizations["weight"] if parametrize.is_parametrized(module, "weight") else [None]
+        if isinstance(one[0], NormBound):
             with torch.no_grad():
-                for part in one:
-                    if isinstance(part, NormBound):
-                        found[name] = float(part.estimate(*free)), float(part.proved(*free))
-                    free = [part(*free)]
+                found[name] = float(one[0].estimate(one.original)), float(one[0].proved(one.original))
     return found
 
 
@@ -256,11 +235,7 @@ class _Maker(nn.Module):
 
 
 class FamilyWeight(nn.Module):
-    """The parametrization of :func:`orthogonal`: the matrix or kernel of a constrained layer of lipkit.
-
-    Args:
-        layer: whose geometry counts. family, options: of the constrained layer.
-    """
+    """The parametrization of :func:`orthogonal`: the matrix or kernel of a constrained layer of lipkit."""
 
     def __init__(self, layer: Any, family: str, options: dict[str, Any]) -> None:
         super().__init__()
@@ -312,25 +287,20 @@ class FamilyWeight(nn.Module):
         self.started = True
         return tuple(p.detach() for p in maker.parameters())
 
-    def extra_repr(self) -> str:
-        return f"family={self.family}"
-
 
 def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
     r"""Make the weight of a layer, or of each layer of a network, by a family of lipkit: orthogonal or a contraction.
 
     Args:
         module: as of :func:`spectral_norm`.
-        family: an acronym of ``lipkit list layers`` that yields a matrix or a kernel. Linear layers, and convolutions
-            whose windows do not overlap, take its matrix. Other convolutions take its kernel: of aoc, bcop, cayley and
-            cayley_bcop (block convolutions of projectors, made by Björck or Cayley), rko, crko and aol with any stride,
-            dilation and groups, transposed or not; of other families with a kernel for a stride of 1 alone.
-        options: of the family.
+        family, options: an acronym of ``lipkit list layers``. Linear layers, and convolutions whose windows do not
+            overlap, take its matrix. Other convolutions take its kernel, of any stride, dilation and groups, transposed
+            or not: of aoc, bcop, cayley and cayley_bcop (block convolutions of projectors, made by Björck or Cayley),
+            rko, crko and aol; for a stride of 1 alone, of other families with a kernel.
 
     Returns:
-        ``module``, with a :class:`FamilyWeight` on each weight. It starts near the present weight where
-        ``lipkit.convert`` does, and anew elsewhere: there a weight that is assigned later is refused. Its parameters
-        are new: give them to the optimiser.
+        ``module``, with a :class:`FamilyWeight` on each weight, whose parameters are new. It starts near the present
+        weight where ``lipkit.convert`` does, and anew elsewhere: there a weight that is assigned later is refused.
 
     Guarantee:
         1-Lipschitz with circular or zero padding; reflected and replicated pixels count more than once. Orthogonal
@@ -342,8 +312,5 @@ def orthogonal(module: Any, family: str = "cayley", **options: Any) -> Any:
     >>> layer = orthogonal(nn.Linear(3, 3))
     >>> torch.allclose(layer.weight @ layer.weight.T, torch.eye(3), atol=1e-6)
     True
-
-    References:
-        Those of the families.
     """
     return _register(module, FamilyWeight, family=family, options=options)

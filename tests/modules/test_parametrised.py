@@ -39,11 +39,6 @@ class Drifting(nn.Module):
         return 2 * w
 
 
-class Fragile(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        raise KeyError("w")
-
-
 def own(layer: nn.Module, kind: nn.Module) -> Any:
     return parametrize.register_parametrization(layer, "weight", kind)
 
@@ -137,10 +132,6 @@ def test_what_is_not_what_torch_makes_is_refused() -> None:
     layer = own(nn.Linear(2, 2), Symmetric())
     layer.__class__ = type("ParametrizedOther", (type(layer),), {})
     with pytest.raises(NoRuleError, match="expected the class that torch makes of it"):
-        lipschitz(layer)
-    layer = own(nn.Linear(2, 2), Symmetric())
-    layer.parametrizations.weight[0] = Fragile()
-    with pytest.raises(NoRuleError, match="evaluated, got KeyError"):
         lipschitz(layer)
     layer = own(nn.Linear(2, 2), Symmetric())
     layer.register_forward_hook(lambda m, x, y: 2 * y)

@@ -55,13 +55,12 @@ def constant_copy(model: nn.Module) -> nn.Module:
             "analyze: expected a module whose copy holds the same modules and numbers, got "
             f"{type(model).__qualname__}, whose copy by copy.deepcopy differs: see its __deepcopy__ or __reduce__"
         )
-    for name, module in list(twin.named_modules()):
-        _materialise(name, module)
-    for name, module in twin.named_modules():
-        try:
-            guard(module)
-        except NoRuleError as error:
-            raise NoRuleError(f"{_at(name)}{error}") from None
+    for step in (_materialise, guard):
+        for name, module in list(twin.named_modules()):
+            try:
+                step(module)
+            except NoRuleError as error:
+                raise NoRuleError(f"{_at(name)}{error}") from None
     return twin.requires_grad_(False).cpu()
 
 
@@ -86,28 +85,21 @@ def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
     return first.keys() == second.keys() and all(equal(value, second[name]) for name, value in first.items())
 
 
-def _materialise(name: str, module: nn.Module) -> None:
-    try:
-        with torch.no_grad():
-            plain = settled(module)
-    except NoRuleError as error:
-        raise NoRuleError(f"{_at(name)}{error}") from None
+def _materialise(module: nn.Module) -> None:
+    with torch.no_grad():
+        plain = settled(module)
     if plain is not module:
         module.__class__, module.__dict__ = type(plain), vars(plain)
     for hook in list(module._forward_pre_hooks.values()):
         if type(hook) is SpectralNorm:
             if module.training:
-                raise _still_changing(name)
+                raise NoRuleError(
+                    "spectral normalisation: expected evaluation mode, got training mode, where each forward pass "
+                    "changes the weight; call .eval()"
+                )
             remove_spectral_hook(module, hook.name)
         elif type(hook) is WeightNorm:
             remove_weight_hook(module, hook.name)
-
-
-def _still_changing(name: str) -> NoRuleError:
-    return NoRuleError(
-        f"{_at(name)}spectral normalisation: expected evaluation mode, got training mode, where each forward pass "
-        "changes the weight; call .eval()"
-    )
 
 
 def _at(name: str) -> str:

@@ -105,8 +105,7 @@ def _normalize(
 ) -> nn.Module:
     if call.constant(p, "norm") != 2:
         raise call.refuse(f"expected the norm p=2, got {p}")
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    return UnitNorm(*call.dims(call.operand(input), dims), eps=call.constant(eps, "eps"))
+    return UnitNorm(*call.dims(call.operand(input), dim), eps=call.constant(eps, "eps"))
 
 
 @function_module(F.interpolate)

@@ -314,15 +314,11 @@ class UnitNorm(nn.Module):
     on each group of numbers that differ in these dimensions alone: the projection onto the ball of radius eps, divided
     by eps, so of constant :math:`1 / \epsilon`. ``lipkit.export(..., box=...)`` raises eps to the least norm in it.
 
-    Args:
-        dims: dimensions from 1 on (the batch is 0).
-        eps: positive and finite.
-
     Raises:
-        OptionError: no dimension, one twice, or the batch; another eps.
+        OptionError: no dimension, one twice, or the batch, which is 0; eps not positive and finite.
 
-    >>> UnitNorm(1, eps=1.0)(torch.tensor([[3.0, 4.0], [0.3, 0.4]])).tolist()
-    [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
+    >>> UnitNorm(1, eps=10.0)(torch.tensor([[30.0, 40.0], [5.0, 0.0]])).mul(10).round().tolist()
+    [[6.0, 8.0], [5.0, 0.0]]
     """
 
     def __init__(self, *dims: int, eps: float) -> None:
@@ -330,7 +326,7 @@ class UnitNorm(nn.Module):
         if not dims or min(dims) < 1 or len(set(dims)) != len(dims):
             raise OptionError(f"UnitNorm: expected different dimensions behind the batch, at least 1, got {dims}")
         if not (math.isfinite(eps) and eps > 0):
-            raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: no constant bounds it at 0")
+            raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: at 0 it has no constant")
         self.dims, self.eps = tuple(dims), float(eps)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import type_name
 
 
@@ -23,7 +23,7 @@ def settled(module: nn.Module) -> nn.Module:
 
     Raises:
         NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a
-            class that torch has not made; parametrizations that cannot be copied or evaluated.
+            class that torch has not made.
 
     >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     >>> type(settled(layer)), torch.equal(settled(layer).weight, layer.weight)
@@ -38,16 +38,9 @@ def settled(module: nn.Module) -> nn.Module:
     own = {key for key, value in vars(kind).items() if callable(value) or hasattr(type(value), "__get__")}
     if kind.__name__ != f"Parametrized{base.__name__}" or own - {"__getstate__", "__deepcopy__", *lists}:
         raise NoRuleError(f"{name}: expected the class that torch makes of it, got {kind.__name__} with {sorted(own)}")
-    try:
-        _check_still(module, name)
-        # Not the attributes: inside of torch's `cached`, those of a copy are the original's.
-        values = {key: one() for key, one in lists.items()}
-    except LipkitError:
-        raise
-    except Exception as error:  # parametrizations are the user's and may raise anything
-        raise NoRuleError(
-            f"{name}: expected ones that can be copied and evaluated, got {type(error).__name__}: {first_line(error)}"
-        ) from error
+    _check_still(module, name)
+    # Not the attributes: inside of torch's `cached`, those of a copy are the original's.
+    values = {key: one() for key, one in lists.items()}
     plain = base.__new__(base)
     vars(plain).update(vars(module))
     vars(plain)["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}

@@ -166,28 +166,24 @@ def _adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape | None) 
 
 def _export_adaptive_max_pool(module: nn.AdaptiveMaxPool2d, input_shape: Shape) -> nn.Module:
     _refuse_indices(module)
-    axes = _axes(module, input_shape)
-    if any(n % m for n, m in axes):
+    rows, cols = _axes(module, input_shape)
+    if rows[0] % rows[1] or cols[0] % cols[1]:
         raise NoRuleError(
             f"nn.AdaptiveMaxPool2d: expected an output_size that divides the image {input_shape[-2:]} to export it, "
             f"got {module.output_size}, whose windows overlap: use nn.MaxPool2d"
         )
-    rows, cols = (n // m for n, m in axes)
-    return nn.MaxPool2d((rows, cols))
+    return nn.MaxPool2d((rows[0] // rows[1], cols[0] // cols[1]))
 
 
 def _image(module: Any) -> nn.Module:
     """The pooling of images with one row that a pooling of signals is."""
-    if isinstance(module, nn.AdaptiveAvgPool1d | nn.AdaptiveMaxPool1d):
-        (size,) = (module.output_size,) if isinstance(module.output_size, int | None) else module.output_size
-        if isinstance(module, nn.AdaptiveAvgPool1d):
-            return nn.AdaptiveAvgPool2d((1, size))
-        return nn.AdaptiveMaxPool2d((1, size), module.return_indices)
-    k, s, p = (_pair(n)[-1] for n in (module.kernel_size, module.stride, module.padding))
-    if isinstance(module, nn.AvgPool1d):
-        return nn.AvgPool2d((1, k), (1, s), (0, p), module.ceil_mode, module.count_include_pad)
-    d = _pair(module.dilation)[-1]
-    return nn.MaxPool2d((1, k), (1, s), (0, p), (1, d), module.return_indices, module.ceil_mode)
+    neutral = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_size": 1}
+    given = {key: getattr(module, key) for key in neutral if hasattr(module, key)}
+    sizes = {key: (neutral[key], value[-1] if isinstance(value, tuple) else value) for key, value in given.items()}
+    flags = ("ceil_mode", "count_include_pad", "return_indices")
+    flat = {key: getattr(module, key) for key in flags if hasattr(module, key)}
+    made: nn.Module = getattr(nn, type(module).__name__.replace("1d", "2d"))(**sizes, **flat)
+    return made
 
 
 def _signal_pool(module: nn.Module, input_shape: Shape | None) -> Tensor:
