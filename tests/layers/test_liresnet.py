@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipkit import export, lipschitz
-from lipkit.bounds import circular
+from lipkit.bounds import circular, symbol_sup
 from lipkit.errors import OptionError
-from lipkit.layers import CholeskyConv2d, CholeskyLinear, LiResConv2d
+from lipkit.layers import CholeskyConv2d, CholeskyLinear, LiResConv2d, base
 from lipkit.testing import dense_matrix
 
 
@@ -71,6 +71,38 @@ def test_the_gradient_sees_the_bound() -> None:
         expected = (grown(one + h) - grown(one - h)) / (2 * h)
     # the derivative of the norm; the share above it that is proved moves a little with the kernel
     assert float(slope) == pytest.approx(float(expected), rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
+@pytest.mark.parametrize(("cin", "cout"), [(64, 70), (16, 64), (5, 4)])  # the second after a downsampling
+def test_training_takes_the_norm_that_evaluation_proves(cin: int, cout: int, mode: str) -> None:
+    layer = LiResConv2d(cin, cout, 3, stride=1 + (cin == 16), padding_mode=mode)
+    x = torch.randn(2, cin, 4, 4)
+    outputs, gradients = [], []
+    for training in (True, False):
+        y = layer.train(training)(x)
+        outputs.append(y.detach())
+        gradients.append(torch.autograd.grad(y.square().sum(), (layer.free, layer.scale)))
+    assert torch.equal(*outputs)
+    assert all(map(torch.equal, *gradients))
+    assert lipschitz(layer.train()) == lipschitz(layer.eval()) == 1
+
+
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
+def test_a_missed_norm_in_training_is_seen_by_the_bound(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LiResConv2d(3, 3, 3, padding_mode=mode, dtype=torch.float64)
+    proved, x = layer.kernel(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    monkeypatch.setattr(base, "WIDE", 3)
+    monkeypatch.setattr(base, "symbol_sup_estimate", lambda k, tolerance: symbol_sup(k, tolerance=tolerance) / 2)
+    bound = float(lipschitz(layer.train()))
+    assert bound == pytest.approx(2, rel=0.02)
+    values = np.linalg.svd(dense_matrix(layer, (3, 6, 6)), compute_uv=False)
+    assert 1.4 < values.max() <= bound
+    plain = export(layer, (3, 4, 4))
+    assert torch.equal(plain[-1].weight, proved)
+    assert float(lipschitz(plain)) <= 1 + 1e-12
+    assert torch.allclose(plain(x), layer.eval()(x), atol=1e-12)
+    assert lipschitz(layer) == 1
 
 
 @pytest.mark.parametrize("sizes", [(5, 5), (4, 7), (7, 4)], ids=str)

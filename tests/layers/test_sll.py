@@ -13,7 +13,7 @@ from torch import nn
 from lipkit import export, lipschitz
 from lipkit.bounds import symbol_sup
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import MaxMin, sll
+from lipkit.layers import MaxMin, base
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear, cpl_multiplier
 from lipkit.modules import Network, load, save
 from lipkit.modules.residual import SlopeResidual
@@ -134,8 +134,8 @@ def test_a_missed_norm_in_training_is_seen_by_the_bound(missed: float, monkeypat
     torch.manual_seed(9)
     layer = CplConv2d(3, 3, 3, dtype=torch.float64)
     proved, x = layer.multiplier(), torch.randn(60, 3, 3, 3, dtype=torch.float64)
-    monkeypatch.setattr(sll, "WIDE", 3)
-    monkeypatch.setattr(sll, "symbol_sup_estimate", lambda k, tolerance: missed * symbol_sup(k, tolerance=tolerance))
+    monkeypatch.setattr(base, "WIDE", 3)
+    monkeypatch.setattr(base, "symbol_sup_estimate", lambda k, tolerance: missed * symbol_sup(k, tolerance=tolerance))
     with torch.no_grad():
         layer.bias.fill_(9.0)  # every slope is 1
     bound = float(lipschitz(layer.train()))

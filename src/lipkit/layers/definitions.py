@@ -247,7 +247,7 @@ def liresnet(layer: Any, h: int, w: int) -> Tensor:
     centre = torch.zeros(kh, kw)
     centre[(kh - 1) // 2, (kw - 1) // 2] = 1
     kernel = kernel + torch.eye(*noise.shape[:2])[:, :, None, None] * centre
-    return symbol(kernel / symbol_sup(kernel, tolerance=0.02), h, w)
+    return symbol(kernel / symbol_sup(kernel, tolerance=0.02, finer=False), h, w)
 
 
 def residual(layer: Any, x: Tensor, multiplier: Tensor) -> Tensor:

@@ -16,21 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.bounds import spectral_norm, symbol_sup, symbol_sup_estimate
+from lipkit.bounds import spectral_norm
 from lipkit.conv import adjoint, circular_conv2d, fold
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import definitions
 from lipkit.layers.base import (
-    NORM_TOLERANCE,
     Biased,
     ConstrainedConv2d,
     Family,
+    always_proved,
     check_dtype,
     check_positive,
     half_through_float32,
     new_bias,
+    proved_norm,
     slope_activation,
+    training_norm,
 )
 from lipkit.layers.cayley import CayleyLinear
 from lipkit.layers.export import circular_module, resampled_size, stride_modules
@@ -39,9 +41,6 @@ from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.views import Pad
-
-WIDE = 64
-"""From this width on, a proof in every step would dominate training."""
 
 
 class SlopeResidualLinear(Biased, ABC):
@@ -331,19 +330,11 @@ class CplConv2d(SlopeResidualConv2d):
 
     def multiplier(self) -> Tensor:
         free = at_least_float32(self.free)
-        return cpl_multiplier(symbol_sup(free, tolerance=NORM_TOLERANCE, finer=False), self.hidden, free)
-
-    @property
-    def always_proved(self) -> bool:
-        """True if training proves the norm, too: the proof is cheap, or a search is likely to miss."""
-        # Symbols of many taps have narrow peaks.
-        return min(self.free.shape[:2]) < WIDE or max(self.free.shape[2:]) > 3
+        return cpl_multiplier(proved_norm(free), self.hidden, free)
 
     def training_multiplier(self) -> Tensor:
-        if self.always_proved:
-            return self.multiplier()
         free = at_least_float32(self.free)
-        return cpl_multiplier(symbol_sup_estimate(free, tolerance=NORM_TOLERANCE), self.hidden, free)
+        return cpl_multiplier(training_norm(free), self.hidden, free)
 
 
 lipschitz_rule(SllLinear, CplLinear, SllConv2d)(1.0)
@@ -352,7 +343,7 @@ lipschitz_rule(SllLinear, CplLinear, SllConv2d)(1.0)
 @lipschitz_rule(CplConv2d)
 @torch.no_grad()
 def _cpl(layer: CplConv2d, input_shape: Shape | None) -> float:
-    if layer.always_proved or not layer.training:
+    if always_proved(layer.free) or not layer.training:
         return 1.0
     # I - m F* D F is Hermitian, between 1 - m ||F||^2 and 1, and the proved multiplier p has p ||F||^2 <= 2.
     proved, used = (float(m.amax()) for m in (layer.multiplier(), layer.training_multiplier()))
