@@ -66,6 +66,20 @@ def test_reflects_the_space_of_v_at_each_frequency(image: tuple[int, int], chann
     np.testing.assert_allclose(layer(x).detach().numpy(), expected.real, atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(8, 5, 3, 1, 5, 4), (5, 8, 3, 1, 4, 4), (2, 8, 3, 2, 6, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_small_batches_are_reflected_as_large_ones_are_multiplied(sizes, dtype: torch.dtype) -> None:
+    cin, cout, k, s, h, w = sizes
+    layer = BroConv2d(cin, cout, k, stride=s, dtype=dtype)
+    exact = 1e-5 if dtype == torch.float32 else 1e-12
+    x, found = torch.randn(5, cin, h, w, dtype=dtype), []
+    for parts in (x[:, None], x[None]):  # one image, then five, at a time
+        y = torch.cat([layer(part) for part in parts])
+        found.append((y, *torch.autograd.grad(y.square().sum() + y[0].sum(), (layer.free, layer.scale, layer.bias))))
+    for one, five in zip(*found, strict=True):
+        torch.testing.assert_close(one, five, rtol=10 * exact, atol=10 * exact)
+
+
 def test_a_square_layer_is_an_involution_with_as_many_reflections_as_its_rank() -> None:
     layer = BroConv2d(6, 6, 3, rank=2, bias=False, dtype=torch.float64)
     matrix = dense_matrix(layer, (6, 3, 4))

@@ -8,6 +8,7 @@ import torch
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg import block_reflector, cholesky
+from lipkit.linalg.cholesky import reflect
 
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
 LOST = {
@@ -88,3 +89,18 @@ def test_refusals() -> None:
         block_reflector(torch.zeros(2, 3))
     with pytest.raises(ShapeError, match="expected a matrix"):
         block_reflector(torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize(("n", "m", "k", "size"), [(6, 2, 6, 6), (6, 5, 4, 6), (6, 3, 6, 2), (1, 1, 1, 1)])
+def test_rows_are_reflected_without_the_matrix(n: int, m: int, k: int, size: int, dtype: torch.dtype) -> None:
+    v, x = torch.randn(3, n, m, dtype=dtype), torch.randn(3, 2, k, dtype=dtype)
+    exact = 2e-5 if dtype in (torch.float32, torch.complex64) else 1e-13
+    torch.testing.assert_close(reflect(x, v, size), x @ block_reflector(v, size, k).mT, rtol=0, atol=exact)
+
+
+@pytest.mark.parametrize("noise", [0, 1e-6, 1e-3, 1e-1])
+def test_reflected_rows_do_not_grow_where_columns_are_nearly_dependent(noise: float) -> None:
+    v = torch.randn(8, 16, 1, dtype=torch.complex64).expand(8, 16, 7) + noise * torch.randn(8, 16, 7)
+    made = reflect(torch.eye(16, dtype=v.dtype).expand(8, 16, 16), v, 16).to(torch.complex128)
+    assert float(torch.linalg.matrix_norm(made, 2).max()) <= 1 + 1e-6

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
-from lipkit.conv.spectrum import as_complex, as_pair
+from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise
+from lipkit.conv.transform import transform_matrices
 from lipkit.errors import OptionError
 from lipkit.layers import definitions
-from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, check_positive
+from lipkit.layers.base import ConstrainedLinear, Family, SymbolConv2d, check_positive, half_through_float32
 from lipkit.layers.export import register_one_lipschitz
 from lipkit.linalg import at_least_float32, block_reflector
+from lipkit.linalg.cholesky import reflect
+from lipkit.linalg.precision import product_dtype
 
 
 def near_identity(noise: Tensor, scale: Tensor, depth: int) -> Tensor:
@@ -118,7 +121,8 @@ class BroConv2d(SymbolConv2d):
         1-Lipschitz; all singular values 1 up to rounding where V is well conditioned (`lipkit.linalg.block_reflector`).
 
     Cost:
-        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies.
+        One Cholesky factorisation of size m and two products at each of about H W / (2 s^2) frequencies. Batches of at
+        most n / 2 images are reflected without forming the matrices (:func:`lipkit.linalg.cholesky.reflect`).
 
     Raises:
         OptionError: ``rank`` outside 1 to n - 1, ``depth`` below 1, and what the base class refuses.
@@ -146,6 +150,21 @@ class BroConv2d(SymbolConv2d):
         raw = kernel_symbol(self.directions(), height, width)
         sizes = self.out_channels, self.inner_channels
         return Symbol(block_reflector(raw.real, *sizes), as_pair(block_reflector(as_complex(raw.pair), *sizes)))
+
+    @half_through_float32
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x)
+        n, v = max(self.inner_channels, self.out_channels), self.directions()
+        # Gain (AMD EPYC): 1.4 for 32 images of 128 channels, 1.2 for 64; none for 128.
+        if self.pointwise or 2 * len(x) > n or product_dtype(x, v.dtype) != v.dtype:
+            return super().forward(x)
+        x = self.resample(x).to(v.dtype)
+        h, w = x.shape[-2:]
+        matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+        rows, raw = analyse(x, matrices), kernel_symbol(v, h, w)
+        real = reflect(rows.real, raw.real, self.out_channels)
+        pair = as_pair(reflect(as_complex(rows.pair), as_complex(raw.pair), self.out_channels))
+        return self.add_bias(synthesise(Spectrum(real, pair), h, w, matrices))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}"
