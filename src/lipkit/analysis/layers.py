@@ -1,4 +1,4 @@
-"""The constants of the modules of a lowered network; of a batch normalisation and the linear layer beside it as one.
+"""Constants of the modules of a lowered network. A batch normalisation and its linear layer can count as one module.
 
 How they make up that of the network is said by `lipkit.modules.graph`.
 """
@@ -112,7 +112,7 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
 
 
 def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) -> bool:
-    """True if the channels of both are the same dimension; ``linear_shape`` is a sample of either's input.
+    """True if both act on the same dimension of channels, so that they fold; ``linear_shape`` is the input's.
 
     >>> foldable(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), (1, 5, 5)), foldable(nn.Linear(4, 2), nn.BatchNorm1d(3), (3, 4))
     (True, False)
@@ -125,12 +125,12 @@ def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) 
 def folded_bound(
     linear: nn.Module, norm: nn.Module, *, norm_first: bool, bound: Callable[[nn.Module], Tensor]
 ) -> Tensor:
-    """Lipschitz bound of both together: ``bound`` of the folded kernel, and what its rounding can add.
+    """Lipschitz bound of a linear layer W and a batch normalisation D: ``bound(D W)`` or ``bound(W D)`` plus rounding.
 
     Args:
-        linear: convolution, transposed convolution or linear layer.
-        norm: batch normalisation in evaluation mode.
-        norm_first: whether the normalisation comes before the linear layer.
+        linear: convolution, transposed convolution or linear layer, W.
+        norm: batch normalisation in evaluation mode, with the diagonal D of scales.
+        norm_first: whether the normalisation comes before the linear layer (W D).
         bound: Lipschitz bound of one module.
 
     Returns:
@@ -181,7 +181,7 @@ class LayerBound:
 
 
 class Constants:
-    """The constants of the modules that lead to the output of a network, and its own.
+    """The Lipschitz constants of a network and of the modules that its output depends on.
 
     Args:
         lowering: of the network, its output made.
@@ -209,7 +209,7 @@ class Constants:
         self._rows: list[tuple[LayerBound, Tensor]] = []
         # A module used twice on one shape has one bound; its weights cannot change in between.
         self._found: dict[tuple[int, Shape], tuple[Tensor, str]] = {}
-        # Values without a bound of their own: it is one with that of the normalisation behind them.
+        # Values whose bound is left to the folded bound of the normalisation after them.
         self._left: set[int] = set()
         prices = {id(m): price(kernel_with_stride(m), m.groups) for m in self._modules if _searched(m)}
         self._tolerance = dict(zip(prices, shared_tolerances(list(prices.values()), tolerance), strict=True))
@@ -227,7 +227,7 @@ class Constants:
         return [new if isinstance(new, Limited) else m for new, m in zip(found, self._modules, strict=True)]
 
     def _shape(self, value: int) -> Shape:
-        """Of one sample; of a value inside of a call by running zeros."""
+        """Shape of one sample of a value; for a value inside of a call, found by running zeros."""
         if value not in self._shapes:
             module, before = self._modules[value - 1], [self._shape(read) for read in self._sources[value - 1]]
             joined = isinstance(module, Join)
@@ -236,13 +236,13 @@ class Constants:
         return self._shapes[value]
 
     def _behind(self, i: int, forms: Sequence[Form]) -> Form:
-        """The bound behind module i."""
+        """The bound of the output of module i."""
         if self._put_off(i):
             self._left.add(i + 1)
             return forms[0].scaled(torch.tensor(math.inf, dtype=torch.float64))  # nobody reads it
         label = self._labels[i]
         try:
-            # Of a normalisation that the layer before was left to, only to refuse one that is not what its type says.
+            # Also where only the folded bound counts: this refuses a normalisation that is not what its type says.
             found, row = self._plain(i, forms)
             folded = self._fold(i, forms)
             if folded is not None and (self._sources[i][0] in self._left or bool(folded[0].total() < found.total())):
@@ -254,11 +254,11 @@ class Constants:
         return found
 
     def _bound(self, module: nn.Module, shape: Shape, stored: nn.Module) -> tuple[Tensor, str]:
-        """Of a module, which may stand for a ``stored`` one of the network."""
+        """Bound and method of a module; ``stored`` is the network's module whose tolerance it gets."""
         return layer_bound(module, shape, self._method, self._tolerance.get(id(stored)))
 
     def _plain(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]]:
-        """The bound of this layer alone."""
+        """The bound after module i, without folding, and its row of the table."""
         module, (value,), label = self._modules[i], self._sources[i], self._labels[i]
         if isinstance(module, Bounded):
             bound, method = module.constant, module.method
@@ -272,10 +272,10 @@ class Constants:
         return forms[value].scaled(row[1]), row
 
     def _put_off(self, i: int) -> bool:
-        """True if nobody asks for the bound of this layer but as one with the normalisation behind it.
+        """True if only the folded bound of layer i and the normalisation after it is needed.
 
-        It is the smaller one, as far as the rules of ``"auto"`` are tight. A second reader needs the layer's own bound,
-        and so does a linear layer behind the normalisation, which may be folded into that one instead.
+        With tight rules (``"auto"``) the folded bound is the smaller one. The layer's own bound is needed if its output
+        has a second reader, or if a linear layer follows: the normalisation may be folded into that one instead.
         """
         readers = self._readers[i + 1]
         if len(readers) != 1 or self._method != "auto" or not self._foldable(i, readers[0]):
@@ -287,7 +287,7 @@ class Constants:
         return type(layer) in LINEAR and foldable(layer, self._modules[norm], self._shape(self._sources[linear][0]))
 
     def _fold(self, i: int, forms: Sequence[Form]) -> tuple[Form, tuple[LayerBound, Tensor]] | None:
-        """The bound of this layer and the one before as one, if one of them is a batch normalisation."""
+        """The folded bound of module i and the one before it; None unless one of them is a batch normalisation."""
         before = self._sources[i][0] - 1
         if before < 0:
             return None
@@ -331,6 +331,6 @@ def _chain(network: Network) -> nn.Module:
 
 
 def _row(constant: Tensor, name: str, kind: str, method: str) -> tuple[LayerBound, Tensor]:
-    """A row of the table, and its constant as that which derivatives are asked for."""
+    """A row of the table, and its constant as a leaf that gets a gradient."""
     constant = constant.detach().clone().requires_grad_()
     return LayerBound(name, kind, method, float(constant.detach()), 1.0), constant

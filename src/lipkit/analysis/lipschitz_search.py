@@ -1,4 +1,4 @@
-"""Empirical lower bounds of a Lipschitz constant: search for the pair of inputs that a network tells apart most."""
+"""Empirical lower bounds of a Lipschitz constant: a search for the pair of inputs with the steepest secant."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def analyze(
     by ``chunk`` or ``split``). Batch normalisation is folded into the linear layer beside it where that is smaller.
 
     Args:
-        model: a module in evaluation mode. Modules with a rule (``lipkit.modules.rules()``) count by it, functions and
-            tensor methods by those of :func:`lipkit.analysis.function_rules`; other modules are looked into. It is
-            left as it is.
+        model: a module in evaluation mode; it is not changed. A module with a rule (``lipkit.modules.rules()``) is
+            bounded by it, functions and tensor methods by :func:`lipkit.analysis.function_rules`; other modules are
+            traced.
         input_shape: shape of one sample, without the batch.
         method: bound of zero-padded 2-D convolutions: ``"auto"`` (the rule of the module), ``"best"``, or the name of
             one in :mod:`lipkit.bounds`.
@@ -281,13 +281,13 @@ def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int
 
 
 def _search_dtype(model: nn.Module) -> torch.dtype:
-    """float32, which is several times as fast, where it is the network's own format."""
+    """Dtype of the search: float32, several times as fast, if it is the network's dtype; else float64."""
     own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
     return torch.float32 if own <= {torch.float32} else torch.float64
 
 
 def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
-    """Largest slope of secants between random points in the network's own format, less what its rounding may add."""
+    """Largest slope of secants between random points, in the network's dtype, less its possible rounding error."""
     ends = 3 * sample(model, input_shape, 2 * count)
     if box is not None:
         # The normal distribution's own function takes its numbers to uniform ones.

@@ -71,11 +71,11 @@ def attack_run(
     restarts: int | None, seed: int, images: int, batch_size: int, root: Path | None, device: str,
     large_eps: bool, allow_code: bool, note: Callable[[str], None],
 ) -> str:  # fmt: skip
-    """Attack, compare, write; what to print.
+    """Attack, compare with the certificate and write the files; return the text to print.
 
     Raises:
-        RunError: there is no exported network in the folder, or it is one of a regression.
-        OptionError: a radius that the data make a slip.
+        RunError: the folder has no exported network, or it is a regression.
+        OptionError: a radius is implausibly large for these data.
         CertificateViolation: an adversarial example lies inside a certified radius.
     """
     import dataclasses
@@ -139,7 +139,7 @@ def read_radii(text: str) -> tuple[float, ...]:
 
 
 def table(attempt: Attempt, attack: Attack) -> str:
-    """The accuracies, and how near the closest example came."""
+    """The accuracies, and the smallest ratio of an example's norm to its certified radius."""
     from lipkit import text
     from lipkit.certificates import format_radius
     from lipkit.report.tables import interval, percent

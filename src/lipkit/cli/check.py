@@ -64,12 +64,12 @@ def command(
 
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
-    """The figures that were confirmed, all found here, and below them the further claims of the file.
+    """The confirmed figures, all computed here; below them the file's claims that nobody can confirm.
 
     Args:
         file: what was verified.
         confirmed: what `lipkit.certificates.certificate_file.verify` returned for it.
-        data: name of the samples, from who gave them.
+        data: name of the samples, as the caller gave it.
         radii: for certified accuracies.
     """
     from lipkit.certificates import format_radius
@@ -88,7 +88,7 @@ def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequ
         lines.append(f"rounding   {larger} radii of the file are larger than those proved here, which count")
     lines += ["", CLAIMED]
     for name, value in unchecked(file).items():
-        # Wrapped here: a terminal would begin its next line with whatever the file wants to stand there.
+        # Wrap here: if the terminal wrapped, text from the file could begin a line and look like lipkit's own output.
         width = 76 if value.isascii() else 52  # letters that take two columns
         lines += textwrap.wrap(value, width, initial_indent=f"  {name:<24}  ", subsequent_indent=" " * 28) or [
             f"  {name}"

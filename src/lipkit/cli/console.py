@@ -51,7 +51,7 @@ class Lines:
 
 
 class Terminal:
-    """A progress bar on stderr with loss, accuracy, certified accuracy and the time left, as far as the width goes."""
+    """A progress bar on stderr with loss, accuracy, certified accuracy and remaining time, as far as they fit."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -108,7 +108,7 @@ def progress_bar(console: Console) -> Bar:
 
 
 def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
-    """As much of (loss, accuracy, certified accuracy, time left) as fits behind the epoch, the most telling first.
+    """As many of (loss, accuracy, certified accuracy, time left) as fit after the epoch, certified accuracy first.
 
     Args:
         parts: in the order of the line; empty where there is none.

@@ -1,4 +1,4 @@
-"""``lipkit list``: what there is to choose from."""
+"""``lipkit list``: the available layers, models, data sets, recipes and networks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(kind: str) -> None:
 
 
 def layers() -> list[list[str]]:
-    """Acronym, method, what its singular values are, source."""
+    """Rows of families: acronym, method, promised singular values, source."""
     families = Source("lipkit.layers.families")
     rows = [families.fields(name) for name in families.names("FAMILIES")]
     return [[row["name"], row["title"], row["claim"], f"{row['paper']}, {row['equation']}"] for row in rows]
@@ -65,7 +65,7 @@ def recipes() -> list[list[str]]:
 
 
 def networks() -> list[list[str]]:
-    """Name, data, proved constant, what was measured, folder."""
+    """Rows of networks: name, data, proved constant, measured accuracy, folder."""
     from lipkit.networks import folder, names
 
     return [[name, *_measured(folder(name)), str(folder(name))] for name in names()]

@@ -16,7 +16,7 @@ from lipkit.errors import LipkitError, alike, lacks_memory, suggestion
 from lipkit.memory import keep_freed_memory
 from lipkit.text import printable
 
-# Of commands that take KEY=VALUE for some sections of a recipe only: those sections.
+# The sections of a recipe that a command takes as KEY=VALUE, for commands that do not take all.
 SECTIONS = {"certify": ("certify", "data")}
 
 
@@ -49,7 +49,7 @@ def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
 
 
 def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
-    """The keys of a recipe that an option may stand for: those of its name, else that of the closest name.
+    """The keys of a recipe that an unknown option may mean: those of the same name, else the closest one.
 
     >>> keys_like("--epochs"), keys_like("--batch-size", ["certify"]), keys_like("--epoch"), keys_like("--data")
     (['train.epochs'], ['certify.batch_size'], ['train.epochs'], ['data'])
@@ -68,7 +68,7 @@ def keys_like(option: str, sections: Sequence[str] = ()) -> list[str]:
 
 
 def _value(given: Sequence[str], place: int) -> str:
-    """The value given to the option at this place."""
+    """The value of the option at this index of the arguments."""
     _, equals, value = given[place].partition("=")
     if equals:
         return value
@@ -81,7 +81,7 @@ VERBS = (
     *("train", "certify", "check", "attack", "report", "compare", "bound", "wasserstein"),
     *("list", "recipe", "export", "explore"),
 )
-# Of every verb that loads what the recipe of a run names: the run may be somebody else's.
+# An option of every verb that loads code named by a run's recipe: the run may be somebody else's.
 ALLOW_CODE = click.option("--allow-code", is_flag=True, help="Run the code that RUN's recipe names (pkg.mod:factory).")
 
 

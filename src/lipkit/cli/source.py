@@ -1,6 +1,6 @@
 """Tables of the package, read from its source text: to import them takes torch, which takes seconds.
 
-The tables stay where they are: nothing is said twice, and a test compares what is read with what is imported.
+The tables stay in their modules, so nothing is written twice; a test compares what is read with what is imported.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def command(
 
 
 def started(name: str | None, resume: Path | None) -> str:
-    """The run in words, known before torch is imported; empty where the name will be refused.
+    """One line about the run, printed before torch is imported; empty if the name will be refused.
 
     >>> started("digits_sll", None)[:41], started("no_such_recipe", None)
     ('digits_sll: 8 x 8 digits, small SLL netwo', '')
@@ -117,7 +117,7 @@ def _resume(folder: Path, placed: Sequence[str], large_eps: bool, allow_code: bo
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(recipe or None, overrides): what holds ``=`` is an override, at most one thing does not.
+    """(recipe or None, overrides): an argument with ``=`` is an override; at most one has none.
 
     >>> split_arguments(["mnist_cayley", "train.epochs=5"])
     ('mnist_cayley', ['train.epochs=5'])

@@ -315,7 +315,7 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
 
 
 def _calls(program: Program) -> tuple[list[str], list[str], int]:
-    """Tables, calls, and the numbers of memory that the values between need."""
+    """Tables, calls, and the size of ``work``: the memory of all intermediate values, in numbers."""
     places, work = _memory(program)
     tables: list[str] = []
     calls: list[str] = []
@@ -353,7 +353,7 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
 
 
 def _memory(program: Program) -> tuple[list[str], int]:
-    """Where each value lies, as C writes it, and how much of ``work`` they take: a place is free after its last use."""
+    """The C expression of each value's place, and the size of ``work``. Places are reused after a value's last use."""
     last = {value: i for i, (_, reads) in enumerate(program.operations) for value in reads}
     places, most = ["x"], 0
     taken: dict[int, tuple[int, int]] = {}

@@ -77,7 +77,7 @@ class IntBlend:
     size: int
 
     def sums(self, *values: Tensor) -> Tensor:
-        """Before they are rounded."""
+        """The integers ``u x + v y + ...``, before shift and rounding."""
         return sum(map(operator.mul, values, self.factors), values[0].new_zeros(()))
 
     def __call__(self, *values: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ class IntLinear:
 
     @property
     def one_to_one(self) -> bool:
-        """True if each row reads one channel of its own, pixel by pixel."""
+        """True for a scaling: output channel i reads input channel i only, pixel by pixel."""
         return self.weight[0].numel() == 1 and self.groups == len(self.weight) and self.stride == (1, 1)
 
     def sums(self, x: Tensor) -> Tensor:
-        """The exact sums (N, rows, places): products in float64 of digits so small that nothing is rounded."""
+        """The exact sums (N, rows, places): float64 products of digits small enough that nothing is rounded."""
         n = len(x)
         bias = self.bias[None, :, None]
         if self.one_to_one:
@@ -162,7 +162,7 @@ class IntLinear:
         return max((math.isqrt(square) + 1) * self.window + abs(b) for square, b in rows)
 
     def fits(self) -> bool:
-        """Weights in 32 bits, and no sum can leave 62 (so that half a unit of the shift still fits)."""
+        """True if weights fit into 32 bits and every sum is below 2^62, which leaves room to add half a unit."""
         return int(self.weight.abs().amax()) <= WORD and self.most < 2**62
 
 
@@ -187,8 +187,9 @@ class Program:
         box: (low, high) of the inputs: what is outside is clamped.
         input_fraction, fraction: of the integers that go in and come out.
         operations: each with the values that it reads.
-        body_error: bounds the l2 error of what the last dense layer reads, on all inputs; of the outputs without one.
-        own_error: (K,) that of each output of the last dense layer alone; None without one.
+        body_error: bound, on all inputs, of the l2 error of the last dense layer's input; of the outputs if the network
+            does not end in a dense layer.
+        own_error: (K,) error that the last dense layer adds to each output; None without such a layer.
     """
 
     input_shape: Shape

@@ -49,8 +49,8 @@ class IntValue:
     Attributes:
         index: in the program. shape: as the network has it. fraction: f.
         centre: (1, n) integers at the centre of the box.
-        error: E. reach: L R, how far the exact value moves from the centre's.
-        largest, norm: of the entries and the whole of what the program computes.
+        error: E. reach: L R, largest distance of the exact value from its value at the centre.
+        largest, norm: bounds of the entries' moduli and of the l2 norm of the computed value.
     """
 
     index: int
@@ -64,21 +64,21 @@ class IntValue:
 
     @property
     def spread(self) -> float:
-        """L R + 2 E: how far what the program computes moves from the centre's."""
+        """L R + 2 E: largest distance of the computed value from its value at the centre."""
         return grow(self.reach + 2 * self.error)
 
 
 def integer_rule(*types: type[nn.Module]) -> Callable[[IntegerRule], IntegerRule]:
     """Register ``rule(builder, module, value, gain) -> value`` as the integer program of exactly these types.
 
-    ``gain`` is the proved constant of the module; the value that is returned bounds what the program makes of it. A
-    new module names it in its row (`lipkit.modules.Plain`).
+    ``gain`` is the proved constant of the module. The returned value has the program's bounds after the module. A new
+    module names its rule in its row (`lipkit.modules.Plain`).
     """
     return fill("integer", types)
 
 
 class Builder:
-    """Writes operations; `rows` are the errors of each row of the last linear one."""
+    """Writes the operations of a program; `rows` are the errors of the rows of the last linear operation."""
 
     def __init__(self, inputs: int) -> None:
         self.operations: list[tuple[Operation, tuple[int, ...]]] = []
@@ -86,7 +86,7 @@ class Builder:
         self.rows = torch.zeros(0).double()
 
     def put(self, operation: Operation, *reads: int) -> int:
-        """The place of the value that an operation makes of those it reads."""
+        """Append an operation that reads these values; return the index of its output."""
         if isinstance(operation, Move):
             if torch.equal(operation.index, torch.arange(self.sizes[reads[0]])):
                 return reads[0]
@@ -99,10 +99,10 @@ class Builder:
         return len(self.operations)
 
     def exact(self, operation: Operation, value: IntValue, shape: Shape) -> IntValue:
-        """After an operation that moves, drops or compares entries: no error, and none of them grows.
+        """The value after an operation that moves, drops or compares entries: its bounds do not change.
 
-        Padding may copy entries for a convolution whose windows hold none of them twice: the bounds of the norm, the
-        error and the reach are then those of what was copied, which is what they mean to `linear`.
+        Padding may copy entries for a convolution, if no window holds an entry twice. Norm, error and reach are then
+        those of the value before padding, as `linear` expects.
         """
         index = self.put(operation, value.index)
         assert not isinstance(operation, IntBlend)
@@ -124,13 +124,13 @@ class Builder:
         dilation: tuple[int, int] = (1, 1),
         inexact: float = 0.0,
     ) -> IntValue:
-        """After a linear map.
+        """The value after a linear map, rounded once.
 
         Args:
-            value: its input, without padding left to do. gain: the constant of the exact map. shape: of its output.
-            weight: as of `IntLinear`, or a matrix (rows, channels), in float64. bias: (rows,).
-            norm: from a change of the weight to the norm of the change of the map.
-            inexact: what the map of ``weight`` may differ from the exact one, in norm.
+            value: the input, already padded. gain: the constant of the exact map. shape: of the output.
+            weight: as in `IntLinear`, or a matrix (rows, channels), in float64. bias: (rows,).
+            norm: maps a change of the weight to the norm of the change of the map.
+            inexact: bound of the norm of (map with ``weight``) - (exact map).
         """
         weight = weight.detach().double()
         weight = weight.view(*weight.shape[:2], *(weight.shape[2:] or (1, 1)))
@@ -176,8 +176,8 @@ class Builder:
         """Round sums of fraction ``places`` to the largest fraction whose entries fit.
 
         Args:
-            own: what the operation adds to the error before it rounds. operation: of a shift.
-            entry: the constant of one output, where it is known: the largest norm of a row.
+            own: error that the operation adds before it rounds. operation: maps a shift to the operation.
+            entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
         moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))
         fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)
@@ -197,10 +197,10 @@ class Builder:
     def blend(
         self, value: IntValue, gain: float, parts: Sequence[IntValue], factors: Sequence[float], *, apart: bool = False
     ) -> IntValue:
-        """After ``p u + q v + ...``, where u, v, ... are branches behind ``value`` with errors of their own.
+        """The value ``p u + q v + ...`` of branches u, v, ... that start at ``value`` and carry their own errors.
 
         Args:
-            gain: the constant of the whole. apart: whether no entry is other than 0 in two of the branches.
+            gain: the constant of the sum. apart: True if at every entry at most one branch is nonzero.
         """
         # The modulus of a product is below 2^62 / len(parts).
         room = (len(parts) - 1).bit_length()
@@ -219,7 +219,7 @@ class Builder:
         return self.finish(value, gain, shape, own, sums, places, lambda s: replace(made, shift=s), reads)
 
     def chain(self, modules: Sequence[nn.Module], value: IntValue, gains: Sequence[float | None]) -> IntValue:
-        """After modules that follow each other; constants that are None are proved here."""
+        """The value after a chain of modules; a constant that is None is proved here."""
         for module, gain in zip(modules, gains, strict=True):
             row = ROWS.get(type(module))
             if row is None or row.integer is None:
@@ -233,7 +233,7 @@ class Builder:
         return value
 
     def branch(self, modules: Sequence[nn.Module], value: IntValue) -> IntValue:
-        """A part inside of a module: its errors alone, at inputs that the program itself gives."""
+        """The value after a part of a module, with errors that count from the computed input, taken as exact."""
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 
@@ -247,7 +247,7 @@ def _value(
     largest: float = math.inf,
     norm: float = math.inf,
 ) -> IntValue:
-    """The bounds of a value: those of the module docstring, or better ones where they are known."""
+    """The bounds of a value from its centre, :math:`L R + 2 E`, or the given ones if they are smaller."""
     spread = grow(reach + 2 * error)
     scale = 2.0**-fraction
     entry = grow(float(centre.abs().amax()) * scale + spread)
@@ -265,7 +265,7 @@ def _places(number: float) -> int:
 
 
 def gain_of(module: nn.Module, shape: Shape) -> float:
-    """Its proved constant, with room for the transform of a Fourier layer."""
+    """The proved constant of a module, enlarged for the stored transform of a Fourier layer."""
     return grow(float(lipschitz(module, shape).detach()) * (1 + 2.0**-44))
 
 
@@ -278,7 +278,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
 
     Raises:
         NoRuleError: a module that no integer program can compute.
-        OptionError: no ``input_range``, or numbers whose ranges leave nothing of 32 bits.
+        OptionError: no ``input_range``, or values too large for any fraction in 32 bits.
 
     >>> from lipkit.modules.chains import prove_chain
     >>> from lipkit.proof.arithmetic import FLOAT64
@@ -319,7 +319,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
 
 
 def _alive(operations: Sequence[tuple[Operation, tuple[int, ...]]]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
-    """Without operations whose value nobody reads."""
+    """The operations that the last one depends on, itself included, renumbered."""
     wanted = {len(operations)}
     for i in range(len(operations), 0, -1):
         if i in wanted:

@@ -1,4 +1,4 @@
-"""The integer programs of single modules: what `lipkit.integer.quantisation` walks over.
+"""The integer programs of single modules, which `lipkit.integer.quantisation` puts together.
 
 A convolution is a move, which pads and puts windows side by side, and a product. Fourier layers become
 circular convolutions with a kernel as large as the image, a Taylor polynomial a matrix: their numbers are responses to
@@ -40,7 +40,7 @@ from lipkit.proof.arithmetic import FLOAT64, grow
 from lipkit.proof.norms import spectral_norm
 
 MAX_PRODUCTS = 1 << 24
-"""The most products of a layer that is no inner product as stored (a Fourier layer) and is written out as one."""
+"""Largest matrix that a layer stored in another form (a Fourier layer) is written out as, in entries."""
 
 
 def _two(sizes: Sequence[int]) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
 
 
 def _indices(shape: Shape) -> Tensor:
-    """Numbers from 1: what a module that moves makes of them says from where; 0 is padding."""
+    """The numbers 1, 2, ... in this shape. After a module that moves entries they name the sources; 0 is padding."""
     return torch.arange(1, entries(shape) + 1).double().view(1, *shape)
 
 
@@ -146,7 +146,7 @@ def _convolve(
     conv: nn.Conv2d | None = None,
     inexact: float = 0.0,
 ) -> IntValue:
-    """A convolution of what ``padded`` (1, C, h, w) says; stride, dilation and groups are those of ``conv``."""
+    """A convolution of the entries numbered in ``padded`` (1, C, h, w), with ``conv``'s stride, dilation, groups."""
     stride, dilation, groups = (1, 1), (1, 1), 1
     if conv is not None:
         stride, dilation, groups = _two(conv.stride), _two(conv.dilation), conv.groups
@@ -262,7 +262,7 @@ def _slope_residual(builder: Builder, module: SlopeResidual, value: IntValue, ga
 
 @integer_rule(Graph)
 def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> IntValue:
-    """Every value has its own error, at inputs that the program itself gives, and moves by its own gain."""
+    """Errors count from the input that the program computes; every value moves by its own gain."""
     shapes = value_shapes(module, value.shape)
     wired = list(zip(module.nodes, module.sources, strict=True))
     constants = [None if isinstance(node, Join) else gain_of(node, shapes[read[0]]) for node, read in wired]
@@ -280,7 +280,7 @@ def _graph(builder: Builder, module: Graph, value: IntValue, gain: float) -> Int
 
 
 def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: list[IntValue]) -> IntValue:
-    """Values behind ``start`` brought together; ``gain`` is the constant of the result."""
+    """The value of a join of ``parts``, which all start at ``start``; ``gain`` is the constant of the result."""
     kind = type(join)
     if kind is Add:
         return builder.blend(start, gain, parts, join.signs)
@@ -289,7 +289,7 @@ def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: li
         return builder.blend(start, gain, parts, (share, 1 - share))
     if kind not in (Concatenate, Maximum):
         raise _refuse(join, "joins Add, Blend, Concatenate or Maximum", kind.__qualname__)
-    # Each among zeros where the others are: their sum has one fraction.
+    # Pad each part with zeros in the places of the others, so that one sum gives all of them the same fraction.
     beside = join if kind is Concatenate else Concatenate(1)
     numbered = [_indices(part.shape) for part in parts]
     placed = [beside(*(n if i == k else 0 * n for k, n in enumerate(numbered))) for i in range(len(parts))]

@@ -1,4 +1,4 @@
-"""Networks that leave: other runtimes, model folders and cards, other evaluations' forms."""
+"""Export and import of networks: other runtimes, model folders and cards, forms for other benchmarks."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from lipkit.modules.views import Enlarge, EnlargeBilinear, Pad
 # As TensorProto numbers them.
 FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
 _DTYPES = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool, **FLOATS}
-# Attributes that change nothing at inference with one output, or of what is not covered.
+# Attributes without effect at inference with one output, or that belong to refused options.
 _HARMLESS = ("momentum", "ratio", "seed", "storage_order", "cubic_coeff_a", "saturate", "exclude_outside",
              "extrapolation_value", "round_mode")  # fmt: skip
 BATCH = 2**23 - 15
-"""The size of the batch while a file is read: no stored number equals it, so whatever does was copied from a shape. Of
-sizes computed from it nothing is known: they are refused."""
+"""The batch size while a file is read. No stored number equals it, so a number that does was copied from a shape.
+Numbers computed from it cannot be recognised; they are refused."""
 
 
 def holds_batch(tensor: Tensor) -> bool:
@@ -37,7 +37,7 @@ def holds_batch(tensor: Tensor) -> bool:
 
 
 class Node(NamedTuple):
-    """An operator of ONNX itself, in a version that its rule covers, or several of the file's as one."""
+    """An operator of ONNX in a version that its rule covers, or several operators of the file read as one."""
 
     kind: str
     input: list[str]
@@ -52,10 +52,10 @@ class Row(NamedTuple):
 
     Attributes:
         rule: the module, or the values, that a call computes.
-        versions: of its definition, as ONNX counts them, whose meaning the rule has.
+        versions: of the operator's definition, as ONNX counts them, that the rule implements.
         moves: whether operands may depend on the input.
-        copies: whether the result has numbers of the operands and no others, so that they may be sizes of the batch.
-        rowwise: whether a row repeated for each sample may be an operand.
+        copies: whether every number of the result is copied from an operand; then operands may hold the batch size.
+        rowwise: whether an operand may be a constant row that is repeated for each sample.
     """
 
     rule: Callable[[Call], Any]
@@ -73,11 +73,12 @@ class Call:
         opset: version of the operators.
         one: whether the file is for one sample, so that a first size of 1 is the batch.
         dtype: of the network.
-        moving, sized, rows: operands that depend on the input; that have the size of the batch as a number; that are
-            constants repeated for each sample, of which one is kept.
+        moving: indices of operands that depend on the input.
+        sized: indices of operands that hold the batch size as a number.
+        rows: indices of constant operands that are repeated for each sample; one row is kept.
         operands: stored tensors, and values of the network or their sizes.
         source: the input of the network.
-        used, read: attributes that the rule asked for, and operands that it computes with.
+        used, read: attributes that the rule read, and operands that it computed with.
     """
 
     node: Node
@@ -93,7 +94,7 @@ class Call:
     read: set[int] = field(default_factory=set)
 
     def on(self, operands: list[Any], source: Any) -> Call:
-        """This call of other operands."""
+        """A copy of this call with other operands."""
         fixed = (self.node, self.opset, self.one, self.dtype, self.moving, self.sized, self.rows)
         return Call(*fixed, operands, source)
 
@@ -119,7 +120,7 @@ class Call:
 
     @property
     def moved(self) -> Any:
-        """The first operand, of which numbers are copied, sizes of the batch, too."""
+        """The first operand, for rules that only copy its numbers; it may hold the batch size."""
         self.read.add(0)
         return self.operands[0]
 
@@ -130,7 +131,7 @@ class Call:
     def tensors(self) -> list[Any]:
         """All operands, of one format."""
         found = [self.tensor(i) for i in range(len(self.operands))]
-        # Beside values of the network, the reader compares them.
+        # With values of the network among them, the reader compares the formats.
         formats = set() if self.moving else {t.dtype for t in found}
         if len(formats) > 1:
             raise self.refuse("operands of one format", f"{sorted(map(str, formats))}")
@@ -150,12 +151,12 @@ class Call:
         return self.weight(index)  # type: ignore[return-value]
 
     def get(self, name: str, default: Any) -> Any:
-        """An attribute, or what it is where it is left out."""
+        """The value of an attribute, or ``default``."""
         self.used.add(name)
         return self.node.attributes.get(name, default)
 
     def numbers(self, name: str, index: int, batch: bool = False) -> Any:
-        """An attribute in older versions, an operand in newer ones: onnx has checked which it is."""
+        """Numbers from an attribute (older versions) or an operand (newer ones); onnx has checked which applies."""
         given = self.get(name, None)
         if not self.has(index):
             return given
@@ -168,14 +169,14 @@ class Call:
         return self.operands[index].tolist()
 
     def axis(self, axis: int, rank: int | None = None) -> int:
-        """An axis, counted from the start; before version 11 nothing is counted from the end."""
+        """An axis counted from the start. Negative axes exist from version 11 on."""
         rank = self.rank if rank is None else rank
         if not (-rank if self.opset >= 11 else 0) <= axis < rank:
             raise self.refuse(f"an axis from 0 to {rank - 1}", f"{axis}")
         return axis % rank
 
     def axes(self, index: int = 1, more: int = 0) -> list[int]:
-        """The attribute or operand ``axes``, each axis once, of a tensor of ``more`` dimensions more."""
+        """The sorted, distinct ``axes`` (attribute or operand) of a tensor with ``more`` extra dimensions per axis."""
         given = self.numbers("axes", index) or []
         rank = self.rank + more * len(given)
         found = sorted({self.axis(axis, rank) for axis in given})
@@ -229,7 +230,7 @@ def _filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
 
 
 def takes_over(conv: Node, border: tuple[str, list[int], list[int]], weight: Tensor | None) -> bool:
-    """True if a convolution has a padding mode for pixels that are copied around its images."""
+    """True if a convolution can replace the preceding padding by copied pixels with its own padding mode."""
     _, before, after = border
     if weight is None or weight.ndim != 4 or len(before) != 4 or any((*before[:2], *after[:2])):
         return False
@@ -470,7 +471,7 @@ def _divided(a: Any, b: Any) -> Any:
 
 
 def _larger(function: Callable[[Any, Any], Any], sign: int) -> Callable[[Call], Any]:
-    """The maximum, or the minimum; of a value and a constant as a ReLU."""
+    """The maximum (sign 1) or minimum (-1) of the operands; of a value and a constant, by a ReLU."""
 
     def made(c: Call) -> Any:
         values = [(c.tensors()[i], i in c.moving) for i in range(len(c.operands))]
@@ -493,7 +494,7 @@ def _power(c: Call) -> Any:
 
 def _equal(c: Call) -> Any:
     a, b = c.operands
-    # The size of a batch is above 0, which is all that is known of it.
+    # The batch size may be any number above 0: only a comparison with 0 or less has a known result.
     if (((a == BATCH) & (b > 0)) | ((b == BATCH) & (a > 0))).any():
         raise c.refuse("no comparison with the size of the batch", "one")
     return a == b
@@ -566,9 +567,9 @@ def _expand(c: Call) -> Any:
         sizes = [1] * (c.rank - len(sizes)) + sizes
         if sizes[0] not in (1, BATCH):
             raise c.refuse("a shape that keeps the batch first", f"{sizes}")
-        # torch refuses sizes that are no copies.
+        # torch refuses sizes that cannot come from repeating.
         return x.expand([-1, *(x.size(i) if n == 1 else n for i, n in enumerate(sizes) if i)])
-    # Of the batch one row is kept.
+    # Keep one row for the whole batch.
     rows = [1 if n == BATCH else n for n in sizes]
     if BATCH in sizes and x.ndim == len(sizes) and len(x) != 1:
         raise c.refuse("one row for each sample", f"{len(x)}")
@@ -584,7 +585,7 @@ def _filled_shape(c: Call) -> Tensor:
 
 
 def _copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
-    """Entries of ``x`` copied around an axis: those at the border, mirrored ones, or those of the other end."""
+    """``x`` padded along an axis with copies of its entries: ``replicate``, ``reflect`` or ``circular``."""
     n = x.size(axis)
     if max(before, after) > min(n - (mode == "reflect"), 256):
         raise ValueError(f"{before} and {after} entries of {n} copied around them")
@@ -601,7 +602,7 @@ BORDERS = {b"wrap": "circular", b"reflect": "reflect", b"edge": "replicate"}
 
 
 def pads_of(c: Call) -> tuple[list[int], list[int]]:
-    """Entries before and after each axis."""
+    """Numbers of padded entries before and after each axis."""
     sizes, axes = list(c.numbers("pads", 1)), c.numbers("axes", 3)
     places = range(c.rank) if axes is None else [c.axis(axis) for axis in axes]
     if len(sizes) != 2 * len(places) or len(set(places)) != len(places):
@@ -638,7 +639,7 @@ def _slice(c: Call) -> Any:
         place = c.axis(axis)
         if part[2] < 1 or place in index:
             raise c.refuse("steps from 1 on, each axis once", f"steps {steps}, axes {axes}")
-        # Whoever traces it wants to see that all of the batch is kept.
+        # A full slice lets tracing see that the whole batch is kept.
         index[place] = slice(None) if part[0] == 0 and part[1] >= 2**31 - 1 and part[2] == 1 else slice(*part)
     return c.moved[tuple(index.get(place, slice(None)) for place in range(c.rank))]
 
@@ -717,7 +718,7 @@ def _concat(c: Call) -> Any:
 
 
 def _enlarge(c: Call) -> nn.Module:
-    """Pixels repeated, or between pixels; a scale is a whole number, and pixels are found as all runtimes find them."""
+    """Upsampling by whole factors, nearest or bilinear; only coordinate modes on which all runtimes agree."""
     sizes = c.numbers("sizes", 3, batch=True) if c.node.kind == "Resize" else None
     scales = c.numbers("scales", 2 if c.node.kind == "Resize" and c.opset >= 11 else 1)
     own = [c.x.size(i) for i in range(c.rank)]
@@ -759,7 +760,7 @@ def _constant(c: Call) -> Tensor:
 
 
 def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
-    """Activations as older files write them: nested (operator, operands), x the argument; and the module."""
+    """Pairs of a pattern and a module: activations that older files write out as nested (operator, operands) in x."""
     exact: Any = [("Erf", ("Div", "x", math.sqrt(2))), ("Erf", ("Mul", "x", math.sqrt(0.5)))]
     cubic = ("Add", "x", ("Mul", 0.044715, ("Pow", "x", 3.0)))
     for inner, kind in (*((e, "none") for e in exact), (("Tanh", ("Mul", math.sqrt(2 / math.pi), cubic)), "tanh")):
@@ -778,7 +779,7 @@ def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
     yield ("Where", ("Greater", "x", 20.0), "x", ("Softplus", "x")), nn.Softplus
 
 
-# Of a newer definition nothing is known, before 7 operators mean something else.
+# Versions above these are unknown; below version 7 operators have other meanings.
 OPERATORS: dict[str, Row] = {
     **{
         kind: Row(_each(function), versions, moves=False)

@@ -44,7 +44,7 @@ _DOMAIN = ("", "ai.onnx")
 
 
 class OnnxNetwork(nn.Module):
-    """The graph of an ONNX file as modules and functions, in an order in which each value is made before it is read.
+    """The graph of an ONNX file as modules and functions, in topological order.
 
     Attributes:
         input_shape: of one sample.
@@ -56,7 +56,7 @@ class OnnxNetwork(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict()
         self.steps: list[Call] = []
-        # Sizes, axes and limits; what is computed with is a buffer.
+        # Sizes, axes and limits. Tensors that enter a computation are buffers.
         self.numbers: dict[str, Tensor] = {}
         self.source = ""
         self.result = ""
@@ -196,7 +196,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
 
 
 def _written_alike(network: Network, file: Any) -> bool:
-    """True if a file is, to the bit, what is written of a network."""
+    """True if writing the network gives exactly the graph of this file."""
     alone = type(file).FromString(file.SerializeToString())
     alone.ClearField("metadata_props")
     return bool(onnx_model(network) == alone)
@@ -210,9 +210,9 @@ def _without_rules(path: str | Path, kinds: set[str]) -> NoRuleError:
 
 
 def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node]]:
-    """The version of the operators, and the nodes, each behind those that make its operands.
+    """The version of the operators, and the nodes in topological order.
 
-    What is of another domain has its name in front of the operator's, so that no rule takes it for one of ONNX.
+    An operator of another domain gets the domain as a prefix, so that no rule takes it for one of ONNX.
     """
     import onnx
 
@@ -261,12 +261,12 @@ def _sorted(nodes: list[Node], given: set[str], path: str | Path) -> Iterator[No
 
 
 def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor]) -> list[Node]:
-    """The nodes, with one activation for those that write it out: products of two values have no constant."""
+    """The nodes, where several that write out an activation become one: products of two values have no constant."""
     made = {name: node for node in nodes for name in node.output}
     readers = collections.Counter([result, *(name for node in nodes for name in node.input)])
 
     def number(name: str) -> Any:
-        """A stored number; of more dimensions, it would give them to the product."""
+        """A stored scalar; NaN for anything else, since more dimensions would change the product's shape."""
         constant = made[name].attributes.get("value") if name in made and made[name].kind == "Constant" else None
         tensor = stored.get(name, constant)
         return float(tensor) if isinstance(tensor, Tensor) and tensor.shape in ((), (1,)) else math.nan
@@ -310,7 +310,7 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
 
 
 def _numbers(tensor: Any, name: str, path: str | Path) -> Tensor:
-    """A stored tensor, from the file or from the part beside it that it names."""
+    """A stored tensor, read from the file or from the external data file that it names."""
     import onnx
 
     try:
@@ -331,7 +331,7 @@ def _numbers(tensor: Any, name: str, path: str | Path) -> Tensor:
 
 
 def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
-    """The bytes of a tensor in a regular file within the folder of ``path``; no more than its sizes take is read."""
+    """The ``size`` bytes of a tensor in a regular file inside the folder of ``path``; nothing more is read."""
     part, folder = {entry.key: entry.value for entry in tensor.external_data}, Path(path).parent.resolve()
     beside, offset = (folder / part["location"]).resolve(), int(part.get("offset", 0))
     if not beside.is_relative_to(folder):
@@ -356,7 +356,7 @@ class _Reader:
         self.rows: set[str] = set()
         self.lacking: set[str] = set()
         self.refusal: NoRuleError | None = None
-        # What pads by pixels of the image: its input, the mode of torch, and the pads before and after.
+        # Paddings by copied pixels: their input, torch's name of the mode, and the pads before and after.
         self.bordered: dict[str, tuple[str, Any]] = {}
 
     def read(self, nodes: Iterable[Node]) -> None:
@@ -420,7 +420,7 @@ class _Reader:
             self.bordered[node.output[0]] = (node.input[0], (mode, *pads_of(call)))
 
     def _keep(self, call: Call, row: Row, found: dict[str, Tensor]) -> None:
-        """Note results that are the same for every input."""
+        """Store results that do not depend on the input."""
         self.stored.update(found)
         repeated = call.rows or (call.sized and call.node.kind in ("Expand", "ConstantOfShape"))
         holds = {name for name, t in found.items() if holds_batch(t)}
@@ -433,9 +433,9 @@ class _Reader:
         self.sized.update(holds)
 
     def finish(self) -> None:
-        """Keep what the steps read. Those that the result does not need are looked at, too: sizes were taken of them.
+        """Keep the stored tensors that the steps read, including steps that the result needs only for their sizes.
 
-        Out go paddings that convolutions have taken over.
+        Paddings that a convolution has taken over are dropped.
         """
         network, steps = self.network, self.network.steps
         read = {network.result, *(name for step in steps for name in step.node.input)}

@@ -42,7 +42,7 @@ def save_pretrained(
     classes: Sequence[str] = (),
     card: str = "",
 ) -> Path:
-    """Write a model of the table of models for `from_pretrained`, and its export beside it.
+    """Write a model of `lipkit.models` as a folder for `from_pretrained`, together with its export.
 
     Args:
         model: what ``lipkit.models.build(name, **options)`` made, trained.

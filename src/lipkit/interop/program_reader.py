@@ -24,7 +24,7 @@ from lipkit.interop.reading import LARGEST, load
 from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
 from lipkit.modules import Network
 
-# Major version of the schema, of which the letters and numbers below are.
+# Major version of the schema that defines the letters and numbers below.
 SCHEMA = 8
 _DTYPES = {
     1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 6: torch.float16, 7: torch.float32,
@@ -35,7 +35,7 @@ _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """The function, or the method of tensors, that takes the arguments of an operator in their order."""
+    """The function of torch, or the method of tensors, with the same arguments as the operator ``name``."""
     base = name.partition(".")[0]
     found: Callable[..., Any] = getattr(F, base, None) or (lambda x, *args, **more: getattr(x, base)(*args, **more))
     return found
@@ -57,8 +57,7 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return F.elu(x, alpha)
 
 
-# Operators of aten by name. In place, what is read later through another name changes too: these are called as such,
-# and export looks at it.
+# Operators of aten by name. In-place operators also change aliases, so they stay in place and export checks them.
 OPERATORS: dict[str, Callable[..., Any]] = {
     name: _function(name)
     for name in """
@@ -105,7 +104,7 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
 
 
 def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of an operator, those by place in the order of its schema, and those by name alone."""
+    """The positional arguments of an operator in the order of its schema, and its keyword-only arguments."""
     if name in _OF_SIZES:
         return [given["a"], given["b"]], {}
     base, overload = name.split(".")
@@ -116,7 +115,7 @@ def _bound(name: str, given: dict[str, Any], path: str | Path) -> tuple[list[Any
     places = [a for a in schema if not a.kwarg_only]
     while places and places[-1].name not in given:
         places.pop()
-    # What is left out before others is as the schema has it.
+    # An argument left out before a given one gets the schema's default.
     ordered = [given.get(a.name, {"as_ints": a.default_value}) for a in places]
     return ordered, {a.name: given[a.name] for a in schema if a.kwarg_only and a.name in given}
 
@@ -157,7 +156,7 @@ def load_program(
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError: see `read_program`, and `lipkit.export` for what its graph has no plain form of; values
+        DataError, NoRuleError: see `read_program`, and `lipkit.export` for calls without a plain form; values
             of too many numbers, see `lipkit.interop.reading.load`.
         ShapeError: no ``input_shape``, or another one than the file says.
     """
@@ -204,7 +203,7 @@ def _graph(program: Any) -> Any:
 
 
 def _written_alike(network: Network, program: Any, stored: Mapping[str, Tensor]) -> bool:
-    """True if a file has the graph and, to the bit, the numbers of what is written of a network."""
+    """True if writing the network gives the graph of this file and exactly its numbers."""
     with zipfile.ZipFile(io.BytesIO(program_bytes(network))) as archive:
         other = _json(archive, r"models/", "")
         numbers = {**_tensors(archive, "weights", ""), **_tensors(archive, "constants", "")}

@@ -16,9 +16,9 @@ from lipkit.lowering.tracing import flat
 from lipkit.modules import Network
 
 LARGEST = 2**28
-"""Numbers that a file may store, 1 GB in float32."""
+"""Limit of the numbers stored in a file: 1 GB in float32."""
 VALUES = 2**26
-"""Numbers of all values that a network makes of one sample: 256 MB in float32, of which an export takes several."""
+"""Limit of the numbers in all values of one sample: 256 MB in float32. An export needs several times as much."""
 
 
 def load(
@@ -46,10 +46,10 @@ def load(
 
 
 class Budget(TorchFunctionMode):
-    """Calls of torch in which each is made without memory first, and refused where values become too many.
+    """Limits memory: runs every call of torch on the meta device first, and refuses it beyond `VALUES` numbers in all.
 
     Args:
-        batch: as many samples count as one.
+        batch: number of samples that count as one.
     """
 
     def __init__(self, batch: int = 1) -> None:
@@ -92,7 +92,7 @@ def check_sizes(network: nn.Module, input_shape: tuple[int, ...]) -> None:
     """Refuse a network whose values have more than ``VALUES`` numbers, before memory is taken for them.
 
     Raises:
-        DataError: so many, by the function that makes them; a stored number that is infinite or NaN.
+        DataError: more numbers than that (the message names the function), or a stored number is infinite or NaN.
     """
     held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, t in held.items():

@@ -29,9 +29,9 @@ from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
 from lipkit.modules.pooling import _pair
 
-# The first ones with circular padding, and with torch's count of windows where ceil_mode adds some.
+# The first version with circular padding, and the first with torch's number of windows under ceil_mode.
 OPSET, CEIL_OPSET = 19, 22
-# Where a file says which network it was written of.
+# The key under which a file names the network that it was written from.
 CLAIM = "lipkit.json"
 
 
@@ -69,7 +69,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
 
 
 def onnx_model(network: modules.Network) -> Any:
-    """The model that :func:`write_onnx` writes, without the claim; the same for the same network.
+    """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models.
 
     Raises:
         OptionError: onnx or onnxscript is not installed.
@@ -99,7 +99,7 @@ def onnx_model(network: modules.Network) -> Any:
 
 
 def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
-    """The configuration of a network, and those of its tensors that a file does not store by name, as text."""
+    """A file's claim as text: the network's configuration, and its tensors that the file does not store by name."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     names = [n for n, t in tensors.items() if n in stored and t.dtype == stored[n].dtype and torch.equal(t, stored[n])]
     more = save_safetensors({name: t for name, t in tensors.items() if name not in names})
@@ -108,7 +108,7 @@ def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
 
 
 def claimed(text: str, stored: Mapping[str, Tensor], same: Callable[[modules.Network], bool]) -> modules.Network | None:
-    """The network that a file of ours claims to be; None if it is no such file, or another function.
+    """The network that a file written by lipkit claims to be; None without a claim, or if the claim is false.
 
     A claim proves nothing. ``same`` writes the network again and compares: a graph that is written for a network
     computes what the network does. Its multipliers are proved wherever they are used.
@@ -140,7 +140,7 @@ def _evaluator(path: Path) -> Runtime:
 
 
 def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
-    """Padding, average and factor: torch.onnx drops a divisor."""
+    """The pooling as padding, plain average and factor, because torch.onnx drops ``divisor_override``."""
     size, strides, paddings = (_pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
     ends = [min(p + s - 1, k - 1) if pool.ceil_mode else p for k, s, p in zip(size, strides, paddings, strict=True)]
     pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))
@@ -162,7 +162,7 @@ class _PatchProduct(nn.Module):
 
 
 def _portable(network: modules.Network) -> nn.Module:
-    """The network to be written: without divisors, and in float64 without the convolutions that are products."""
+    """The network in a form to write: no ``divisor_override``, and in float64 no convolutions on separate patches."""
     twin = copy.deepcopy(network)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
@@ -262,7 +262,7 @@ def _example(network: modules.Network) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks about its own internals."""
+    """Silence torch's warnings about its own internals."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -2,7 +2,7 @@
 
 ``copies``, ``tracing``, ``calls`` and ``observe`` find out what is computed; ``build``, ``axes``, ``functional`` and
 ``functions`` say which modules a call becomes; ``interpreter`` walks over all calls. The verbs `lipschitz` and `export`
-live here, because a network with a forward pass of its own needs all of that.
+live here, because a network with its own forward pass needs all of that.
 """
 
 from lipkit.lowering.functional import function_module

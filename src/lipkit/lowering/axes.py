@@ -23,14 +23,14 @@ from lipkit.modules.activations import ACTIVATIONS
 
 
 def _dimension(call: Build, x: Operand, d: Any) -> int:
-    """The place of a dimension other than the batch in the value whose batch comes first."""
+    """Index of dimension ``d``, not the batch, after the batch has been moved to the front."""
     expected = f"expected dimensions other than the batch (dimension {x.axis}), got {d}: it mixes samples"
     call.require(type(d) is int and d % x.rank != x.axis, expected)
     return x.plain(d % x.rank)
 
 
 def _beside(call: Build, value: Any) -> Any:
-    """An argument beside moving values: those have the batch of the result, constants lose that dimension."""
+    """An argument of an elementwise call: operands must share the result's batch, constants drop its dimension."""
     out = call.results[0]
     at = out.axis - out.rank
     if isinstance(value, Operand):
@@ -45,7 +45,7 @@ def _beside(call: Build, value: Any) -> Any:
 
 
 def ordered(call: Build) -> Build:
-    """Moves of dimensions, found from what the function does to a tensor of as many different sizes."""
+    """Permutations of dimensions, read off by calling the function on a tensor whose sizes all differ."""
     x, *rest = call.args
     sizes = torch.empty(*range(2, 2 + x.rank), device="meta")
     function = getattr(type(sizes), call.target) if isinstance(call.target, str) else call.target
@@ -56,20 +56,20 @@ def ordered(call: Build) -> Build:
 
 
 def viewed(call: Build) -> Build:
-    """Numbers in the same order: as many before each sample as there were, and so as many behind it."""
+    """Reshapes: entries keep their order, and the dimensions before the batch keep their product."""
     x, out = call.args[0], call.results[0]
     call.require(math.prod(x.shape[: x.axis]) == math.prod(out.shape[: out.axis]))
     return call
 
 
 def joined(call: Build) -> Build:
-    """Number by number, of several values."""
+    """Elementwise functions of several values."""
     args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), lambda value: _beside(call, value))
     return call.to(call.target, *args, **kwargs)
 
 
 def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
-    """Along the last dimensions, as many as ``used`` finds in the arguments."""
+    """Functions that act on the last ``used(arguments)`` dimensions, which must exclude the batch."""
 
     def rule(call: Build) -> Build:
         _beside(call, call.args[0])
@@ -80,7 +80,7 @@ def behind(used: Callable[..., int]) -> Callable[[Build], Build]:
 
 
 def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], Build]:
-    """Along the dimensions in one argument, which may disappear."""
+    """Functions along the dimensions that argument ``at`` (or ``name``) gives; these may disappear from the result."""
 
     def rule(call: Build) -> Build:
         args, kwargs, out = list(call.args), dict(call.kwargs), call.results[0]
@@ -101,7 +101,7 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
 
 
 def indexed(call: Build) -> Build:
-    """By whole numbers, slices and None, which leave the batch whole."""
+    """Indexing by integers, slices and None that keeps the whole batch."""
     (x, index), out = call.args, call.results[0]
     items = list(index) if isinstance(index, tuple) else [index]
     plain = all(i is None or i is Ellipsis or type(i) in (int, slice) for i in items)
@@ -118,7 +118,7 @@ def indexed(call: Build) -> Build:
 
 
 def multiplied(call: Build) -> Build:
-    """Matrices of each sample, or one constant matrix; they cannot meet along the batch, whose size varies."""
+    """Matrix products of two values, or of a value and one constant matrix. No sum can run over the batch."""
     (x, y), out = call.args, call.results[0]
     for v in (x, y):
         call.require(isinstance(v, Operand) or (isinstance(v, Tensor) and v.ndim == 2), "expected a constant matrix")

@@ -28,7 +28,7 @@ Rule = Callable[..., Value]
 
 
 class Bounded(nn.Module):
-    """A leaf of a wiring of which a Lipschitz constant is known, and how, but no plain form."""
+    """A leaf of a wiring with a known Lipschitz constant, and the method that found it, but without a plain form."""
 
     def __init__(self, constant: float | Tensor, method: str) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Build:
         target, args, kwargs: the call, with operands for tensors that change with the input.
         results: the tensors that it returns, all floating point.
         wiring: where the modules go.
-        like: a number in the format that constants get.
-        bounding: whether constants are all that is asked for: there may be leaves `Bounded`, and shifts are left out.
+        like: a number whose dtype and device constants get.
+        bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, and shifts are left out.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Build:
 
     @property
     def shape(self) -> Shape:
-        """Of one sample of the (first) tensor in the result."""
+        """Shape of one sample of the (first) result."""
         return self.results[0].shape
 
     def refuse(self, expected: str) -> NoRuleError:
@@ -94,7 +94,7 @@ class Build:
         return x
 
     def same_format(self, x: Any) -> Operand:
-        """``x`` if the result has its dtype: bits that are read in another format are other numbers."""
+        """``x`` if the result has its dtype. Other dtypes are refused: the same bits would be other numbers."""
         if self.operand(x).dtype not in (dtypes := [result.dtype for result in self.results]):
             raise self.refuse(
                 f"expected a result of the input's dtype {x.dtype}, got {dtypes[0]}: bits read in another "
@@ -113,7 +113,7 @@ class Build:
     def number(
         self, x: Any, name: str, of: Callable[[Tensor], Tensor] = torch.clone, axes: int | None = None
     ) -> Tensor:
-        """``of`` a constant without the batch, of at most ``axes`` dimensions, in the format of the network."""
+        """``of(x)`` for a constant x without batch and with at most ``axes`` dimensions, in the network's dtype."""
         axes = len(self.shape) if axes is None else axes
         value = self.constant(x, name)
         value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
@@ -136,11 +136,11 @@ class Build:
         return counted
 
     def moving(self, *values: Any) -> list[Operand]:
-        """The operands; constants beside them count for nothing in a bound, and have no plain form."""
+        """The operands among ``values``. A bound ignores constants; an export has no plain form for them."""
         return [self.operand(x) for x in values if not (self.bounding and isinstance(x, (Tensor, Varies)))]
 
     def add(self, module: nn.Module, *values: Operand | int) -> int:
-        """The value that a module makes of operands, or of values by their numbers."""
+        """Add a module that reads these values (operands, or value numbers); return the number of its output."""
         return self.wiring.add(module, *(v.number if isinstance(v, Operand) else v for v in values))
 
     def scale(self, x: Operand, factor: float | Tensor, method: str = "closed form") -> int:
@@ -174,7 +174,7 @@ class Build:
         return self.like + 1 if self.bounding else self.number(x, "term")
 
     def elementwise(self, x: Any, *, scale: Tensor | None = None, shift: Tensor | None = None) -> int:
-        """``scale * x + shift``, repeated as torch would repeat them."""
+        """``scale * x + shift``, with torch's broadcasting."""
         given = self.broadcast(x)
         numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
         axes = len(given.shape) or 1
@@ -185,7 +185,7 @@ class Build:
         return self.add(Affine(*full), given)
 
     def named(self, product: Limited) -> Limited:
-        """A product that messages name by this call."""
+        """The product, with this call as its name in messages."""
         if self.bounding:
             raise self.refuse(
                 "expected one constant factor or constant matrix, got two that depend on the input: such a product has "
@@ -196,7 +196,7 @@ class Build:
         return product
 
     def piece(self, x: Operand, dim: int, entries: range) -> int:
-        """Some entries of one dimension."""
+        """The ``entries`` of ``x`` along dimension ``dim``."""
         if entries == range(x.shape[dim - 1]):
             return x.number
         if not entries and self.bounding:

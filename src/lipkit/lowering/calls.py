@@ -1,4 +1,4 @@
-"""Records the calls of a network on the way from its input to its output: every function that reads a value of them.
+"""Records the calls of a forward pass: every function that reads a value computed from the input.
 
 A traced graph is the network only if both call the same functions with the same constants. The outputs for one batch do
 not show that: code that asks for the type of its argument, or catches the error of the tracing, may do nothing unusual
@@ -31,11 +31,12 @@ _OPERATORS = {name for name in _OPERATORS if callable(getattr(int, name))}
 class Calls(TorchFunctionMode):
     """The calls with an argument that depends on ``x``, while the mode is on: ``made``, in order.
 
-    What Python computes from the size of the batch, compares with it or looks up by it counts as a call.
+    Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls.
 
     Args:
         x: the input.
-        axes: for each call, the dimension of the batch in each tensor of its result; without it, every size may be its.
+        axes: for each call, the dimension of the batch in each tensor of its result; None treats every size as the
+            batch size.
 
     >>> x = torch.ones(2)
     >>> with Calls(x) as calls:
@@ -60,7 +61,7 @@ class Calls(TorchFunctionMode):
 
     @contextmanager
     def leaves(self, root: nn.Module) -> Iterator[None]:
-        """Counts each module of ``root`` with a rule as one call, whatever it does inside."""
+        """Count each module of ``root`` with a rule as one call, and ignore the calls inside it."""
         with ExitStack() as hooks:
             for module in filter(is_leaf, root.modules()):
                 hooks.enter_context(module.register_forward_pre_hook(lambda m, args: self._step(m, args, 1)))
@@ -115,12 +116,12 @@ class Calls(TorchFunctionMode):
         return method
 
     def _summary(self, value: Any) -> Any:
-        """Of arguments and results: what two calls that compute the same have in common."""
+        """A summary of arguments or results that is equal for two calls that compute the same."""
         if isinstance(value, Tensor):
             form = (value.dtype, tuple(value.shape))
             if value in self._moving or value.layout is not torch.strided or value.is_complex() or value.is_meta:
                 return form
-            # Sums of a constant tell it from another one.
+            # Two sums identify a constant without keeping it.
             numbers = value.detach().double()
             return (*form, float(numbers.sum()), float(numbers.abs().sum()))
         if type(value) is self._size:
@@ -136,7 +137,7 @@ class Calls(TorchFunctionMode):
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Of a function, a method (operators without their underscores), or the attribute that is read."""
+    """Name of a function, a method (``add`` for ``__add__``) or the attribute that is read."""
     name = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -149,7 +150,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """True if two records are of the same calls, numbers within rounding."""
+    """True if two records have the same calls, with numbers equal within 1e-6."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
     if type(a) is float and type(b) is float:
@@ -158,7 +159,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def difference(network: list[tuple[Any, ...]], graph: list[tuple[Any, ...]]) -> str | None:
-    """The first call of the network that is not that of the graph, in words; None if all are."""
+    """The first difference between the calls of network and graph, in words; None if all agree."""
     for a, b in zip(network, graph, strict=False):
         if not alike(a, b):
             other = f"{b[0]} instead" if a[0] != b[0] else "other arguments"

@@ -110,7 +110,7 @@ _PLAIN = vars(nn.Module()).keys() - {"training"}
 
 
 def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """Copies of what modules hold, and of what their own code reads elsewhere, by name; of ``known`` ones the type."""
+    """Copies, by name, of the attributes of all modules and of the globals their code reads; types for ``known``."""
     found: dict[str, Any] = {}
     seen: dict[int, Any] = {id(module): module for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
@@ -124,7 +124,7 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
 
 
 def contents(value: Any, seen: dict[int, Any]) -> Any:
-    """The numbers, strings and tensors in a value, through containers, objects and functions, as nested lists."""
+    """All numbers, strings and tensors inside a value (containers, objects, functions), copied into nested lists."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, (int, float, complex, str, bytes)):

@@ -26,12 +26,12 @@ def function_module(
 ) -> Callable[[Maker], Maker]:
     """Register ``make(call, operand, *constants) -> module`` for exactly these functions and tensor methods (by name).
 
-    The module must compute the same as the function. With it, networks that call the function are bounded, exported
-    and certified; a rule for bounds alone is `lipkit.analysis.function_rule`, in place of which this one counts.
+    The module must compute the same as the function. Networks that call the function can then be bounded, exported and
+    certified. It replaces a rule of `lipkit.analysis.function_rule`, which serves bounds alone.
 
     Args:
         targets: the functions.
-        place: where the batch stands in their results (`lipkit.lowering.axes`); without it, it has to come first.
+        place: rule for a batch in another dimension than the first (`lipkit.lowering.axes`); None refuses one.
 
     Raises:
         NoRuleError: a target already has a module.
@@ -60,7 +60,7 @@ def function_module(
 
 
 def _activation(make: Callable[..., nn.Module], *targets: Callable[..., Any] | str, place: Any = None) -> None:
-    """Functions whose arguments are those of the module."""
+    """Register functions whose arguments are those of the module's constructor."""
 
     @function_module(*targets, place=place)
     def made(call: Build, input: Operand, *args: Any, inplace: bool = False, **kwargs: Any) -> nn.Module:
@@ -147,7 +147,7 @@ def _linear(call: Build, input: Operand, weight: Any, bias: Any = None) -> nn.Mo
 
 
 def _convolution(make: Callable[..., nn.Module], axes: int, target: Callable[..., Any], *options: str) -> None:
-    """A convolution whose further arguments are these of the module."""
+    """Register a convolution whose arguments after the bias are the module's ``options``, in this order."""
 
     @function_module(target)
     def made(call: Build, input: Operand, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> nn.Module:

@@ -76,7 +76,7 @@ def _permute(call: Build, x: Operand, *dims: Any) -> int:
     return call.add(Permute(*dims[1:]), call.same_format(x))
 
 
-# `ordered` makes one of the two above of these.
+# `ordered` turns each of these into ``contiguous`` or ``permute``.
 _moves: Any = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t")
 _moves = (*_moves, *(getattr(torch, name) for name in _moves), torch.permute, getattr)
 FUNCTIONS.update(dict.fromkeys(_moves, Function(place=ordered)))
@@ -106,7 +106,7 @@ def _getitem(call: Build, x: Any, index: Any) -> Value:
 
 
 def _split(call: Build, x: Operand, *parts: Any, dim: int | None = None) -> Value:
-    # The last argument is the dimension where there are as many as can be, the sizes of the pieces say the rest.
+    # The dimension is the last argument, if it is given; the sizes of the results say the rest.
     single = "unbind" in call.name
     at = dim if dim is not None else parts[-1] if len(parts) > (0 if single else 1) else 0
     (cut_at,) = call.dims(call.same_format(x), at)
@@ -334,7 +334,7 @@ def _clamp_max(call: Build, x: Operand, max: Any) -> Value:
     return _clamp(call, x, None, max)
 
 
-# What has a constant, but no plain form.
+# Functions with a Lipschitz constant but without a plain form.
 
 
 @function_rule("repeat")

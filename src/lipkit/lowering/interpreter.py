@@ -30,7 +30,7 @@ FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Label:
-    """A name, as the user knows it, of that which a module of a wiring was made from.
+    """The origin of a module in a wiring, named as the user knows it.
 
     Attributes:
         name: path of the module, or of the one that calls the function.
@@ -52,8 +52,8 @@ class Interpreter:
         root: an independent copy with constant weights, which is traced and run.
         input_shape: of one sample.
         bound_to: holds the modules that are wired, ``root`` or the network itself.
-        bounding: whether constants are all that is asked for: there may be leaves `Bounded`, shifts are left out, and
-            factors have float64.
+        bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, shifts are left out, and factors
+            are float64.
 
     Attributes:
         graph, observed: as left by `lipkit.lowering.observe.observe`.
@@ -72,7 +72,7 @@ class Interpreter:
         check_outputs(self._root, self.observed, self._input_shape, model, self._other_way)
 
     def shapes(self) -> dict[int, Shape]:
-        """Of one sample of each value that a node of the graph makes."""
+        """Shape of one sample of each value, by the value's number."""
         operands = [x for x in flat(list(self._known.values())) if isinstance(x, Operand)]
         return {x.number: x.shape or (1,) for x in operands}
 
@@ -156,7 +156,7 @@ class Interpreter:
         return value
 
     def _refuse_batch(self, node: fx.Node, axis: int) -> None:
-        """Refuse what is made from the size of the batch, unless it is that size of a result."""
+        """Refuse arguments computed from the batch size, except the batch size itself in the result's shape."""
         how = self.observed.how
         made = [n for n in node.all_input_nodes if how.get(n) in (SIZE, BATCH)]
         _, *sizes = flat((node.args, node.kwargs))
@@ -182,7 +182,7 @@ class Interpreter:
             raise self._refuse(node, f"{MIXED}, or reads the batch elsewhere than first")
 
     def _check_dtype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Refuse what is no floating-point format that holds every number of the network's own."""
+        """Refuse dtypes other than floating-point ones that represent every number of the network's dtype."""
         if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:
             return
         if dtype.is_complex:

@@ -49,14 +49,14 @@ def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor
     return x.to(like.dtype)
 
 
-# The graph runs for `BATCHES`, the network itself for all of these.
+# The network itself runs for all of these batch sizes, its graph for `BATCHES` only.
 SAMPLES = (1, 2, 3, 8, 65)
-# Numbers in the inputs of the last run; larger ones leave it out.
+# The largest batch is left out if its inputs have more numbers than this.
 LARGEST = 2**14
 
 
 class Varies:
-    """Stands for the size of the batch, and for constants that are made from it, whatever the runs agree on."""
+    """A value that depends on the batch size, even where it is the same in both runs."""
 
     def __repr__(self) -> str:
         return "a value that depends on the size of the batch"
@@ -80,9 +80,9 @@ class Operand:
     Attributes:
         shape: of one sample: (*before, inner, *after), or (*before, *after) where ``inner`` is 1.
         dtype: its format.
-        axis: the dimension of the batch; -1 where samples are not kept apart, and in a single run.
-        inner: how many numbers of each sample are merged with the batch.
-        number: of the value in a wiring; -1 where it has none.
+        axis: the dimension of the batch; -1 if samples are mixed, and in the record of a single run.
+        inner: number of entries of each sample that are merged into the dimension of the batch.
+        number: of the value in a wiring; -1 before it has one.
     """
 
     shape: tuple[int, ...]
@@ -93,31 +93,31 @@ class Operand:
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the value whose batch comes first."""
+        """Number of dimensions after the batch has been moved to the front."""
         return len(self.shape) + 1
 
     @property
     def rank(self) -> int:
-        """Dimensions where it is computed."""
+        """Number of dimensions of the tensor that the network computes."""
         return len(self.shape) + (self.inner == 1)
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Where its batch is; (0, 1, n) if it comes first, alone."""
+        """(axis, inner, rank): (0, 1, n) if the batch is the first of n dimensions and nothing is merged into it."""
         return self.axis, self.inner, self.rank
 
     def plain(self, dim: int) -> int:
-        """The place of a dimension in the value whose batch comes first."""
+        """Index of dimension ``dim`` after the batch has been moved to the front."""
         return dim + 1 if dim < self.axis or self.inner > 1 else dim
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Values and outputs of a graph, as both runs agree on them.
+    """Values and outputs of a graph, merged from the runs for both batch sizes.
 
     Attributes:
-        values: for nodes that change with the input an :class:`Operand` without a number, a tuple of them, or another
-            type's name; for the others their value, :class:`Rows` or :data:`VARIES`.
+        values: by node. One that depends on the input has an :class:`Operand` without number, a tuple of them, or the
+            name of another type; any other has its value, :class:`Rows` or :data:`VARIES`.
         how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
         calls: of the second run (`lipkit.lowering.calls`).
@@ -149,7 +149,7 @@ class _Run:
 def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observed:
     """Run the graph for two batch sizes and put the result of each in-place call where its tensor is read later.
 
-    Changes ``graph``: afterwards every node means the value it has when it is made.
+    Changes ``graph``: afterwards every node stands for its value before any later in-place call.
 
     Raises:
         NoRuleError: an in-place call changes the parameters, or a tensor that is read later in another form than the
@@ -269,7 +269,7 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
 
 
 def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
-    """The graph of a network that takes one tensor of this shape, and what of its code goes another way when traced.
+    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
 
     Raises:
         ShapeError: inputs that the network does not accept.
@@ -299,7 +299,7 @@ def check_outputs(
         root: the copy that was traced.
         observed: the runs of its graph.
         input_shape: of one input.
-        model: what was copied. It runs once, after all that would change it was refused.
+        model: the original of ``root``. It runs once, and only after everything that could change it was refused.
         other_way: of `traced`.
 
     Raises:
@@ -399,7 +399,7 @@ def _alone(root: Root, x: Tensor) -> Tensor:
 def _recorded(
     root: Root, x: Tensor, mode: AbstractContextManager[Any], observed: Observed
 ) -> tuple[Any, list[tuple[Any, ...]]] | None:
-    """Output and calls of the network in a mode of torch; None where it forbids some, as in-place ones."""
+    """Output and calls of the network in a mode of torch; None if the mode forbids a call, such as an in-place one."""
     try:
         with mode, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of numbers taken from weights that require a gradient
@@ -430,7 +430,7 @@ def stays_float64(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> 
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """True if two outputs are the same but for rounding, in whatever format and order of operations."""
+    """True if two outputs agree within rounding: entry by entry within 2 % plus 1e-3 of the largest entry."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.double(), b.double()

@@ -1,9 +1,9 @@
 """A network with its own forward pass as a chain of modules, with a `Graph` wherever values branch.
 
 The forward pass is traced (`lipkit.lowering.tracing`), run for two batch sizes and compared with the network
-(`lipkit.lowering.observe`). What it calls becomes modules (`lipkit.lowering.interpreter`): its own, those that compute
-the same as a function (`lipkit.lowering.functional`), and for what only moves or joins numbers those of
-`lipkit.lowering.functions`. Everything else is refused by name.
+(`lipkit.lowering.observe`). Then its calls become modules (`lipkit.lowering.interpreter`): the network's own modules,
+modules that compute a function (`lipkit.lowering.functional`), and modules that only move or join numbers
+(`lipkit.lowering.functions`). Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lipkit.modules.views import Reshape
 
 
 def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.Sequential:
-    """The modules that the forward pass of ``model`` is made of, one behind the other.
+    """The forward pass of ``model`` as a chain of modules, with a `Graph` wherever values branch.
 
     Args:
         model: traced in the mode that it is in, on the CPU.
@@ -32,7 +32,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
             normalised weights (spectral, weight, orthogonal) are plain numbers.
 
     Raises:
-        NoRuleError: what has no plain form, by the name of the node and its module, and what `lipkit.analyze` refuses.
+        NoRuleError: a node has no plain form (the message names it and its module), or `lipkit.analyze` refuses it.
         ShapeError: the forward pass does not accept inputs of this shape.
 
     >>> class Residual(nn.Module):
@@ -69,7 +69,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
 
 
 def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected: Tensor | None = None) -> None:
-    """Raise ``NoRuleError`` if two networks differ on a batch: no proof, but it finds a rule that is wrong."""
+    """Raise ``NoRuleError`` if two networks differ on a batch. This proves nothing, but reveals wrong rules."""
     x = sample(model, input_shape, BATCHES[1])
     with torch.no_grad():
         found, expected = plain(x.clone()), model(x.clone()) if expected is None else expected

@@ -22,22 +22,22 @@ from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.modules.network import Network
 from lipkit.modules.plain import bounded
 
-# Sizes of the batches that a graph is traced and run for: where a tensor's sizes differ, there is its batch.
+# A graph is traced and run for these two batch sizes. The dimension in which a tensor's two sizes differ is its batch.
 BATCHES = (2, 3)
-# What a tensor tells without its values.
+# Attributes and methods that do not depend on a tensor's values.
 METADATA = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize")
 METADATA_METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device")
-# New tensors that take no more than that from an existing one.
+# Functions that make a new tensor from the metadata of an existing one.
 LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
 LIKE_METHODS = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-# Of these, what does not depend on the size of the batch either.
+# Those of the above that do not depend on the batch size either.
 _STATIC = ("ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "itemsize", *LIKE_METHODS)
 _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 
-# How a value depends on the input: by its values, as the size of the batch, as a constant tensor of equal rows, one for
-# each sample, or in any other way by the size of the batch.
+# How a value depends on the input: on its values; it is the batch size; it has one equal row for each sample; or it
+# depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
-# What makes equal rows of a first size, and what keeps them equal.
+# Functions that make a given number of equal rows, and functions that keep rows equal.
 _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
 _ROWWISE = ("clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_")
 
@@ -55,7 +55,7 @@ def reads_metadata_only(node: fx.Node) -> bool:
 
 
 def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
-    """How the value of each node depends on the input; constants are not among them."""
+    """How the value of each node depends on the input; nodes with constant values are left out."""
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         note_dependence(node, found)
@@ -63,7 +63,7 @@ def dependence(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
-    """Enter a node into ``found``, which holds those before it."""
+    """Add the dependence of ``node`` to ``found``, which holds all earlier nodes."""
     given = flat((node.args, node.kwargs))
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
     # x.new_tensor(y) holds the values of y.
@@ -91,7 +91,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def where(node: fx.Node) -> str:
-    """In messages: the module that calls a node."""
+    """Text for messages: the module that calls a node, `` in 'path'``; empty if unknown."""
     return f" in {node.meta['where']!r}" if node.meta.get("where") else ""
 
 
@@ -116,7 +116,7 @@ def evaluate(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """True for a module that is bounded by its own rule, or refused for want of one; False if it is looked into."""
+    """True for a module that its own rule bounds (or that is refused without one); False if its children are traced."""
     kind = type(module)
     if kind in (nn.Sequential, Network):
         # A run of layers that multipliers bound together is one unit.
@@ -139,15 +139,15 @@ class Root(nn.Module):
         return self.net(x)
 
 
-# Where the code of others lies.
+# Folders of installed code.
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Path:
-    """The instructions of Python that the network's own code executes, while it is on.
+    """Records the bytecode instructions that the network's own code executes inside the ``with`` block.
 
-    A condition such as ``isinstance(n, int) and len(range(n)) == 64``, n the size of the batch, is decided without a
-    trace of its values: tracing, in which n is a symbol, takes another way through it than a run.
+    Tracing does not see a condition such as ``isinstance(n, int) and len(range(n)) == 64`` on the batch size n. While
+    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it.
 
     Args:
         root: its code is that of the Python modules in which its classes and their ``forward`` stand, and all code that
@@ -208,14 +208,14 @@ class Path:
         return name in self._own or not (_foreign(name) or installed)
 
     def other(self, path: Path) -> str | None:
-        """The first function that both paths enter and go through in another way; None if there is none."""
+        """Name of the first function that both paths enter but execute differently; None if they agree."""
         both = (code for code in self._taken if code in path._taken)
         return next((code.co_qualname for code in both if self._taken[code] != path._taken[code]), None)
 
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Leave what runs in here out of a `Path` that is on."""
+    """Pause an active `Path` inside the block."""
     if sys.version_info >= (3, 12):
         event = sys.monitoring.events.INSTRUCTION
         tools = [i for i in range(6) if sys.monitoring.get_tool(i) == "lipkit"]
@@ -239,7 +239,7 @@ def _foreign(name: str) -> bool:
 
 
 def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | None:
-    """The dimension of the batch, from the sizes for both of `BATCHES`, and what is merged with it; None without one.
+    """(dimension of the batch, entries per sample merged into it), from the sizes for both of `BATCHES`, or None.
 
     >>> batch_axis((4, 2), (4, 3)), batch_axis((10, 4), (15, 4)), batch_axis((2, 4), (2, 4)), batch_axis((2, 2), (3, 3))
     ((1, 1), (0, 5), None, None)
@@ -251,7 +251,7 @@ def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | Non
 
 
 def trace(root: Root, x: tuple[Tensor, Tensor]) -> fx.Graph:
-    """The graph of ``root`` for inputs of the shape of the sample batches ``x``, of both of `BATCHES`.
+    """The graph of ``root``, traced for the two sample batches ``x``, of the sizes `BATCHES`.
 
     Every node has the path of the module that made it in ``meta["where"]``.
 
@@ -280,12 +280,12 @@ def trace(root: Root, x: tuple[Tensor, Tensor]) -> fx.Graph:
 
 
 class _Proxy(fx.Proxy):
-    """A symbol whose sizes, the batch apart, are numbers; its in-place operators are recorded as such."""
+    """A symbolic tensor. Its sizes are numbers except for the batch; its in-place operators are recorded in place."""
 
     tracer: _Tracer
 
     def _shape(self) -> tuple[int, ...] | None:
-        """For the sample batch, if it is a tensor of as many dimensions for every batch."""
+        """Shape for the sample batch; None if the value is no tensor, or if its rank may depend on the batch."""
         value = self.tracer.value(self.node)
         return value.shape if isinstance(value, Tensor) and self.tracer.how.get(self.node) != BATCH else None
 

@@ -1,4 +1,4 @@
-"""Chains of modules: the product of their constants, the walk of their errors, the runs that one LMI bounds."""
+"""Chains of modules: products of constants, propagated rounding errors, and runs that one LMI bounds."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class SlopeRun(NamedTuple):
     """Modules ``start`` to ``stop`` of a chain: linear layers with slope-restricted activations between them.
 
     Attributes:
-        weights: W_0 .. W_L in float64, each the product of what is linear between two activations.
-        errors: how far each entry of a weight may be from that product; zeros for a layer that stands alone.
+        weights: W_0 .. W_L in float64, each the product of the linear layers between two activations.
+        errors: bounds of the rounding error of each entry of a weight; zeros for a single layer.
         multipliers: of the L activations.
         places: of the L activations in the chain.
     """
@@ -98,7 +98,7 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
 
 
 def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:
-    """The matrix of a linear layer, the diagonal of a scaling of vectors, None for others; shifts aside."""
+    """The matrix of a linear layer or the diagonal of a scaling of vectors, without shifts; None for other modules."""
     if type(module) is nn.Linear:
         return to_double(module.weight.detach())
     if not vectors or type(module) is not Affine:
@@ -108,7 +108,7 @@ def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None
 
 
 def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """A matrix or a diagonal times those before it, in float64, with a bound of the error of each entry."""
+    """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error."""
     if part is None:
         return left, torch.zeros_like(left)
     right, error = part
@@ -152,17 +152,17 @@ def constants(children: Iterable[nn.Module], input_shape: Shape | None) -> list[
 
 
 def _product(factors: Sequence[Tensor]) -> Tensor:
-    """Rounded up."""
+    """Product of 0-d factors, rounded up."""
     return functools.reduce(multiply_up, factors, torch.ones((), dtype=torch.float64))
 
 
 def whole(factors: Sequence[float]) -> float:
-    """The product of constants, rounded up; infinite if one is, which may stand for numbers that are not finite."""
+    """Product of constants, rounded up. It is infinite if one is, even beside 0: weights may not be finite there."""
     return math.inf if math.inf in factors else product(*factors)
 
 
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
-    """The product of the factors, where each run of linear layers with multipliers has the gain that its LMI proves."""
+    """The product of the factors; a run of linear layers with multipliers counts with the gain of its LMI."""
     found, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
     for run in runs:
         norms = whole(found[run.start : run.stop])
@@ -177,12 +177,11 @@ class ChainProof:
     """A network, proved module by module in one walk.
 
     Attributes:
-        constant: of the whole network, rounded up; `inf` where nothing is known.
-        prefixes: of its first 0, 1, 2, ... modules, rounded up.
+        constant: of the whole network, rounded up; `inf` if no bound follows.
+        prefixes: constants of its first 0, 1, 2, ... modules, rounded up.
         last: its last module if that is exactly an ``nn.Linear``, whose outputs are bounded one by one; else None.
-        steps: the errors of the modules (of those before ``last``) in machine arithmetic; none where rounding is
-            ignored.
-        slack: what the exact transforms of Fourier layers can add to a constant, as a factor.
+        steps: the modules before ``last`` with their rounding rules; empty if rounding is ignored.
+        slack: factor by which the exact transforms of Fourier layers can raise a constant.
     """
 
     constant: float
@@ -193,7 +192,7 @@ class ChainProof:
 
     @property
     def body_constant(self) -> float | None:
-        """Of everything before the last layer; None without one."""
+        """The constant of all modules before the last layer; None without such a layer."""
         return None if self.last is None else self.prefixes[-2]
 
 

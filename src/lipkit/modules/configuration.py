@@ -26,7 +26,7 @@ def real(value: Any) -> bool:
 
 
 def whole(least: int = -(2**31), most: int = 2**31 - 1, count: int | None = None) -> Accepts:
-    """An integer, or up to 16 of them; with ``count``, just as many."""
+    """Accepts an integer in [least, most], or a tuple of up to 16 (exactly ``count``, if given)."""
 
     def accepts(value: Any) -> bool:
         if isinstance(value, tuple):
@@ -56,12 +56,12 @@ def submodule(value: Any) -> bool:
 
 
 def submodules(value: Any) -> bool:
-    """Modules, likewise."""
+    """A tuple of modules, each described as `submodule`."""
     return isinstance(value, tuple)
 
 
 def mapping(value: Any) -> bool:
-    """Numbers by name, which ``make`` reads."""
+    """A mapping of names to numbers, which ``make`` reads."""
     return isinstance(value, dict)
 
 
@@ -72,7 +72,7 @@ MAX_DEPTH = 50
 
 
 def stored_as(kind: type[nn.Module]) -> Stored | None:
-    """How modules of exactly this type are saved, if they are."""
+    """The storage rule of exactly this type; None if modules of this type cannot be saved."""
     stored = ROWS[kind].stored if kind in ROWS else None
     return stored if stored is None or isinstance(stored, Stored) else Stored(stored)
 

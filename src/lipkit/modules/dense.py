@@ -120,11 +120,11 @@ def inner_products(
     copies: float = 1.0,
     blocked: bool = True,
 ) -> Measure:
-    """The bound of the module docstring.
+    """Rounding rule of ``W x + b``, computed as inner products of at most ``terms`` terms.
 
     Args:
-        absolute: |x| to ``|W| |x| + |b|``.
-        sums: |W| to its largest row sum and its largest column sum.
+        absolute: maps |x| to ``|W| |x| + |b|``.
+        sums: maps |W| to its largest row sum and its largest column sum.
         weight: the stored numbers of W.
         terms: n, the most terms of one output.
         outputs: how many outputs a sample has.
@@ -155,7 +155,7 @@ def inner_products(
 
 
 def linear_range(module: Any, x: Range) -> Range:
-    """Of a layer with a weight: its moduli on the radii."""
+    """Range of ``W x + b`` on a box with centre c and radii r: ``W c + b +- |W| r``."""
     positive = copy.deepcopy(module)
     positive.weight = nn.Parameter(module.weight.abs(), requires_grad=False)
     positive.bias = None
@@ -184,8 +184,8 @@ def last_layer(
     """The rounding error of each output of a dense layer alone.
 
     Returns:
-        ``at``: inputs (N, n) to the error (N, K) there; ``slope`` (K,): what it grows by per distance from them;
-        ``peak``: inputs to the size (N, K) of the numbers on the way.
+        ``at``: maps inputs (N, n) to the error (N, K) there. ``slope`` (K,): growth of the error per unit of l2
+        distance. ``peak``: maps inputs to bounds (N, K) of the moduli of intermediate numbers.
     """
     weight = module.weight.detach().abs()
     bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().abs()

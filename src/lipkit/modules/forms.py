@@ -45,11 +45,11 @@ class Form:
     gains: Tensor
 
     def scaled(self, factor: Tensor) -> Form:
-        """The bound behind a map with Lipschitz constant ``factor`` (0-d); exact for the factors 0 and 1."""
+        """The bound after a map of Lipschitz constant ``factor`` (0-d): gains times factor, exact for 0 and 1."""
         return Form(self.frame, _times(self.gains, factor))
 
     def lifted(self) -> Form:
-        """This bound in terms of the sources of the whole: by Cauchy and Schwarz, since the pieces are orthogonal."""
+        """This bound with gains over the sources of the uncut value: pieces are orthogonal (Cauchy-Schwarz)."""
         assert self.frame.whole is not None
         nonzero = int((self.gains != 0).sum())
         norm = self.gains.sum() if nonzero < 2 else up(torch.linalg.vector_norm(self.gains), len(self.gains) + 2)
@@ -73,7 +73,7 @@ def source() -> Form:
 
 
 def cut(form: Form, pieces: int) -> tuple[Form, ...]:
-    """The disjoint pieces of a value.
+    """The bounds of the disjoint pieces of a value: one new source for each piece.
 
     >>> a, b = cut(source(), 2)
     >>> three = torch.tensor(3.0, dtype=torch.float64)
@@ -116,7 +116,7 @@ def blended(share: Tensor, forms: Sequence[Form]) -> Form:
 
 
 def stacked(forms: Sequence[Form]) -> Form:
-    r"""Bound of values side by side (a concatenation; also a maximum of them, whose changes are no larger).
+    r"""Bound of a concatenation of values, and of their maximum, which changes no more than the concatenation.
 
     With rows of gains :math:`G`: :math:`\|\Delta\| \le \|G\|_2\,\|\Delta p\|`; for one source, the root of the sum of
     the squares.

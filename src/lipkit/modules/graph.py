@@ -145,9 +145,9 @@ class Joining(NamedTuple):
     Attributes:
         form: the bound of the result from those of the values.
         error: a bound of how far the exact result moves, from how far the values move.
-        operations: chained roundings of one entry of the result.
+        operations: number of chained roundings in one entry of the result.
         plain: the join with constant numbers.
-        number: the largest number that it holds, whose own rounding, absolutely, counts for each value.
+        number: largest modulus of a number that the join stores; the rounding of that number counts for each value.
     """
 
     form: Callable[[Any, Sequence[Form]], Form]
@@ -300,7 +300,7 @@ def _joining(node: nn.Module) -> Joining:
 
 
 def value_forms(graph: Graph, constants: Sequence[Tensor | None]) -> list[Form]:
-    """The bound of every value, from the constant of every module that is no join."""
+    """The bound of every value, from the constants of the modules (None for joins)."""
 
     def behind(i: int, forms: Sequence[Form]) -> Form:
         constant = constants[i]
@@ -317,7 +317,7 @@ def forms_of(
 
     Args:
         nodes, sources: as of `Graph`.
-        behind: number of a module that is no join, and the bounds so far, to the bound behind it.
+        behind: maps the number of a module (no join) and the bounds so far to the bound of its output.
     """
     pieces = _disjoint(nodes, sources)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
@@ -334,7 +334,7 @@ def forms_of(
 
 
 def _disjoint(nodes: Sequence[nn.Module], sources: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[range]]:
-    """For each value and dimension that is cut into pieces without common entries: the pieces."""
+    """The pieces of each (value, dimension) whose pieces share no entries."""
     found: dict[tuple[int, int], list[range]] = {}
     for node, read in zip(nodes, sources, strict=True):
         if type(node) is Piece:
@@ -355,7 +355,7 @@ def graph_constant(module: Graph, input_shape: Shape | None) -> Tensor:
 
 
 def _constants(graph: Graph, shapes: Sequence[Shape | None]) -> list[Tensor | None]:
-    """Of every module that is no join."""
+    """The constant of every module; None for a join."""
     return [
         None if isinstance(node, Join) else lipschitz(node, shapes[read[0]])
         for node, read in zip(graph.nodes, graph.sources, strict=True)
@@ -370,13 +370,13 @@ class Wiring:
         self.sources: list[tuple[int, ...]] = []
 
     def add(self, module: nn.Module, *values: int) -> int:
-        """The number of the module's output."""
+        """Append a module that reads these values; return the number of its output."""
         self.modules.append(module)
         self.sources.append(values)
         return len(self.modules)
 
     def used(self, output: int) -> list[int]:
-        """The values that lead to a value, the input apart, in order."""
+        """The values that ``output`` depends on, itself included, the network's input excluded, in ascending order."""
         found, wanted = set[int](), [output]
         while wanted:
             value = wanted.pop()
@@ -386,7 +386,7 @@ class Wiring:
         return sorted(found)
 
     def chain(self, output: int) -> list[nn.Module]:
-        """The modules that lead to a value, one behind the other: a `Graph` only where values branch.
+        """The modules that compute value ``output`` from the input, as a chain with a `Graph` wherever values branch.
 
         >>> wiring = Wiring()
         >>> y = wiring.add(nn.ReLU(), wiring.add(nn.Linear(2, 2), 0))
@@ -408,7 +408,7 @@ class Wiring:
         return chain
 
     def part(self, values: Sequence[int], begin: int = 0) -> tuple[list[nn.Module], list[list[int]]]:
-        """The modules that make these values from an earlier one, and their sources, numbered as in a `Graph`."""
+        """The modules that compute ``values`` from value ``begin``, and their sources, numbered as in a `Graph`."""
         number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}
         sources = [[number[value] for value in self.sources[after - 1]] for after in values]
         return [self.modules[value - 1] for value in values], sources
@@ -425,7 +425,7 @@ def export_graph(module: Graph, input_shape: Shape) -> nn.Module:
     refuse_inplace(module)
     shapes, wiring, place = value_shapes(module, input_shape), Wiring(), [0]
     readers = collections.Counter(value for read in module.sources for value in read)
-    # Who reads a value of the wiring: identities have none of their own, so several of ours may be the same one.
+    # Number of readers of each value in the wiring. An identity adds no value, so several values here can share one.
     waiting = {0: readers[0]}
     for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
         given = [place[value] for value in read]
@@ -476,7 +476,7 @@ def _graph_error(module: Graph, input_shape: Shape, arithmetic: Arithmetic) -> M
 def _advanced(
     node: nn.Module, step: ProvedModule | None, given: list[ErrorBound], shape: Shape, arithmetic: Arithmetic
 ) -> ErrorBound:
-    """After one more module; how far its exact value moves is left to the caller."""
+    """The bounds after one more module or join. The caller sets ``move``."""
     if step is not None:
         return advance(given[0], step)
     joining = _joining(node)

@@ -1,8 +1,8 @@
 """Refusal of modules whose forward pass is not the one that their type names.
 
-Seen are hooks, methods replaced on the instance or on a class, parametrizations, weights that are not ordinary tensors
-of numbers, and modes that change the operations of torch. Not seen is code that was changed below the classes: torch's
-own functions, the code object of a method, or a method that asks whether it is being traced (`docs/rounding.md`).
+The check finds hooks, methods replaced on the instance or on a class, parametrizations, weights that are not ordinary
+tensors of numbers, and modes that change the operations of torch. It cannot find changes below the classes: in torch's
+own functions, in the code object of a method, or in a method that asks if it is being traced (`docs/rounding.md`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def type_name(kind: type) -> str:
 
 
 def remember(kind: type[nn.Module]) -> None:
-    """Note the methods of a class and its bases as those that a rule is about; the first time counts."""
+    """Record the methods of a class and its bases as the ones that its rule covers. Only the first call counts."""
     for base in kind.__mro__[:-1]:
         _METHODS.setdefault(base, _methods(base))
 

@@ -1,4 +1,4 @@
-"""``local_error``: the rounding error of one module by its row, and of chains of them."""
+"""The rounding error of one module, read from its row (`local_error`), and of a chain of modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, size
 
 
 def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    """The rule of a module, made ready for inputs of one shape.
+    """The rounding rule of a module, prepared for inputs of one shape.
 
     Raises:
         NoRuleError: no rule for exactly this type, or a module whose forward pass may not be that of its type.
@@ -34,7 +34,7 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
 
 
 def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    """The answer of a module that only moves numbers, drops them, or changes their signs: no error."""
+    """Rounding rule of a module that only moves numbers, drops them or changes their signs: the error is 0."""
     return lambda x: Local(nothing(x), nothing(x))
 
 
@@ -63,9 +63,9 @@ class ErrorBound(NamedTuple):
     Attributes:
         centre: the output at the sample, computed in float64.
         centre_error: (N,) bounds its distance from the exact one, C.
-        error: bounds the error of the machine, E.
-        move: bounds how far the exact output has moved, D.
-        peak: bounds every number on the way.
+        error: bounds the machine's error, E.
+        move: bounds the distance of the exact outputs at an input and at its sample, D.
+        peak: bounds the modulus of every intermediate number.
     """
 
     centre: Tensor
@@ -81,13 +81,13 @@ class ErrorBound(NamedTuple):
 
 
 def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> ProvedModule:
-    """One step of a chain.
+    """Prove the constant and the rounding rules of one module of a chain.
 
     Args:
         module: in float64.
         input_shape: of one input.
         arithmetic: of the evaluator.
-        constant: the module's own; it is rounded up by more than the stored transform of a Fourier layer can lack.
+        constant: of the module. It is enlarged by more than a Fourier layer's stored transform can fall short.
     """
     gain = grow(float(constant.detach()) * (1 + 2.0**-44))
     machine = local_error(module, input_shape, arithmetic)
@@ -98,7 +98,7 @@ def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, 
 def prepare(
     modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic
 ) -> tuple[list[ProvedModule], Shape]:
-    """The steps of a chain of modules in float64, and the shape of its output."""
+    """The proved modules of a chain in float64, and the shape of its output."""
     steps = []
     for module in modules:
         steps.append(prove_module(module, input_shape, arithmetic, lipschitz(module, input_shape)))
@@ -107,14 +107,14 @@ def prepare(
 
 
 def start(x: Tensor) -> ErrorBound:
-    """Before the first module: the machine's input is exact, at a distance of at most s."""
+    """The bounds before the first module: the machine's input is exact and within s of the sample."""
     zero = nothing(x)
     # The machine's inputs are finite numbers of its format: they are no peak themselves.
     return ErrorBound(x, zero.at, zero, Line(zero.at, 1.0), zero)
 
 
 def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
-    """After one more module."""
+    """The bounds after one more module: :math:`E' = L E + \text{own}(E + D + C)`, :math:`D' = L D`."""
     spread, own = bound.spread, step.machine(bound.centre)
     own64 = own if step.double is step.machine else step.double(bound.centre)
     return ErrorBound(
@@ -127,7 +127,7 @@ def advance(bound: ErrorBound, step: ProvedModule) -> ErrorBound:
 
 
 def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
-    """The whole chain, at a batch x in float64."""
+    """The bounds after the whole chain, for a batch x in float64."""
     bound = start(x)
     with torch.no_grad():
         for step in steps:
@@ -136,12 +136,12 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
 
 
 def reach(bound: ErrorBound) -> Line:
-    """Bounds the norm of the machine's output."""
+    """Bound of the norm of the machine's output: ``||centre|| + spread``."""
     return bound.spread.plus(Line(grow(size(bound.centre)), 0.0))
 
 
 def chain_error(modules: Sequence[nn.Module], input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    """The error of modules that follow each other."""
+    """The rounding rule of a chain of modules."""
     steps, _ = prepare(modules, input_shape, arithmetic)
 
     def measure(x: Tensor) -> Local:

@@ -58,9 +58,9 @@ class Stored(NamedTuple):
     """How modules are saved and loaded.
 
     Attributes:
-        arguments: what each accepts.
-        read: the arguments of a module; by default its attributes of those names (of ``bias``, whether there is one).
-        make: from the arguments to a module, its tensors unset; by default its type.
+        arguments: names of the constructor's arguments, each with a test of its values.
+        read: maps a module to its arguments; by default the attributes of these names (``bias``: True if it has one).
+        make: maps arguments to a module whose tensors are unset; by default the module's type.
     """
 
     arguments: Mapping[str, Accepts]
@@ -79,7 +79,7 @@ Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
 
 
 class Plain(NamedTuple):
-    """All that a module answers. What it does not answer is refused by name.
+    """One row of the table of modules. A question that the row leaves open is refused with the module's name.
 
     Attributes:
         kind: its type, matched exactly.
@@ -104,7 +104,7 @@ class Plain(NamedTuple):
 
 
 ROWS: dict[type[nn.Module], Plain] = {}
-"""Every module that answers anything, by type."""
+"""The row of each module, by its exact type."""
 
 
 def add_plain(row: Plain) -> None:
@@ -143,7 +143,7 @@ def export_rule(*types: type[nn.Module]) -> Callable[[ExportRule], ExportRule]:
 
 
 def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Rule]:
-    """Register a rule as this answer of exactly these types."""
+    """Register a rule as field ``column`` in the rows of exactly these types."""
 
     def filled(rule: Rule) -> Rule:
         for kind in types:
@@ -159,7 +159,7 @@ def fill(column: str, types: tuple[type[nn.Module], ...]) -> Callable[[Rule], Ru
 
 
 def bounded(kind: type[nn.Module]) -> bool:
-    """True for a type that has a constant of its own."""
+    """True for a type whose row has a Lipschitz constant."""
     return kind in ROWS and ROWS[kind].constant is not None
 
 
@@ -169,11 +169,11 @@ def stored_types() -> tuple[type[nn.Module], ...]:
 
 
 def stored_type(name: str) -> type[nn.Module] | None:
-    """The one that is saved under this name."""
+    """The type that is saved under this name; None if no type is."""
     return next((kind for kind in stored_types() if kind.__name__ == name), None)
 
 
 def rules() -> dict[type[nn.Module], tuple[bool, bool]]:
-    """Every type with a rule, and whether it has one for ``lipschitz`` and one for ``export``."""
+    """Every type with a rule, mapped to (has a rule for ``lipschitz``, has a rule for ``export``)."""
     found = {kind: (bounded(kind), row.export is not None or row.stored is not None) for kind, row in ROWS.items()}
     return {kind: (known, exported) for kind, (known, exported) in found.items() if known or ROWS[kind].export}

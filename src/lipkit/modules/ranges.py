@@ -1,8 +1,8 @@
 r"""Ranges of values: interval arithmetic, entry by entry.
 
-Of a map of one sign or with all signs dropped, :math:`f(c) \pm |W| r` around the centre c of the box with radii r; of a
-monotone function, its values at both ends. No certificate rests on a range: limits are part of the network
-(`lipkit.modules.products`). Ranges say where it is the function that it was made from.
+On a box with centre c and radii r, a linear map W has the range :math:`W c \pm |W| r`, and a non-decreasing function
+has its values at both ends. No certificate rests on a range: limits are part of the network
+(`lipkit.modules.products`). Within the ranges, the limited network equals the one that it was made from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Range(NamedTuple):
 
     @property
     def centre(self) -> Tensor:
-        """Halfway."""
+        """Middle of each interval."""
         return (self.low + self.high) / 2
 
     @property
@@ -41,10 +41,10 @@ def around(centre: Tensor, radius: Tensor) -> Range:
 
 
 def one_sign(module: Any, x: Range) -> Range:
-    """Of a linear map each of whose rows has weights of one sign."""
+    """Range of a linear map whose weights have one sign in each row: ``W c +- |W r|``."""
     return around(module(x.centre), module(x.radius).abs())
 
 
 def monotone(module: Any, x: Range) -> Range:
-    """Of a map none of whose outputs falls where an input rises."""
+    """Range of a non-decreasing map: its values at both ends."""
     return Range(module(x.low), module(x.high))

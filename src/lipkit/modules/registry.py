@@ -232,7 +232,7 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
         module = settled(module)
     rule = _rule(module, "export")
     cuda = sorted({p.device.index for p in module.parameters() if p.is_cuda})
-    # Plain modules draw initial values before they are given theirs: the caller's random stream must not see it.
+    # Constructors draw random initial values, which are overwritten: the caller's random stream must not change.
     with torch.no_grad(), without_autocast(), torch.random.fork_rng(devices=cuda):
         try:
             shape = checked_shape(input_shape)

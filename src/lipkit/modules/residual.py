@@ -57,7 +57,7 @@ class SlopeResidual(nn.Module):
 
 
 def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error: float = 0.0) -> Tensor:
-    """The bound of the module docstring for matrices (or batches of them, one for each frequency).
+    """Upper bound of the constant of a `SlopeResidual` with these matrices (or batches, one for each frequency).
 
     Args:
         w1: ``(..., h, n)``, float64 or complex128. w2: ``(..., n, h)``. multiplier: ``(h,)``, positive.
@@ -93,7 +93,7 @@ def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float
 
 
 def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
-    """The smaller of what the multiplier proves and 1 + the product of the three constants."""
+    """The smaller of the multiplier's bound and 1 + the product of the three parts' constants."""
     parts = (module.first, module.activation, module.second)
     for part in parts:
         guard(part)

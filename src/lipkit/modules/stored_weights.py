@@ -50,7 +50,7 @@ def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
             continue
         blocks = _blocks(tensor)
         steps = blocks.abs().amax(1) / (2 ** (bits - 1) - 1)
-        # A block of zeros has no step of its own: any serves. So it is where the division underflows.
+        # Any step serves a block of zeros, or one whose division underflows.
         steps = torch.where(steps > 0, steps, torch.ones_like(steps))
         integers = (blocks / steps[:, None]).round().to(_INTEGERS[bits])
         stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)

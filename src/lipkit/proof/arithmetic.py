@@ -41,7 +41,7 @@ class Arithmetic:
     rounds_weights: bool = False
 
     def gamma(self, operations: float) -> float:
-        """Bound of the relative error of that many chained operations, ``inf`` where there is none.
+        """Bound of the relative error of ``operations`` chained operations; ``inf`` if none exists.
 
         >>> FLOAT64.gamma(10) >= 10 * 2.0**-53, FLOAT32.gamma(2.0**24)
         (True, inf)
@@ -50,7 +50,7 @@ class Arithmetic:
         return 1.01 * product / (1 - product) if product < 0.5 else math.inf
 
     def depth(self, terms: int) -> int:
-        """The most operations on the way of one term of an inner product: its product and its sums.
+        """The largest number of roundings that one term of an inner product passes: its product and its additions.
 
         >>> import dataclasses
         >>> FLOAT32.depth(1024), dataclasses.replace(FLOAT32, block=32).depth(1024)
@@ -62,7 +62,7 @@ class Arithmetic:
 
     @property
     def room(self) -> float:
-        """The limit for bounds of the numbers on the way: they are norms, so a quarter of the range is left."""
+        """Limit for bounds of intermediate numbers: a quarter of the range, since bounds are norms."""
         return self.largest / 4
 
     @property
@@ -101,13 +101,13 @@ class Line(NamedTuple):
         return Line(grow(self.at + other.at), grow(self.slope + other.slope))
 
     def times(self, factor: float) -> Line:
-        """The bound times a number >= 0; nothing is left where the number is 0."""
+        """The bound times a number >= 0; exactly 0 if the number is 0."""
         if factor == 0:
             return Line(torch.zeros_like(self.at), 0.0)
         return Line(grow(self.at * factor), grow(product(self.slope, factor)))
 
     def below(self, inner: Line) -> Line:
-        """This bound where its distance is itself bounded by ``inner``."""
+        """The bound at a distance that the line ``inner`` bounds: ``at + slope * inner``."""
         return inner.times(self.slope).plus(Line(self.at, 0.0))
 
     def most(self, other: Line) -> Line:
@@ -116,7 +116,7 @@ class Line(NamedTuple):
 
 
 def flat(like: Tensor, number: float) -> Line:
-    """A number >= 0 at every distance, for each of N samples: that of the float64, whatever the format of ``like``.
+    """The constant line ``number`` >= 0 for each of N samples, always in float64; ``like`` gives N and the device.
 
     >>> flat(torch.zeros(1), 0.1).at.item()
     0.1

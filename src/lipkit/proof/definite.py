@@ -11,7 +11,7 @@ import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-# Below this size the cost of a call is more than that of the factorisation: the batch goes to torch at once.
+# Below this size a call costs more than the factorisation itself, so torch factorises the whole batch in one call.
 _SMALL = 16
 
 

@@ -33,7 +33,7 @@ MANY = 1500
 
 
 def gram_matrix(a: Tensor) -> Tensor:
-    """On the smaller side."""
+    """``A* A`` of a tall matrix, ``A A*`` of a wide one: the smaller of the two Gram matrices."""
     return a.mH @ a if a.shape[-2] >= a.shape[-1] else a @ a.mH
 
 
@@ -65,7 +65,7 @@ def _level(a: Tensor, gram: Tensor, guess: Tensor, slacks: Sequence[float]) -> T
 
 
 def _largest_eigenvalue(gram: Tensor) -> Tensor:
-    """Of Hermitian matrices (F, p, p), as a guess: the last one of all, or Lanczos's where there are many."""
+    """Estimates (F,) of the largest eigenvalues of Hermitian matrices (F, p, p): by Lanczos from side `MANY` on."""
     if gram.shape[-1] >= MANY and not gram.is_complex():
         return torch.stack([_lanczos(one)[0] for one in gram])
     if _by_lapack(gram):
@@ -74,8 +74,8 @@ def _largest_eigenvalue(gram: Tensor) -> Tensor:
 
 
 def _lanczos(gram: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of one symmetric matrix and its vector; a guess, too."""
-    # A start that depends on nothing: the same numbers give the same bound.
+    """Estimates of the largest eigenvalue of one symmetric matrix and of its vector."""
+    # A fixed start vector: equal matrices give equal bounds.
     start = torch.linspace(0.5, 1.5, len(gram), dtype=gram.dtype, device="cpu").cos()
     try:
         values, vectors = eigsh(gram.cpu().numpy(), k=1, which="LA", v0=start.numpy(), tol=tolerance, **_SEEDED)
@@ -153,13 +153,15 @@ def _chunk(a: Tensor) -> Tensor:
     return _unscaled(_level(scaled, gram, _largest_eigenvalue(gram), _SLACKS), scaled, exponent, kind)
 
 
-# Above what is as good as the eigenvalue: rounding alone, and what a guess may be off by.
+# Relative slacks above a guess: none if it is exact up to rounding, then two for less accurate guesses.
 _SLACKS = (0.0, 1e-8, 1e-3)
 
 
 def _scaled(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices ``(F, m, n)`` with entries near 1, the exponents of two that they were divided by, and what they were:
-    0 for zero, 1, or infinity."""
+    """Matrices ``(F, m, n)`` as ``2^e A`` with entries of A near 1: A, the exponents e (F,), and the kinds (F,).
+
+    The kind is 0 for a zero matrix, inf for one with entries that are not finite, and 1 otherwise.
+    """
     finite = torch.isfinite(a).flatten(1).all(1)
     # Real and imaginary parts apart: the modulus of a finite complex number can overflow.
     parts = torch.view_as_real(a.resolve_conj()).flatten(-2) if a.is_complex() else a
@@ -172,7 +174,7 @@ def _scaled(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unscaled(level: Tensor, scaled: Tensor, exponent: Tensor, kind: Tensor) -> Tensor:
-    """The norms from squares of those of the scaled matrices."""
+    """Norms of the unscaled matrices from ``level``, proved squared norms of the scaled ones."""
     # Entries that the scaling (or the products) made subnormal lose at most 2^-1000 each.
     lost = scaled.shape[-1] * scaled.shape[-2] * 2.0**-500
     norm = scaled_back(up(level.sqrt(), 2) + lost, exponent)
@@ -181,13 +183,13 @@ def _unscaled(level: Tensor, scaled: Tensor, exponent: Tensor, kind: Tensor) -> 
 
 
 class Quick(NamedTuple):
-    """A proved bound of the norm of one matrix, and what its gradient takes.
+    """A proved bound of the norm of one matrix, and the vectors that give its gradient.
 
     Attributes:
         bound: 0-d float64.
         u, v: unit vectors of its rows and columns, in float64, whose ``u^T A v`` is within 5 % of the norm, and with
             the largest singular value simple and the steps converged its singular vectors.
-        ratio: bound over ``u^T A v``; 0 where there is no such thing (zero and infinite matrices).
+        ratio: bound over ``u^T A v``; 0 for zero matrices and for ones with infinite entries.
     """
 
     bound: Tensor
@@ -227,11 +229,11 @@ def quick_spectral_norm(a: Tensor) -> Quick:
     level, ratio = wide.new_zeros(1), wide.new_zeros(())
     if float(kind) == 1:
         gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
-        # Eigenvalues of small matrices cost less than calls.
+        # Up to side 8, all eigenvalues cost less than a call of Lanczos.
         value, rows = _lanczos(gram.float(), 1e-3) if len(gram) > 8 else _last(gram)
         level = _level(scaled, gram[None], value.double()[None], (2e-3, 1e-2, 5e-2))
         if not bool(level < 1.1 * value):
-            # The steps have missed the largest eigenvalue: nothing but the Frobenius norm is proved.
+            # Lanczos missed the largest eigenvalue, so only the Frobenius norm is proved: start again with LAPACK.
             value, rows = _last(gram)
             level = _level(scaled, gram[None], value[None], _SLACKS)
         rows = rows.to(wide.dtype)
@@ -243,7 +245,7 @@ def quick_spectral_norm(a: Tensor) -> Quick:
 
 
 def _by_lapack(gram: Tensor) -> bool:
-    """True for numbers on a CPU that LAPACK takes one matrix at a time; an accelerator takes a batch at once."""
+    """True if LAPACK should compute only the largest eigenvalue, matrix by matrix: on a CPU, from side `ALONE` on."""
     plain = gram.device.type == "cpu" and not transformed() and not torch.compiler.is_compiling()
     return plain and gram.shape[-1] >= ALONE
 
@@ -284,7 +286,7 @@ def spectral_norm(a: Tensor) -> Tensor:
 
 
 def largest_singular_value(a: Tensor) -> Tensor:
-    """The largest singular value of a matrix in float64, no bound: for its gradient, by vectors held constant.
+    r"""Estimate :math:`u^* A v` of the largest singular value, float64, of gradient :math:`u v^*`: u, v are constants.
 
     >>> round(float(largest_singular_value(torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64)))), 9)
     3.0
@@ -306,7 +308,7 @@ def largest_singular_value(a: Tensor) -> Tensor:
 
 
 def scale_to(bound: Tensor, surrogate: Tensor) -> Tensor:
-    """The proved value ``bound`` with the relative gradient of ``surrogate`` (a differentiable near-equal).
+    r"""The value ``bound`` with the gradient of :math:`\text{bound} \cdot s / s_0`, for a differentiable estimate s.
 
     >>> x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     >>> y = scale_to(torch.tensor(4.5, dtype=torch.float64), x * x)

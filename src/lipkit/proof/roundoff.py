@@ -34,7 +34,7 @@ def gamma(n: int) -> float:
 
 
 def up(value: Values, operations: int) -> Values:
-    """``value`` enlarged to cover that many roundings of positive terms.
+    """``value`` enlarged to cover ``operations`` roundings of positive terms.
 
     >>> up(1.0, 3) > 1, bool(up(torch.tensor(1.0, dtype=torch.float64), 3) > 1)
     (True, True)
@@ -118,7 +118,7 @@ def check_readable(a: Tensor) -> None:
     expected a dense tensor with numbers, got layout torch.sparse_coo on cpu: use .to_dense()
     """
     if torch.compiler.is_compiling():
-        return  # what is compiled proves nothing
+        return  # a compiled graph is never part of a proof
     if a.layout is not torch.strided or a.is_meta:
         remedy = "load its numbers first" if a.is_meta else "use .to_dense()"
         raise OptionError(f"expected a dense tensor with numbers, got layout {a.layout} on {a.device}: {remedy}")
