@@ -12,11 +12,11 @@ from lipkit.errors import OptionError
 from lipkit.text import printable, table
 
 LINES, COLUMNS = 25, 100
-"""The most that `print` of a result shows."""
+"""Limits of the text that `print` of a result shows."""
 
 
 class Shown:
-    """A dataclass of results: `describe` says all, ``print``, ``repr`` and notebooks as much of it as fits a screen."""
+    """A dataclass of results. `describe` returns all of it; ``print``, ``repr`` and notebooks show at most a screen."""
 
     def describe(self) -> str:
         """Every field, tensors and networks by their size."""
@@ -34,7 +34,7 @@ class Shown:
 
 
 def screen(text: str) -> str:
-    r"""As much of a text as fits: `LINES` lines of `COLUMNS` characters, of which the last one says what is left out.
+    r"""A text cut to `LINES` lines of `COLUMNS` characters; the last line then says how much is left out.
 
     >>> len(screen("a\n" * 99).splitlines()), screen("a\n" * 99).splitlines()[-1]
     (25, '... and 75 lines more: describe() has all')

@@ -1,4 +1,4 @@
-"""Upper bounds of one linear map: proved, differentiable, float64. What is lower or an estimate says so in its name."""
+"""Upper bounds of one linear map: proved, differentiable, float64. Lower bounds and estimates say so in their names."""
 
 from collections.abc import Callable
 

@@ -28,12 +28,12 @@ from lipkit.bounds.gram_symbol import GramSymbol
 from lipkit.bounds.peak import half_turn
 from lipkit.proof.roundoff import UNIT
 
-# Divisions that are planned.
+# How often cells are divided at most when the first size is planned.
 _DEPTH = 10
 
 
 class Cover(NamedTuple):
-    """The level proved, the frequency that asks for it as (group, point, periods), and the number of tests."""
+    """A proved level, the frequency (group, point, periods) that required it, and the number of tests."""
 
     level: float
     group: int
@@ -43,13 +43,13 @@ class Cover(NamedTuple):
 
 
 def fraction(symbol: GramSymbol, periods: tuple[int, int], level: float) -> float:
-    """Part of ``level``, a squared supremum, that the centre of its cell must reach; not positive: no bound follows."""
+    """Fraction of ``level`` reached at a cell's centre if the cell's supremum is ``level``; <= 0: no bound follows."""
     phi = max(m * math.pi / n for m, n in zip(symbol.degrees, periods, strict=True))
     return float(_share(np.float64(phi), symbol.curvature / level))
 
 
 def _share(phi: np.ndarray | np.float64, curvature: float) -> np.ndarray:
-    # Rounded against us: angles up, squares of cosines down.
+    # Round to the safe side: angles up, squares of cosines down.
     phi = phi * (1 + 8 * UNIT)
     bernstein = np.where(phi < math.pi / 2, np.cos(phi) ** 2 - 8 * UNIT, 0.0)
     return np.maximum(bernstein, 1 - 2 * phi * phi * (curvature * (1 + 16 * UNIT)) - 8 * UNIT)

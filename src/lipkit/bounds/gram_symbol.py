@@ -16,7 +16,7 @@ from lipkit.conv.block import half_autocorrelation, half_lags
 from lipkit.proof.definite import cholesky_succeeds, stored_entries
 from lipkit.proof.roundoff import UNIT, gamma
 
-# Matrices formed at once.
+# Number of matrices formed at once.
 _CHUNK_BYTES = 1 << 24
 # Up to this side, products of different groups go through one batched call.
 _SMALL = 8

@@ -100,7 +100,7 @@ def lipbound_estimate(kernel: Tensor, *, groups: int = 1, points: int = 10) -> T
 
 
 def _points(kernel: Tensor, points: int | None) -> tuple[int, int]:
-    """Points of each axis: one where the kernel has one tap."""
+    """Grid points of each axis; a single one if the kernel has one tap there."""
     if points is not None and (isinstance(points, bool) or not isinstance(points, int) or points < 1):
         raise OptionError(f"points: expected an integer of at least 1, got {points!r}")
     first, second = (1 if k == 1 else 5 * (k - 1) if points is None else points for k in kernel.shape[-2:])

@@ -36,7 +36,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.proof.norms import power_of_two, spectral_norm
 from lipkit.proof.roundoff import UNIT, gamma, to_double, up
 
-# A diagonal between this and its inverse makes at most 1e-60 of what a product below the normal range can lose.
+# Scales between this and its inverse keep the effect of products below the normal range under 1e-60.
 _SMALL = 1e-250
 
 
@@ -89,7 +89,7 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
 
 
 def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> Tensor:
-    """H of the module docstring, dense, float64.
+    """The block-tridiagonal matrix H of this module's LMI ``H >= 0``, dense, float64.
 
     Args:
         weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``; or ``(n_{k+1}, n_0 + ... + n_k)``, which reads all values before.
@@ -148,7 +148,7 @@ def proves_gain(
     # Each off-diagonal entry carries one rounding (Lambda W), possibly a subnormal one.
     error = 2 * UNIT * float(torch.linalg.matrix_norm(h))
     if errors:
-        # H is linear in the weights: the same matrix of their errors bounds its own, entry by entry.
+        # H is linear in the weights, so H of the weights' errors bounds the error of each entry.
         off = lmi_matrix(errors, multipliers, 0.0)
         off.diagonal().zero_()
         error += float(torch.linalg.matrix_norm(scale[:, None] * off * scale[None, :]))
@@ -157,7 +157,7 @@ def proves_gain(
 
 
 def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    r"""S and T of the two ends of H with :math:`(S; T)(S; T)^\top = C M^+ C^\top`, nearly: a proposal, to be proved.
+    r"""S and T for the two ends of H with nearly :math:`(S; T)(S; T)^\top = C M^+ C^\top`; they only propose gains.
 
     With M the middle blocks of H and C their coupling to the ends, :math:`H \succeq 0` iff :math:`M \succeq 0` and
     :math:`\gamma I \succeq C M^+ C^\top`.
@@ -174,7 +174,7 @@ def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple
 
 
 def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
-    r"""Smallest gain that these multipliers are found to prove; ``inf`` if they prove none. Arguments: `proves_gain`.
+    r"""A nearly smallest gain that these multipliers prove; ``inf`` if they prove none. Arguments: see `proves_gain`.
 
     An eigenvalue (`couplings`) proposes gamma, then :func:`proves_gain` decides.
 
@@ -205,7 +205,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
 
 
 def sandwich_gain(first: Tensor, second: Tensor, multiplier: Tensor, transform: float = 1.0) -> Tensor:
-    r"""Proved bound :math:`\tfrac12 \|M\|^2` of the module docstring.
+    r"""Proved gain :math:`\tfrac12 \|M\|^2` of a sandwich, :math:`M = [\Lambda^{1/2} W_1,\ \Lambda^{-1/2} W_2^*]`.
 
     Args:
         first: W_1 ``(..., q, p)``, real or complex; a batch holds the blocks of a block-diagonal operator

@@ -1,4 +1,4 @@
-r"""Multipliers that make the LMI of :mod:`lipkit.bounds.lmi` as tight as it can be: a barrier method of its own.
+r"""Multipliers that make the LMI of :mod:`lipkit.bounds.lmi` as tight as possible, by a barrier method.
 
 Minimise gamma over :math:`(\gamma, \lambda)` with :math:`H(\gamma, \lambda) \succ 0`. Every hidden unit i enters H by
 a matrix of rank two, :math:`e_i v_i^\top + v_i e_i^\top` with :math:`v_i = e_i - w_i` (:math:`w_i` its row of weights),
@@ -11,11 +11,11 @@ One Newton step costs one inverse of the total width N and one solve of the numb
 solver, which factors a system in the N(N+1)/2 entries of H, is slower by orders of magnitude here. Nothing rests on
 this file: its answer is proved, or rejected, by :func:`lipkit.bounds.lmi.proves_gain`.
 
-Multipliers that are there already can be balanced between input and output: times a common factor t they stay
+Given multipliers can be balanced between input and output: times a common factor t they stay
 positive, and :math:`G = C M^+ C^\top` (`lipkit.bounds.lmi.couplings`) becomes :math:`D G D`,
 :math:`D = \mathrm{diag}(\sqrt t\, I, I / \sqrt t)`, whose largest eigenvalue is the gain.
 
-Source: the structure is ours; the barrier method is Boyd & Vandenberghe, Convex Optimization, section 11.3.
+Source: Boyd & Vandenberghe, Convex Optimization, section 11.3, for the barrier method. Using rank two is new here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
-    """The factor t for which ``t * multipliers`` prove nearly the smallest gain; a proposal, to be proved.
+    """The factor t for which ``t * multipliers`` should prove the smallest gain. The result itself proves nothing.
 
-    It matters for a part of the outputs of a network whose multipliers were found for all of them.
+    Use it for some outputs of a network whose multipliers were found for all outputs.
 
     Args:
         weights: W_0 .. W_L, each ``(n_{k+1}, n_k)``.
@@ -69,7 +69,7 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     top_a, top_b = (float(torch.linalg.matrix_norm(m, 2)) if m.numel() else 0.0 for m in (a, b))
     if not (top_a > 0 and top_b > 0 and math.isfinite(top_a) and math.isfinite(top_b)):
         return 1.0
-    # Where the two blocks alone agree; the largest eigenvalue is convex in log t, and the coupling moves it little.
+    # Start where the two diagonal blocks agree: the eigenvalue is convex in log t, and the coupling moves it little.
     centre = 0.5 * math.log2(top_b / top_a)
     low, high = centre - 4, centre + 4
     for _ in range(32):
@@ -78,7 +78,7 @@ def balance(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
     return 2.0 ** min(max((low + high) / 2, -500.0), 500.0)
 
 
-# Norms between this and its inverse keep all that is made of them in range.
+# Norms between this and its inverse keep all intermediate numbers in range.
 _SMALLEST = 2.0**-120
 
 
@@ -105,7 +105,7 @@ def norm_multipliers(norms: Sequence[float]) -> list[float]:
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """Ends replaced by smaller ones with the same Gram matrices: the LMI sees nothing else of them."""
+    """The weights with the first and last replaced by smaller ones of equal Gram matrix, all that the LMI sees."""
     first, last = weights[0], weights[-1]
     if len(weights) > 1 and first.shape[1] > first.shape[0]:
         first = torch.linalg.qr(first.mT, mode="r").R.mT

@@ -43,7 +43,7 @@ def half_turn(periods: tuple[int, int]) -> Tensor:
 
 
 class _Symbols:
-    """Products by F(w) and its adjoint for vectors ``(g, c, B)``, each with a frequency of its own."""
+    """Products of F(w) and its adjoint with vectors ``(g, c, B)``, each at its own frequency w."""
 
     def __init__(self, kernels: Tensor) -> None:
         groups, self.cout, cin, kh, kw = kernels.shape
@@ -94,7 +94,7 @@ class _Symbols:
         return (torch.stack(basis, 1) * weights).sum(1), values[..., -1]
 
     def moved(self, v: Tensor, w: Tensor, radius: list[float]) -> Tensor:
-        """The best frequency near each one for its vector held fixed."""
+        """For each frequency w and vector v, the w' near w that maximises ``||F(w') v||``."""
         y = self.each_tap(v)
         gram = torch.einsum("gsob,gtob->gbst", y.conj(), y)
         line = torch.linspace(-1, 1, 7, device=w.device, dtype=w.dtype)

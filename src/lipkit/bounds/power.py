@@ -66,14 +66,14 @@ def _correlate(x: Tensor, kernel: Tensor, centre: tuple[int, int], groups: int) 
 
 
 def _quotients(x: Tensor, y: Tensor) -> Tensor:
-    """Squares of ``||y(f)|| / ||x(f)||`` for coefficients ``(C, F)``; 0 where x is mere rounding."""
+    """Squares of ``||y(f)|| / ||x(f)||`` for coefficients ``(C, F)``; 0 where x(f) consists of rounding errors."""
     power_in, power_out = (t.abs().square().sum(0) for t in (x, y))
     counts = power_in > 1e-4 * power_in.amax()
     return torch.where(counts, power_out, 0) / torch.where(counts, power_in, 1)
 
 
 def _best_frequency(x: Tensor, y: Tensor) -> Tensor:
-    """The largest quotient ``||y(f)|| / ||x(f)||`` over the frequencies f in which x is not mere rounding."""
+    """The largest quotient ``||y(f)|| / ||x(f)||`` over the frequencies where x(f) is more than rounding errors."""
     largest = _quotients(*(torch.fft.rfft2(t)[0].flatten(1) for t in (x, y))).amax()
     # sqrt has no finite derivative at 0, where the kernel is zero.
     return torch.where(largest > 0, largest, 1).sqrt() * (largest > 0)
@@ -124,7 +124,7 @@ def farnia_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 10) 
 
     References:
         Farnia, Zhang & Tse, ICLR 2019, and Ryu et al., ICML 2019, for the power method by convolutions; the fixed
-        start and the quotient per frequency are ours.
+        start and the quotient per frequency are new here.
     """
     check_kernel(kernel)
     _check_image(h, w)
@@ -176,18 +176,19 @@ def _krylov(a: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     return values[:, -1].clamp_min(0).sqrt(), _normed(best), which
 
 
-# All frequencies take this many steps together; then those go on whose matrices have so many entries, but at least 16.
+# All frequencies take SCREENING steps together. The best go on: as many as have ENTRIES entries in all, at least
+# CANDIDATES.
 SCREENING = 3
 ENTRIES = 2**16
 CANDIDATES = 16
-# After so many steps of Krylov spaces, so many of them go on.
+# After HEATS steps of Krylov spaces, the best FINALISTS go on.
 HEATS, FINALISTS = 5, 4
-# Up to this product of the frequencies and the cube of the smaller side, eigenvalues at all frequencies take less time.
+# Eigenvalues at all frequencies are faster up to this value of (number of frequencies) x (smaller side)^3.
 EXACT = 5_000_000
 
 
 def _points(chosen: Tensor, w: int) -> tuple[Tensor, Tensor]:
-    """The two frequencies of each place in a real transform."""
+    """The frequencies (f1, f2) of flat indices into a real 2-D transform."""
     half = w // 2 + 1
     return torch.div(chosen, half, rounding_mode="floor"), torch.remainder(chosen, half)
 
@@ -204,10 +205,10 @@ def _by_eigenvalues(taps: Tensor, h: int, w: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _by_steps(taps: Tensor, h: int, w: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`_by_eigenvalues`, estimated."""
+    """An estimate of :func:`_by_eigenvalues` by power steps, then Krylov spaces at the best frequencies."""
     count = h * (w // 2 + 1)
     candidates = min(max(CANDIDATES, ENTRIES // taps[..., 0, 0].numel()), count)
-    # Not where all frequencies go on.
+    # No screening if all frequencies go on anyway.
     screened = min(iterations, SCREENING) if candidates < count else 0
     image = start_vector(taps.shape[1] * h * w, taps).reshape(1, -1, h, w)
     if screened:
@@ -260,7 +261,7 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
     True
 
     References:
-        Lanczos, J. Res. Nat. Bur. Standards 45 (1950); the spaces at frequencies, and their choice, are ours.
+        Lanczos, J. Res. Nat. Bur. Standards 45 (1950); the spaces at frequencies, and their choice, are new here.
     """
     check_kernel(kernel)
     _check_image(h, w)

@@ -22,14 +22,14 @@ from lipkit.linalg.transforms import differentiated, outside
 from lipkit.proof.norms import largest_singular_value, scale_to, spectral_norm
 from lipkit.proof.roundoff import to_double, up
 
-# As many tests as a tighter bound may cost.
+# Largest number of tests that a tighter bound may cost.
 _FEW = 32
 
 
 def grid_correction(k: int, points: int) -> float:
-    r"""Factor from the maximum on ``points`` equispaced points to the supremum, for ``k`` taps: >= 1.
+    r"""Factor c >= 1 with (supremum) <= c (maximum on S equispaced points), for a trigonometric polynomial of k taps.
 
-    .. math:: 1 / \cos(\pi (k - 1) / (2 S))
+    .. math:: c = 1 / \cos(\pi (k - 1) / (2 S)), \qquad S = \text{points}
 
     References:
         Ehlich & Zeller, Mathematische Zeitschrift 86 (1964).
@@ -66,7 +66,7 @@ def symbol_sup(
 
     Returns:
         0-d float64, differentiable with respect to ``kernel``: the gradient is that of the largest singular value at
-        the frequency found, times the bound's share above it.
+        the frequency found, times the ratio of the bound to it.
 
     Guarantee:
         Upper bound, including rounding, for zero padding of any width, for circular padding of at most ``k - 1`` per
@@ -85,7 +85,7 @@ def symbol_sup(
     True
 
     References:
-        [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. The cells are ours.
+        [LipBound] section 4 for the matrix symbol; Rump, BIT 46 (2006) for the proof by Cholesky. Cells are new here.
     """
     _check_tolerance(tolerance)
     if points is not None:
@@ -97,7 +97,7 @@ def symbol_sup(
 
 
 def symbol_sup_estimate(kernel: Tensor, *, tolerance: float = 0.01) -> Tensor:
-    r"""The number that :func:`symbol_sup` proves first, without the proof: no bound.
+    r"""ESTIMATE: the level that :func:`symbol_sup` tries to prove first, without the proof.
 
     .. math:: (1 + 0.99\, \text{tolerance})\, \|F(w)\|_2
 
@@ -131,12 +131,12 @@ def _check_tolerance(tolerance: float) -> None:
 
 
 def _relative(tolerance: float) -> float:
-    """How far the first level, one of G = F* F, lies above its largest eigenvalue."""
+    """Relative distance of the first level above the largest eigenvalue found of G = F* F."""
     return (1 + 0.99 * tolerance) ** 2 - 1
 
 
 def _supremum(kernels: Tensor, tolerance: float, finer: bool | None) -> Tensor:
-    """The proved bound, or without ``finer`` the level that would be proved first, with the gradient of the norm."""
+    """The proved bound (without proof if ``finer`` is None), with the gradient of the largest singular value."""
     if kernels.shape[-2:] == (1, 1):
         return spectral_norm(kernels[..., 0, 0])
     with outside(kernels) as values:
@@ -161,14 +161,14 @@ def _norm_at(kernels: Tensor, group: int, point: tuple[int, int], periods: tuple
 
 
 def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer: bool) -> Cover:
-    """The proved level of G = F* F within this tolerance of its supremum, and where it was found.
+    """A proved level of G = F* F, at most ``tolerance`` above its supremum (as a norm), and the frequency of its peak.
 
     Args:
         peak, squared: the frequency of a search, and the largest eigenvalue there.
     """
     symbol = GramSymbol(values)
     sample = peak.sample.double()
-    # A level that cannot be right costs time; one that is no positive number would never be proved.
+    # Start from a positive finite level: no other one could ever be proved.
     squared = squared if 0 < squared < math.inf else 1.0
     # Nearly constant symbols are proved to many digits by a few cells.
     for closer in (1e-9, 1e-7, 1e-5, 1e-3) if finer else ():
@@ -186,12 +186,12 @@ def _proved(values: Tensor, peak: Peak, squared: float, tolerance: float, finer:
 def on_grid(
     kernel: Tensor, groups: int, sizes: tuple[int, int], norm: Callable[..., Tensor], *, every_size: bool = True
 ) -> Tensor:
-    """The bound by the norms at all equispaced frequencies: of ``u* F(w) v``, a polynomial of width k per axis.
+    """Bound by the norms at equispaced frequencies, times `grid_correction`: u* F(w) v has degree k - 1 per axis.
 
     Args:
         sizes: points per axis.
-        norm: a group, frequencies and these sizes to the largest norm, proved, of the symbols as computed there.
-        every_size: whether the bound is for all sizes of images, or for one of as many pixels as points.
+        norm: maps a group, frequencies and these sizes to the largest proved norm of the symbols computed there.
+        every_size: True for a bound for all image sizes, False for images of exactly ``sizes`` pixels.
     """
     check_kernel(kernel)
     corrections = [grid_correction(k, n) for k, n in zip(kernel.shape[-2:], sizes, strict=True)] if every_size else []

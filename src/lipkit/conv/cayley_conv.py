@@ -41,14 +41,14 @@ from lipkit.linalg.transforms import transformed
 
 
 class Rounded(NamedTuple):
-    """Inverses of N in the half precision of features, and the factors behind them."""
+    """Inverses of N in the half precision of the features, and the factors that they come from."""
 
     inverse: Symbol
     factors: tuple[Factors, Factors]
 
 
 class _Solved(torch.autograd.Function):
-    """One of the forms on images, with the derivative of the solve form; a second derivative goes by :func:`_plain`.
+    """A form of the layer on images, with a hand-written derivative; second derivatives use :func:`_plain`.
 
     Gain over it (AMD EPYC): 1.7 at 64@32, 1.5 at 128@16, 1.1 at 256@8, where the products dominate.
     """
@@ -71,7 +71,7 @@ class _Solved(torch.autograd.Function):
         groups = _groups(h, w, rest_real, rest_pair, constants)
         matrices = _transform(constants)
         rows = to_rows(x, matrices)
-        # Scale channels between the transforms and in place: a pass into fresh memory costs several of these.
+        # Scale in place between the transforms: a pass into fresh memory costs several in-place passes.
         if scale is not None and form == "first adjoint":
             rows.mul_(scale)
         n = real.shape[-1]
@@ -307,13 +307,13 @@ FEW_ROWS = 8
 def factors_for(normal: NormalMatrices, x: Tensor, uses: int = 1) -> tuple[Factors, Factors] | Rounded | None:
     """Factors for :func:`solve_form`, as constants; for an ``x`` of half precision, inverses in its dtype.
 
-    In half precision an inverse pays from a third as many images as channels on, instead of half as many: its products
+    In half precision an inverse pays from a third as many images as channels, not half as many: its products
     are that much faster than solves.
 
     Args:
         normal: :func:`normal_matrices` on the images of x.
         x: ``(B, C, h, w)``.
-        uses: how many calls of `solve_form` on so many images share the factors.
+        uses: number of calls of `solve_form` on as many images as x that share the factors.
 
     >>> normal = normal_matrices(torch.eye(2)[:, :, None, None], 2, 2)
     >>> factors_for(normal, torch.ones(8, 2, 2, 2, dtype=torch.bfloat16)).inverse.real.dtype

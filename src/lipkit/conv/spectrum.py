@@ -99,7 +99,7 @@ def kernel_symbol(kernel: Tensor, h: int, w: int) -> Symbol:
     return Symbol(re[:n_real], torch.stack((re[n_real:], im[n_real:]), 1))
 
 
-# Torch writes a batched product into a part of a tensor by one call per matrix. Below this many multiplications per
+# Into a part of a tensor, torch writes a batched product with one call per matrix. Below this many multiplications per
 # matrix, one batched product and a copy are faster.
 BATCHED = 2**19
 

@@ -25,7 +25,7 @@ from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.transforms import transformed
 
-# Up to this many inputs, their matrices multiply by passes over all images, which take as many times their memory.
+# Up to this many inputs, small matrices multiply by passes over all images, which need that multiple of the memory.
 FEW = 4
 
 

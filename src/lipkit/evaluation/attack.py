@@ -126,7 +126,7 @@ class Examples:
     Attributes:
         index: (M,) the sample.
         point: (M, *input_shape) float64, misclassified by the float64 network.
-        l2, linf: (M,) float64 distances of the points as they are.
+        l2, linf: (M,) distances of the float64 points from their samples.
         prediction: (M,) the class of the point.
     """
 
@@ -142,7 +142,7 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The findings of `attack_samples`; ``ran`` names the attacks that did run, ``clean`` counts what was correct."""
+    """The result of `attack_samples`. ``ran`` names the attacks that ran, ``clean`` is the accuracy without attack."""
 
     rows: tuple[Attacked, ...]
     cross_check: CrossCheck
@@ -271,14 +271,14 @@ def choose_samples(total: int, samples: int | None, seed: int) -> Tensor:
 
 
 def resolved_box(box: Box | Literal["auto"], x: Tensor) -> Box:
-    """The range of valid entries that "auto" stands for: [0, 1] if every sample lies in it, else None."""
+    """The box, with "auto" replaced by [0, 1] if every sample lies in it, else by None."""
     if isinstance(box, str) and box == "auto":
         return (0.0, 1.0) if bool(((x >= 0) & (x <= 1)).all()) else None
     return None if box is None else interval("box", box, finite=False)
 
 
 def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Tensor, box: Box) -> Tensor:
-    """The points in float64; those the float64 network gets right, moved outward by what float32 may have hidden."""
+    """The points in float64. A point that the float64 network still classifies right moves outward by up to 1e-4."""
     clean, points = clean.double(), points.double()
     result = points
     for further in (0.0, 1e-6, 1e-5, 1e-4):

@@ -58,7 +58,7 @@ def duration(seconds: float) -> str:
 
 RECIPE, CERTIFICATE, AGAIN = "recipe.yaml", "certificate.jsonl", "certify"
 CHECKER = "lipkit_check.py"
-"""The independent checker, a module of its own beside the package; a copy lies with each certificate."""
+"""The independent checker: a single module outside the package. Every certificate's folder gets a copy."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,9 +66,9 @@ class Outcome(Shown):
     """Folder, figures and record of a run that has ended.
 
     Attributes:
-        folder: the run's folder, or the one inside that a later certification got.
-        metrics: its figures by name: clean, certified(36/255), pgd(36/255), lipschitz, ... or test_mse, tightness, ...
-        record: the record they are in.
+        folder: the run's folder; for a later certification, its folder inside the run's.
+        metrics: figures by name: clean, certified(36/255), pgd(36/255), lipschitz, ... or test_mse, tightness, ...
+        record: the record that holds these figures.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Outcome(Shown):
     record: Record | RegressionRecord | None
 
     def describe(self) -> str:
-        """The figures, and where they are."""
+        """The figures and their folder."""
         return f"{figures(self.metrics)}\n{self.folder}"
 
 

@@ -30,7 +30,7 @@ def parse_numbers(value: Any) -> Any:
 
 
 def option_values(value: Any) -> Any:
-    """Options as YAML gives them, texts that are numbers turned into numbers; null is no options.
+    """Options read from YAML, with texts such as ``36/255`` converted to numbers. Null means no options.
 
     >>> option_values({"eps0": "36/255", "layer": "cayley", "std": ["1/4"]})["std"]
     [0.25]

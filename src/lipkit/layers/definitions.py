@@ -44,7 +44,7 @@ def symbol(kernel: Tensor, h: int, w: int) -> Tensor:
 
 
 def apply(symbol: Tensor, x: Tensor) -> Tensor:
-    """The convolution with these matrices on images (N, cin, h, w)."""
+    """Multiply the transforms of images (N, cin, h, w) by the matrices ``symbol`` (h, w, cout, cin); real result."""
     spectrum = torch.einsum("hwoi,nihw->nohw", symbol, torch.fft.fft2(x.to(torch.complex128)))
     return torch.fft.ifft2(spectrum).real
 
@@ -93,7 +93,7 @@ def cayley_transform(w: Tensor) -> Tensor:
 
 
 def semi_orthogonal(layer: Any, w: Tensor) -> Tensor:
-    """A free matrix, made semi-orthogonal by the layer's ``orthogonalize``."""
+    """The semi-orthogonal matrix that the layer's ``orthogonalize`` makes of a free one."""
     return cayley_transform(w) if function_name(layer.orthogonalize) == "cayley" else polar_factor(w)
 
 
@@ -149,8 +149,10 @@ def exponential(a: Tensor, terms: int) -> Tensor:
 
 
 def projector_product(h: Tensor, v: Tensor, image: tuple[int, int], kernel: tuple[int, int], centre: Any) -> Tensor:
-    """The product of (P_i + (I - P_i) z) and H, P_i = V_i V_i^T, at each frequency. Axes alternate; along each axis the
-    first, third, ... factor exchanges P_i and I - P_i."""
+    """The product of factors P_i + (I - P_i) z and of H at each frequency, with P_i = V_i V_i^T.
+
+    The axes alternate. Along each axis, the first, third, ... factor exchanges P_i and I - P_i.
+    """
     if h.shape[0] < h.shape[1]:
         return projector_product(h.mT, v, image, kernel, centre).mT
     shared = min(kernel) - 1

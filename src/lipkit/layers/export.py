@@ -62,15 +62,15 @@ def placed_like(layer: nn.Module, exact: Tensor) -> Tensor:
     return exact.to(device=own.device, dtype=own.dtype)
 
 
-# Relative to the largest row of a constrained object: rounding in float32 moves a row by 1e-6, a lost direction by 1.
+# Limit of a row's change, relative to the largest row: float32 rounding moves a row by 1e-6, a lost direction by 1.
 APART = 1e-2
 
 
 def exactly(layer: Layer, make: Callable[[Layer], Iterable[Tensor]], size: tuple[int, int] = (1, 1)) -> list[Tensor]:
-    """Constrained objects of a layer, made in float64 and rounded once; they must match those of its own format.
+    """Constrained objects of a layer, made in float64 and rounded once; they must match those made in its own dtype.
 
     Args:
-        make: from a layer to its objects. size: of the image after downsampling, for the message alone.
+        make: maps a layer to its objects. size: of the image after downsampling, for the message only.
 
     Raises:
         OptionError: the layer computes another function, because its format loses too much of the parameters.
@@ -104,7 +104,7 @@ def _singular_values(layer: nn.Module, size: tuple[int, int]) -> str:
 
 
 def export_linear(layer: ConstrainedLinear, input_shape: Shape) -> nn.Module:
-    """``nn.Linear`` with the constrained matrix as it is now."""
+    """``nn.Linear`` with the layer's present constrained matrix."""
     if input_shape[-1] != layer.in_features:
         raise ShapeError(f"expected input of shape (..., {layer.in_features}), got {input_shape}")
     return linear_module(exactly(layer, lambda made: [made.weight()])[0], layer.bias)

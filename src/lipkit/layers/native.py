@@ -39,7 +39,7 @@ def new_matrices(*shape: int, device: Any, dtype: Any) -> nn.Parameter:
 
 
 class Construction(nn.Module, ABC):
-    """The parameters of the kernels of all groups; calling it makes the kernels.
+    """Parameters of the kernels of all groups; a call returns the kernels.
 
     Args:
         groups, out_channels, in_channels: of each group.
@@ -66,7 +66,7 @@ class Construction(nn.Module, ABC):
         self.make_parameters(device, dtype)
 
     def made(self, free: Tensor) -> Tensor:
-        """Free matrices, made semi-orthogonal."""
+        """The semi-orthogonal matrices that ``orthogonalize`` makes of free ones."""
         return orthogonalized(self.orthogonalize, at_least_float32(free))
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Aol(Construction):
 
 
 CONSTRAINTS: dict[str, type[Construction]] = {"aoc": Aoc, "rko": Rko, "aol": Aol}
-"""By name: how a kernel of any stride is constrained."""
+"""Constructions of kernels of any stride, by name."""
 
 
 class _Native(Biased):
@@ -246,7 +246,7 @@ class _Native(Biased):
         return tuple(max(1, w, b if wraps else 1) for w, b in zip(window, border, strict=True))
 
     def weight(self) -> Tensor:
-        """The constrained weight, as of torch's layer, in float32 or better."""
+        """The constrained weight, in the shape of torch's layer and in float32 or better."""
         kernels = self.construction().flatten(0, 1)
         return kernels if self.axes == 2 else kernels[:, :, 0]
 

@@ -167,7 +167,7 @@ def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.M
 
 
 def _resized(before: int, inner: int, after: int, block: nn.Module, axes: int) -> nn.Sequential:
-    """Channels before so many other axes appended in front of a block, and those behind it dropped."""
+    """A block with zero channels appended to its input and surplus channels dropped from its output."""
     head, tail = (Pad(*[0, 0] * axes, 0, more) for more in (inner - before, after - inner))
     return nn.Sequential(*([head] if before != inner else []), block, *([tail] if after != inner else []))
 

@@ -46,7 +46,7 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
     c, n, kh, kw = kernel.shape
     flat = _norm(kernel.reshape(c, n * kh * kw))
     if 1 in (kh, kw):
-        # The second reshaping is the same matrix (one row of taps), or has the same norm if the kernel is skew.
+        # With one row of taps both reshapings are the same matrix; with one column, a skew kernel gives the same norm.
         return flat * (math.sqrt(kh * kw) * (1 + 1e-12))
     # Rows (output, vertical tap), columns (input, horizontal tap).
     half = _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw))
@@ -58,8 +58,11 @@ LARGE = 128
 
 
 def _norm(matrix: Tensor) -> Tensor:
-    """Proved bound of the norm of a matrix, at least 1e-3. Large ones on a CPU take Lanczos steps and one proof, in
-    less than half of the time. Accelerators, traces, transforms and compiled graphs take products alone."""
+    """Proved bound of the norm of a matrix, at least 1e-3.
+
+    On a CPU, large matrices use Lanczos steps and one proof, which takes less than half of the time. Accelerators,
+    traces, transforms and compiled graphs use `gram_norm`, which consists of products only.
+    """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
         return gram_norm(matrix)
@@ -171,7 +174,7 @@ class SocConv2d(ConstrainedConv2d):
         return self.polynomial(self.generator(), terms)
 
     def polynomial(self, kernel: Tensor, terms: int) -> Tensor:
-        """The matrix of :meth:`matrix` for this 1 x 1 ``kernel``."""
+        """The Taylor polynomial, as a matrix, of this 1 x 1 ``kernel``."""
         return taylor(kernel[:, :, 0, 0], terms)[: self.out_channels, : self.inner_channels]
 
     @half_through_float32

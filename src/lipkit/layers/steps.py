@@ -119,7 +119,7 @@ def register_after_step(optimizer: torch.optim.Optimizer, model: nn.Module, inpu
 
 @torch.no_grad()
 def seen_shapes(model: nn.Module, names: Iterable[str], input_shape: Shape) -> list[tuple[str, Shape]]:
-    """Each shape that the submodules called ``names`` see when ``model`` gets one input of ``input_shape``.
+    """The distinct input shapes of the submodules ``names`` when ``model`` gets one input of ``input_shape``.
 
     >>> seen_shapes(nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, 1, 3)), ["1"], (1, 8, 6))
     [('1', (1, 4, 3))]

@@ -282,7 +282,7 @@ lipschitz_rule(Residual)(graph_constant)
 export_rule(Residual)(export_graph)
 
 
-# Loaded statistics may have any sign.
+# Statistics from a file may have any sign.
 lipschitz_rule(Normalize)(lambda m, input_shape: reciprocal_up(float(m.std.to(torch.float64).abs().amin())))
 lipschitz_rule(Rescale)(lambda module, input_shape: module.units.to(torch.float64).abs().amax())
 lipschitz_rule(Scale)(lambda module, input_shape: module.gamma().to(torch.float64).abs())

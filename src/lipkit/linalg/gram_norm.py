@@ -49,7 +49,7 @@ def gram_norm(a: Tensor) -> Tensor:
     True
 
     References:
-        Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1. The gradient and the allowances are ours.
+        Delattre, Barthélemy, Araujo & Allauzen, ICML 2023, theorem 1. The gradient and the allowances are new here.
     """
     check_matrix(a, "a")
     if torch.compiler.is_compiling() or a.numel() == 0:

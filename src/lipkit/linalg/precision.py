@@ -27,7 +27,7 @@ _HARMLESS = ("unset", "", "0", "strict")
 def product_settings(kind: str) -> dict[str, str]:
     """The settings of torch for float32 products on a type of device ("cpu", "cuda").
 
-    Torch refuses to read a setting that differs between its backends: it is "mixed", and theirs follow one by one.
+    Torch refuses to read a setting that differs between its backends. It is then "mixed", followed by each backend's.
 
     >>> product_settings("cpu")["float32_matmul_precision"]
     'highest'

@@ -20,7 +20,7 @@ from lipkit.errors import OptionError
 
 @contextlib.contextmanager
 def without_transforms(a: Tensor) -> Iterator[Tensor | None]:
-    """The tensor that transforms of ``torch.func`` wrap, outside of them; None for a batch of ``vmap``."""
+    """Leave all transforms of ``torch.func`` in the block; yields the tensor they wrap, None for a ``vmap`` batch."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     functorch = torch._C._functorch
@@ -41,7 +41,7 @@ def nnpack_enabled() -> bool:
 
 
 def active_modes() -> list[Any]:
-    """The modes that see operations of torch now, apart from a default device: that only says where tensors go."""
+    """The active modes that intercept torch's operations. A default device does not count: it changes no operation."""
     from torch.utils._device import DeviceContext
 
     functions: list[Any] = getattr(torch.overrides, "_get_current_function_mode_stack", list)()
@@ -104,7 +104,7 @@ def differentiated(a: Tensor) -> bool:
 
 @contextlib.contextmanager
 def outside(a: Tensor) -> Iterator[Tensor]:
-    """The values of ``a``, without graph and tangent, outside every transform of ``torch.func``.
+    """Yields the values of ``a`` without graph and tangent; inside the block no transform of ``torch.func`` is active.
 
     For proofs, which read values and hand them to other libraries. Surrounding transforms see constants.
 

@@ -194,7 +194,7 @@ def _provable(
         if delta < torch.finfo(dtype).eps / 8:
             continue
         stored = [((1 - delta) * w).to(dtype) for w in weights]
-        # A margin of a few roundings, which `lipschitz` adds when it multiplies by the modules around the run.
+        # Leave room for the few roundings that `lipschitz` adds when it multiplies by the modules around the run.
         if proves_gain(stored, multipliers, gamma) and gain_bound(stored, multipliers) <= gamma * (1 - 1e-14):
             return stored
     raise OptionError(

@@ -45,7 +45,7 @@ def check_flag(**flags: Any) -> None:
 
 
 def flat_size(input_shape: Shape) -> int:
-    """How many numbers one input has; ``ShapeError`` unless the shape is positive integers."""
+    """Number of entries of one input; ``ShapeError`` unless the shape consists of positive integers."""
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
     if not shape or not all(type(n) is int and n >= 1 for n in shape):
         raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
@@ -87,7 +87,7 @@ def plain_conv2d(
 
 _COMMON: dict[str, Any] = {"paper": "", "equation": "", "claim": "none", "sizes": "odd kernels, any image"}
 
-# Not in the table of families: nothing constrains them, so the laws of that table are not theirs.
+# Not in the table of families: these layers are unconstrained, so the table's laws do not hold for them.
 UNCONSTRAINED: dict[str, Family] = {
     family.name: family
     for family in (
@@ -121,11 +121,11 @@ def find(name: str) -> Family:
 
 
 class Layers:
-    """Layers of a family, each with an activation behind it unless they contain their own.
+    """Layers of a family, each followed by an activation unless the family has one inside its layers.
 
     Args:
         name: of the family, see `find`.
-        options: of its convolutions; an activation that they contain is that of the dense layers, too.
+        options: of its convolutions; an activation inside them is used in the dense layers, too.
         activation: name or module; None for MaxMin.
 
     >>> made = Layers("cayley", {})
@@ -144,7 +144,7 @@ class Layers:
         return [self.bare(cin, cout, kernel_size, stride), *self.behind()]
 
     def bare(self, cin: int, cout: int, kernel_size: int, stride: int = 1) -> nn.Module:
-        """A convolution without anything behind it."""
+        """A convolution without an activation after it."""
         return self.family.conv(cin, cout, kernel_size, stride=stride, **self.options)
 
     def linear(self, inputs: int, outputs: int) -> list[nn.Module]:
@@ -154,12 +154,14 @@ class Layers:
         return self.family.last(inputs, outputs)
 
     def behind(self) -> list[nn.Module]:
-        """The activation, or nothing."""
+        """The modules after a layer: a copy of the activation, or none."""
         return copy.deepcopy(self.outer)
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
-        """Kernel of a strided layer, which is an invertible downsampling, then half of the kernel, rounded down, or
-        ``emulated``; that of an unconstrained layer, which has a stride, is the whole.
+        """Kernel size of a strided layer.
+
+        A constrained layer downsamples first, so it takes half of ``kernel_size``, rounded down, or ``emulated``. An
+        unconstrained layer has a real stride and takes all of it.
         """
         half = max(1, kernel_size // 2) if emulated is None else emulated
         return kernel_size if self.family.name in UNCONSTRAINED else half

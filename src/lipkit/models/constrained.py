@@ -33,7 +33,7 @@ _CAYLEY_GAP = 1e-3
 
 @dataclass(frozen=True)
 class Converted:
-    """A layer that was replaced: its name, the old and the new type, and where the new one starts."""
+    """A replaced layer: its name, the old and the new type, and how the new one's parameters start."""
 
     name: str
     old: str
@@ -218,7 +218,7 @@ def _start_cayley(layer: nn.Module, weight: Tensor) -> str:
 
 
 def obstacle(conv: nn.Conv2d) -> str | None:
-    """Why no layer of the library maps the same shapes as this convolution, or None.
+    """The reason why no layer of the library maps the same shapes as this convolution, or None.
 
     Constrained convolutions keep the image size, or divide it by an emulated stride s (the image must be a multiple
     of s): :math:`\\lfloor (H + 2p - k)/s \\rfloor + 1 = H/s` for all such H iff
@@ -250,7 +250,7 @@ def obstacle(conv: nn.Conv2d) -> str | None:
 
 
 def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """Pixels before the first one on each axis: the tap that sits on the pixel itself.
+    """Pixels padded before the first one on each axis, which is also the index of the centre tap.
 
     >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
     ((2, 2), (1, 1))
@@ -263,7 +263,7 @@ def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
 
 
 def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
-    """Taps that the same convolution has after downsampling by its stride (odd, so that the centre is a pixel).
+    """Kernel size of the same convolution after downsampling by its stride; odd, so that the centre is a pixel.
 
     A tap at offset d from the pixel lies in the patch ``floor(d / s)``. Without a stride the kernel keeps its size.
 

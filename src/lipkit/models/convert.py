@@ -61,7 +61,7 @@ def convert(
     =================== ================================================================================================
     forward="keep"      replaces ``nn.Conv2d`` and ``nn.Linear`` in place. The forward pass, and all other modules, stay
                         as they are; a module that is used twice is replaced once.
-    forward="rebuild"   makes an ``nn.Sequential`` of what the forward pass computes, 1-Lipschitz wherever it can be.
+    forward="rebuild"   traces the forward pass and makes an ``nn.Sequential`` of it, 1-Lipschitz wherever possible.
                         The pass is traced and exported (`lipkit.export`), which folds batch normalisation into the
                         convolution before it. Sums become convex combinations with a learnable share
                         (`lipkit.layers.ConvexSum`), concatenations of k values are divided by :math:`\sqrt k`, nearest

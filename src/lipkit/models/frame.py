@@ -40,7 +40,7 @@ DESCRIBED = """\
 
 @dataclass(frozen=True)
 class Image:
-    """The images that the layers are made for, their shape checked, and the number of classes."""
+    """The checked shape of the images that the layers are made for, and the number of classes."""
 
     model: str
     channels: int
@@ -54,7 +54,7 @@ class Image:
         return self.rows // by, self.columns // by
 
     def pixels(self, by: int) -> int:
-        """How many pixels are left of the image with both sides divided."""
+        """Number of pixels after both sides are divided: ``rows columns / by^2``."""
         rows, columns = self.divided(by)
         return rows * columns
 
@@ -62,7 +62,7 @@ class Image:
 def architecture(
     input_shape: Shape = (3, 32, 32), classes: int = 10
 ) -> Callable[[Callable[Concatenate[Image, P], list[nn.Module]]], Callable[P, nn.Sequential]]:
-    """Decorate a function from an `Image` and options to layers: it gets the keywords of `Common` for the image.
+    """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
     ``image`` is the first parameter, with one line in the docstring. An architecture that hands no options on to its
     layers ends in ``**common: Unpack[Common]``, for type checkers alone.
@@ -91,7 +91,7 @@ def architecture(
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
         given = inspect.signature(layers).parameters.values()
         own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]
-        # In the order that Python asks for: what may be positional, keywords, options that are handed on.
+        # Python's order of parameters: positional ones, keywords, ``**options``.
         signature = inspect.Signature(sorted([*own, *common], key=lambda p: p.kind), return_annotation=nn.Sequential)
 
         @functools.wraps(layers)
@@ -160,7 +160,7 @@ def bounded(
 
 
 def split_gain(model: nn.Module) -> nn.Module:
-    """A chain whose gain is in equal parts: the m-th root of L in front of each of its m layers with parameters.
+    """The chain with its gain L spread evenly: L^(1/m) in front of each of its m layers with parameters.
 
     A residual block is one layer. Without biases the function is the same where activations are homogeneous.
 
@@ -168,7 +168,7 @@ def split_gain(model: nn.Module) -> nn.Module:
         [Cayley] section 5.1, "Ensuring Lipschitz constraints".
     """
     gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
-    if gain is None:  # of 1
+    if gain is None:  # the gain is 1
         return model
     layers = [layer for layer in model.children() if layer is not gain]
     owners = [layer for layer in layers if next(layer.parameters(), None) is not None]

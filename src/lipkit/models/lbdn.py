@@ -155,7 +155,7 @@ def from_network(
 def _taken_apart(
     network: nn.Module, multipliers: Mapping[int, Tensor] | Sequence[Tensor] | None
 ) -> tuple[nn.Module | None, list[nn.Linear], list[nn.Module], list[Tensor]]:
-    """The Flatten in front, the linear layers, the activations and the multipliers in their order."""
+    """The parts of a chain, in order: a Flatten in front (or None), linear layers, activations, multipliers."""
     if type(network) not in (Network, nn.Sequential):
         raise OptionError(f"expected a lipkit.modules.Network or nn.Sequential, got {type(network).__qualname__}")
     # A copy: Network sets modes and gradients of what it is given.
@@ -186,7 +186,7 @@ def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamm
         b = (vectors * values.clamp_min(1).rsqrt()) @ (vectors.mT @ b)
         roots = (1 - values).clamp_min(0).sqrt()
         layer.set_factors(vectors * roots @ vectors.mT, b)
-        # What is kept is reproduced, however small; 1e-9 is below the root of the rounding of I - B B^T.
+        # Kept directions are inverted, however small; 1e-9 is below the root of the rounding error of I - B B^T.
         kept = roots > 1e-9
         inverse = (vectors[:, kept] / roots[kept]) @ vectors[:, kept].mT
         before = psi

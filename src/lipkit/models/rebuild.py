@@ -90,7 +90,7 @@ class Builder(Converter):
             return [MaxMin()]
         per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
         if per_channel and name == "0":
-            # A translation of the inputs: learnt scales have no place in a network of norm 1.
+            # Only the translation is kept: learnt scales could raise the norm above 1.
             self.note(name, module, "Affine", "its scales became 1")
             scale = module.get_buffer("scale")
             signs = torch.where(scale < 0, -1.0, 1.0).to(scale)
@@ -117,7 +117,7 @@ class Builder(Converter):
 
 
 def _same(new: nn.Module, old: nn.Module, shape: Shape) -> bool:
-    """True if a layer computes the same as the old one, within a hundredth."""
+    """True if the outputs of two layers on random inputs differ by at most 1 % in norm."""
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(old.get_parameter("weight"))
     with torch.no_grad():
         expected = old(x)
@@ -129,7 +129,7 @@ def _gain(factor: float) -> Affine:
 
 
 def _blocks(module: nn.ConvTranspose2d) -> nn.Conv2d | None:
-    """The 1 x 1 convolution that makes the blocks which a transposed one writes, as channels; None if they overlap."""
+    """The 1 x 1 convolution whose channels are the blocks of a transposed convolution; None if blocks overlap."""
     k = module.kernel_size[0]
     apart = module.kernel_size == module.stride == (k, k) and module.dilation == (1, 1) and module.groups == 1
     if not apart or module.padding != (0, 0) or module.output_padding != (0, 0):
@@ -140,7 +140,7 @@ def _blocks(module: nn.ConvTranspose2d) -> nn.Conv2d | None:
 
 
 def _window(module: nn.Module, shape: Shape) -> int | None:
-    """The side of the square windows of an average that do not overlap and cover the image; None for others."""
+    """The side of an average's windows if they are square, disjoint and cover the image; else None."""
     if len(shape) != 3:
         return None
     after = output_shape(module, shape)

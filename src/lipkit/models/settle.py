@@ -25,7 +25,7 @@ PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d
 
 
 def _folded(module: Any, gain: float) -> nn.Module:
-    """A `Householder` for torchlip's, whose fold keeps the opposite side of the line: our angle plus 2 pi."""
+    """A `Householder` for torchlip's, which folds to the opposite side of the line: the angle plus 2 pi here."""
     angles = module.theta.detach().reshape(1, -1) + 2 * math.pi
     fold = Householder(2 * angles.shape[1]).to(angles)
     fold.angles.data.copy_(angles)
@@ -42,7 +42,7 @@ def _ascending(group_size: int | None) -> nn.Module:
 
 
 def _centred(module: Any) -> nn.Module:
-    """A `LayerCenter`; negative dimensions are taken as those of images. The comparison of outputs shows mistakes."""
+    """A `LayerCenter`. Negative dimensions count as those of images; the comparison of outputs finds other cases."""
     dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]
     if module.bias is None:
         return LayerCenter(*dims)
@@ -56,7 +56,7 @@ def _clipped(module: Any) -> nn.Module:
     return ours
 
 
-# Layers of other libraries, by package and class; the comparison of outputs shows a constant other than 1.
+# Layers of other libraries, by package and class. The comparison of outputs refuses one with a constant other than 1.
 OURS: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ("deel", "GroupSort"): lambda m: _ascending(m.group_size),
     ("deel", "GroupSort2"): lambda m: _ascending(2),
@@ -118,7 +118,7 @@ def _rebuilt(base: type[Any], module: Any) -> nn.Module:
 def settled(
     model: nn.Module, input_shape: Shape, skip: Callable[[str], bool]
 ) -> tuple[nn.Module, list[Converted], list[LipkitError]]:
-    """A copy with plain layers for parametrised and foreign ones, a row for each, and the errors of those that stay.
+    """A copy with plain layers in place of parametrised and foreign ones, rows of the report, and errors of the rest.
 
     Each replaced layer, and the whole, is compared with the original on one random input. That finds a layer whose
     forward pass is not that of its base class. Certificates do not rely on it: they come from the result's numbers.
@@ -131,7 +131,7 @@ def settled(
     errors: list[LipkitError] = []
     with torch.no_grad():
         for name, module in twin.eval().named_modules():
-            # What is inside of a replaced layer (its parametrisations, for instance) goes with it.
+            # Skip modules inside a replaced layer, such as its parametrisations.
             if not skip(name) and not any(name.startswith(f"{outer}." if outer else "") for outer in forms):
                 try:
                     form = plain_form(module)
@@ -163,11 +163,11 @@ def settled(
 
 
 def replaced(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """The model with new modules in the places of old ones, or the new one of itself."""
+    """The model with ``new[module]`` in place of each module; ``new[model]`` if the model itself is among them."""
     if model in new:
         return new[model]
     for parent in list(model.modules()):
-        # Not named_children, which names a child that is used twice only once.
+        # named_children would name a child that is used twice only once.
         for name, child in list(parent._modules.items()):
             if child is not None and child in new:
                 setattr(parent, name, new[child])
@@ -177,7 +177,7 @@ def replaced(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
 def watched(
     model: nn.Module, input_shape: Shape, modules: Iterable[nn.Module] = ()
 ) -> tuple[Tensor, dict[nn.Module, list[tuple[Tensor, Tensor]]]]:
-    """The output for one random input in evaluation mode, and input and output of each call of these modules."""
+    """The output for one random input in evaluation mode, and (input, output) of each call of ``modules``."""
     calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

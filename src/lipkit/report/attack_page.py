@@ -22,7 +22,7 @@ from lipkit.report.html import environment
 from lipkit.report.record import now, versions
 
 SCHEMA_VERSION = "1.0"
-# Where, when and how fast figures were found: not what was found.
+# Fields about place, time and speed, which do not count when results are compared.
 _INCIDENTAL = {"created", "seconds", "device", "versions"}
 
 
@@ -42,13 +42,13 @@ def save_attack(
 ) -> Path:
     """Write ``attack_NAME_NORM_HASH`` with the endings ``.json``, ``.safetensors`` and ``.html`` into a run folder.
 
-    The hash is of the attack's settings, the data and the network. What is there is never replaced: where the same
-    settings found something else (on another device, or on data that changed), the name ends in ``-2``, and so on;
-    where they found the same, nothing is written.
+    The hash covers the attack's settings, the data and the network. Existing files are never replaced. If the same
+    settings gave the same result, nothing is written; if they gave another one (on another device or changed data), the
+    name ends in ``-2``, and so on.
 
     Args:
         folder: the run folder.
-        attempt, attack: what was found, and by what.
+        attempt, attack: the result and the settings of the attack.
         certificate: of the samples ``x``.
         numbers: (N,) their numbers in the test set.
         x: (N, *input_shape), the samples that were attacked.
@@ -137,7 +137,7 @@ def _place(stem: Path, record: Mapping[str, Any]) -> tuple[Path, bool]:
         try:
             there = json.loads(read_bytes(path, MAX_TEXT))
         except (OSError, ValueError, RecursionError):
-            continue  # not ours to replace either
+            continue  # also another program's file is not replaced
         if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
             return path, True
     raise AssertionError("unreachable")

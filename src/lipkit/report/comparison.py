@@ -50,13 +50,13 @@ class Setting:
 
 
 def settings(paths: Sequence[Path]) -> list[Setting]:
-    """The settings among runs, in the order in which they come.
+    """The runs grouped by setting, in the order of their first run.
 
     Args:
-        paths: folders of runs, or folders that hold such.
+        paths: folders of runs, or folders that hold such folders.
 
     Raises:
-        RunError: there is no run in a folder, or a record cannot be read.
+        RunError: a folder holds no run, or a record cannot be read.
     """
     runs = [run for path in paths for run in _runs(path)]
     records = [read_record(run) for run in runs]
@@ -86,7 +86,7 @@ def _runs(path: Path) -> list[Path]:
 
 
 def rows(found: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: what sets a setting apart, the number of its runs, mean and standard deviation of figures."""
+    """Header and rows: the keys in which settings differ, number of runs, mean and standard deviation of figures."""
     figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
     keys = list(dict.fromkeys(key for one in found for key in one.keys))
     header = [*(key.rpartition(".")[2] for key in keys), "runs"]
@@ -103,7 +103,7 @@ def _cell(name: str, values: Sequence[float]) -> str:
     >>> _cell("clean", [0.97, 0.99]), _cell("test_mse", [0.12345678]), _cell("lipschitz", [1.0, 1.00000001])
     ('98.00 ± 1.41 %', '0.12346', '1.0000001')
     """
-    if not values or name == "lipschitz":  # each run has a bound of its own: the largest one holds for all
+    if not values or name == "lipschitz":  # the largest bound holds for all runs
         return upper(max(values)) if values else ""
     per_cent = name == "clean" or name.startswith(("certified(", "pgd("))
     mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

@@ -103,7 +103,7 @@ def load_curve(folder: Path) -> Curve | None:
 
 
 def curve_plot(record: RegressionRecord, curve: Curve) -> str:
-    """Data and network; beside it the steepest place, with the cone that the graph cannot leave."""
+    """Two plots: data and network; and a close view of the steepest place, with the cone of the proved constant."""
     return both(lambda narrow: _curve(record, curve, narrow), "curve")
 
 

@@ -97,7 +97,7 @@ def _template(name: str) -> str:
 
 
 def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:
-    """Results that only the page of this task shows."""
+    """The results that depend on the task (classification or regression)."""
     if isinstance(record, RegressionRecord):
         graph = load_curve(folder)
         curve = "" if graph is None else curve_plot(record, graph)

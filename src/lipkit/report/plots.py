@@ -65,7 +65,7 @@ def dress(axis: Axes) -> None:
 
 
 def legend(axis: Axes, above: float = 3) -> None:
-    """A legend that many points above the axes, where it covers no curve, if there is anything to name."""
+    """Put a legend ``above`` points over the axes, where it hides no curve; none if no curve has a label."""
     handles, labels = axis.get_legend_handles_labels()
     figure, grid = axis.get_figure(root=True), axis.get_gridspec()
     if not handles or figure is None or grid is None:
@@ -82,7 +82,7 @@ def legend(axis: Axes, above: float = 3) -> None:
 
 
 def both(draw: Callable[[bool], Figure], name: str) -> str:
-    """A plot twice, for wide and for narrow pages: ``.wide`` and ``.narrow``, of which the page shows one."""
+    """A plot in two versions, ``.wide`` and ``.narrow``; the page shows the one that fits."""
     return "\n".join(
         f'<div class="{width}">{svg(draw(narrow), f"{name}-{width}")}</div>'
         for narrow, width in ((False, "wide"), (True, "narrow"))
@@ -90,7 +90,7 @@ def both(draw: Callable[[bool], Figure], name: str) -> str:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as an SVG element for a page; ``name`` keeps its ids apart from those of other plots."""
+    """The figure as an SVG element for HTML. ``name`` prefixes its ids, so that plots on one page do not collide."""
     buffer = io.StringIO()
     # text stays text (selectable, in the page's fonts); the salt makes ids differ between plots and agree between runs
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -167,7 +167,7 @@ def _accuracy(record: Record, radii: Radii | None, narrow: bool) -> Figure:
 
 
 def certified_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Certified accuracy against the l2 radius, one curve a name: radii and fractions."""
+    """Plot of certified accuracy against the l2 radius, with one curve (radii, fractions) for each name."""
     return both(lambda narrow: _certified(curves, narrow), "comparison")
 
 
@@ -184,7 +184,7 @@ def _certified(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], narrow: bool
 
 
 def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list[str]:
-    """Labels at places in [0, 1] without those that would run into the one before."""
+    """The labels, with those blank that would overlap the label before; ``places`` are in [0, 1]."""
     kept, end = [], -1.0
     for label, place in zip(labels, places, strict=True):
         half = (0.013 if narrow else 0.006) * (len(label) + 1)  # half the label, in widths of the axes
@@ -248,10 +248,10 @@ def _is_accuracy(name: str, points: Sequence[tuple[float, float]]) -> bool:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in the order in which they are joined, and those that a paper prints for the same.
+    """A curve through points (x, y) in this order, and the points that a paper prints for it.
 
-    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked. ``lines`` are what a paper prints
-    beside a curve: a point and the slope of a dashed line through it.
+    Points (x, y, z) on a grid are drawn as contours of z, with the largest marked. ``lines`` are dashed lines that a
+    paper prints, each given by a point and its slope.
     """
 
     name: str
@@ -263,7 +263,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; ``per_cent`` says of x and y whether they are fractions."""
+    """One pair of axes; ``per_cent`` is (x, y), True for an axis of fractions."""
 
     title: str
     x_label: str

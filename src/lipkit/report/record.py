@@ -140,19 +140,19 @@ def from_regression(
 
 
 class Facts(TypedDict, total=False):
-    """Facts of a run that a record holds beside the evaluation.
+    """Facts of a run that its record holds in addition to the evaluation.
 
     Attributes:
         train_samples: size of the training split.
-        recipe: everything the run was started with, as plain values.
+        recipe: the complete recipe of the run, as plain values.
         seed: of the training.
         claimed: Lipschitz constant of the model before export (``lipschitz(model)``).
         parameters: number of trained parameters.
-        seen: what training saw, from `seen`.
+        seen: counts of steps, samples and epochs, from `seen`.
         times: seconds by name; those of the evaluation are added.
-        device: where the training ran.
+        device: of the training.
         latency: from `lipkit.evaluation.latency`.
-        changed: dotted keys of the recipe that were changed from the packaged one of its name.
+        changed: dotted keys in which the recipe differs from the packaged one of the same name.
     """
 
     train_samples: int | None
@@ -209,7 +209,7 @@ def _common(
 
 
 def seen(history: Sequence[Mapping[str, Any]], train_samples: int) -> SeenRecord | None:
-    """Counts of a training from the rows of ``Run.history``; None if some rows are older than the counts.
+    """Steps, samples and pace of a training from ``Run.history``; None if a row (of an older version) lacks them.
 
     >>> seen([{"steps": 2, "samples": 100, "cpu_seconds": 0.5}], train_samples=50).samples_per_cpu_second
     200.0
@@ -291,7 +291,7 @@ def read_any_record(path: str | os.PathLike[str]) -> AnyRecord | MeasurementReco
 
 
 def _rounding(certificate: Certificate | RegressionCertificate) -> RoundingRecord:
-    """The evaluator of a certificate; raises ``OptionError`` where torch is not set as it was when it was made."""
+    """The rounding statement of a certificate; ``OptionError`` if torch's settings are not those of its evaluator."""
     made = certificate.evaluator
     made.check()
     values = {key: value for key, value in dataclasses.asdict(made).items() if key != "name"}

@@ -28,8 +28,8 @@ class PgdAdversary:
     **Which network is attacked.** The network in evaluation mode: batch norm uses its running statistics and dropout is
     off, so that the examples of a batch do not depend on each other and the running statistics never see the iterates.
     The optimiser's step then sees them in training mode. A network with constrained layers is attacked as its
-    ``export``, so that their weights are built once for all steps; unless a part of it has no export, such as a forward
-    pass of its own: then as it is.
+    ``export``, so that their weights are built once for all steps. If a part has no export, such as a module with its
+    own forward pass, the network itself is attacked.
 
     Args:
         norm: "linf" or "l2".
@@ -39,8 +39,8 @@ class PgdAdversary:
         random_start: whether ascent starts at a random point of the ball rather than at the sample.
         loss: that the attack raises: "ce", or "margin".
         box: range of valid input entries; None for inputs that are no images.
-        beside: whether a step sees the samples and, behind them, their examples, as ``losses.trades`` needs it; by
-            default the examples take the place of the samples.
+        beside: True trains on the samples followed by their examples, as ``losses.trades`` needs it. By default the
+            examples replace the samples.
 
     Raises:
         OptionError: an option outside its range.
@@ -134,6 +134,6 @@ def attacked_batch(
 
 
 def _builds_weights(module: nn.Module) -> bool:
-    """True for a module of lipkit with parameters of its own, which its forward pass makes weights from."""
+    """True for a lipkit module that builds its weights from its own parameters in every forward pass."""
     home = type(module).__module__.startswith(("lipkit.layers.", "lipkit.models."))
     return home and next(module.parameters(recurse=False), None) is not None

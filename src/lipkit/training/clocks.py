@@ -18,12 +18,12 @@ def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
     """A budget as (seconds, clock) or (samples, "samples").
 
     Args:
-        text: a number of seconds, or one with the unit s, min or h; then, optionally, cpu or wall: time of the
-            processor that this process takes, which is the default, or time that passes. Or a number of samples seen,
-            such as 1.5M images (k and M for thousands and millions; images and samples are the same).
+        text: a time or a number of samples. A time is a number, a unit (s, min or h; seconds by default) and a clock:
+            cpu (CPU time of this process, the default) or wall. A number of samples is such as 1.5M images; k and M are
+            thousands and millions, images and samples mean the same.
 
     Raises:
-        ValueError: another text, no time at all, or less than one sample.
+        ValueError: another text, a time of 0, or less than one sample.
 
     >>> parse_budget("400s"), parse_budget("1.5h"), parse_budget("10 min wall"), parse_budget("1.5M images")
     ((400.0, 'cpu'), (5400.0, 'cpu'), (600.0, 'wall'), (1500000.0, 'samples'))
@@ -41,14 +41,14 @@ def parse_budget(text: str) -> tuple[float, Literal["cpu", "wall", "samples"]]:
 
 
 class Budget:
-    """Time or samples that training may take, over all its parts: the fraction used decides the rate, and ends it.
+    """Time or samples that training may take, over all its parts. The fraction used sets the rate; 1 ends training.
 
-    Of time, only what happens between `start` and `charge` counts, not evaluations and checkpoints. What a part used
-    that was cut before its checkpoint does not count: its steps are made again.
+    Time counts between `start` and `charge` only, so evaluations and checkpoints are free. Steps after the last
+    checkpoint of an interrupted part do not count, because they are made again.
 
     Args:
         text: see `parse_budget`.
-        used: seconds or samples, of the parts before.
+        used: seconds or samples used by earlier parts.
         now: the clock, in seconds; None for the one that ``text`` names.
 
     >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
@@ -89,7 +89,7 @@ Request = Literal["", "save", "stop"]
 
 
 class Clock:
-    """Wall-clock limits of one call of ``fit``, which the first process keeps for all.
+    """Wall-clock limits of one call of ``fit``; the first process decides for all.
 
     Args:
         max_minutes: after which training stops at a checkpoint; None for no limit.
@@ -106,14 +106,14 @@ class Clock:
         self._saved = time.monotonic()
 
     def own_request(self) -> Request:
-        """The request of this process' clock now."""
+        """The action that is due by this process' clock: ``"stop"``, ``"save"`` or ``""``."""
         now = time.monotonic()
         if now >= self._end:
             return "stop"
         return "save" if now - self._saved >= self._pause else ""
 
     def request(self, fabric: Any) -> Request:
-        """The request of the first process' clock now, in all processes: they must save and stop together."""
+        """The first process' `own_request`, in all processes: they must save and stop together."""
         if not self._limited:
             return ""
         mine = self.own_request()

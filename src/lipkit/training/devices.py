@@ -45,21 +45,20 @@ def make_fabric(options: Numbers) -> Any:
     return fabric
 
 
-# Parameters of a network so small that a second thread has nothing to do in its products.
+# Below this number of parameters a second thread does not speed up the products.
 _FEW = 2**18
 
 
 def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.AbstractContextManager[None]:
-    """Around a run on the CPU: one thread where a step is small.
+    """A context for training: one thread on the CPU if steps are small.
 
-    Threads of a pool wait for each other at every operation, by turning round. In operations of microseconds they wait
-    more than they work, and far more where another process has a core of theirs. ``OMP_NUM_THREADS`` is the user's
-    word and stands.
+    Pooled threads spin until all are done with an operation. If operations take microseconds they wait more than they
+    work, above all if another process uses one of their cores. A setting of ``OMP_NUM_THREADS`` has priority.
 
     Args:
         fabric: a launched Fabric.
         parameters: of the network.
-        numbers: of a batch of inputs: torch's own operations take one thread below its grain size.
+        numbers: in a batch of inputs; below its grain size torch uses one thread anyway.
     """
     import torch
 
@@ -86,11 +85,11 @@ def device_here(name: str) -> torch.device:
 
 
 def launch(fabric: Any) -> None:
-    """``fabric.launch()``, and at the end of the process the end of the process group that it made.
+    """``fabric.launch()``; the process group that it makes is destroyed when the process ends.
 
-    gloo's threads hold tensors. One that still does when the interpreter goes away asks for its lock, and the
-    whole process is aborted, after all its work and with an exit status that says it failed. So the threads are
-    joined while the interpreter is there. A group of the caller's own is the caller's to end.
+    gloo's threads hold tensors. A thread that still holds one while the interpreter shuts down aborts the process, so
+    a finished run would report failure. Destroying the group joins the threads before that. A group that the caller
+    made is left to the caller.
     """
     import torch.distributed as dist
 

@@ -65,14 +65,14 @@ def take_step(
         objective: what is lowered.
         x, y: this process' part of the batch, on its device.
         size: n, samples of the batch over all processes.
-        counted: how many of x belong to the batch: all of them, or none if x is there only for company.
+        counted: number of samples of x in the batch: all, or 0 if this process only keeps step with the others.
         attack: randomness of the adversary.
 
     Returns:
         (2,) float32: sum of the losses and number of correct answers of this process, still on the device.
     """
     fabric, model = session.fabric, session.model
-    pieces = min(objective.pieces, max(1, size // fabric.world_size))  # as many in every process
+    pieces = min(objective.pieces, max(1, size // fabric.world_size))  # the same number in every process
     sums = []
     for number, (part, targets) in enumerate(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True), 1):
         last, rows = number == pieces, len(part)
@@ -126,7 +126,7 @@ def set_rate(optimizer: Any, peaks: Sequence[float], factor: float) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that all epochs have in common.
+    """The settings that all epochs share.
 
     Attributes:
         options: of training.
@@ -159,7 +159,7 @@ class Plan:
         return 0.0 if self.budget is None else self.budget.used
 
     def fraction(self, fabric: Any, number: int) -> float:
-        """Of training done with the step ``number``, counted from 1: by steps or by the budget, whichever is further.
+        """Fraction of training done after step ``number`` (from 1): by steps or by budget, whichever is larger.
 
         All processes get the fraction of the first one: they must end together.
         """

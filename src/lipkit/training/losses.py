@@ -205,7 +205,7 @@ def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz:
 def logit_annealing(
     outputs: Tensor, targets: Tensor, *, temperature: float = 0.75, offset: float = 2.0, power: float = 5.0
 ) -> Tensor:
-    r"""Offset cross-entropy whose weight falls with what is learnt: capacity is left to the samples that need it.
+    r"""Offset cross-entropy whose weight :math:`(1 - p)^\beta` falls with the probability p of the true class.
 
     .. math:: \frac{1}{N} \sum_n -T (1 - p_n)^\beta \log p_n, \qquad
         p = \mathrm{softmax}\Bigl(\frac{y - \xi\,\mathrm{onehot}(t)}{T}\Bigr)_t
@@ -232,19 +232,19 @@ def logit_annealing(
 
 
 def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: float = 1.0) -> Tensor:
-    r"""Hinge-Kantorovich-Rubinstein loss: the hinge for accuracy, W1 between a class and the rest for large margins.
+    r"""Hinge-Kantorovich-Rubinstein loss: a hinge for accuracy plus a Wasserstein term for large margins.
 
         alpha H - (1 - alpha) KR
         KR = 1/K sum_k (mean of y_nk over t_n = k - mean of y_nk over t_n != k)
         H  = mean_n 1/K sum_k v_nk max(0, m / 2 - s_nk y_nk)
 
     with s_nk = 1, v_nk = K - 1 where t_n = k, and s_nk = -1, v_nk = 1 elsewhere. With one output (N, 1), labels 1, 0:
-    one class against the other, v = 1. The means are those of the batch; a side without samples counts 0.
+    one class against the other, v = 1. Means are over the batch; a side without samples has mean 0.
 
     Args:
         outputs: (N, K), or (N, 1) for two classes, of a network with a known constant.
         targets: (N,) int64.
-        alpha: share of the hinge, in [0, 1]; 0 leaves the Wasserstein part alone.
+        alpha: weight of the hinge, in [0, 1]; 0 keeps the Wasserstein part only.
         min_margin: m, positive.
 
     >>> y = torch.tensor([[2.0], [-1.0]])
@@ -268,26 +268,26 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
 def soft_hkr(
     outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: float = 1.0, temperature: float = 1.0
 ) -> Tensor:
-    r"""HKR of each sample: its class against a mean of the others that leans to the strongest rivals.
+    r"""HKR of each sample: its class against a softmax-weighted mean of the other classes.
 
     .. math:: \frac1N \sum_n \sum_k w_{nk}
         \bigl[\alpha \max(0, \tfrac m2 - s_{nk} y_{nk}) - (1 - \alpha) s_{nk} y_{nk}\bigr]
 
-    with s = 1, w = 1 for the own class, and for the others s = -1 and w their softmax at the inverse temperature
-    :math:`\tau m / \max(m, \text{mean} |y|)`, which is held fixed.
+    The own class has s = 1 and w = 1. The others have s = -1, and w is their softmax at the inverse temperature
+    :math:`\tau m / \max(m, \text{mean} |y|)`, which gets no gradient.
 
     Args:
         outputs: (N, K), K >= 2. targets: (N,) int64.
         alpha: share of the hinge, in [0, 1].
         min_margin: m, positive.
-        temperature: tau, positive: larger leans more to the strongest rival.
+        temperature: tau, positive; a larger one puts more weight on the strongest rival.
 
     >>> y, t = torch.tensor([[2.0, 1.0, 1.0]]), torch.tensor([0])
     >>> soft_hkr(y, t, alpha=0.0).item(), soft_hkr(y, t, alpha=1.0).item()
     (-1.0, 1.5)
 
-    Source: Serrurier et al., "On the explainable properties of 1-Lipschitz neural networks", NeurIPS 2023; as in
-    deel-torchlip, but for its running mean of |y|: ours is that of the batch, and nothing is kept between calls.
+    Source: Serrurier et al., "On the explainable properties of 1-Lipschitz neural networks", NeurIPS 2023. Where
+    deel-torchlip keeps a running mean of |y|, this is the mean of the batch, so no state is kept between calls.
     """
     _positive(min_margin=min_margin, temperature=temperature)
     _share(alpha)
@@ -342,14 +342,14 @@ def lse_hkr(
 def cosine(
     outputs: Tensor, targets: Tensor, *, share: float = 0.0, eps: float = 36 / 255, lipschitz: float = 1.0
 ) -> Tensor:
-    r"""Angle between the outputs and the axis of the class, which no scale of the outputs changes, and missing radii.
+    r"""Negative cosine between the outputs and the axis of the true class, plus a penalty on radii below ``eps``.
 
     .. math:: \frac1N \sum_n -(1 - \gamma) \frac{y_t}{\|y\|} + \gamma \sum_{k \ne t} q_k c_k, \qquad
         c_k = \Bigl(\varepsilon - \frac{y_t - y_k}{\sqrt2 L}\Bigr)_+, \; q = \mathrm{softmax}(c)
 
     Args:
         outputs: (N, K), K >= 2. targets: (N,) int64.
-        share: gamma, in [0, 1]: weight of the radii that are missing to eps.
+        share: gamma, in [0, 1]: weight of the penalty c on radii below eps.
         eps: l2 radius to train for, in units of the input; positive.
         lipschitz: L, positive.
 
@@ -371,7 +371,7 @@ def cosine(
 
 
 def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
-    r"""Cross-entropy of samples plus what their adversarial examples change in the softmax.
+    r"""Cross-entropy of samples plus the divergence of the softmax at their adversarial examples.
 
     .. math:: \frac1N \sum_n \mathrm{CE}(y_n, t_n) + \beta\, \mathrm{KL}\bigl(\mathrm{softmax}(y_n) \,\|\,
         \mathrm{softmax}(y'_n)\bigr)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lipkit.errors import OptionError, RunError
 
-# Losses are read back from the device once in so many steps: each reading waits for all work queued there.
+# Losses are read back from the device once in this many steps, because a reading waits for all queued work.
 READ_EVERY = 20
-# Steps may be slow: a process alone also reads after so many seconds. Several must read at the same step.
+# If steps are slow, a single process also reads after this many seconds. Several must read at the same step.
 READ_SECONDS = 2.0
 
 
@@ -60,7 +60,7 @@ class Totals:
         epoch: the epoch in progress, counted from 0.
         steps: of one epoch.
         progress: told every few steps.
-        before: what `state` gave, of an epoch that is continued.
+        before: the `state` of an interrupted epoch that is continued.
     """
 
     def __init__(
@@ -143,14 +143,14 @@ class Totals:
         return {"loss": self.loss / self.samples, **accuracy}
 
     def seen(self) -> dict[str, float]:
-        """Steps and samples of this epoch so far, and the time of the processor that this process took for them."""
+        """Steps, samples and CPU seconds of this process in this epoch so far."""
         return {"steps": self.step, "samples": self.samples, "cpu_seconds": round(self._cpu_seconds(), 3)}
 
     def _cpu_seconds(self) -> float:
         return self.cpu_before + time.process_time() - self.cpu
 
     def state(self) -> dict[str, float]:
-        """The numbers that continue the epoch later: after a reading, so that nothing is pending."""
+        """The numbers from which the epoch can continue. Call it right after a reading, when nothing is pending."""
         counts = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
         return {**counts, "seconds": self.seconds(), "cpu": self._cpu_seconds()}
 

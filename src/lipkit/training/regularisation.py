@@ -103,7 +103,7 @@ class LipschitzPenalty:
 
 
 def regularised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that the penalty is about, with their names, in the order of registration, each once.
+    """The penalised layers with their names, each once, in the order of registration; without the last linear layer.
 
     Raises:
         NoRuleError: a 3-D convolution, which has no bound here.
@@ -131,7 +131,8 @@ def log_product(layers: list[tuple[str, nn.Module]], method: str) -> Tensor:
 def layer_bound(module: nn.Module, method: str, name: str = "") -> Tensor:
     """The bound of one layer by ``method``, 0-d float64, differentiable (an estimate by ``farnia_lower_estimate``).
 
-    Zero padding of any width, any stride and dilation; reflected or repeated borders can exceed it.
+    It holds for zero padding of any width and for any stride and dilation. With reflected or replicated borders the
+    norm can be larger.
 
     Raises:
         NoRuleError: a batch norm without running statistics.

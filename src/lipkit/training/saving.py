@@ -36,7 +36,7 @@ def save(
         network: in training.
         folder: the run's; None writes nothing.
         epoch: epochs done.
-        step: steps done in the epoch after those; then ``totals`` and ``generators`` are its own.
+        step: steps done in the unfinished epoch after those; ``totals`` and ``generators`` belong to it.
         used: seconds of the budget.
         final: training is over: optimiser and random numbers are left out, older checkpoints deleted.
         totals: sums of the epoch in progress.
@@ -75,7 +75,7 @@ def open_run(
     """Open the run's folder, locked until ``held`` ends: (epochs done, state, history), the weights in ``model``.
 
     Raises:
-        RunError: in all processes, whichever one finds what is wrong; see `checkpoints`.
+        RunError: raised in all processes if the first one fails; see `checkpoints`.
     """
     if folder is None:
         return 0, {}, []
@@ -105,7 +105,7 @@ def restore(network: Session, state: dict[str, Any]) -> None:
 def restore_random(network: Session, state: Mapping[str, Any], generators: Generators) -> None:
     """Continue the random numbers from a checkpoint's state.
 
-    Written by another number of processes, they have no continuation: those of this epoch then start anew.
+    A checkpoint of another number of processes cannot be continued: the random numbers of this epoch then start anew.
     """
     random = state.get("random")
     if random is not None and len(random["rng_cpu"]) == network.fabric.world_size:

@@ -45,7 +45,7 @@ def attack_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
 
 @contextmanager
 def own_random_state(device: torch.device, seed: int) -> Iterator[None]:
-    """torch's global random state seeded for the time of the block, and given back as it was."""
+    """Seed torch's global random state inside the block, and restore it after."""
     with kept_random_state(device):
         torch.manual_seed(seed)
         yield
@@ -53,7 +53,7 @@ def own_random_state(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
-    """torch's global random state given back after the block as it was before."""
+    """Restore torch's global random state after the block."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
@@ -166,7 +166,7 @@ def source(train: object) -> Source:
 
 
 def mistake(x: Tensor, outputs: Any, y: Tensor, loss: Any) -> str:
-    """The usual mistake behind a failure of the network (``outputs`` is None) or of the loss, or an empty string."""
+    """The likely cause of a failure of the network (``outputs`` is None) or the loss, in words; empty if unknown."""
     if outputs is None:
         last = x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)
         return f"expected (N, C, H, W), got {tuple(x.shape)} (channels last: x.permute(0, 3, 1, 2))" if last else ""
@@ -181,8 +181,8 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
     """Index tensors of one epoch: a permutation drawn from (seed, epoch), cut in batches and among the ranks.
 
     Every rank draws the same permutation and takes every ``ranks``-th index of each batch, so the union
-    over the ranks is the batch that one device would see, each index once; see `own_part`. A rank for which a
-    last batch has none takes its first one, for company: all ranks take the same number of steps.
+    over the ranks is the batch that one device would see, each index once; see `own_part`. If a last batch has no
+    index left for a rank, the rank gets its first index, uncounted: all ranks must take the same number of steps.
 
     Args:
         length: number of samples.
@@ -203,7 +203,7 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
 
 
 def own_part(size: int, *, rank: int, ranks: int) -> int:
-    """How many indices of a batch of ``size`` are ``rank``'s own.
+    """Number of indices of a batch of ``size`` that belong to ``rank``.
 
     >>> [own_part(5, rank=rank, ranks=3) for rank in range(3)], own_part(2, rank=2, ranks=3)
     ([2, 2, 1], 0)
