@@ -25,7 +25,7 @@ from papers.tables import SCALES, Available, Scale, Table
 
 @click.command("papers", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("arguments", nargs=-1, metavar="[TABLE] [KEY=VALUE ...]")
-@click.option("--list", "listed", is_flag=True, help="The tables: name, source, what each is about.")
+@click.option("--list", "listed", is_flag=True, help="The tables: name, source, one line about each.")
 @click.option("--all", "everything", is_flag=True, help="Every table; a run that fails does not stop the others.")
 @click.option(
     "--scale",
@@ -50,7 +50,7 @@ from papers.tables import SCALES, Available, Scale, Table
     metavar="FOLDER",
     help="Pictures to FOLDER/TABLE.svg; by default to OUT/TABLE/TABLE.svg, of kept records nowhere.",
 )
-@click.option("--print", "only_print", is_flag=True, help="Print what is there in --out; train nothing.")
+@click.option("--print", "only_print", is_flag=True, help="Print the runs in --out; train nothing.")
 def command(
     arguments: tuple[str, ...],
     listed: bool,
@@ -69,7 +69,7 @@ def command(
 ) -> None:
     """Make every row of TABLE and print its figures beside the published ones.
 
-    Runs that are there are kept, those that were cut are resumed: start it again after an interruption. The figures
+    Finished runs are kept and interrupted ones resumed: after an interruption, start it again. The figures
     are read from record.json files alone; rows without one are printed as not made. KEY=VALUE changes the recipe of
     every row, for example train.epochs=1. A figure is a table of its points, and a picture.
     """
@@ -105,7 +105,7 @@ def command(
 
 
 def choose(name: str | None, everything: bool) -> dict[str, Table]:
-    """The tables asked for.
+    """The requested tables.
 
     Raises:
         OptionError: an unknown name; the message has the closest ones.

@@ -1,4 +1,4 @@
-"""The picture of a table: our figures as points or curves, beside the paper's."""
+"""The picture of a table: measured figures as points or curves, with the paper's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) ->
 
 @dataclass
 class _Parts:
-    """Points of one curve, ours and the paper's."""
+    """Points of one curve: measured ones, and the paper's."""
 
     ours: list[tuple[float, ...]] = field(default_factory=list)
     published: list[tuple[float, ...]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _Parts:
 
 
 def panels(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> list[Panel]:
-    """The panels of a table's figure, means over the runs of a row; the rows' order stands where x is measured."""
+    """The panels of a table's figure, means over the runs of a row. If x is measured, points keep the order of rows."""
     picture = table.figure
     assert picture is not None
     made: dict[tuple[str, str], dict[str, _Parts]] = {}

@@ -40,7 +40,7 @@ SLOW, MEMORY = 5.0, 8 << 30
 
 
 def noise(spec: str, samples: int) -> Data:
-    """So many random samples in place of a data set."""
+    """A data set of ``samples`` random samples."""
     _, shape, classes = SHAPES[spec]
     y = torch.arange(samples) % classes if classes else torch.rand(samples, 1)
     split = Split(torch.rand(samples, *shape), y)
@@ -62,7 +62,7 @@ def step_seconds(recipe: Recipe, model: nn.Module, batch: int, steps: int) -> fl
 
 
 def line(times: list[tuple[int, float]], batch: int) -> float:
-    """The time at a batch, on the line through the last two times; from one alone, in proportion."""
+    """The time at ``batch``, on the line through the last two times; from a single time, in proportion."""
     b, t = times[-1]
     if len(times) == 1:
         return t * batch / b
@@ -71,12 +71,12 @@ def line(times: list[tuple[int, float]], batch: int) -> float:
 
 
 def reason(error: Exception) -> str:
-    """Why a network was not measured: too little memory, or what it does on random samples."""
+    """Why a network was not measured: too little memory, or the first line of the error."""
     return "needs more than 8 GB" if lacks_memory(error) else str(error).splitlines()[0]
 
 
 def cost(recipe: Recipe) -> dict[str, Any]:
-    """The measured steps and the hours of one training, or why there are none."""
+    """The measured steps and the hours of one training, or the reason why they are missing."""
     full, times = recipe.train.batch_size, list[tuple[int, float]]()
     try:
         model = build_model(recipe, noise(recipe.data.spec, SHAPES[recipe.data.spec][2] or 1))
@@ -85,7 +85,7 @@ def cost(recipe: Recipe) -> dict[str, Any]:
     parameters = sum(p.numel() for p in model.parameters())
     for batch in [*(b for b in (2, 8, 16, 32) if b < full), full]:
         expected = line(times, batch) if times else 0.0
-        # Of a slow network two batches have to do, far apart: a line from 2 to 4 was wrong by a factor of 14 at 256.
+        # Measure a slow network at two distant batches: a line from 2 to 4 was wrong by a factor of 14 at 256.
         slow = bool(times) and times[0][1] > SLOW
         if batch in ((8, 32) if slow else (16,)):
             continue

@@ -1,9 +1,9 @@
-"""The tables of docs/reproduce.md and of two pages of docs/lab: what the papers print, and what became of it here.
+"""The tables of docs/reproduce.md and of two pages of docs/lab: the papers' figures, and those measured here.
 
     python -m papers.pages    # from papers/published, records/ and full_costs.json; nothing is trained
 
 docs/reproduce.md has the totals of each paper; lab/reproduce.md every numbered item, its command and its records;
-lab/published_figures.md every published figure beside ours, or what it would cost (`papers.full_costs` measures that).
+lab/published_figures.md every published figure with the measured one, or its cost (from `papers.full_costs`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ FREE = {"lipschitz", "gamma", "learnable_gamma", "mean", "std"}
 MADE = re.compile(r"(?<=<!-- made -->\n).*?(?=<!-- end of made -->)", re.S)
 VERDICTS = ("reached", "one seed", "missed", "budget", "not compared", "not made")
 COUNTED = ("as printed", "not as printed")
-# Figures of which more is better, as of fractions, or less; of all others, what is nearest to the paper's. How much of
-# its gain a network uses is a finding of the papers, of which more is as far off as less.
+# More is better for fractions and the figures in MORE, less for those in LESS. All others should be near the paper's,
+# and so should those in NEAR: which fraction of its gain a network uses is a finding, to be missed on both sides.
 MORE = {"ppm(0)"}
 NEAR = {"reached", "tightness", "least_layer_gain"}
 LESS = {"ppm(100)", "worst", "deviation", "gap(50)", "gap(224)"}
-# Times on another kind of machine, and what they are of each other.
+# Times on another kind of machine, and ratios of such times.
 TIMES = {"ms", "bound_ms", "power_ms", "convolutions", "layers", "exported", "speed"}
 QUOTIENTS = {"lipconvnet_step.ratio", "recipe_step.ratio", "exponential.ratio"}
 UNMEASURED = "cost not measured"
@@ -153,13 +153,13 @@ def reaches(
     ends: tuple[float, float] | None,
     deviation: float | None = None,
 ) -> bool:
-    """Whether our figure is as good as the paper's, by the rule of the page.
+    """True if the measured figure is as good as the paper's, by the rule of the page.
 
     Args:
         figure: its name in the record, which says which direction is better.
         paper, ours: the two values.
         digit: half a unit of the last digit that the paper prints.
-        ends: of the 95 % interval of ours, if it has one.
+        ends: of the 95 % interval of the measured value, if it has one.
         deviation: standard deviation that the paper prints, which is then the margin.
     """
     more, less = (is_fraction(figure) and figure not in NEAR) or figure in MORE, figure in LESS
@@ -171,7 +171,7 @@ def reaches(
 
 
 def half_digit(table: Table, row: Row, column: str) -> float:
-    """Half a unit of the last digit of a published figure; of a zero, of the finest figure in its column."""
+    """Half a unit of the last digit of a published figure; for a zero, of the finest figure in its column."""
     own = table.published(row)[column]
     values = [own] if own else [table.published(other)[column] for other in table.rows]
     places = [-int(Decimal(str(value)).as_tuple().exponent) for value in values if value is not None]
@@ -180,7 +180,7 @@ def half_digit(table: Table, row: Row, column: str) -> float:
 
 @functools.cache
 def count_of(name: str, changes: tuple[str, ...]) -> int:
-    """The parameters of a recipe's network, without numbers in them."""
+    """Number of parameters of a recipe's network, built without memory."""
     recipe = load_recipe(name, changes)
     _, shape, classes = SHAPES[recipe.data.spec]
     with torch.device("meta"):
@@ -230,7 +230,7 @@ def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[s
 
 
 def counts(verdicts: Sequence[str]) -> str:
-    """How many figures have each verdict; numbers of parameters, which need no training, apart."""
+    """Number of figures with each verdict; numbers of parameters, which need no training, are counted separately."""
     parts = [f"{word} {verdicts.count(word)}" for word in VERDICTS if word in verdicts]
     right, wrong = (verdicts.count(word) for word in COUNTED)
     parts += [f"{right} of {right + wrong} numbers of parameters as printed"] if right + wrong else []
@@ -356,7 +356,7 @@ def totals() -> str:
 
 
 def rewritten(page: str, made: str) -> str:
-    """The page with what is made anew between its marks."""
+    """The page with the text between its marks made anew."""
     start, end = MADE.search(page).span()  # type: ignore[union-attr]
     return page[:start] + made + page[end:]
 

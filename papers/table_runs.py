@@ -1,7 +1,7 @@
 """Plans the runs of a table and makes the missing ones, several at a time.
 
-Every run has a folder of its own, ``OUT/TABLE/ROW-seedN-HASH``, named by the row, the seed and its whole recipe, so
-that a changed recipe never passes for the one before. A run that another table has made already is taken from there.
+Every run has its own folder, ``OUT/TABLE/ROW-seedN-HASH``, named by the row, the seed and its whole recipe, so that a
+changed recipe gets a new folder. A run that another table has made already is taken from there.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TableRun:
         recipe: what is trained; None for a measurement.
         options: of the measurement.
         after: name -> measurement of the trained network, and its options.
-        data: what the run is trained on in place of the paper's data, in words; empty for those themselves.
-        missing: the data set that is not there; empty if the run can be made.
+        data: the data used in place of the paper's, in words; empty if the run uses the paper's.
+        missing: name of a data set that was not found; empty if the run can be made.
         root: folder of the data sets, for measurements.
     """
 
@@ -87,7 +87,7 @@ class TableRun:
 
     @property
     def begun(self) -> bool:
-        """True if there is something to resume."""
+        """True if the run was started and can be resumed."""
         return (self.folder / pipeline.RECIPE).is_file() and (self.folder / SETTINGS).is_file()
 
 
@@ -106,11 +106,11 @@ def plan(
 
     Args:
         table: the table.
-        out: folder of this table; the runs of other tables are its neighbours.
+        out: folder of this table; the folders of other tables are next to it.
         overrides: further changes of every recipe.
         seeds: runs of each row; None for the table's number at the scale full, else one.
         scale: of the runs.
-        available: which data are there; None: all. At smoke, what is missing is replaced.
+        available: the data sets at hand; None for all. At the scale smoke, missing data are replaced.
         root: folder of the data sets, for measurements.
         thin: whether rows marked as thin are made.
 

@@ -49,13 +49,13 @@ class Row(_Part):
     recipe: str | None = Field(default=None, description="a packaged recipe instead of the table's")
     measure: str | None = Field(default=None, description="a measurement (papers.measures) instead of a recipe")
     options: Mapping[str, Any] = Field(default_factory=dict, description="of the measurement")
-    absent: str | None = Field(default=None, description="why there is neither: the row is printed only")
+    absent: str | None = Field(default=None, description="why the row has neither; it is printed without figures")
     set: tuple[str, ...] = Field(default=(), description="changes of the recipe, key=value, at every scale")
     budget: tuple[str, ...] = Field(default=(), description="further changes at the scale budget")
     smoke: tuple[str, ...] = Field(default=(), description="further changes at the scale smoke")
     budget_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale budget")
     smoke_options: Mapping[str, Any] = Field(default_factory=dict, description="options at the scale smoke")
-    samples: int | None = Field(default=None, description="that its reference run saw: far fewer are a slow machine")
+    samples: int | None = Field(default=None, description="samples of the reference run; far fewer: a slow machine")
     thin: bool = Field(default=False, description="whether a neighbour differs in a number alone: --skip-thin")
     published: tuple[float | None, ...] = Field(default=(), description="the paper's figures, one for each column")
     deviations: tuple[float | None, ...] = Field(default=(), description="their standard deviations, where printed")
@@ -79,15 +79,15 @@ class Reference(_Part):
     """A figure printed beside the curve of a row: a point at ``x``, a slope ``through`` a point, or a level."""
 
     figure: str = Field(description="figure of the records, in a column of the table")
-    x: float | None = Field(default=None, description="place of the point: ours is drawn as well")
+    x: float | None = Field(default=None, description="place of the point; the measured point is drawn as well")
     through: tuple[float, float] | None = Field(default=None, description="point of the line that has the slope")
 
 
 class Picture(_Part):
     """How the figures of a table are drawn: a point for each row, rows of a series joined to a curve.
 
-    Where ``y`` ends with ``(*)`` each row is a curve by itself, through its figures ``y(1)``, ``y(2)``, ...; where it
-    ends with ``(*,*)``, the contours of its figures ``y(1,1)``, ``y(1,2)``, ..., with the largest marked.
+    If ``y`` ends with ``(*)``, each row is a curve through its figures ``y(1)``, ``y(2)``, ... If it ends with
+    ``(*,*)``, each row is a contour plot of its figures ``y(1,1)``, ``y(1,2)``, ..., with the largest marked.
     """
 
     rows: str = Field(
@@ -96,13 +96,13 @@ class Picture(_Part):
     x: str | None = Field(default=None, description="figure of the records; null for the group x of the label")
     y: tuple[str, ...] = Field(min_length=1, description="figures of the records, a panel for each")
     x_label: str = Field(default="", description="in place of the figure's name")
-    y_labels: Mapping[str, str] = Field(default_factory=dict, description="likewise, by figure")
+    y_labels: Mapping[str, str] = Field(default_factory=dict, description="figure -> label in place of its name")
     beside: Mapping[str, tuple[Reference, ...]] = Field(
         default_factory=dict,
         description="figure of the curves -> published figures drawn beside them; slopes only on linear axes",
     )
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
-    log_y: bool = Field(default=False, description="likewise y")
+    log_y: bool = Field(default=False, description="whether y is on a logarithmic axis")
     points: bool = Field(default=False, description="whether the points of a series stay apart")
 
 
@@ -162,7 +162,7 @@ class Table(_Part):
         return self._by_column(row.published)
 
     def deviations(self, row: Row) -> dict[str, float | None]:
-        """The standard deviations that the paper prints with them."""
+        """The standard deviations that the paper prints, by column."""
         return self._by_column(row.deviations)
 
     def _by_column(self, values: Sequence[float | None]) -> dict[str, float | None]:
@@ -174,7 +174,7 @@ class Table(_Part):
 
 
 class Paper(_Part):
-    """Every numbered table, figure and further experiment of a paper, with our table for it or the reason for none.
+    """Every numbered table, figure and further experiment of a paper, with its table here or the reason for none.
 
     It is the key ``.paper`` of a packaged file.
     """
@@ -184,7 +184,7 @@ class Paper(_Part):
         default_factory=dict,
         description="the paper's name, such as 'table 1' -> arguments of python -m papers: tables, or rows of them",
     )
-    not_made: Mapping[str, str] = Field(default_factory=dict, description="likewise -> the reason")
+    not_made: Mapping[str, str] = Field(default_factory=dict, description="the paper's name -> why it is not made")
     said: Mapping[str, str] = Field(
         default_factory=dict, description="an item that is made -> what the paper has beside or in place of figures"
     )

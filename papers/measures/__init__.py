@@ -41,7 +41,7 @@ AFTER = {
     "local_lipschitz": "trained",
     "secant_slopes": "trained",
 }
-# Of the folder of a run, for what it wrote while it was trained: ``(folder, **options) -> figures by name``.
+# Measurements of the files that a run wrote during training: ``(folder, **options) -> figures by name``.
 OF_FOLDER = {"learning_curve": "trained"}
 
 

@@ -27,8 +27,7 @@ from papers.measures import ATTACKED
 
 
 def drawn(data: Data, samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most so many test samples: those that `lipkit.evaluate` attacks with this seed, so that the figures of a
-    record compare."""
+    """At most ``samples`` test samples: those that `lipkit.evaluate` attacks with this seed, so figures compare."""
     x, y = data.test.batch(choose_samples(len(data.test), samples, seed))
     return x, y
 
@@ -206,7 +205,7 @@ def layer_gains(
     r"""``layer_gain(K)``: the steepest secant of the dense layer K = 0, 1, ... and its activation, which is at most 1
     by construction; ``layer_norm(K)``, the spectral norm of its weight; ``least_layer_gain``.
 
-    A sandwich layer is 1-Lipschitz in the norms :math:`z^\top S_k z` before and behind it, where the Schur complements
+    A sandwich layer is 1-Lipschitz in the norms :math:`z^\top S_k z` of its input and output. The Schur complements
 
     .. math:: S_0 = \gamma I, \qquad S_{k+1} = 2\Lambda_k - \Lambda_k W_k S_k^{-1} W_k^\top \Lambda_k, \qquad
         S_{L+1} = I / \gamma
