@@ -169,6 +169,7 @@ def half_autocorrelation(kernels: Tensor) -> Tensor:
     stacked = kernels.permute(0, 3, 4, 2, 1).reshape(groups, kh * kw, cin, cout).contiguous()
     sums = kernels.new_zeros(groups, ((2 * kh - 1) * (2 * kw - 1) + 1) // 2, cin, cin)
     for s in range(kh * kw):
+        # Earlier taps would give the negative lags, which are transposes.
         difference = taps[s:] - taps[s]
         # Position in half_lags: rows of 2 kw - 1 lags follow each other, and lag (0, 0) is the first.
         where = (difference[:, 0] * (2 * kw - 1) + difference[:, 1]).to(kernels.device)

@@ -139,6 +139,7 @@ def backward_rounded(
     for_bias = rows[0].sum(0, dtype=torch.float32).mul_(math.sqrt(h * w)) if needed[1] else None
     for_scale: Tensor | None = None
     for_rest: tuple[Tensor | None, Tensor | None] = (None, None)
+    # k carries the factor 2 of 2 h - x (or -2): scaling it once, in place, saves a pass over each gradient.
     if form == "first adjoint":
         k = _times(inverse, rows, h, w).mul_(2)
         for_normal = _outer_transposed(solved, k, h, w, -1)

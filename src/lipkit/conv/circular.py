@@ -33,6 +33,7 @@ def fold_border(g: Tensor, pads: Sequence[int]) -> Tensor:
     for i, (from_row, to_row) in enumerate(rows):
         for j, (from_col, to_col) in enumerate(cols):
             part = g[..., from_row, from_col]
+            # i = j = 0 is the image itself, which `folded` holds already.
             if (i or j) and part.numel():
                 folded[..., to_row, to_col].add_(part)
     return folded

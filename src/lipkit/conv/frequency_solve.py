@@ -72,6 +72,7 @@ class Group(NamedTuple):
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
         """``out = 2 z - rows``."""
         part, minus = self.view(out, channels), self.view(rows, channels)
+        # lerp with the weight 2 is rows + 2 (z - rows) = 2 z - rows, in one pass.
         if not z.is_complex():
             torch.lerp(minus, z, 2.0, out=part)
         elif z.is_contiguous():
@@ -159,6 +160,7 @@ def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[T
     further = _further(group) if form == "tall" else None
     if further is not None:
         further.write(group.view(out, other), h, -2.0)
+    # The derivative needs the conjugates only, so they are made in place.
     return conjugated(h), None if x_other is None else conjugated(x_other)
 
 

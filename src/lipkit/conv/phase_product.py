@@ -177,6 +177,7 @@ def _forward(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrix:
     b, _, h, w = x.shape
     cout, cin = real.shape[1:]
     step = _images_per_piece(x, max(cin, cout), kernel_size, FORWARD_BYTES)
+    # Two buffers serve all pieces in turn: each step writes into the one that the step before has finished with.
     rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
     y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
     constant = None if bias is None else bias * math.sqrt(len(matrix))

@@ -108,6 +108,7 @@ def kernel_of_symbol(symbol: Symbol, kernel_size: Size) -> Tensor:
     rows, cols = torch.arange(kh) - (kh - 1) // 2, torch.arange(kw) - (kw - 1) // 2
 
     def angles(grid: Tensor) -> Tensor:
+        # Turns are counted in integer units of 1 / (kh kw) and reduced exactly, before any rounding.
         turns = (grid[:, 0, None] * rows * kw)[:, :, None] + (grid[:, 1, None] * cols * kh)[:, None, :]
         return torch.remainder(turns, kh * kw).flatten(1).double() * (2 * math.pi / (kh * kw))
 

@@ -135,6 +135,7 @@ def _turned(s: Tensor, sign: int) -> Tensor:
 def _add_turned(out: Tensor, s: Tensor, i: Tensor, sign: int) -> None:
     """Add ``sign (-b i, a i)`` to pairs ``out`` (n, 2, B, cout), for the rows (a, b) of ``s`` (n, 2, B, cin)."""
     rows, (cin, cout) = s.shape[2], i.shape[1:]
+    # For one batched product, turn the rows or the result, whichever has fewer channels.
     if rows * cin * cout >= BATCHED and not _copies_parts(s):
         out[:, 0].baddbmm_(s[:, 1], i, alpha=-sign)
         out[:, 1].baddbmm_(s[:, 0], i, alpha=sign)
@@ -196,6 +197,7 @@ def _applied_to_few(real: Tensor, pair: Tensor, x: Tensor, matrices: list[Tensor
     (h, w), (cout, cin) = x.shape[-2:], real.shape[1:]
     s = split_rows(to_rows(x.transpose(0, 1), matrices), h, w)
     r, i = pair.unbind(1)
+    # [R -S; S R] acts on the stacked parts (a; b) as R + iS on a + ib: one real product.
     both = torch.cat((torch.cat((r, -i), 2), torch.cat((i, r), 2)), 1)
     pairs = torch.bmm(both, s.pair.reshape(-1, 2 * cin, len(x))).view(-1, cout, len(x))
     made = torch.cat((torch.bmm(real, s.real), pairs))

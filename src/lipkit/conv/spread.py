@@ -166,6 +166,7 @@ class _Convolved(torch.autograd.Function):
         solution = (2 * inverse).permute(2, 3, 0, 1).contiguous()
         spectrum = torch.fft.rfft2(x)
         t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
+        # One kernel maps t to both parts [t; -W_2 t] of the outputs; x is taken off the first part below.
         outputs = -kernel
         outputs[:n] = _identity(kernel)
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.

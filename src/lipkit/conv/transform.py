@@ -169,6 +169,7 @@ def to_rows(x: Tensor, matrices: list[Tensor]) -> Tensor:
     own, m, rh, mh = len(self_conjugate(w)), (w - 1) // 2, len(p.own_real), len(p.own_pair)
     # (w, h, n): a view with the height where the products below contract it.
     along = x.new_empty(w, n * h).addmm_(p.width, x.reshape(n * h, w).mT, beta=0).view(w, n, h).mT
+    # Self-conjugate f2 need a real transform along the height; other f2 mix cosine and sine rows to f1 and -f1.
     first, second, third = rows.view(h * w, n).split((own * rh, own * mh, 2 * m * h))
     _product(first.view(own, rh, n), p.own_real, along[:own])
     _product(second.view(own, mh, n), p.own_pair, along[:own])

@@ -86,6 +86,7 @@ def _invert(n: Tensor, out: Tensor) -> None:
     # Every write goes into a block of out; beta=0 ignores what the fresh memory holds, NaN included.
     _invert(a, top)
     below = torch.bmm(c, top)
+    # The Schur complement S = D - C A^-1 B keeps S + S* >= 2 I, so no level of the recursion needs pivots.
     _invert(torch.baddbmm(d, below, b, alpha=-1), s)
     torch.baddbmm(lower, s, below, beta=0, alpha=-1, out=lower)
     beside = torch.bmm(top, b)

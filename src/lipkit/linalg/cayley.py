@@ -92,6 +92,7 @@ class _Cayley(torch.autograd.Function):
         v = None if m == n else tall[..., tall.shape[-1] :, :]
         x = accretive_inverse(_normal(tall, v))
         ctx.save_for_backward(w, x)
+        # (I - Z)(I + Z)^-1 = 2 (I + Z)^-1 - I: one inverse serves both parts, without a product for the first.
         top = 2 * x
         top.diagonal(dim1=-2, dim2=-1).sub_(1)
         made = top if v is None else torch.cat((top, (v @ x).mul_(-2)), dim=-2)

@@ -272,4 +272,5 @@ def _root(square: Fraction, towards: float) -> float:
         return 0.0
     if square == 1:
         return 1.0
+    # One step for the rounding of the fraction, one for that of the root.
     return math.nextafter(math.sqrt(math.nextafter(float(square), towards)), towards)

@@ -56,6 +56,7 @@ def householder(w: Tensor) -> Tensor:
     w = w / torch.where(biggest > 0, biggest, torch.ones_like(biggest))
     norms = torch.linalg.vector_norm(w, dim=-2, keepdim=True)
     v = w / torch.where(norms > 0, norms, torch.ones_like(norms))
+    # The product of all n reflections is I - V T^-1 V*, so one triangular solve replaces n rank-one updates.
     t = 0.5 * eye_like(v) + torch.triu(v.mH @ v, diagonal=1)
     solved = torch.linalg.solve_triangular(t, v[..., :n, :].mH, upper=True)
     return bjorck_step(torch.eye(m, n, dtype=v.dtype, device=v.device) - v @ solved)

@@ -86,6 +86,7 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         stalled = error
     wide = w.to(torch.promote_types(w.dtype, torch.float64))
     for turn in range(4):
+        # A reflection from the right keeps U and the singular values, but changes the numbers that LAPACK gave up on.
         # Turn 0 has v = 0, no reflection; the vectors of the others share no pattern with a weight.
         v = turn * torch.cos(turn * torch.arange(1, w.shape[-1] + 1, dtype=torch.float64, device=w.device))
         v = (v / v.norm().clamp_min(1e-300)).to(wide.dtype)

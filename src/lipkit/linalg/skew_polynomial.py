@@ -67,6 +67,7 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
     # Nonzero eigenvalues get about the mean square 1, so no power under- or overflows. This factor cancels below.
     share = ((_size(s) + 2 * _size(v)) / (2 * m)).detach().sqrt().clamp_min(SMALLEST_NORM)
     s, v = s / share, v / share
+    # Powers of A = [S V; -V* 0] depend on V through G = V V* only, so every product below is m x m.
     g = v @ v.mH
     sg = s @ g
     # The second power, its product by S (the third), and the fourth: C_2 = [D S; -S -I], C_4 = [E F; F* -D].
@@ -164,6 +165,7 @@ def fill_powers(smallest: float, out: Powers) -> None:
             norm = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True)
             beta = beta * norm ** (1 / degree)
             power.mul_(torch.where(norm > 0, 1 / norm, 1.0))
+    # Eigenvalues of a real skew matrix come in pairs: half of ||a^p||^2 bounds ||a||^2p, whence 2^(1/2p).
     torch.minimum(2 ** (0.5 / degree) / beta, out.scale / smallest, out=out.share)
 
 
@@ -225,6 +227,7 @@ def gradient(p: Powers, g: Tensor, terms: int, smallest: float, room: Room, out:
     dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, a), (g2, a2), (g4, a4))]
     along = dots[0] + 2 * dots[1] + 4 * dots[2]
     slope = torch.where(t < p.scale / smallest, along / -4, torch.zeros_like(t))
+    # 4 + 8 + ... + p = 2 p - 4: the product of the stored powers is a^(2p - 4).
     chain, spare = a4, (product, around)
     for number, power in enumerate(higher):
         chain = mirrored_product(power, chain, spare[number % 2])

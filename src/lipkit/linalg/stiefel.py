@@ -54,6 +54,7 @@ def sign_factor(gram: Tensor, steps: int) -> Tensor:
         q = a * eye + b * k + c * (k @ k)
         p = q if number == 0 else q @ p
         if number + 1 < steps:
+            # q is a polynomial in k, so q k q is the Gram matrix of the next iterate: T itself is never multiplied.
             k = q @ k @ q
     return p * scale.rsqrt()
 
@@ -100,6 +101,7 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     eye, s = eye_like(w, w.shape[-2]), g @ w.mT
     skew = 0.5 * (s - s.mT)
     if w.shape[-2] == w.shape[-1]:
+        # T W^T is the skew part of G W^T for square W, so the step is a rotation of W: products of one size.
         new = eye - angle * sign_factor(skew @ skew.mT, steps) @ skew
         return _closing(new @ new.mT) @ new @ w
     half, own = 0.5 * (s + s.mT), w @ w.mT
