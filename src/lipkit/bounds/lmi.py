@@ -136,6 +136,24 @@ def proves_gain(
     if not (math.isfinite(gain) and gain > 0):
         return False
     h = lmi_matrix(weights, multipliers, gain)
+    error = 2 * UNIT * h.abs()  # each off-diagonal entry carries one rounding (Lambda W), possibly a subnormal one
+    if errors:
+        # H is linear in the weights: the same matrix of their errors bounds its own, entry by entry.
+        off = lmi_matrix(errors, multipliers, 0.0)
+        off.diagonal().zero_()
+        error += off.abs()
+    return is_positive_within(h, error)
+
+
+def is_positive_within(h: Tensor, error: Tensor) -> bool:
+    """True if every symmetric matrix within ``error`` of ``h``, entry by entry, is proved positive semidefinite.
+
+    Args:
+        h, error: float64 ``(n, n)``, symmetric. Entries may have lost 1e-300 more below the normal range.
+
+    >>> is_positive_within(torch.diag(torch.tensor([1e8, 1e-8]).double()), torch.zeros(2, 2).double())
+    True
+    """
     # Congruence by powers of two is exact (barring underflow) and makes the diagonal nearly constant, so that the
     # allowance, which is relative to the trace, is small against every block.
     diagonal = h.diagonal()
@@ -145,15 +163,9 @@ def proves_gain(
     half = -torch.div(exponent, 2, rounding_mode="floor")
     scale = power_of_two(half)
     h = scale[:, None] * h * scale[None, :]
-    # Each off-diagonal entry carries one rounding (Lambda W), possibly a subnormal one.
-    error = 2 * UNIT * float(torch.linalg.matrix_norm(h))
-    if errors:
-        # H is linear in the weights, so H of the weights' errors bounds the error of each entry.
-        off = lmi_matrix(errors, multipliers, 0.0)
-        off.diagonal().zero_()
-        error += float(torch.linalg.matrix_norm(scale[:, None] * off * scale[None, :]))
-    error = error * (1 + gamma(h.shape[0] ** 2 + 8)) + 1e-60
-    return math.isfinite(error) and is_positive_semidefinite(h, error)
+    size = float(torch.linalg.matrix_norm(scale[:, None] * error * scale[None, :]))
+    size = size * (1 + gamma(h.shape[0] ** 2 + 8)) + 1e-60
+    return math.isfinite(size) and is_positive_semidefinite(h, size)
 
 
 def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

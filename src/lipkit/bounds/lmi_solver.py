@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ class Barrier:
         """Nearly the least gamma, from a strictly feasible x; the point and the steps taken."""
         weight, steps = float(self.size), 0
         while steps < max_steps:
-            x, used = _newton(self, x, weight, max_steps - steps)
+            x, used = newton(self, x, weight, max_steps - steps)
             steps += used
             if self.size / weight < accuracy * float(x[0]):
                 break
@@ -167,7 +167,7 @@ class Barrier:
         return x, steps
 
 
-def _newton(barrier: Barrier, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
+def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:
     """Minimise ``weight * gamma - log det H`` from a strictly feasible x; the point and the steps taken."""
     goal = torch.zeros_like(x)
     goal[0] = weight

@@ -14,6 +14,7 @@ from lipkit.layers.liresnet import LiResConv2d
 from lipkit.layers.lot import LotConv2d
 from lipkit.layers.native import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d
 from lipkit.layers.ossn import OssnConv2d
+from lipkit.layers.recurrent import LinearSystem, R2dn, Ren
 from lipkit.layers.rko import RkoConv2d
 from lipkit.layers.sandwich import ContractionLinear, SandwichConv2d, SandwichLinear
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear
@@ -65,6 +66,7 @@ __all__ = [
     "LPReLU",
     "LayerCenter",
     "LiResConv2d",
+    "LinearSystem",
     "LotConv2d",
     "MaxMin",
     "NActivation",
@@ -77,6 +79,8 @@ __all__ = [
     "OrthogonalLinear",
     "OssnConv2d",
     "PositionCode",
+    "R2dn",
+    "Ren",
     "Rescale",
     "Residual",
     "RkoConv2d",

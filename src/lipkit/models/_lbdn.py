@@ -28,6 +28,7 @@ from lipkit.bounds.lmi import gain_bound, proves_gain
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers.base import half_through_float32
 from lipkit.layers.export import linear_module
+from lipkit.layers.recurrent import UNFOLDED, Unfolded
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
@@ -178,6 +179,19 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
         if isinstance(layer, SandwichLinear) and layer.activation is not None:
             modules.append(plain_activation(layer.activation))
     return Network(modules, input_shape, {2 * k + 1: m for k, m in enumerate(multipliers)})
+
+
+def _unfolded(network: LBDN) -> Unfolded | None:
+    """What `lipkit.layers.R2dn` takes into its system, where all activations are alike."""
+    kinds, weights = [layer.activation for layer in network._sandwiches()], network.weights()
+    if len(set(map(repr, kinds))) != 1 or kinds[0] is None:
+        return None
+    layers = (*network.hidden, network.output)
+    biases = [w.new_zeros(len(w)) if m.bias is None else m.bias.to(w) for m, w in zip(layers, weights, strict=True)]
+    return Unfolded(weights, biases, kinds[0], network.multipliers())
+
+
+UNFOLDED[LBDN] = _unfolded
 
 
 def _provable(

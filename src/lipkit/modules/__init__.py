@@ -15,6 +15,7 @@ from lipkit.modules.pooling import L2NormPool2d, Mean
 from lipkit.modules.products import MatrixProduct, Product
 from lipkit.modules.ranges import Range, around, monotone, one_sign
 from lipkit.modules.rearrange import Shift2d
+from lipkit.modules.recurrent import Recurrent, contraction
 from lipkit.modules.registry import output_shape
 from lipkit.modules.residual import SlopeResidual
 from lipkit.modules.sandwich import SandwichBlock
@@ -57,6 +58,7 @@ __all__ = [
     "PositionCode",
     "Product",
     "Range",
+    "Recurrent",
     "Reshape",
     "Roll",
     "SandwichBlock",
@@ -70,6 +72,7 @@ __all__ = [
     "add_activation",
     "add_plain",
     "around",
+    "contraction",
     "exact",
     "export_rule",
     "group_sort",

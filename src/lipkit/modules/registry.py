@@ -25,9 +25,10 @@ def what_is_missing(module: nn.Module) -> str | None:
     if bounded(type(module)):
         return None
     if kind.startswith("torch.nn.modules.rnn."):
+        gates = "reset and update gates" if "GRU" in kind else "input, forget, cell and output gates"
         return (
-            "recurrent networks have no rule, because their state goes through all steps and their gates multiply "
-            "values: write a fixed number of steps with nn.Linear and activations (gates need box=(low, high))"
+            f"its {gates} multiply values that both depend on the input, so it has no gain over all inputs: train a "
+            "lipkit.layers.R2dn or Ren, whose gain is prescribed, or an nn.RNN"
         )
     if not kind.endswith("Attention") and not kind.startswith("torch.nn.modules.transformer."):
         return None

@@ -1,0 +1,516 @@
+r"""Recurrent layers of prescribed gain over sequences: R2DN, recurrent equilibrium networks, linear systems.
+
+Each makes one system (M, b) of `lipkit.linalg.scan` whose dissipation inequality (`lipkit.bounds.dissipation`) holds
+with the metric P = I for all values of its parameters: the state contracts in the l2 norm itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.layers.base import ConstrainedLinear, check_dtype, check_positive, slope_activation
+from lipkit.layers.export import exactly, in_float64
+from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
+from lipkit.linalg import at_least_float32
+from lipkit.linalg.precision import autocast_off
+from lipkit.linalg.scan import advance, simulate
+from lipkit.lowering import export, lipschitz
+from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
+from lipkit.modules.activations import slope_restricted
+from lipkit.modules.recurrent import unitwise
+
+
+class Parts(NamedTuple):
+    """A system as a layer makes it: M, b and the diagonal of Lambda, with units (nv, nw) in blocks."""
+
+    matrix: Tensor
+    bias: Tensor
+    multiplier: Tensor
+    units: tuple[int, int]
+    block: int
+
+
+class RecurrentLayer(nn.Module):
+    """Abstract: sequences ``(B, T, in_features) -> (B, T, out_features)`` from rest, by the system of :meth:`parts`."""
+
+    phi: nn.Module
+
+    def __init__(
+        self, in_features: int, out_features: int, states: int, gamma: float, rate: float, device: Any, dtype: Any
+    ) -> None:
+        super().__init__()
+        check_dtype(dtype)
+        check_positive(in_features=in_features, out_features=out_features, states=states)
+        if not (0 < gamma < math.inf and 0 < rate <= 1):
+            raise OptionError(f"expected a positive finite gamma and a rate in (0, 1], got gamma={gamma}, rate={rate}")
+        self.in_features, self.out_features, self.states = in_features, out_features, states
+        self.gamma, self.rate = float(gamma), float(rate)
+
+        def zeros(count: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(count, device=device, dtype=dtype))
+
+        self.state_bias, self.output_bias = zeros(states), zeros(out_features)
+
+    def parts(self) -> Parts:
+        """The system as it is now, in float32 or better."""
+        raise NotImplementedError
+
+    def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The outputs ``(B, T, out_features)``.
+
+        Args:
+            u: ``(B, T, in_features)``.
+            mask: ``(B, T)``, true at the steps that count. At the others inputs and outputs are 0, whatever stands
+                there, so that sequences of several lengths make one batch. The gain stays.
+        """
+        if u.ndim != 3 or u.shape[2] != self.in_features:
+            raise ShapeError(f"{type(self).__name__}: expected (B, T, {self.in_features}), got {tuple(u.shape)}")
+        if mask is not None:
+            u = masked(u, mask)
+        with autocast_off(u):
+            made = self.parts()
+            given = u.to(made.matrix.dtype)
+            y, _ = simulate(
+                *(made.matrix, made.bias, self.states, made.units, made.block, self.phi, given),
+                elementwise=not made.units[0] or unitwise(self.phi),
+            )
+        y = y.to(u.dtype)
+        return y if mask is None else masked(y, mask)
+
+    def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The next states ``(B, states)`` and the outputs, from states (zeros at first) and inputs of one step.
+
+        It makes the system each time: stream with the ``step`` of the export.
+        """
+        made = self.parts()
+        return advance(made.matrix, made.bias, made.units, made.block, self.phi, x, u)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.in_features}, {self.out_features}, states={self.states}"
+        return f"{sizes}, gamma={self.gamma:g}, rate={self.rate:g}"
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Values ``(B, T, n)``, 0 where the mask ``(B, T)`` is false, whatever they were."""
+    if mask.shape != values.shape[:2] or mask.dtype != torch.bool:
+        raise ShapeError(
+            f"mask: expected booleans {tuple(values.shape[:2])}, got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return torch.where(mask[..., None], values, 0.0)
+
+
+class LinearSystem(RecurrentLayer):
+    r"""A linear time-invariant system, :math:`x^+ = A x + B u + b_x,\ y = C x + D u + b_y`, of prescribed gain.
+
+    .. math:: \begin{pmatrix} A & B \\ C & D \end{pmatrix} =
+              \begin{pmatrix} I & \\ & \sqrt\gamma I \end{pmatrix} K
+              \begin{pmatrix} a I & \\ & \sqrt\gamma I \end{pmatrix}, \qquad \|K\|_2 \le 1
+
+    Args:
+        in_features, out_features, states: numbers of inputs, outputs and states.
+        gamma: the gain, that is the H-infinity norm of the transfer function, at most.
+        rate: a in (0, 1]: what the state keeps of itself in one step, at most.
+        device, dtype: of the parameters (float32 or float64).
+
+    Parameters: those of ``through``, a :class:`ContractionLinear` that makes K, ``state_bias`` and ``output_bias``.
+
+    Guarantee:
+        :math:`\|\Delta y\| \le \gamma \|\Delta u\|` over sequences of any length, and :math:`\|\Delta x_{t+1}\| \le a
+        \|\Delta x_t\|` under the same inputs. Complete for a = 1: by the bounded real lemma every stable system with a
+        smaller H-infinity norm has such coordinates. The export is proved from its stored numbers.
+
+    >>> layer = LinearSystem(2, 3, 4, gamma=2.0)
+    >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))
+    (torch.Size([1, 5, 3]), 2.0)
+
+    References:
+        Zhou, Doyle & Glover, "Robust and Optimal Control", 1996, section 21 (discrete bounded real lemma).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        states: int,
+        gamma: float = 1.0,
+        rate: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, states, gamma, rate, device, dtype)
+        self.through = _birth(self, device, dtype)
+        self.phi = nn.Identity()
+
+    def parts(self) -> Parts:
+        k = self.through.weight()
+        return Parts(*_scaled(self, k, self.state_bias.new_zeros(0)), k.new_zeros(0), (0, 0), 1)
+
+
+def _birth(layer: RecurrentLayer, device: Any, dtype: Any) -> ContractionLinear:
+    """K of a new layer: states keep 0.95 of themselves, and inputs reach outputs."""
+    nx, nu, ny = layer.states, layer.in_features, layer.out_features
+    made = ContractionLinear(nx + nu, nx + ny, bias=False, device=device, dtype=dtype)
+    k = 0.3 * made.weight().detach()
+    k[:nx, :nx] = 0.95 * torch.eye(nx, device=device)
+    k = k / torch.linalg.matrix_norm(k, 2).clamp_min(1) * (1 - 1e-3)
+    values, vectors = torch.linalg.eigh(k @ k.mT)
+    made.set_factors(vectors * (1 - values).clamp_min(0).sqrt() @ vectors.mT, k)
+    return made
+
+
+def _scaled(layer: RecurrentLayer, k: Tensor, unit_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """M and b from a contraction of (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma))."""
+    nx, nu, ny, root = layer.states, layer.in_features, layer.out_features, math.sqrt(layer.gamma)
+
+    def scale(first: int, state: float, last: int) -> Tensor:
+        ones = [
+            torch.full((n,), s, device=k.device, dtype=k.dtype) for n, s in ((first, 1.0), (nx, state), (last, root))
+        ]
+        return torch.cat(ones)
+
+    rows, columns = k.shape[0] - nx - ny, k.shape[1] - nx - nu
+    bias = torch.cat([at_least_float32(b) for b in (unit_bias, layer.state_bias, layer.output_bias)])
+    return scale(rows, 1.0, ny)[:, None] * k * scale(columns, layer.rate, nu), bias
+
+
+class R2dn(RecurrentLayer):
+    r"""Robust recurrent deep network: a linear system around a 1-Lipschitz network phi, of prescribed gain [R2DN].
+
+    .. math:: \begin{pmatrix} v \\ x^+ \\ y/\sqrt\gamma \end{pmatrix} =
+              \begin{pmatrix} 0 & V \\ W & A_W K C_V \end{pmatrix}
+              \begin{pmatrix} w \\ a x \\ \sqrt\gamma u \end{pmatrix} + b, \qquad w = \phi(v)
+
+    with :math:`C_V^\top C_V + V^\top V = I`, :math:`A_W A_W^\top + W W^\top = I` and :math:`\|K\| \le 1`: the matrix
+    is a contraction.
+
+    Args:
+        in_features, out_features, states: numbers of inputs, outputs and states.
+        units: numbers that phi takes.
+        phi: 'abs' (the default), another scalar activation by name or as a module, 1-Lipschitz; or a 1-Lipschitz
+            network from ``(B, units)``, such as ``models.lbdn([units, 64, units])``. What phi is made of, dense layers
+            with one kind of activation between them, is unfolded into M; any other network is run as it is, step by
+            step, which takes longer.
+        gamma, rate: the gain and the contraction rate, as :class:`LinearSystem`.
+        device, dtype: of the parameters (float32 or float64).
+
+    Parameters: those of ``read`` (C_V, V), ``write`` (A_W, W), ``through`` (K) and phi, and ``unit_bias``,
+    ``state_bias``, ``output_bias``.
+
+    Guarantee:
+        As :class:`LinearSystem`; the state contracts in the l2 norm.
+
+    Cost:
+        Three inverses of the sizes of (x, u) and (x, y) in each pass, then as `lipkit.linalg.scan.simulate`.
+
+    Raises:
+        OptionError: sizes, gamma, rate or phi that are not as above.
+
+    >>> layer = R2dn(2, 3, 4, 8, gamma=2.0, rate=0.9)
+    >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))
+    (torch.Size([1, 5, 3]), 2.0)
+
+    References:
+        Barbara, Wang & Manchester, "R2DN: Scalable parameterization of contracting and Lipschitz recurrent deep
+        networks", 2025.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        states: int,
+        units: int,
+        phi: str | nn.Module = "abs",
+        gamma: float = 1.0,
+        rate: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, states, gamma, rate, device, dtype)
+        check_positive(units=units)
+        self.inner: nn.Module | None = None
+        # |v| is LeakyReLU of slope -1. What passes through phi unchanged could as well be a part of K.
+        module = phi if isinstance(phi, nn.Module) else nn.LeakyReLU(-1.0) if phi == "abs" else slope_activation(phi)
+        bound, written = float(lipschitz(module, (units,)).detach()), units
+        if not bound <= 1 + 1e-9:
+            raise OptionError(f"phi: expected a 1-Lipschitz network, got one with a bound of {bound}")
+        if unitwise(module):
+            self.phi = plain_activation(module)
+        else:
+            self.inner, layers = module, unfolded(module, units)
+            self.phi = module if layers is None else layers.activation
+            with torch.no_grad():
+                written = module(torch.zeros(1, units, device=device, dtype=dtype)).shape[1]
+        make: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.units = units
+        self.read = ContractionLinear(units, states + in_features, **make)
+        self.write = ContractionLinear(written, states + out_features, **make)
+        self.through = _birth(self, device, dtype)
+        self.unit_bias = nn.Parameter(torch.zeros(units, device=device, dtype=dtype))
+
+    def parts(self) -> Parts:
+        (read, v), (write, w) = self.read.factors(), self.write.factors()
+        # factors() gives A^T and B with A A^T + B B^T = I: C_V and V^T of `read`, A_W^T and W of `write`.
+        z, v = write.mT @ self.through.weight() @ read, v.mT
+        layers = None if self.inner is None else unfolded(self.inner, self.units)
+        if layers is None:
+            k = torch.cat((torch.cat((v.new_zeros(len(v), w.shape[1]), v), 1), torch.cat((w, z), 1)))
+            sizes = (len(v), w.shape[1])
+            return Parts(*_scaled(self, k, self.unit_bias), v.new_ones(len(v)), sizes, max(len(v), 1))
+        return self._with(layers, v, w, z)
+
+    def _with(self, layers: Unfolded, v: Tensor, w: Tensor, z: Tensor) -> Parts:
+        """The matrix with the dense layers of phi in it: the first one after V, the last one before W."""
+        first, *between, last = layers.weights
+        sizes = [len(m) for m in layers.weights[:-1]]
+        d11 = torch.block_diag(v.new_zeros(sizes[0], 0), *between, v.new_zeros(0, sizes[-1]))
+        read = torch.cat((first @ v, v.new_zeros(sum(sizes[1:]), v.shape[1])))
+        write = torch.cat((w.new_zeros(len(w), sum(sizes[:-1])), w @ last), 1)
+        k = torch.cat((torch.cat((d11, read), 1), torch.cat((write, z), 1)))
+        bias = torch.cat((layers.biases[0] + first @ at_least_float32(self.unit_bias), *layers.biases[1:-1]))
+        matrix, b = _scaled(self, k, bias)
+        after = w @ layers.biases[-1]
+        root = torch.cat((after.new_ones(self.states), after.new_full((self.out_features,), math.sqrt(self.gamma))))
+        b = b + torch.cat((b.new_zeros(len(bias)), root * after))
+        return Parts(matrix, b, torch.cat(layers.multipliers), (len(bias),) * 2, math.gcd(*sizes))
+
+
+class Unfolded(NamedTuple):
+    """A chain of dense layers with one kind of activation between them.
+
+    Attributes:
+        weights, biases: of the L + 1 linear maps.
+        activation: on each unit alone.
+        multipliers: diagonals of Lambda with which the inequality holds, of the L activations.
+    """
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    activation: nn.Module
+    multipliers: list[Tensor]
+
+
+def unfolded(network: nn.Module, units: int) -> Unfolded | None:
+    """The dense layers of a network from (B, units), as they are now; None for other layers or mixed activations.
+
+    MaxMin becomes :class:`lipkit.modules.HalfAbs` between two rotations, which go into the layers beside it.
+    """
+    if type(network) in UNFOLDED:
+        return UNFOLDED[type(network)](network)
+    like = at_least_float32(next(network.parameters(), torch.empty(0)))
+    weights, biases, kinds, multipliers = list[Tensor](), list[Tensor](), list[nn.Module](), list[Tensor]()
+    w, b = torch.eye(units, device=like.device, dtype=like.dtype), like.new_zeros(units)
+    for part in _pieces(network):
+        if part is None:
+            return None
+        if part.activation is None:
+            w, b = part.weight @ w, part.weight @ b + (0 if part.bias is None else at_least_float32(part.bias))
+            continue
+        turn = _rotation(w) if type(part.activation) is MaxMin else None
+        weights.append(w if turn is None else turn.mT @ w)
+        biases.append(b if turn is None else turn.mT @ b)
+        kinds.append(part.activation if turn is None else HalfAbs())
+        multipliers.append(w.new_ones(len(w)) if part.weight is None else part.weight.square())
+        b = w.new_zeros(len(w))
+        w = torch.eye(len(b), device=w.device, dtype=w.dtype) if turn is None else turn
+    halves = any(type(kind) is HalfAbs for kind in kinds) and len(set(map(len, weights))) > 1
+    if len(set(map(repr, kinds))) != 1 or halves:
+        return None
+    return Unfolded([*weights, w], [*biases, b], kinds[0], multipliers)
+
+
+UNFOLDED: dict[type[nn.Module], Callable[[Any], Unfolded | None]] = {}
+"""What networks of dense layers unfold to, by exact type; modules of other packages fill it in."""
+
+
+class _Piece(NamedTuple):
+    """A linear map (its bias may be None), or an activation, with the diagonal of Psi if a sandwich has one."""
+
+    weight: Any
+    bias: Tensor | None = None
+    activation: nn.Module | None = None
+
+
+def _pieces(network: nn.Module) -> Iterator[_Piece | None]:
+    """The parts of a chain in their order; None for one that is neither dense nor an activation on each unit."""
+    if type(network) is nn.Sequential:
+        for child in network:
+            yield from _pieces(child)
+    elif type(network) is SandwichLinear and network.activation is not None:
+        first, second = network.halves()
+        yield from (_Piece(first, network.bias), _Piece(network.psi(), None, network.activation), _Piece(second))
+    elif isinstance(network, ConstrainedLinear):
+        yield _Piece(network.weight(), network.bias)
+    elif slope_restricted(network) or type(network) in (MaxMin, HalfAbs):
+        yield _Piece(None, None, network)
+    else:
+        yield None
+
+
+def _rotation(like: Tensor) -> Tensor:
+    """R, orthogonal, with MaxMin(z) = R HalfAbs(R^T z): the maximum and minimum of a and b by |a - b| and a + b."""
+    half = torch.eye(len(like) // 2, device=like.device, dtype=like.dtype) * math.sqrt(0.5)
+    return torch.cat((torch.cat((half, half), 1), torch.cat((-half, half), 1)))
+
+
+class Ren(RecurrentLayer):
+    r"""Recurrent equilibrium network, explicit: each unit reads those before it in the same step [REN].
+
+    .. math:: v = C_1 x + D_{11} w + D_{12} u + b_v,\quad w = \sigma(v),\quad
+              x^+ = A x + B_1 w + B_2 u + b_x,\quad y = C_2 x + D_{21} w + D_{22} u + b_y
+
+    with a strictly lower triangular :math:`D_{11}`. From a free X (2 nx + nv, 2 nx + nv), square, and others,
+
+    .. math:: D_{22} = \gamma N, \quad R = \gamma (I - N^\top N), \quad
+              m_R = [-N^\top C_2,\ -N^\top D_{21} - D_{12}^\top,\ B_2^\top],\quad m_Q = [C_2,\ D_{21},\ 0],
+
+              H = X^\top X + \epsilon I + m_R^\top R^{-1} m_R + m_Q^\top m_Q / \gamma, \quad
+              E = \tfrac12 (H_{11} + H_{33} / a^2 + Y - Y^\top), \quad \Lambda = \tfrac12 \mathrm{diag}(H_{22}),
+
+              A = E^{-1} H_{31},\ B_1 = E^{-1} H_{32},\ B_2 \gets E^{-1} B_2,\ C_1 = -\Lambda^{-1} H_{21},\
+              D_{11} = -\Lambda^{-1} \mathrm{tril}(H_{22}, -1),\ D_{12} \gets \Lambda^{-1} D_{12} .
+
+    The dissipation inequality holds with :math:`P = E^\top H_{33}^{-1} E`. The layer takes the coordinates
+    :math:`L^{-1} E x` with :math:`L L^\top = H_{33}`, in which P is I.
+
+    Args:
+        in_features, out_features, states, units: nu, ny, nx and nv.
+        activation: one with slope in [0, 1].
+        gamma, rate: as :class:`LinearSystem`.
+        device, dtype: of the parameters (float32 or float64); the system is made in float64.
+
+    Guarantee:
+        As :class:`LinearSystem`. Complete: every contracting network of this form with this gain has such parameters.
+
+    Cost:
+        Units are computed one after the other: units times as many small products as an R2DN. Train that, unless you
+        need the wider class.
+
+    >>> layer = Ren(2, 3, 4, 8, gamma=2.0, rate=0.9)
+    >>> layer(torch.zeros(1, 5, 2)).shape, float(lipschitz(layer))
+    (torch.Size([1, 5, 3]), 2.0)
+
+    References:
+        Revay, Wang & Manchester, "Recurrent equilibrium networks: flexible dynamic models with guaranteed stability and
+        robustness", IEEE TAC 2024, section V; N is the Cayley transform of its equation 43.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        states: int,
+        units: int,
+        activation: str | nn.Module = "relu",
+        gamma: float = 1.0,
+        rate: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, states, gamma, rate, device, dtype)
+        check_positive(units=units)
+        self.phi, self.units = slope_activation(activation), units
+        nx, nv, nu, ny = states, units, in_features, out_features
+
+        def free(rows: int, columns: int, scale: float) -> nn.Parameter:
+            drawn = torch.randn(rows, columns, device=device, dtype=dtype)
+            return nn.Parameter(drawn * scale / math.sqrt(max(columns, 1)))
+
+        # At birth H is near one whose A keeps 0.9 of the state.
+        kept = torch.eye(2 * nx + nv, device=device, dtype=dtype)
+        kept[nx + nv :, :nx] = kept[:nx, nx + nv :] = 0.9 * torch.eye(nx)
+        self.x = nn.Parameter(torch.linalg.cholesky(kept).mT + 0.3 * free(2 * nx + nv, 2 * nx + nv, 1.0).detach())
+        self.y, self.b2, self.d12 = free(nx, nx, 0.1), free(nx, nu, 0.5), free(nv, nu, 0.5)
+        self.c2, self.d21 = free(ny, nx, 0.5), free(ny, nv, 0.5)
+        d = min(nu, ny)
+        self.x3 = nn.Parameter(torch.eye(d, device=device, dtype=dtype) + free(d, d, 0.1).detach())
+        self.y3, self.z3 = free(d, d, 0.1), free(abs(ny - nu), d, 0.1)
+        self.unit_bias = nn.Parameter(torch.zeros(nv, device=device, dtype=dtype))
+
+    def parts(self) -> Parts:
+        nx, nv, ny, nu, gamma = self.states, self.units, self.out_features, self.in_features, self.gamma
+        # B2, D12, C2 and D21 are free in units of the root of gamma: so is all that follows.
+        b2, d12, c2, d21 = (p.double() for p in (self.b2, self.d12, self.c2, self.d21))
+        n = self._passed()
+        eye = torch.eye(2 * nx + nv, dtype=n.dtype, device=n.device)
+        m_r = torch.cat((-n.mT @ c2, -n.mT @ d21 - d12.mT, b2.mT), 1)
+        m_q = torch.cat((c2, d21, c2.new_zeros(ny, nx)), 1)
+        x = self.x.double()
+        h = x.mT @ x + EPSILON * eye + m_r.mT @ torch.linalg.solve(eye[:nu, :nu] - n.mT @ n, m_r) + m_q.mT @ m_q
+        h1, h2, h3 = h[:nx], h[nx : nx + nv], h[nx + nv :]
+        root = torch.linalg.cholesky(h3[:, nx + nv :])
+        y = self.y.double()
+        # Of x = E^-1 L x~.
+        back = torch.linalg.solve((h1[:, :nx] + h3[:, nx + nv :] / self.rate**2 + y - y.mT) / 2, root)
+        lam, scale = h2[:, nx : nx + nv].diagonal() / 2, math.sqrt(gamma)
+        d11 = -torch.tril(h2[:, nx : nx + nv], -1)
+        units = torch.cat((d11, -h2[:, :nx] @ back, scale * d12), 1) / lam[:, None]
+        moved = torch.linalg.solve_triangular(
+            root, torch.cat((h3[:, nx : nx + nv], h3[:, :nx] @ back, scale * b2), 1), upper=False
+        )
+        matrix = torch.cat((units, moved, torch.cat((scale * d21, scale * c2 @ back, gamma * n), 1)))
+        bias = torch.cat((self.unit_bias, self.state_bias, self.output_bias)).double()
+        made = (t.to(at_least_float32(self.x).dtype) for t in (matrix, bias, lam))
+        return Parts(*made, (nv, nv), 1)
+
+    def _passed(self) -> Tensor:
+        """N (ny, nu), of norm below 1, in float64."""
+        x, y, z = (p.double() for p in (self.x3, self.y3, self.z3))
+        eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
+        m = x.mT @ x + y - y.mT + z.mT @ z + EPSILON * eye
+        # As many outputs as inputs or more; else the transpose.
+        inverse = torch.linalg.inv(eye + m)
+        n = torch.cat(((eye - m) @ inverse, -2 * z @ inverse))
+        return n if self.out_features >= self.in_features else n.mT
+
+
+EPSILON = 1e-9
+
+
+def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
+    """gamma, unless phi was replaced by what the layer does not hold for."""
+    guard(layer.phi)
+    inner = getattr(layer, "inner", None)
+    if inner is not None:
+        bound = float(lipschitz(inner, (layer.units,)).detach())
+        if not bound <= 1 + 1e-9:
+            raise NoRuleError(f"{type(layer).__name__}: expected a 1-Lipschitz phi, got one with a bound of {bound}")
+    elif type(layer) is not LinearSystem and not (unitwise(layer.phi) and float(lipschitz(layer.phi)) <= 1):
+        raise NoRuleError(f"{type(layer).__name__}: expected an activation as phi, got {layer.phi!r}")
+    return layer.gamma
+
+
+def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
+    if len(input_shape) != 2 or input_shape[1] != layer.in_features:
+        raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
+    gamma = float(lipschitz(layer))
+    matrix, bias, multiplier = exactly(layer, lambda made: made.parts()[:3])
+    made, inner = in_float64(layer).parts(), getattr(layer, "inner", None)
+    phi: nn.Module = plain_activation(layer.phi)
+    if inner is not None and layer.phi is inner:
+        exported = export(inner, (layer.units,))
+        phi = exported[0] if len(exported) == 1 else exported
+    metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
+    for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):
+        # The inequality of (1 - delta) M is that of M with a margin of delta on the diagonal blocks. A smaller
+        # reduction than the rounding of M has no effect.
+        if delta < torch.finfo(matrix.dtype).eps / 8:
+            continue
+        stored = ((1 - delta) * made.matrix).to(matrix)
+        plain = Recurrent(
+            *(stored, bias, metric, multiplier, phi, layer.states, made.units, made.block, gamma, layer.rate)
+        )
+        if plain.proved(gamma):
+            return plain
+    raise OptionError(f"expected finite parameters with a proof of gain {gamma}, got none even with M reduced by 5 %")
+
+
+for _kind in (LinearSystem, R2dn, Ren):
+    lipschitz_rule(_kind)(_bound)
+    export_rule(_kind)(_export)

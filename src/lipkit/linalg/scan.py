@@ -1,0 +1,235 @@
+r"""Discrete-time systems run over sequences, with a backward pass written by hand.
+
+A system with states x, inputs u, outputs y and units :math:`w = \phi(v)` is one matrix M and one vector b:
+
+.. math:: (v_t,\, x_{t+1},\, y_t) = M\, (w_t,\, x_t,\, u_t) + b, \qquad w_t = \phi(v_t),
+
+    M = \begin{pmatrix} D_{11} & C_1 & D_{12} \\ B_1 & A & B_2 \\ D_{21} & C_2 & D_{22} \end{pmatrix} .
+
+:math:`D_{11}` counts below its diagonal blocks only: units are computed block by block, each from those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lipkit.linalg.transforms import transformed
+
+Function = Callable[[Tensor], Tensor]
+
+
+def advance(
+    matrix: Tensor, bias: Tensor, units: tuple[int, int], block: int, phi: Function, x: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One step: the next state ``(B, nx)`` and the output ``(B, ny)``; arguments as :func:`simulate`.
+
+    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
+    >>> advance(half, torch.zeros(2), (0, 0), 1, torch.relu, torch.ones(1, 1), torch.ones(1, 1))
+    (tensor([[1.5000]]), tensor([[1.]]))
+    """
+    (nv, nw), known = units, torch.cat((x, u), 1)
+    if nv and block >= nv:
+        known = torch.cat((phi(F.linear(known, matrix[:nv, nw:], bias[:nv])), known), 1)
+    elif nv:
+        v = F.linear(known, matrix[:nv, nw:], bias[:nv])
+        known = torch.cat((_in_blocks(v, matrix[:nv, :nw], block, phi), known), 1)
+    after = F.linear(known, matrix[nv:], bias[nv:])
+    return after[:, : x.shape[1]], after[:, x.shape[1] :]
+
+
+def _in_blocks(v: Tensor, d11: Tensor, block: int, phi: Function) -> Tensor:
+    """w = phi(v + D11 w), block by block."""
+    w = phi(v[:, :block])
+    for i in range(block, v.shape[1], block):
+        w = torch.cat((w, phi(F.linear(w, d11[i : i + block, :i]) + v[:, i : i + block])), 1)
+    return w
+
+
+class Stream:
+    """A system that runs step by step and holds its state: one step takes little more than its two products.
+
+    Args:
+        matrix, bias, states, units, block, phi: as :func:`simulate`; they are copied.
+        batch: how many sequences run at once.
+
+    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
+    >>> stream = Stream(half, torch.zeros(2), 1, (0, 0), 1, torch.relu)
+    >>> [stream.step(torch.ones(1, 1)).item() for _ in range(3)]
+    [0.0, 1.0, 1.5]
+    """
+
+    def __init__(
+        self,
+        matrix: Tensor,
+        bias: Tensor,
+        states: int,
+        units: tuple[int, int],
+        block: int,
+        phi: Function,
+        batch: int = 1,
+    ) -> None:
+        (nv, nw), m, b = units, matrix.detach(), bias.detach()
+        given = m.shape[1] - nw
+        # (x, u, w) in one piece of memory: what a block of units reads is a beginning of it.
+        known, after = m.new_zeros(batch, m.shape[1]), m.new_zeros(batch, len(m) - nv)
+        self.x, self._u, self._known, self._after = known[:, :states], known[:, states:given], known, after
+        self._next, self._y = after[:, :states], after[:, states:]
+        self._blocks = list[tuple[Tensor, ...]]()
+        for i in range(0, nv, block):
+            j, k = (i + block, i + block) if block < nv else (nv, nw)
+            weight = torch.cat((m[i:j, nw:], m[i:j, :i]), 1).t().contiguous()
+            self._blocks.append((b[i:j].clone(), known[:, : given + i], weight, known[:, given + i : given + k]))
+        self._last = (b[nv:].clone(), torch.cat((m[nv:, nw:], m[nv:, :nw]), 1).t().contiguous())
+        self._phi = _into(phi)
+
+    def step(self, u: Tensor) -> Tensor:
+        """The output ``(batch, ny)`` for the next input ``(batch, nu)``; ``x`` is then the next state."""
+        with torch.no_grad():
+            self._u.copy_(u)
+            for bias, known, weight, w in self._blocks:
+                self._phi(torch.addmm(bias, known, weight), w)
+            torch.addmm(self._last[0], self._known, self._last[1], out=self._after)
+            self.x.copy_(self._next)
+            return self._y.clone()
+
+
+def simulate(
+    matrix: Tensor,
+    bias: Tensor,
+    states: int,
+    units: tuple[int, int],
+    block: int,
+    phi: Function,
+    u: Tensor,
+    *,
+    elementwise: bool = True,
+) -> tuple[Tensor, Tensor]:
+    r"""The outputs of a system that starts at rest, :math:`x_0 = 0`.
+
+    Args:
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``.
+        bias: b ``(nv + nx + ny,)``.
+        states: nx.
+        units: ``(nv, nw)``; the same number twice for an elementwise function.
+        block: how many units are computed at once; it divides nv.
+        phi: ``(B, nv) -> (B, nw)``.
+        u: ``(B, T, nu)``.
+        elementwise: whether phi acts on each unit alone (on its place in a block); the derivative is then by hand.
+
+    Returns:
+        y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``.
+
+    Cost:
+        One product for the inputs of all steps and one for all outputs; in each step two products with the state. The
+        derivative of M takes two products for all steps: a step of training with 64 units takes 0.6 to 0.8 of the time
+        of an ``nn.LSTM`` with as many parameters (the plain loop: 3 to 4 times that).
+
+    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
+    >>> simulate(half, torch.zeros(2), 1, (0, 0), 1, torch.relu, torch.ones(1, 3, 1))[0].flatten().tolist()
+    [0.0, 1.0, 1.5]
+    """
+    nv, nw = units
+    steps, inputs = u.transpose(0, 1), matrix[:, nw + states :]
+    # What the inputs add to v and x in all steps: M's last columns, with the biases.
+    driven = F.linear(steps, inputs[: nv + states], bias[: nv + states])
+    own = matrix[:, : nw + states]
+    if elementwise and not transformed() and not torch.compiler.is_compiling():
+        after: Tensor = _Scan.apply(driven, own[: nv + states], states, block, phi)
+    else:
+        after = _loop(driven, own[: nv + states], states, (nv, nw), block, phi)
+    y = F.linear(after, own[nv + states :]) + F.linear(steps, inputs[nv + states :], bias[nv + states :])
+    return y.transpose(0, 1), after
+
+
+def _loop(driven: Tensor, own: Tensor, states: int, units: tuple[int, int], block: int, phi: Function) -> Tensor:
+    """(w_t, x_t) at all steps by torch's own derivatives."""
+    (nv, nw), found = units, list[Tensor]()
+    x = driven.new_zeros(driven.shape[1], states)
+    for now in driven:
+        v = now[:, :nv] + F.linear(x, own[:nv, nw:])
+        w = (phi(v) if block >= nv else _in_blocks(v, own[:nv, :nw], block, phi)) if nv else v
+        found.append(torch.cat((w, x), 1))
+        x = now[:, nv:] + F.linear(found[-1], own[nv:])
+    return torch.stack(found)
+
+
+def _into(phi: Function) -> Callable[[Tensor, Tensor], Any]:
+    """phi, written into memory that is given."""
+    if type(phi) is nn.Tanh:
+        return lambda v, w: torch.tanh(v, out=w)
+    if type(phi) is nn.ReLU:
+        return lambda v, w: torch.clamp(v, min=0, out=w)
+    if type(phi) is nn.LeakyReLU and phi.negative_slope == -1:
+        return lambda v, w: torch.abs(v, out=w)
+    return lambda v, w: w.copy_(phi(v))
+
+
+class _Scan(torch.autograd.Function):
+    """:func:`_loop` for elementwise functions; gain over it 3.5 to 5 (AMD EPYC, T = 200, 64 sequences)."""
+
+    @staticmethod
+    def forward(ctx: Any, driven: Tensor, own: Tensor, states: int, block: int, phi: Function) -> Tensor:
+        (count, batch, _), nv = driven.shape, driven.shape[2] - states
+        after, before = driven.new_zeros(count, batch, nv + states), driven.new_empty(count, batch, nv)
+        read, within, write = own[:nv, nv:].t().contiguous(), own[:nv, :nv].t(), own[nv:].t().contiguous()
+        apply, xs = _into(phi), after[..., nv:].unbind(0)
+        steps = zip(after.unbind(0), before.unbind(0), after[..., :nv].unbind(0), *_parted(driven, nv), strict=True)
+        for t, (now, v, w, to_v, to_x) in enumerate(steps):
+            if nv:
+                torch.addmm(to_v, xs[t], read, out=v)
+            if nv <= block:
+                apply(v, w)
+            for i in range(0, nv if block < nv else 0, block):
+                part = slice(i, i + block)
+                if i:
+                    v[:, part].addmm_(w[:, :i], within[:i, part])
+                apply(v[:, part], w[:, part])
+            if t + 1 < count:
+                torch.addmm(to_x, now, write, out=xs[t + 1])
+        ctx.save_for_backward(after, before, own)
+        ctx.block, ctx.phi = block, phi
+        return after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        (after, before, own), block, (grad,) = ctx.saved_tensors, ctx.block, given
+        (count, batch, nv), width = before.shape, after.shape[2]
+        # Slopes of all units in all steps at once: nothing in the loop knows what phi is.
+        slopes = before
+        if nv:
+            with torch.enable_grad():
+                rows = before.reshape(-1, block).detach().requires_grad_()
+                slopes = torch.autograd.grad(ctx.phi(rows).sum(), rows)[0].reshape(before.shape)
+        read, within, write = own[:nv, nv:].contiguous(), own[:nv, :nv], own[nv:].contiguous()
+        found = grad.new_zeros(count, batch, width)
+        to_v, to_x = _parted(found, nv)
+        steps = [*zip(grad.unbind(0), slopes.unbind(0), to_v, to_x, strict=True)]
+        for t in range(count - 1, -1, -1):
+            g, slope, v, x = steps[t]
+            if t + 1 < count:
+                g = torch.addmm(g, x, write)
+            if nv <= block:
+                torch.mul(g[:, :nv], slope, out=v)
+            for i in range(nv - block if block < nv else -1, -1, -block):
+                part = slice(i, i + block)
+                torch.mul(g[:, part], slope[:, part], out=v[:, part])
+                if i:
+                    g[:, :i].addmm_(v[:, part], within[part, :i])
+            if t:
+                torch.addmm(g[:, nv:], v, read, out=to_x[t - 1])
+        own_grad = found.reshape(-1, width).t() @ after.reshape(-1, width)
+        order = torch.arange(nv, device=grad.device) // block
+        own_grad[:nv, :nv] *= order[:, None] > order
+        return found, own_grad, None, None, None
+
+
+def _parted(rows: Tensor, nv: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Of v and of x, at each step."""
+    return rows[..., :nv].unbind(0), rows[..., nv:].unbind(0)

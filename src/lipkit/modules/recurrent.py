@@ -1,0 +1,422 @@
+r"""Constant recurrent networks: a gain over sequences and a contraction rate, proved from their numbers.
+
+**Rounding.** Let E_t bound, in the norm of P, how far the machine's state is from the exact one. One exact step
+contracts by a, and one step of the machine adds a local error k_t (of its inner products and of phi, measured at the
+states of the sample), so :math:`E_{t+1} \le a E_t + k_t`: for a < 1 the error stays below :math:`\max k / (1 - a)`
+however long the sequence is. An output is off by at most :math:`\sqrt\gamma\, a E_t` and its own local error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.bounds.dissipation import System, least_gain, proves_dissipation
+from lipkit.bounds.lmi import is_positive_semidefinite, is_positive_within
+from lipkit.errors import NoRuleError, ShapeError
+from lipkit.linalg.scan import Stream, advance, simulate
+from lipkit.modules.activations import ACTIVATIONS, slope_restricted
+from lipkit.modules.configuration import COUNT, real, submodule, whole
+from lipkit.modules.graph import Concatenate, Graph
+from lipkit.modules.guarding import guard
+from lipkit.modules.isometric import HalfAbs
+from lipkit.modules.machine import local_error, nothing
+from lipkit.modules.network import Network
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.registry import export, lipschitz
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
+from lipkit.proof.norms import spectral_norm
+from lipkit.proof.roundoff import UNIT, product, to_double, up
+
+
+class Recurrent(nn.Module):
+    r"""A discrete-time system on sequences, from rest: ``(B, T, in_features) -> (B, T, out_features)``.
+
+    .. math:: (v_t,\, x_{t+1},\, y_t) = M\, (w_t,\, x_t,\, u_t) + b, \qquad w_t = \phi(v_t), \qquad x_0 = 0
+
+    Args:
+        matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers do not count.
+        bias: b ``(nv + nx + ny,)``.
+        metric: P ``(nx, nx)``, of which the lower triangle counts.
+        multiplier: diagonal of Lambda ``(nv,)``.
+        phi: a module on ``(B, nv)``: an activation, or any plain network with one block.
+        states, units, block: nx, (nv, nw), and how many units are computed at once.
+        gain, rate: what P and Lambda are to prove by `lipkit.bounds.dissipation`. All four are claims, checked
+            wherever they are used, never trusted.
+
+    Raises:
+        ShapeError: sizes that do not fit.
+
+    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
+    >>> system = Recurrent(half, torch.zeros(2), torch.eye(1), torch.ones(0), nn.Identity(), 1, (0, 0), 1, 2.001, 1.0)
+    >>> system(torch.ones(1, 3, 1)).flatten().tolist(), lipschitz(system).item()
+    ([0.0, 1.0, 1.5], 2.001)
+    """
+
+    matrix: Tensor
+    bias: Tensor
+    metric: Tensor
+    multiplier: Tensor
+
+    def __init__(
+        self,
+        matrix: Tensor,
+        bias: Tensor,
+        metric: Tensor,
+        multiplier: Tensor,
+        phi: nn.Module,
+        states: int,
+        units: tuple[int, int],
+        block: int,
+        gain: float,
+        rate: float,
+    ) -> None:
+        super().__init__()
+        (nv, nw), self.states, self.block = units, operator.index(states), operator.index(block)
+        self.units, self.gain, self.rate = (operator.index(nv), operator.index(nw)), float(gain), float(rate)
+        self.in_features = matrix.shape[-1] - nw - states
+        self.out_features = matrix.shape[0] - nv - states
+        wanted = [(nv + states + self.out_features,), (states, states), (nv,)]
+        sizes = min(self.in_features, self.out_features, states, block) > 0 <= min(nv, nw) and matrix.ndim == 2
+        given = [tuple(t.shape) for t in (bias, metric, multiplier)]
+        if not sizes or given != wanted or nv % block or (block < nv and nv != nw):
+            raise ShapeError(
+                f"Recurrent: expected bias, metric and multiplier of shapes {wanted} and blocks that divide the units, "
+                f"got {given} for a matrix {tuple(matrix.shape)}, {states} states, units {units} in blocks of {block}"
+            )
+        for name, value in (("matrix", matrix), ("bias", bias), ("metric", metric), ("multiplier", multiplier)):
+            self.register_buffer(name, value.detach().clone())
+        self.phi = phi
+
+    def forward(self, u: Tensor) -> Tensor:
+        if u.ndim != 3 or u.shape[2] != self.in_features:
+            raise ShapeError(f"Recurrent: expected sequences (B, T, {self.in_features}), got {tuple(u.shape)}")
+        return self.run(u)[0]
+
+    def run(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs, and the units and states of all steps, as `lipkit.linalg.scan.simulate`."""
+        alone = not self.units[0] or unitwise(self.phi)
+        return simulate(self.matrix, self.bias, self.states, self.units, self.block, self.phi, u, elementwise=alone)
+
+    def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The next states ``(B, nx)`` and outputs ``(B, ny)``, from states (zeros at first) and inputs ``(B, nu)``."""
+        return advance(self.matrix, self.bias, self.units, self.block, self.phi, x, u)
+
+    def stream(self, batch: int = 1) -> Stream:
+        """The same step by step, with memory of its own: for loops in real time."""
+        return Stream(self.matrix, self.bias, self.states, self.units, self.block, self.phi, batch)
+
+    def one_step(self) -> Network:
+        """:meth:`step` as a network from (x, u) in one vector to (next x, y): to be written as ONNX or C."""
+        (nv, nw), m, b = self.units, self.matrix, self.bias
+        nodes, sources, inner = list[nn.Module](), list[list[int]](), list[int]()
+        known = 0
+        for i in range(0, nv, self.block):
+            rows = slice(i, i + self.block)
+            nodes += [_linear(torch.cat((m[rows, :i], m[rows, nw:]), 1), b[rows]), self.phi]
+            sources += [[known], [len(nodes) - 1]]
+            inner.append(len(nodes))
+            nodes.append(Concatenate(1))
+            sources.append([*inner, 0])
+            known = len(nodes)
+        last = _linear(m[nv:], b[nv:])
+        return Network([Graph([*nodes, last], [*sources, [known]]) if nv else last], (self.states + self.in_features,))
+
+    def system(self) -> tuple[System, Tensor]:
+        """What is to be proved, and its multiplier."""
+        guard(self.phi)
+        nv = self.units[0]
+        bound = None if nv and slope_restricted(self.phi) else float(lipschitz(self.phi, (nv,) if nv else None))
+        multiplier = self.multiplier if not nv or unitwise(self.phi) else self.multiplier[:1].expand(nv)
+        return System(self.matrix, self.states, self.units, self.block, bound), multiplier
+
+    def proved(self, gain: float) -> bool:
+        """True if the metric and the multiplier prove this gain, and the rate, for the numbers as they are stored."""
+        guard(self)
+        system, multiplier = self.system()
+        return proves_dissipation(system, self.metric, multiplier, gain, self.rate)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.in_features}, {self.out_features}, states={self.states}, units={self.units[0]}"
+        return f"{sizes}, gain={self.gain:.6g} claimed, rate={self.rate:.6g} claimed"
+
+
+def unitwise(phi: nn.Module) -> bool:
+    """True if phi acts on each unit alone, wherever it stands (half of the places in a block for `HalfAbs`)."""
+    return type(phi) is HalfAbs or (type(phi) in ACTIVATIONS and not list(phi.parameters()))
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], len(weight), device=weight.device, dtype=weight.dtype)
+    layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+    return layer.requires_grad_(False)
+
+
+def contraction(module: Recurrent) -> float:
+    r"""The proved rate a: states under the same inputs approach each other, :math:`\|x_t\|_P \le a^t \|x_0\|_P`.
+
+    Returns:
+        The claimed rate if the metric and the multiplier prove it, else infinity.
+
+    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
+    >>> contraction(Recurrent(half, half[0], torch.eye(1), half[0, :0], nn.Identity(), 1, (0, 0), 1, 9.0, 0.75))
+    0.75
+    """
+    return module.rate if math.isfinite(_gain(module)) else math.inf
+
+
+def _gain(module: Recurrent) -> float:
+    """The smallest gain near the claimed one that is proved; infinity if none is."""
+    if not bool(module.bias.isfinite().all()):
+        return math.inf
+    candidates = (module.gain, *(up(module.gain, 2) * (1 + 10.0**-k) for k in range(9, -1, -1)))
+    return next((gain for gain in candidates if module.proved(gain)), math.inf)
+
+
+def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
+    """The gain over all steps, which grows with their number where the rate is above 1."""
+    if rate <= 1 or not math.isfinite(gain):
+        return gain
+    if input_shape is None:
+        raise ShapeError(
+            f"expected an input_shape, because a system that expands at a rate of {rate} has a gain over T steps only, "
+            "got none: lipkit.lipschitz(module, input_shape=(T, features))"
+        )
+    return product(gain, *[rate] * (input_shape[0] - 1)) if input_shape[0] < 2000 else math.inf
+
+
+def _constant(module: Recurrent, input_shape: Shape | None) -> float:
+    return _over(_gain(module), module.rate, input_shape)
+
+
+class _Numbers(NamedTuple):
+    """Bounds that every step of a system shares.
+
+    Attributes:
+        state: of ||x|| / ||x||_P.
+        metric: of ||x||_P / ||x||.
+        read: the gain from (x, u) to v before any w.
+        within: the norm of D11.
+        solve: the gain from r to w = phi(r + D11 w).
+        write: the norm of B1.
+        show: the norm of D21.
+    """
+
+    state: float
+    metric: float
+    read: float
+    within: float
+    solve: float
+    write: float
+    show: float
+
+
+def _numbers(module: Recurrent) -> _Numbers:
+    system, multiplier = module.system()
+    (v, s, o), (nv, nw), phi = system.rows(), system.units, 1.0 if system.lipschitz is None else system.lipschitz
+    lower = to_double(module.metric).tril()
+    p, eye = lower + lower.tril(-1).mT, torch.eye(module.states, dtype=torch.float64, device=lower.device)
+    least = float(torch.linalg.eigvalsh(p)[0]) * (1 - 1e-9) - 1e-12 * float(p.diagonal().max())
+    if not (least > 0 and is_positive_semidefinite(p - least * eye, 4 * UNIT * float(torch.linalg.matrix_norm(p)))):
+        least = 0.0
+    blocks = (v[:, nw:], v[:, :nw], s[:, :nw], o[:, :nw])
+    read, within, write, show = (float(spectral_norm(part)) if part.numel() else 0.0 for part in blocks)
+    # Blocks of D11 vanish after as many powers as there are blocks.
+    solve = phi * sum(product(*[phi * within] * k) for k in range(max(nv // module.block, 1))) * (1 + 2.0**-30)
+    if system.lipschitz is None and nv > module.block:
+        solve = min(solve, _monotone(v[:, :nw], to_double(multiplier)))
+    root = math.inf if least <= 0 else up(1 / math.sqrt(least), 4)
+    return _Numbers(root, up(math.sqrt(float(spectral_norm(p))), 4), read, within, solve, write, show)
+
+
+def _monotone(d11: Tensor, lam: Tensor) -> float:
+    r"""A bound of :math:`\|w\| / \|r\|` in :math:`w = \sigma(D_{11} w + r)`, slopes in [0, 1].
+
+    :math:`\Lambda - \Lambda D_{11} \ge \mu \Lambda` gives :math:`\mu \|w\|_\Lambda^2 \le w^\top \Lambda r`.
+    """
+    pulled = lam[:, None] * d11
+    for k in range(1, 40):
+        mu = 2.0**-k
+        h = 2 * (1 - mu) * lam.diag() - pulled - pulled.mT
+        if bool((lam > 0).all()) and is_positive_within(h, 4 * UNIT * (h.abs() + 2 * lam.diag())):
+            return up(math.sqrt(float(lam.max() / lam.min())) / mu, 6)
+    return math.inf
+
+
+class _Locals(NamedTuple):
+    """The local errors of one arithmetic at one step: of V, of phi, of S and of O."""
+
+    v: Local
+    phi: Local
+    s: Local
+    o: Local
+
+
+def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    guard(module)
+    nv, steps = module.units[0], input_shape[0]
+    gain, rate, n = _gain(module), module.rate, _numbers(module)
+    rows, b = torch.cat(module.system()[0].rows()), module.bias
+
+    parts = [nv, module.states, module.out_features]
+
+    def rules(arithmetic: Arithmetic) -> list[Measure]:
+        arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
+        found = [
+            local_error(_linear(m, c), (rows.shape[1],), arithmetic) if len(c) else _none
+            for m, c in zip(rows.split(parts), b.split(parts), strict=True)
+        ]
+        return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else _none, *found[1:]]
+
+    machine, double = rules(arithmetic), rules(FLOAT64)
+    root, most = up(math.sqrt(gain), 4), product(*[max(1.0, rate)] * min(steps, 2000))
+
+    def measure(x: Tensor) -> Local:
+        h = torch.cat((module.run(x)[1], x.transpose(0, 1)), -1)
+        points, shape = h.flatten(0, 1), h.shape[:2]
+        pre = F.linear(points, rows[:nv], b[:nv])
+
+        def at(measures: list[Measure]) -> list[_Locals]:
+            found = [rule(pre if k == 1 else points) for k, rule in enumerate(measures)]
+            return [
+                _Locals(*(Local(*(Line(line.at.view(shape)[t], line.slope) for line in one)) for one in found))
+                for t in range(shape[0])
+            ]
+
+        # Of the float64 states that the errors are measured at, then of the machine's around them.
+        exact = _walk(at(double), None, n, root, rate, 0.0)
+        return _total(_walk(at(machine), exact, n, root, rate, product(root, most)))
+
+    return measure
+
+
+def _none(x: Tensor) -> Local:
+    return Local(nothing(x), nothing(x))
+
+
+class _Step(NamedTuple):
+    """Bounds at one step: of the error of x (in the norm of P), of v, of w and of y, and of every number."""
+
+    x: Line
+    v: Line
+    w: Line
+    y: Line
+    peak: Line
+
+
+def _walk(
+    local: list[_Locals], centre: list[_Step] | None, n: _Numbers, root: float, rate: float, moves: float
+) -> list[_Step]:
+    """The recursion of the module docstring; around computed states with errors of their own, or at them."""
+    found = list[_Step]()
+    error = Line(torch.zeros_like(local[0].s.error.at), 0.0)
+    none = error
+    for t, now in enumerate(local):
+        of = _Step(none, none, none, none, none) if centre is None else centre[t]
+        # How far the machine's (x, u) is from where its error was measured, and so v and w.
+        far = none
+        if centre is not None:
+            far = error.plus(of.x).plus(Line(none.at, moves)).times(n.state).plus(Line(none.at, 1.0))
+        w_far = far.times(product(n.solve, n.read)).plus(of.w)
+        v_far = far.times(n.read).plus(w_far.times(n.within)).plus(of.v)
+        # What an error of w adds to itself through the rounding of D11 w: e <= first + q e.
+        read = now.v.error.below(far.plus(w_far))
+        first = read.times(n.solve).plus(now.phi.error.below(v_far.plus(read)).times(up(1 + n.solve * n.within, 2)))
+        v_slope, phi_slope = now.v.error.slope, now.phi.error.slope
+        q = up(n.solve * v_slope + phi_slope * (1 + n.solve * n.within) * (n.within + v_slope), 8)
+        w = first.times(up(1 / (1 - q), 4) if q < 0.5 else math.inf)
+        h_far = far.plus(w_far).plus(w)
+        v = now.v.error.below(h_far).plus(w.times(n.within))
+        y = now.o.error.below(h_far).plus(w.times(n.show)).plus(error.times(product(root, rate)))
+        peak = now.phi.peak.below(v_far.plus(v))
+        for one in (now.v, now.s, now.o):
+            peak = peak.most(one.peak.below(h_far))
+        found.append(_Step(error, v, w, y, peak))
+        kick = now.s.error.below(h_far).plus(w.times(n.write)).times(n.metric)
+        error = error.times(rate).plus(kick)
+    return found
+
+
+def _total(steps: list[_Step]) -> Local:
+    """All outputs together."""
+    count = len(steps)
+    at = torch.linalg.vector_norm(torch.stack([step.y.at for step in steps]), dim=0) * (1 + 4 * count * UNIT)
+    error = Line(grow(at), grow(math.hypot(*(step.y.slope for step in steps)) * (1 + 4 * count * UNIT)))
+    peak = steps[0].peak
+    for step in steps[1:]:
+        peak = peak.most(step.peak)
+    return Local(error, peak)
+
+
+def _read(module: Recurrent) -> dict[str, Any]:
+    names = ("in_features", "out_features", "states", "units", "block", "phi", "gain", "rate")
+    return {name: getattr(module, name) for name in names}
+
+
+def _made(in_features: int, out_features: int, units: Any, states: int, **rest: Any) -> Recurrent:
+    nv, nw = units
+    matrix = torch.zeros(nv + states + out_features, nw + states + in_features)
+    sizes = torch.zeros(len(matrix)), torch.zeros(states, states), torch.zeros(nv)
+    return Recurrent(matrix, *sizes, states=states, units=units, **rest)
+
+
+def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
+    if len(input_shape) != 2 or input_shape[1] != module.in_features:
+        raise ShapeError(f"expected input of shape (T, {module.in_features}), got {input_shape}")
+    guard(module)
+    phi = export(module.phi, (module.units[0],)) if module.units[0] else nn.Identity()
+    given = {**_read(module), "phi": phi[0] if isinstance(phi, Network) and len(phi) == 1 else phi}
+    names = ("states", "units", "block", "phi", "gain", "rate")
+    return Recurrent(module.matrix, module.bias, module.metric, module.multiplier, **{k: given[k] for k in names})
+
+
+def _of_torch(rnn: nn.RNN) -> tuple[Tensor, Tensor, System]:
+    """M, b and the system of a network of torch, in float64: its states are the units of the step before."""
+    if not rnn.batch_first or rnn.bidirectional or (rnn.dropout and rnn.training):
+        raise NoRuleError(
+            "nn.RNN: expected batch_first=True, one direction and no dropout in training, got "
+            f"batch_first={rnn.batch_first}, bidirectional={rnn.bidirectional}, dropout={rnn.dropout}"
+        )
+    n, layers, inputs = rnn.hidden_size, rnn.num_layers, rnn.input_size
+    nx = n * layers
+    m = torch.zeros(2 * nx + n, 2 * nx + inputs, dtype=torch.float64, device=rnn.weight_ih_l0.device)
+    b = m.new_zeros(len(m))
+    for k in range(layers):
+        own = slice(k * n, (k + 1) * n)
+        given = slice(2 * nx, None) if k == 0 else slice((k - 1) * n, k * n)
+        m[own, given] = to_double(rnn.get_parameter(f"weight_ih_l{k}").detach())
+        m[own, nx + k * n : nx + (k + 1) * n] = to_double(rnn.get_parameter(f"weight_hh_l{k}").detach())
+        if rnn.bias:
+            both = (rnn.get_parameter(f"bias_{part}_l{k}").detach() for part in ("ih", "hh"))
+            b[own] = sum(to_double(one) for one in both)
+    m[nx : 2 * nx, :nx] = torch.eye(nx)
+    m[2 * nx :, nx - n : nx] = torch.eye(n)
+    return m, b, System(m, nx, (nx, nx), n)
+
+
+def _torch_constant(rnn: nn.RNN, input_shape: Shape | None) -> float:
+    found = least_gain(_of_torch(rnn)[2])
+    return _over(found.gain, found.rate, input_shape)
+
+
+def _torch_export(rnn: nn.RNN, input_shape: Shape) -> nn.Module:
+    if len(input_shape) != 2 or input_shape[1] != rnn.input_size:
+        raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
+    (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
+    found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
+    stored = [t.to(like) for t in (m, b, found.metric, found.multiplier)]
+    made = Recurrent(*stored, phi, system.states, system.units, system.block, min(found.gain, 1e290), found.rate)
+    made.gain = min(_gain(made), made.gain * 2)  # of the rounded metric, to be the claim
+    return made
+
+
+_sizes = {"in_features": COUNT, "out_features": COUNT, "states": COUNT, "units": whole(0, count=2), "block": COUNT}
+_stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, _read, _made)
+add_plain(Plain(Recurrent, _constant, _rounding, _stored, export=_export, dims=(2, 2)))
+add_plain(Plain(nn.RNN, _torch_constant, export=_torch_export, dims=(2, 2)))
