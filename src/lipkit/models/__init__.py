@@ -23,6 +23,7 @@ from lipkit.models.mlp import mlp
 from lipkit.models.patchnet import patchnet
 from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
 from lipkit.models.resnet9 import resnet9
+from lipkit.models.sequences import sequence_classifier, sequence_regressor
 from lipkit.models.sllnet import sllnet
 from lipkit.models.unet import autoencoder, denoiser, unet
 from lipkit.models.wide_resnet import wide_resnet
@@ -40,6 +41,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "rebuild": rebuilt_network,
     "resnet9": resnet9,
     "resnet_plain": resnet_plain,
+    "sequence_classifier": sequence_classifier,
+    "sequence_regressor": sequence_regressor,
     "sllnet": sllnet,
     "small": small,
     "wide_resnet": wide_resnet,
@@ -112,6 +115,8 @@ __all__ = [
     "patchnet",
     "resnet9",
     "resnet_plain",
+    "sequence_classifier",
+    "sequence_regressor",
     "sllnet",
     "small",
     "unet",
