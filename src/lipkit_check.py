@@ -1413,7 +1413,12 @@ def sequential(config, get, shape):
     return node
 
 
+def recurrent(config, get, shape):
+    raise Refused("a recurrent network, which only lipkit itself proves")
+
+
 KINDS = {
+    "Recurrent": recurrent,
     "Linear": linear, "Conv1d": convolution, "Conv2d": convolution, "ConvTranspose1d": transposed,
     "ConvTranspose2d": transposed, "FourierConv2d": fourier, "TaylorConv2d": taylor,
     "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
@@ -1455,6 +1460,7 @@ ARGUMENTS = {
     "Pad": "padding*", "Flatten": "start_dim end_dim", "Unflatten": "dim unflattened_size*",
     "Reshape Expand": "shape*", "Piece": "dim start stop step",
     "Enlarge EnlargeBilinear": "rows cols", "MatrixProduct": "rows inner cols", "Graph": "modules% sources%",
+    "Recurrent": "in_features out_features states units% block phi! gain. rate.",
     "Sequential": "modules%", "Network": "modules% input_shape* multipliers!",
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kinds, names in ARGUMENTS.items() for kind in kinds.split()}

@@ -43,6 +43,11 @@ def random(module: nn.Module) -> nn.Module:
     return module
 
 
+def recurrent(phi: nn.Module, block: int = 4) -> Case:
+    sizes = torch.randn(8), torch.eye(3), torch.ones(4)
+    return lambda: modules.Recurrent(0.3 * torch.randn(8, 9), *sizes, phi, 3, (4, 4), block, 1.0, 1.0), (4, 2)
+
+
 PLAIN: list[Case] = [
     (lambda: modules.Pad(*(1, 2, 0, 2)), IMAGE),
     (lambda: nn.Flatten(2, -1), IMAGE),
@@ -120,6 +125,7 @@ PLAIN: list[Case] = [
         lambda: modules.Graph([nn.Linear(3, 3), nn.ReLU(), modules.Blend(torch.tensor(0.3))], [[0], [0], [1, 2]]),
         (3,),
     ),
+    recurrent(nn.LeakyReLU(-1.0)),
     (lambda: modules.Reshape(4, 32), IMAGE),
     (lambda: modules.Permute(3, 1, 2), IMAGE),
     (lambda: modules.Piece(2, 1, 7, 3), IMAGE),
@@ -274,6 +280,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "patchnet": ({"patch": 2, "stages": ((16, 1),), "dense": (8,)}, (1, 8, 8)),
     "resnet9": ({"layer": "aol", "width": 2}, (3, 16, 16)),
     "resnet_plain": ({"blocks": (1, 1, 1, 1), "width": 4, "classes": 5}, (3, 32, 32)),
+    "sequence_classifier": ({"states": 4, "units": 6}, (5, 3)),
     "sllnet": ({"channels": 6, "depth": 1, "dense": (8,)}, (3, 16, 16)),
     "small": ({}, (1, 8, 8)),
     "wide_resnet": ({"layer": "aol", "widen": 1}, (1, 16, 16)),

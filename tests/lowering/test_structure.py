@@ -355,9 +355,9 @@ def test_training_mode_is_named() -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.LSTM(4, 4), "LSTM.*recurrent networks have no rule.*fixed number of steps"),
-        (nn.GRU(4, 4), "GRU.*recurrent"),
-        (nn.RNN(4, 4), "RNN.*recurrent"),
+        (nn.LSTM(4, 4), "LSTM.*its input, forget, cell and output gates multiply values"),
+        (nn.GRU(4, 4), "GRU.*its reset and update gates multiply values"),
+        (nn.RNN(4, 4), r"RNN.*expected batch_first=True"),
         (nn.MultiheadAttention(4, 2), r"MultiheadAttention.*on a box only.*box=\(low, high\)"),
         (nn.TransformerEncoderLayer(4, 2, 8), "TransformerEncoderLayer.*on a box only"),
     ],

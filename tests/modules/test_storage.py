@@ -27,6 +27,7 @@ from lipkit.modules import (
     GroupSort,
     MaxMin,
     Network,
+    Recurrent,
     Shift2d,
     SpreadConv2d,
     load,
@@ -82,7 +83,16 @@ EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]]
     ),
     Shift2d: (lambda: Shift2d(5, 1), (5, 2, 3)),
     Affine: (lambda: Affine(torch.randn(2), torch.randn(2)), IMAGE),
+    Recurrent: (lambda: recurrent(4, 2, nn.Tanh()), (5, 2)),
 }
+
+
+def recurrent(units: int, block: int, phi: nn.Module) -> Recurrent:
+    m, sizes = (
+        0.3 * torch.randn(units + 3 + 1, units + 3 + 2),
+        (torch.randn(units + 4), torch.eye(3), torch.ones(units)),
+    )
+    return Recurrent(m, *sizes, phi, 3, (units, units), block, 2.0, 0.9)
 
 
 def randomised(module: nn.Module) -> nn.Module:

@@ -456,8 +456,8 @@ class Ren(RecurrentLayer):
         )
         matrix = torch.cat((units, moved, torch.cat((scale * d21, scale * c2 @ back, gamma * n), 1)))
         bias = torch.cat((self.unit_bias, self.state_bias, self.output_bias)).double()
-        made = (t.to(at_least_float32(self.x).dtype) for t in (matrix, bias, lam))
-        return Parts(*made, (nv, nv), 1)
+        like = at_least_float32(self.x)
+        return Parts(matrix.to(like), bias.to(like), lam.to(like), (nv, nv), 1)
 
     def _passed(self) -> Tensor:
         """N (ny, nu), of norm below 1, in float64."""
@@ -473,16 +473,22 @@ class Ren(RecurrentLayer):
 EPSILON = 1e-9
 
 
+def _inner(layer: RecurrentLayer) -> tuple[nn.Module, int] | None:
+    """phi where it is a network, and what it takes."""
+    inner = layer.inner if isinstance(layer, R2dn) else None
+    return (inner, layer.units) if isinstance(layer, R2dn) and inner is not None else None
+
+
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
     """gamma, unless phi was replaced by what the layer does not hold for."""
+    inner, bound = _inner(layer), 1.0
     guard(layer.phi)
-    inner = getattr(layer, "inner", None)
     if inner is not None:
-        bound = float(lipschitz(inner, (layer.units,)).detach())
-        if not bound <= 1 + 1e-9:
-            raise NoRuleError(f"{type(layer).__name__}: expected a 1-Lipschitz phi, got one with a bound of {bound}")
-    elif type(layer) is not LinearSystem and not (unitwise(layer.phi) and float(lipschitz(layer.phi)) <= 1):
-        raise NoRuleError(f"{type(layer).__name__}: expected an activation as phi, got {layer.phi!r}")
+        bound = float(lipschitz(inner[0], (inner[1],)).detach())
+    elif type(layer) is not LinearSystem:
+        bound = float(lipschitz(layer.phi).detach()) if unitwise(layer.phi) else math.inf
+    if not bound <= 1 + 1e-9 or (type(layer) is Ren and not slope_restricted(layer.phi)):
+        raise NoRuleError(f"{type(layer).__name__}: expected the phi that it was made with, got {layer.phi!r}")
     return layer.gamma
 
 
@@ -491,10 +497,10 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
     gamma = float(lipschitz(layer))
     matrix, bias, multiplier = exactly(layer, lambda made: made.parts()[:3])
-    made, inner = in_float64(layer).parts(), getattr(layer, "inner", None)
-    phi: nn.Module = plain_activation(layer.phi)
-    if inner is not None and layer.phi is inner:
-        exported = export(inner, (layer.units,))
+    made, inner = in_float64(layer).parts(), _inner(layer)
+    phi = plain_activation(layer.phi)
+    if inner is not None and layer.phi is inner[0]:
+        exported = export(inner[0], (inner[1],))
         phi = exported[0] if len(exported) == 1 else exported
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
     for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):

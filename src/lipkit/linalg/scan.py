@@ -183,7 +183,7 @@ class _Scan(torch.autograd.Function):
         for t, (now, v, w, to_v, to_x) in enumerate(steps):
             if nv:
                 torch.addmm(to_v, xs[t], read, out=v)
-            if nv <= block:
+            if 0 < nv <= block:
                 apply(v, w)
             for i in range(0, nv if block < nv else 0, block):
                 part = slice(i, i + block)

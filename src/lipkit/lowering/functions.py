@@ -95,7 +95,11 @@ def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
 def _getitem(call: Build, x: Any, index: Any) -> Value:
     if isinstance(x, (tuple, list)):
         picked = x[call.constant(index, "index")]
-        return tuple(call.operand(t).number for t in picked) if isinstance(picked, (tuple, list)) else picked.number
+        return (
+            tuple(call.operand(t).number for t in picked)
+            if isinstance(picked, (tuple, list))
+            else call.operand(picked).number
+        )
     operand, shape = call.same_format(x), list(x.shape)
     for dim, item in enumerate((i for i in index[1:] if i is not None), 1):
         every = range(shape[dim - 1])

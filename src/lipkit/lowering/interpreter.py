@@ -20,6 +20,7 @@ from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Wiring
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Shape
+from lipkit.modules.recurrent import Outputs
 from lipkit.modules.registry import what_is_missing
 
 # What takes the sizes of its result.
@@ -83,6 +84,8 @@ class Interpreter:
             NoRuleError: what has no rule, by the name of the node; an output that is no tensor.
         """
         for node in self.graph.nodes:
+            if node.target is operator.getitem and not node.users:
+                continue  # one of several results that nobody reads
             if node.op != "output":
                 self._known[node] = self._visit(node)
                 continue
@@ -111,12 +114,13 @@ class Interpreter:
             self._check_module(node, given, value)
         if node.target is getattr and node.args[1] == "values" and isinstance(given[0][0], tuple):
             return given[0][0][0]  # of torch.sort
-        if node.target is operator.getitem and not node.users:
-            return value  # _ in values, _ = torch.sort(x)
         results = tuple(self._kept_apart(node, v) for v in values)
         for i, result in enumerate(results):
             if not (node.target in (torch.sort, "sort") and _unread(node, i, len(results))):
                 self._check_dtype(node, result.dtype)
+        if node.op == "call_module" and isinstance(value, tuple):
+            # Of nn.RNN: the outputs of all steps, and a last state, which they hold as well.
+            return replace(value[0], number=self._module(node, given[0])), "the last state: read outputs[:, -1]"
         if node.op == "call_module":
             return replace(value, number=self._module(node, given[0]))
         found = self._function(node, given[0], given[1], results)
@@ -130,6 +134,8 @@ class Interpreter:
             # Whoever reads the overwritten tensor later reads this value: see `observe`.
             module = copy.copy(module)
             module.inplace = False
+        if type(module) is nn.RNN:
+            module = Outputs(module)
         path = _path_of(node)
         self.labels.append(Label(path, type(module).__qualname__, f"at {path!r}", own=True))
         return self.wiring.add(module, x.number)
@@ -173,6 +179,8 @@ class Interpreter:
         module = fetch(self._root, str(node.target))
         if why := what_is_missing(module):
             raise self._refuse(node, why)
+        if type(module) is nn.RNN and isinstance(value, tuple):
+            value = value[0]
         if len(given) != 1 or not isinstance(given[0], Operand) or not isinstance(value, Operand):
             got = f"{len(given)} arguments" if len(given) != 1 else "a list, or several results"
             raise self._refuse(node, f"expected a module from one tensor to one, got {got}")

@@ -42,7 +42,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet9": resnet9,
     "resnet_plain": resnet_plain,
     "sequence_classifier": sequence_classifier,
-    "sequence_regressor": sequence_regressor,
     "sllnet": sllnet,
     "small": small,
     "wide_resnet": wide_resnet,

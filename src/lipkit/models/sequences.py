@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.registry import export_plain, output_shape
 
-LAYERS: dict[str, type[R2dn] | type[Ren] | type[LinearSystem]] = {"r2dn": R2dn, "ren": Ren, "linear": LinearSystem}
+LAYERS: dict[str, Callable[..., RecurrentLayer]] = {"r2dn": R2dn, "ren": Ren, "linear": LinearSystem}
 """The recurrent layers by the names that the models give them."""
 
 
@@ -64,7 +64,7 @@ def _layer(
         raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {kind!r}")
     made = LAYERS[kind]
     own = (states,) if made is LinearSystem else (states, units)
-    return made(inputs, outputs, *own, gamma=lipschitz, rate=rate, **options)  # type: ignore[arg-type]
+    return made(inputs, outputs, *own, gamma=lipschitz, rate=rate, **options)
 
 
 def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:

@@ -385,7 +385,7 @@ def _of_torch(rnn: nn.RNN) -> tuple[Tensor, Tensor, System]:
         )
     n, layers, inputs = rnn.hidden_size, rnn.num_layers, rnn.input_size
     nx = n * layers
-    m = torch.zeros(2 * nx + n, 2 * nx + inputs, dtype=torch.float64, device=rnn.weight_ih_l0.device)
+    m = torch.zeros(2 * nx + n, 2 * nx + inputs, dtype=torch.float64, device=rnn.get_parameter("weight_ih_l0").device)
     b = m.new_zeros(len(m))
     for k in range(layers):
         own = slice(k * n, (k + 1) * n)
@@ -408,15 +408,36 @@ def _torch_constant(rnn: nn.RNN, input_shape: Shape | None) -> float:
 def _torch_export(rnn: nn.RNN, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != rnn.input_size:
         raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
-    (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
+    (m, b, system), like = _of_torch(rnn), rnn.get_parameter("weight_ih_l0")
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
-    stored = [t.to(like) for t in (m, b, found.metric, found.multiplier)]
-    made = Recurrent(*stored, phi, system.states, system.units, system.block, min(found.gain, 1e290), found.rate)
+    m, b, p, lam = (t.to(like) for t in (m, b, found.metric, found.multiplier))
+    gain = min(found.gain, 1e290)
+    made = Recurrent(m, b, p, lam, phi, system.states, system.units, system.block, gain, found.rate)
     made.gain = min(_gain(made), made.gain * 2)  # of the rounded metric, to be the claim
     return made
+
+
+class Outputs(nn.Module):
+    """The outputs of a recurrent network of torch at all steps, without its last state, in a network that is traced."""
+
+    def __init__(self, rnn: nn.RNN) -> None:
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, u: Tensor) -> Tensor:
+        outputs: Tensor = self.rnn(u)[0]
+        return outputs
 
 
 _sizes = {"in_features": COUNT, "out_features": COUNT, "states": COUNT, "units": whole(0, count=2), "block": COUNT}
 _stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, _read, _made)
 add_plain(Plain(Recurrent, _constant, _rounding, _stored, export=_export, dims=(2, 2)))
 add_plain(Plain(nn.RNN, _torch_constant, export=_torch_export, dims=(2, 2)))
+add_plain(
+    Plain(
+        Outputs,
+        lambda m, shape: _torch_constant(m.rnn, shape),
+        export=lambda m, shape: _torch_export(m.rnn, shape),
+        dims=(2, 2),
+    )
+)
