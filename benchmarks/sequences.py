@@ -70,7 +70,8 @@ class Gated(nn.Module):
         self.cells, self.head = kind(inputs, hidden, batch_first=True), nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.head(SumOverTime()(self.cells(x)[0], mask))
+        logits: Tensor = self.head(SumOverTime()(self.cells(x)[0], mask))
+        return logits
 
 
 class Temporal(nn.Module):
@@ -84,7 +85,8 @@ class Temporal(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x if mask is None else masked(x, mask)
         features = self.convs(x.transpose(1, 2)[..., None])
-        return self.head(self.sum(features[..., 0].transpose(1, 2)))
+        logits: Tensor = self.head(self.sum(features[..., 0].transpose(1, 2)))
+        return logits
 
 
 class Flat(nn.Module):
@@ -95,7 +97,8 @@ class Flat(nn.Module):
         self.head = CayleyLinear(steps * inputs, classes)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.head((x if mask is None else masked(x, mask)).flatten(1))
+        logits: Tensor = self.head((x if mask is None else masked(x, mask)).flatten(1))
+        return logits
 
 
 def makers(steps: int, inputs: int, classes: int, parameters: int) -> dict[str, Callable[[], nn.Module]]:
@@ -198,14 +201,14 @@ def main() -> None:
     for name in options.data:
         known, test, classes = load(options.wheel, name)
         order = torch.randperm(len(known[2]), generator=torch.Generator().manual_seed(0))
-        parts = [tuple(part[i] for part in known) for i in order.tensor_split([len(order) // 5])]
-        networks = makers(*known[0].shape[1:], classes, options.parameters)
+        held, rest = ((known[0][i], known[1][i], known[2][i]) for i in order.tensor_split([len(order) // 5]))
+        networks = makers(known[0].shape[1], known[0].shape[2], classes, options.parameters)
         for kind in options.networks or networks:
             make, start, scores = networks[kind], time.process_time(), list[float]()
             for lr, (temperature, offset) in GRID:
                 torch.manual_seed(0)
-                model = train(make(), parts[1], lr, temperature, offset, options.epochs)
-                scores.append(sum(attacked(model, parts[0], r, 10) for r in (0.0, RADII[name][1])))
+                model = train(make(), rest, lr, temperature, offset, options.epochs)
+                scores.append(attacked(model, held, 0.0, 0) + attacked(model, held, RADII[name][1], 10))
             lr, (temperature, offset) = GRID[scores.index(max(scores))]
             rows: dict[str, list[float]] = {}
             for seed in range(options.seeds):

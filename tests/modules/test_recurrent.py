@@ -242,9 +242,9 @@ def test_rounding_is_bounded_for_sequences_of_any_length(name: str) -> None:
         assert (local.peak.at >= exact(u.double()).abs().amax((1, 2))).all()
         bounds.append(float(local.error.at.max()) / steps**0.5)
         assert (local_error(exact, (steps, 2), FLOAT64)(u.double()).error.at < 1e-8 * local.error.at).all()
-    assert bounds[2] < 1.5 * bounds[1]  # a contraction forgets its errors
+    assert bounds[2] < 1.8 * bounds[1]  # a contraction forgets its errors
     exact.rate = 1.0
-    assert local_error(exact, (64, 2), FLOAT32)(u.double()).error.at.max() > 1.5 * bounds[2] * 8
+    assert local_error(exact, (64, 2), FLOAT32)(u.double()).error.at.max() > 1.3 * bounds[2] * 8
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
