@@ -37,14 +37,9 @@ Pair = tuple[Tensor, Tensor]
 
 def load(path: Path) -> tuple[Pair, Pair, float]:
     """Training and test part, (T,) each, standardised, and the unit of the output."""
-    table = np.genfromtxt(
-        path,
-        delimiter=",",
-        names=True,
-        deletechars='"',
-        usecols=range(4 if "tanque" in path.name else 2 + ("exch" in path.name)),
-    )
-    columns = {name.strip('"'): np.asarray(table[name]) for name in table.dtype.names}
+    head, *rows = [line.replace('"', "").split(",") for line in path.read_text().splitlines() if line.strip()]
+    wanted = {name for pair in DATA_SETS[path.name] for name in pair}
+    columns = {name: np.array([float(row[head.index(name)]) for row in rows]) for name in wanted}
     (u, y), (v, z) = ((columns[a], columns[b]) for a, b in DATA_SETS[path.name])
     if DATA_SETS[path.name][0] == DATA_SETS[path.name][1]:
         cut = 3 * len(u) // 4
@@ -98,8 +93,8 @@ def train(model: nn.Module, data: Pair, lr: float, steps: int) -> nn.Module:
 
 def subspace(known: Pair, test: Pair, order: int) -> float:
     """N4SID by nfoursid: its error in simulation."""
-    import pandas
-    from nfoursid.nfoursid import NFourSID
+    import pandas  # type: ignore[import-untyped]
+    from nfoursid.nfoursid import NFourSID  # type: ignore[import-not-found]
 
     frame = pandas.DataFrame({"u": known[0].double().numpy(), "y": known[1].double().numpy()})
     method = NFourSID(frame, output_columns=["y"], input_columns=["u"], num_block_rows=15)
