@@ -23,6 +23,7 @@ ORDER = [
         "training",
         "certificates",
         "analysis",
+        "conformal",
         "wasserstein",
         "evaluation",
         "report",

@@ -35,6 +35,7 @@ _PACKAGES = (
     "attacks",
     "bounds",
     "certificates",
+    "conformal",
     "conv",
     "data",
     "errors",

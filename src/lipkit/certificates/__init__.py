@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from lipkit.certificates import lipsdp as lipsdp
 from lipkit.certificates.certificate import Certificate, certify
+from lipkit.certificates.dense_outputs import DenseCertificate, dense
 from lipkit.certificates.gains import gain_matrix, local_gain, tight
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.measurement import Proof, prove
 from lipkit.certificates.properties import Answer, verify_property
+from lipkit.certificates.monotonicity import monotone
+from lipkit.certificates.ranking import AurocCertificate, auroc
 from lipkit.certificates.regression import RegressionCertificate, certify_regression
 from lipkit.certificates.vnnlib import read_vnnlib
 
 __all__ = [
     "Answer",
+    "AurocCertificate",
     "Certificate",
+    "DenseCertificate",
     "Proof",
     "RegressionCertificate",
+    "auroc",
     "certify",
     "certify_regression",
+    "dense",
     "format_radius",
     "gain_matrix",
     "lipsdp",
     "local_gain",
+    "monotone",
     "prove",
     "read_vnnlib",
     "tight",

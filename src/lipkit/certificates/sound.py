@@ -177,6 +177,17 @@ def output_errors(
     return centre, grow(logits.own_at + grow(logits.own_slope * reached) + grow(norms * body)) + overflow
 
 
+def total_error(logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    """The l2 norm (N,) of all those errors of one sample together, as `output_errors` takes them."""
+    if logits.own64 is None:
+        centre, machine = output_errors(
+            logits._replace(values=logits.values[:, :1].flatten(1)[:, :1]), distance, None, arithmetic
+        )
+    else:
+        centre, machine = output_errors(logits, distance, weight, arithmetic)
+    return grow(size(centre) + size(machine))
+
+
 def _both(each: Tensor, labels: Tensor) -> Tensor:
     """Of the label and of every class, added."""
     return each.gather(1, labels[:, None]) + each

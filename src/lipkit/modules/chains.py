@@ -179,7 +179,8 @@ class ChainProof:
     Attributes:
         constant: of the whole network, rounded up; `inf` if no bound follows.
         prefixes: constants of its first 0, 1, 2, ... modules, rounded up.
-        last: its last module if that is exactly an ``nn.Linear``, whose outputs are bounded one by one; else None.
+        last: its last module if that is exactly an ``nn.Linear`` of vectors, whose outputs are bounded one by one; else
+            None.
         steps: the modules before ``last`` with their rounding rules; empty if rounding is ignored.
         slack: factor by which the exact transforms of Fourier layers can raise a constant.
     """
@@ -216,6 +217,7 @@ def prove_chain(network: Network, arithmetic: Arithmetic | None) -> ChainProof:
     steps: list[ProvedModule] = []
     for module in modules:
         factors.append(lipschitz(module, shape).detach())
+        last = None if module is last and len(shape) > 1 else last  # one for each row of the sample
         if arithmetic is not None and module is not last:
             steps.append(prove_module(module, shape, arithmetic, factors[-1]))
         shape = output_shape(module, shape)

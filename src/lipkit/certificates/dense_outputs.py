@@ -1,0 +1,365 @@
+r"""Worst-case accuracy of many decisions at once: all positions of an output share one budget.
+
+For an L-Lipschitz network an input that moves by at most :math:`\varepsilon` moves *all* outputs together by at most
+:math:`L\varepsilon` in l2. A decision that is right with the margin m needs :math:`m^2/2` of the square of that (of two
+logits, which move towards each other), or :math:`m^2` (of one, with threshold 0), so at most
+
+.. math:: \max\{k : e_1 + \dots + e_k \le (L\varepsilon)^2\}
+
+decisions can turn, :math:`e_1 \le e_2 \le \dots` the energies of those that are right. A last layer that acts on each
+position alone, with rows :math:`w_i` behind a body of constant :math:`L_b`, gives
+:math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too; the better of both counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.certificates import sound
+from lipkit.certificates.evaluators import Evaluator
+from lipkit.certificates.intervals import format_radius
+from lipkit.certificates.margins import last_layer_constants
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules import Network
+from lipkit.proof.roundoff import gamma, grow, next_down, product, root
+from lipkit.shown import Shown, upper
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class DenseCertificate(Shown):
+    r"""Decisions that stay right for every input within eps. All tensors are on the CPU.
+
+    Attributes:
+        eps: l2 radius in units of the input.
+        positions: (N,) decisions of each sample, ignored ones left out.
+        right: (N,) how many of them are right at the sample itself.
+        worst: (N,) how many are right at least, anywhere within eps.
+        alone: (N,) the same if each position had the whole budget for itself: one radius for each.
+        iou: (K,) intersection over union of each class over all samples together, at the samples; NaN for a class that
+            neither labels nor predictions hold.
+        worst_iou: (K,) a lower bound of it where every input may move by eps.
+        constant: proved upper bound L of the network's l2 constant, rounded up.
+        network_sha256: fingerprint of the network that was certified.
+        rounding, evaluator: as of `lipkit.certificates.Certificate`.
+    """
+
+    eps: float
+    positions: Tensor
+    right: Tensor
+    worst: Tensor
+    alone: Tensor
+    iou: Tensor
+    worst_iou: Tensor
+    constant: float
+    network_sha256: str
+    rounding: str
+    evaluator: Evaluator
+
+    def __len__(self) -> int:
+        return len(self.right)
+
+    def _fraction(self, count: Tensor) -> float:
+        return float(count.sum() / self.positions.sum())
+
+    @property
+    def clean_accuracy(self) -> float:
+        """Fraction of the decisions that are right."""
+        return self._fraction(self.right)
+
+    @property
+    def worst_accuracy(self) -> float:
+        """Lower bound of that fraction if every input moves by at most eps."""
+        return self._fraction(self.worst)
+
+    @property
+    def mean_iou(self) -> float:
+        """Mean of `iou` over the classes that occur."""
+        return float(self.iou.nanmean())
+
+    @property
+    def worst_mean_iou(self) -> float:
+        """Lower bound of `mean_iou` if every input moves by at most eps."""
+        return float(self.worst_iou.nanmean())
+
+    def describe(self) -> str:
+        """Accuracy and IoU at the samples and in the worst case, and what the bound holds for."""
+        included = "included" if self.rounding == "sound" else "ignored"
+        return "\n".join(
+            [
+                f"{len(self)} samples, {int(self.positions.sum()):,} decisions: {100 * self.clean_accuracy:.1f} % "
+                f"right, mean IoU {self.mean_iou:.3f}",
+                f"within {format_radius(self.eps)} (l2) at least {100 * self.worst_accuracy:.1f} % and "
+                f"{self.worst_mean_iou:.3f} (one radius for each position: {100 * self._fraction(self.alone):.1f} %)",
+                f"L <= {upper(self.constant)} proved from the stored numbers, rounding {included}, for "
+                f"{self.evaluator.name} evaluation",
+            ]
+        )
+
+
+def dense(
+    network: Network,
+    x: Samples,
+    y: Samples,
+    eps: float,
+    *,
+    dim: int = 1,
+    ignore_index: int = -100,
+    rounding: str = "sound",
+    evaluator: str = "float64",
+    batch_size: int = 64,
+    device: str | torch.device = "cpu",
+    proof: Proof | None = None,
+) -> DenseCertificate:
+    r"""Worst-case accuracy and IoU of segmentations, sequences and multi-label outputs: see the top of this module.
+
+    **Guarantee.** For every x' with ``|x' - x| <= eps`` in l2 the machine decides at least ``worst`` positions of that
+    sample as labelled, whichever they are. The errors of rounding, which are bounded for all outputs together too, are
+    part of the budget. ``worst_iou`` bounds the IoU of a class over all samples: the attacker of each sample takes
+    pixels out of the intersection and adds pixels to the union, at the prices above, for the smallest quotient.
+
+    Args:
+        network: exported.
+        x: (N, *input_shape).
+        y: labels of int64. Classes: (N, *positions) for outputs (N, K, *positions). Multi-label: of the shape of the
+            outputs, 0 or 1, decided by the sign of each output.
+        eps: l2 radius in units of the input.
+        dim: of the outputs, which holds the classes (of multi-label outputs the labels); -1 for sequences (N, T, K).
+        ignore_index: a label of positions that do not count.
+        rounding, evaluator, batch_size, device, proof: as of `lipkit.certify`; the integer program has no such bound.
+
+    Raises:
+        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is no number >= 0.
+
+    >>> net = Network([nn.Conv2d(1, 2, 1)], (1, 2, 2))
+    >>> _ = net[0].weight.copy_(torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)), net[0].bias.zero_()
+    >>> x = torch.tensor([1.0, 0.1, 0.1, 0.1]).view(1, 1, 2, 2)
+    >>> found = dense(net, x, torch.zeros(1, 2, 2, dtype=torch.int64), 0.15)
+    >>> int(found.worst), int(found.alone)  # an input that moves by 0.15 turns two of the pixels, not three
+    (2, 1)
+
+    References: the count of pixels is a fractional knapsack over margins; Dinkelbach, "On nonlinear fractional
+    programming", Management Science 13 (1967), for the smallest IoU.
+    """
+    check_eps(eps)
+    if evaluator == "integer":
+        raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
+    x, y = as_tensors(x, y)
+    check_inputs(network, x, batch_size)
+    measured = measure(
+        network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
+    )
+    outputs, labels = measured.outputs, y.cpu()
+    if not -outputs.ndim <= dim < outputs.ndim or outputs.ndim < 2 or dim % outputs.ndim == 0:
+        raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
+    outputs = outputs.movedim(dim, 1)
+    labels = labels.movedim(dim, 1) if labels.ndim == outputs.ndim else labels
+    _check_labels(outputs, labels, ignore_index)
+    budgets = _budgets(measured, outputs.shape[1], eps)
+    decide = _signs if labels.ndim == outputs.ndim else _classes
+    found = [
+        decide(outputs.flatten(2), labels.flatten(labels.ndim - outputs.ndim + 2), ignore_index, b) for b in budgets
+    ]
+    first = found[0]
+    return DenseCertificate(
+        eps=float(eps),
+        positions=first.counts,
+        right=first.right.flatten(1).sum(1),
+        worst=torch.stack([_kept(d.right, d.turn, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
+        alone=torch.stack(
+            [(d.right & (d.turn > b.square[:, None])).sum(1) for d, b in zip(found, budgets, strict=True)]
+        ).amax(0),
+        iou=first.intersection.sum(0).double() / first.union.sum(0),
+        worst_iou=torch.stack([_worst_iou(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
+        constant=measured.proof.constant,
+        network_sha256=measured.proof.network_sha256,
+        rounding=rounding,
+        evaluator=measured.evaluator,
+    )
+
+
+class _Budget(NamedTuple):
+    """How far the outputs, or what a last layer reads at all positions, can move.
+
+    Attributes:
+        square: (N,) of that distance, rounded up.
+        pairs: (K, K) what moves the difference of two outputs by 1 at most, rounded up.
+        single: (K,) the same for one output.
+        error: (N,) that each output may be off beside.
+    """
+
+    square: Tensor
+    pairs: Tensor
+    single: Tensor
+    error: Tensor
+
+
+class _Decisions(NamedTuple):
+    """Decisions of N samples, flattened.
+
+    Attributes:
+        counts: (N,) how many count.
+        right: (N, P) bool.
+        turn: (N, P) energy that makes a right one wrong; inf for the others.
+        leave: (N, K, P) energy that takes it out of the intersection of a class; inf where it is not in it.
+        join: (N, K, P) energy that adds it to the predictions of a class; inf where labels or predictions have it.
+        intersection, union: (N, K) counts at the sample.
+    """
+
+    counts: Tensor
+    right: Tensor
+    turn: Tensor
+    leave: Tensor
+    join: Tensor
+    intersection: Tensor
+    union: Tensor
+
+
+def _budgets(measured: Measurement, classes: int, eps: float) -> list[_Budget]:
+    """That of the outputs and, for a last layer that acts on each position alone, that of its body."""
+    proof, chain = measured.proof, measured.proof.chain
+    error = torch.zeros(len(measured.outputs), dtype=torch.float64)
+    if measured.logits is not None:
+        weight = None if chain.last is None else chain.last.weight.detach().cpu()
+        error = sound.total_error(measured.logits, eps, weight, proof.arithmetic)
+    both = torch.full((classes, classes), root(2), dtype=torch.float64)
+    one = torch.ones(classes, dtype=torch.float64)
+    moved = grow(product(chain.constant * chain.slack, eps) + error)
+    found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error))]
+    last = proof.network[-1]
+    pointwise = type(last) is nn.Conv2d and {*last.kernel_size, *last.stride, last.groups} == {1}
+    pointwise = pointwise and last.padding in ("valid", (0, 0))
+    if (pointwise or type(last) is nn.Linear) and last.weight.shape[0] == classes:
+        rows = last.weight.detach().cpu().flatten(1)
+        reach = torch.full_like(error, product(chain.prefixes[-2] * chain.slack, eps), dtype=torch.float64)
+        alone = last_layer_constants(torch.cat((rows, torch.zeros_like(rows[:1]))), 1.0)
+        found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error))
+    return found
+
+
+def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
+    """Squares of margins less the errors of two outputs, by what moves them; rounded down, inf where nothing does."""
+    left = next_down(margin - grow(root(2) * error)).clamp_min(0)
+    quotient = next_down(left / torch.where(norm > 0, norm, 1.0))
+    energy = next_down(quotient * quotient).clamp_min(0)
+    return torch.where(norm > 0, energy, torch.where(left > 0, math.inf, 0.0))
+
+
+def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
+    """One class for each position: (N, K, P) outputs, (N, P) labels."""
+    counts = labels != ignored
+    labels = torch.where(counts, labels, 0)
+    known = outputs.isfinite().all(1)
+    outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    classes = outputs.shape[1]
+    predicted = outputs.argmax(1)
+    one = torch.nn.functional.one_hot
+    labelled = one(labels, classes).movedim(2, 1).bool() & counts[:, None]
+    chosen = one(predicted, classes).movedim(2, 1).bool() & counts[:, None]
+
+    def over(reference: Tensor) -> Tensor:
+        """Energy that lets each class reach the reference."""
+        margin = next_down(outputs.gather(1, reference[:, None]) - outputs)
+        norm = budget.pairs[reference].movedim(2, 1)
+        energy = _energy(margin, budget.error[:, None, None], norm)
+        return torch.where(known[:, None], energy, 0.0)
+
+    turn = over(labels).scatter(1, labels[:, None], math.inf).amin(1)
+    margin = outputs.gather(1, labels[:, None])[:, 0] - outputs.scatter(1, labels[:, None], -math.inf).amax(1)
+    right = counts & known & (margin > 0)
+    turn = torch.where(right, turn, math.inf)
+    inside = labelled & right[:, None]
+    return _Decisions(
+        counts=counts.sum(1),
+        right=right,
+        turn=turn,
+        leave=torch.where(inside, turn[:, None], math.inf),
+        join=torch.where(counts[:, None] & ~labelled & ~chosen, over(predicted), math.inf),
+        intersection=inside.sum(2),
+        union=(labelled | chosen).sum(2),
+    )
+
+
+def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
+    """Yes or no for each output: (N, K, P) outputs and labels."""
+    counts, yes = labels != ignored, labels == 1
+    outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    right = counts & torch.where(yes, outputs > 0, outputs < 0)
+    norm = budget.single[None, :, None].expand_as(outputs)
+    energy = _energy(outputs.abs(), budget.error[:, None, None], norm)
+    turn = torch.where(right, energy, math.inf)
+    inside = right & yes
+    return _Decisions(
+        counts=counts.flatten(1).sum(1),
+        right=right.flatten(1),
+        turn=turn.flatten(1),
+        leave=torch.where(inside, energy, math.inf),
+        join=torch.where(right & ~yes, energy, math.inf),
+        intersection=inside.sum(2),
+        union=(counts & (yes | (outputs >= 0))).sum(2),
+    )
+
+
+def _sums(energies: Tensor) -> Tensor:
+    """Smallest sums of 0, 1, 2, ... of the last dimension, rounded down."""
+    total = energies.sort(-1).values.cumsum(-1) * (1 - gamma(energies.shape[-1] + 8))
+    return torch.cat((torch.zeros_like(total[..., :1]), total), -1)
+
+
+def _kept(right: Tensor, turn: Tensor, square: Tensor) -> Tensor:
+    """How many of the right decisions are left in the worst case, (N,)."""
+    turned = (_sums(turn)[:, 1:] <= square[:, None]).sum(1)
+    return right.sum(1) - torch.minimum(turned, right.sum(1))
+
+
+def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
+    """The smallest quotient of sums over all samples, class by class, by Dinkelbach's iteration."""
+    found = []
+    for k in range(decisions.leave.shape[1]):
+        away, more = _sums(decisions.leave[:, k]), _sums(decisions.join[:, k])
+        rest = square[:, None] - away  # what is left after i decisions left the intersection
+        possible = away <= square[:, None]
+        joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
+        joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)
+        left = torch.arange(away.shape[1]).expand_as(away)
+        inside, union = decisions.intersection[:, k], decisions.union[:, k]
+        if int(union.sum() + joined[possible].sum()) == 0:  # nobody ever sees this class
+            found.append(math.nan)
+            continue
+        best, value = math.inf, 1.0
+        while value < best:  # value(ratio) is 0 at the smallest ratio, and the iteration falls to it in a few steps
+            best = value
+            gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)
+            top = int((inside - left.gather(1, gain)[:, 0]).sum())
+            bottom = int((union + joined.gather(1, gain)[:, 0]).sum())
+            value = min(best, top / bottom) if bottom else best
+        found.append(best * (1 - 2.0**-40))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def check_eps(eps: float) -> None:
+    """Raise ``OptionError`` unless eps is a finite number >= 0."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
+        raise OptionError(f"eps: expected a finite number >= 0, got {eps!r}")
+
+
+def _check_labels(outputs: Tensor, labels: Tensor, ignored: int) -> None:
+    if labels.is_floating_point():
+        raise OptionError(f"expected integer labels (int64), got {dtype_name(labels)}")
+    shape = (len(outputs), *outputs.shape[2:])
+    if labels.shape not in (shape, outputs.shape):
+        raise ShapeError(
+            f"expected labels of shape {shape}, or {tuple(outputs.shape)} for a yes or no of each output, got "
+            f"{tuple(labels.shape)}"
+        )
+    top = 2 if labels.ndim == outputs.ndim else outputs.shape[1]
+    counted = labels[labels != ignored]
+    if not len(counted):
+        raise OptionError(f"expected a label other than ignore_index={ignored}, got none")
+    if not 0 <= int(counted.min()) <= int(counted.max()) < top:
+        raise OptionError(f"expected labels from 0 to {top - 1}, got {int(counted.min())} to {int(counted.max())}")

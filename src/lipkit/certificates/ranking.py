@@ -1,0 +1,155 @@
+r"""Certified AUROC of a detector: the probability that a positive scores above a negative, whatever moves within eps.
+
+A score of constant L changes by at most :math:`L\varepsilon`, so a pair keeps its order if its scores are more than
+:math:`2L\varepsilon` apart (:math:`L\varepsilon` where only one side moves). On finite samples the fraction of those
+pairs is the smallest AUROC that these intervals of scores allow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lipkit.certificates import sound
+from lipkit.certificates.dense_outputs import check_eps
+from lipkit.certificates.evaluators import Evaluator
+from lipkit.certificates.intervals import format_radius
+from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, float64_copy, measure
+from lipkit.certificates.regression import output_constants
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules import Network
+from lipkit.proof.roundoff import grow, next_down, next_up, product
+from lipkit.shown import Shown, upper
+
+MOVES = ("both", "positives", "negatives")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AurocCertificate(Shown):
+    """AUROC of a detector on N positives and M negatives, and the worst one within eps.
+
+    Attributes:
+        eps: l2 radius in units of the input.
+        moves: who may move by eps: ``"both"``, ``"positives"`` or ``"negatives"``.
+        auroc: at the samples; a tie counts half.
+        worst_auroc: lower bound if every sample of ``moves`` moves by at most eps.
+        positive_scores, negative_scores: (N,) and (M,) float64.
+        constant: proved upper bound L of the score's constant, rounded up.
+        network_sha256, rounding, evaluator: as of `lipkit.certificates.Certificate`.
+    """
+
+    eps: float
+    moves: str
+    auroc: float
+    worst_auroc: float
+    positive_scores: Tensor
+    negative_scores: Tensor
+    constant: float
+    network_sha256: str
+    rounding: str
+    evaluator: Evaluator
+
+    def describe(self) -> str:
+        """Both figures, and what the bound holds for."""
+        counts = f"{len(self.positive_scores)} positives, {len(self.negative_scores)} negatives"
+        who = "every sample moves" if self.moves == "both" else f"the {self.moves} move"
+        included = "included" if self.rounding == "sound" else "ignored"
+        return (
+            f"{counts}: AUROC {self.auroc:.4f}, at least {self.worst_auroc:.4f} if {who} by up to "
+            f"{format_radius(self.eps)} (l2)\n"
+            f"L <= {upper(self.constant)} proved from the stored numbers, rounding {included}, for "
+            f"{self.evaluator.name} evaluation"
+        )
+
+
+def auroc(
+    network: Network,
+    positives: Samples,
+    negatives: Samples,
+    eps: float,
+    *,
+    moves: str = "both",
+    rounding: str = "sound",
+    evaluator: str = "float64",
+    batch_size: int = 256,
+    device: str | torch.device = "cpu",
+    proof: Proof | None = None,
+) -> AurocCertificate:
+    r"""Worst-case area under the ROC curve of a network with one output, larger for positives.
+
+    .. math:: \frac{1}{NM} \#\{(i, j): s_i - L\varepsilon - e_i > s_j + L\varepsilon + e_j\}
+
+    **Guarantee.** Whatever each sample of ``moves`` becomes within eps in l2, the AUROC of the machine's scores is no
+    smaller: e are the errors of the measured score and of the machine within eps. It speaks about these samples.
+
+    Args:
+        network: exported, with outputs (N,) or (N, 1).
+        positives, negatives: (N, *input_shape) and (M, *input_shape).
+        eps: l2 radius in units of the input.
+        moves: ``"both"``, ``"positives"`` or ``"negatives"``.
+        rounding, evaluator, batch_size, device, proof: as of `lipkit.certify`.
+
+    Raises:
+        NoRuleError, ShapeError, OptionError: as `lipkit.certify`; a network with several outputs.
+
+    >>> net = Network([torch.nn.Linear(1, 1, bias=False)], (1,))
+    >>> _ = net[0].weight.fill_(1.0)
+    >>> found = auroc(net, torch.tensor([[2.0], [3.0]]), torch.tensor([[1.0], [0.0]]), 0.6)
+    >>> found.auroc, found.worst_auroc  # the pair (2, 1) may change its order
+    (1.0, 0.75)
+    """
+    check_eps(eps)
+    if moves not in MOVES:
+        raise OptionError(f"moves: expected one of {', '.join(MOVES)}, got {moves!r}")
+    given = as_tensors(positives, negatives)
+    for x in given:
+        check_inputs(network, x, batch_size)
+    measured = measure(
+        network, torch.cat([x.double() for x in given]), rounding=rounding, evaluator=evaluator,
+        batch_size=batch_size, device=device, proof=proof,
+    )  # fmt: skip
+    scores, proof = measured.outputs, measured.proof
+    if scores[0].numel() != 1 or scores.ndim > 2:
+        raise ShapeError(f"expected one score for each sample, outputs (N,) or (N, 1), got {tuple(scores.shape)}")
+    scores = scores.flatten()
+    if not bool(scores.isfinite().all()):
+        raise OptionError("expected finite scores, got NaN or infinity")
+    constant = float(output_constants(float64_copy(network), 1, proof.chain)[0]) * proof.chain.slack
+    count, last = len(given[0]), proof.chain.last
+
+    def room(distance: float) -> Tensor:
+        """How far a score can be from the measured one."""
+        if measured.logits is None:
+            return torch.full_like(scores, product(constant, distance), dtype=torch.float64)
+        weight = None if last is None else last.weight.detach().cpu()
+        centre, machine = sound.output_errors(measured.logits, distance, weight, proof.arithmetic)
+        return grow(product(constant, distance) + (centre + machine).flatten())
+
+    low = next_down(scores - room(0.0 if moves == "negatives" else eps))[:count]
+    high = next_up(scores + room(0.0 if moves == "positives" else eps))[count:]
+    first, second = scores[:count], scores[count:]
+    above = (pairs_above(first, second) + 1 - pairs_above(second, first)) / 2
+    return AurocCertificate(
+        eps=float(eps),
+        moves=moves,
+        auroc=above,
+        worst_auroc=pairs_above(low, high),
+        positive_scores=first,
+        negative_scores=second,
+        constant=constant,
+        network_sha256=proof.network_sha256,
+        rounding=rounding,
+        evaluator=measured.evaluator,
+    )
+
+
+def pairs_above(left: Tensor, right: Tensor) -> float:
+    """The fraction of pairs (l, r) with l > r, by sorting.
+
+    >>> pairs_above(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+    0.75
+    """
+    below = torch.searchsorted(right.sort().values, left.contiguous())
+    return int(below.sum()) / (len(left) * len(right))

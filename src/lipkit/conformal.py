@@ -1,0 +1,375 @@
+r"""Conformal prediction sets and intervals of exported networks that keep their coverage under attack.
+
+With n calibration samples, exchangeable with the test sample, and q the k-th smallest of their scores,
+:math:`k = \lceil (n + 1)(1 - \alpha) \rceil`, split conformal prediction covers with probability at least
+:math:`1 - \alpha`. For the score :math:`s_y(x) = \max_{i \ne y} f_i(x) - f_y(x)` and proved constants :math:`K_{iy}` of
+the differences the set
+
+.. math:: C_\varepsilon(x') = \{y : \max_{i \ne y} f_i(x') - f_y(x') - K_{iy}\varepsilon \le q\}
+
+holds all that the plain set of x holds, for every x with :math:`\|x' - x\| \le \varepsilon`; for a regression
+:math:`f(x') \pm (q + K\varepsilon)`. Calibration needs no attack. Rounding errors move the scores so
+that sets only grow.
+
+Coverage is marginal: over calibration and test samples together, not for each input, class or group.
+
+Source: Vovk, Gammerman & Shafer, "Algorithmic learning in a random world", 2005 (split conformal); Massena et al.,
+"Efficient robust conformal prediction via Lipschitz-bounded networks", ICML 2025 (with a global constant).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipkit.certificates import margins, sound
+from lipkit.certificates.certificate import pair_constants
+from lipkit.certificates.dense_outputs import check_eps
+from lipkit.certificates.intervals import format_radius
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.certificates.regression import output_constants
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules import Network
+from lipkit.proof.roundoff import grow, next_down, next_up, product
+from lipkit.shown import Shown, axes, upper
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PredictionSets(Shown):
+    r"""Sets of classes for N samples that hold the label with probability at least ``1 - alpha``, moved by eps or not.
+
+    Attributes:
+        sets: (N, K) bool.
+        alpha: allowed probability of a miss, over calibration and test samples together.
+        eps: l2 radius in units of the input.
+    """
+
+    sets: Tensor
+    alpha: float
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    @property
+    def mean_size(self) -> float:
+        """Mean number of classes in a set."""
+        return float(self.sets.double().sum(1).mean())
+
+    def coverage(self, y: Tensor) -> float:
+        """Fraction of the labels (N,) that are in their sets: measured, while ``1 - alpha`` is proved."""
+        return float(self.sets.gather(1, y[:, None]).double().mean())
+
+    def describe(self) -> str:
+        """What is covered, and how large the sets are."""
+        sizes = self.sets.sum(1)
+        shares = ", ".join(f"{int(k)}: {100 * float((sizes == k).double().mean()):.1f} %" for k in sizes.unique())
+        return (
+            f"{len(self)} sets of {self.sets.shape[1]} classes cover with probability at least {1 - self.alpha:g} "
+            f"(marginal), inputs moved by up to {format_radius(self.eps)} (l2)\n"
+            f"mean size {self.mean_size:.3f}; by size {shares}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PredictionIntervals(Shown):
+    """Intervals for N samples and d outputs that hold each target with probability at least ``1 - alpha``.
+
+    Attributes:
+        low, high: (N, d) float64.
+        alpha, eps: as of `PredictionSets`.
+    """
+
+    low: Tensor
+    high: Tensor
+    alpha: float
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    @property
+    def mean_width(self) -> float:
+        """Mean width over samples and outputs."""
+        return float((self.high - self.low).mean())
+
+    def coverage(self, y: Tensor) -> float:
+        """Fraction of the targets (N,) or (N, d) inside their intervals."""
+        y = y.reshape(self.low.shape)
+        return float(((self.low <= y) & (y <= self.high)).double().mean())
+
+    def describe(self) -> str:
+        """What is covered, and how wide the intervals are."""
+        return (
+            f"{len(self)} intervals cover with probability at least {1 - self.alpha:g} (marginal, each output), inputs "
+            f"moved by up to {format_radius(self.eps)} (l2)\nmean width {self.mean_width:.6g}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CoverageCurve(Shown):
+    r"""Lower bounds of the coverage that plain sets (made for eps = 0) keep under attack, at all radii at once.
+
+    Attributes:
+        eps: radii.
+        coverage: for each, a lower bound of the probability that the plain set of a new sample, moved anywhere within
+            eps, holds its label, or the intervals all its targets; all bounds hold together with probability at least
+            ``1 - delta`` over the samples of the curve.
+        measured: for each, the fraction of those samples whose sets are certain to hold the label.
+        alpha, delta: of the sets, and of the curve.
+    """
+
+    eps: tuple[float, ...]
+    coverage: tuple[float, ...]
+    measured: tuple[float, ...]
+    alpha: float
+    delta: float
+
+    def describe(self) -> str:
+        """The curve as a table."""
+        head = f"plain sets of 1 - alpha = {1 - self.alpha:g} keep, at all radii with confidence {1 - self.delta:g}"
+        rows = zip(self.eps, self.coverage, self.measured, strict=True)
+        return "\n".join([head, *(f"{format_radius(e):>8}  >= {c:.4f}  (measured {m:.4f})" for e, c, m in rows)])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the lower bounds against eps; returns the axes.
+
+        Raises:
+            OptionError: matplotlib is not installed.
+        """
+        ax = axes(ax, "l2 radius", "coverage of plain sets")
+        ax.plot(self.eps, self.coverage, label=f"lower bound, confidence {1 - self.delta:g}")
+        ax.plot(self.eps, self.measured, ":", label="measured")
+        ax.legend()
+        return ax
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Calibration(Shown):
+    """Conformity scores of a network on data that it was not trained on.
+
+    Attributes:
+        scores: (n, 1) of a classifier, (n, d) of a regression, float64, each column sorted; rounded up.
+        labels: whether it is a classifier.
+        proof: of the network.
+    """
+
+    scores: Tensor
+    labels: bool
+    proof: Proof = dataclasses.field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def describe(self) -> str:
+        """How many scores, the smallest alpha, and the proved constant."""
+        kind = "classifier" if self.labels else f"regression of {self.scores.shape[1]} outputs"
+        return (
+            f"calibrated on {len(self)} samples: {kind}, alpha >= 1/{len(self) + 1} = {1 / (len(self) + 1):.4g}\n"
+            f"L <= {upper(self.proof.constant)} proved from the stored numbers"
+        )
+
+    def quantile(self, alpha: float) -> Tensor:
+        r"""The :math:`\lceil (n + 1)(1 - \alpha) \rceil`-th smallest score of each column.
+
+        Raises:
+            OptionError: alpha outside [1 / (n + 1), 1).
+        """
+        least = Fraction(1, len(self) + 1)
+        number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+        # As it is written: 0.3 is three tenths.
+        written = Fraction(repr(float(alpha))) if number and math.isfinite(alpha) else Fraction(0)
+        if not least <= written < 1:
+            raise OptionError(
+                f"alpha: expected a number from 1/(n + 1) = {float(least):.4g} (of {len(self)} calibration samples) to "
+                f"below 1, got {alpha!r}"
+            )
+        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]
+
+    def predict_set(self, x: Samples, alpha: float = 0.1, eps: float = 0.0, *, batch_size: int = 256) -> PredictionSets:
+        r"""Sets of classes for samples that may have moved by eps: see the top of this module.
+
+        **Guarantee.** If calibration and test samples are exchangeable, and x' is within eps of the test sample, the
+        set of x' holds the label with probability at least ``1 - alpha``.
+
+        Args:
+            x: (N, *input_shape), attacked or not.
+            alpha: allowed probability of a miss.
+            eps: l2 radius in units of the input; 0 for plain sets.
+            batch_size: samples evaluated at once.
+
+        Raises:
+            OptionError: an ``alpha`` below 1 / (n + 1), an ``eps`` below 0, a calibration of a regression.
+            ShapeError: samples of another shape.
+        """
+        self._check(True, eps)
+        q, outputs = float(self.quantile(alpha)), _measured(self.proof, x, batch_size)
+        scores = _scores(outputs, eps, lower=True)
+        return PredictionSets(~(scores > q), alpha, float(eps))
+
+    def predict_interval(
+        self, x: Samples, alpha: float = 0.1, eps: float = 0.0, *, batch_size: int = 256
+    ) -> PredictionIntervals:
+        r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
+
+        **Guarantee.** As of `predict_set`, for each output by itself.
+        """
+        self._check(False, eps)
+        q, measured = self.quantile(alpha), _measured(self.proof, x, batch_size)
+        outputs = _columns(measured.outputs)
+        constants, _ = output_constants(self.proof.network, outputs.shape[1], self.proof.chain)
+        moved = [product(k * self.proof.chain.slack, eps) for k in constants.tolist()]
+        half = grow(q + torch.tensor(moved, dtype=torch.float64) + _errors(measured))
+        half = torch.where(outputs.isfinite(), half, math.inf)
+        outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, float(eps))
+
+    def coverage_curve(
+        self,
+        x: Samples,
+        y: Samples,
+        eps: Sequence[float],
+        *,
+        alpha: float = 0.1,
+        delta: float = 0.05,
+        batch_size: int = 256,
+    ) -> CoverageCurve:
+        r"""What plain sets keep under attack: :math:`F_m(\varepsilon) - \sqrt{\log(1/\delta) / 2m}`.
+
+        F is the fraction of m more samples whose plain set holds the label wherever the input moves within eps. Its
+        deviation is bounded for all eps together (Dvoretzky, Kiefer & Wolfowitz; Massart 1990).
+
+        Args:
+            x, y: m samples, neither trained on nor calibrated with.
+            eps: l2 radii.
+            alpha: of the plain sets.
+            delta: probability that the curve is too high somewhere, in (0, 0.5].
+            batch_size: samples evaluated at once.
+
+        Raises:
+            OptionError, ShapeError: as `predict_set`; a delta outside (0, 0.5].
+        """
+        if not 0 < delta <= 0.5:
+            raise OptionError(f"delta: expected a number in (0, 0.5], got {delta!r}")
+        q, (x, y) = self.quantile(alpha), as_tensors(x, y)
+        measured = _measured(self.proof, x, batch_size)
+        found = []
+        for radius in eps:
+            check_eps(radius)
+            worst = _own(measured, y, radius) if self.labels else _distances(self.proof, measured, y, radius)
+            found.append(float((worst <= q).all(1).double().mean()))
+        room = math.sqrt(math.log(1 / delta) / (2 * len(x)))
+        lower = tuple(max(0.0, value - room) for value in found)
+        return CoverageCurve(tuple(map(float, eps)), lower, tuple(found), alpha, delta)
+
+    def _check(self, labels: bool, eps: float) -> None:
+        check_eps(eps)
+        if self.labels is not labels:
+            wanted, other = ("labels", "predict_interval") if labels else ("numbers", "predict_set")
+            raise OptionError(f"expected a calibration with {wanted} as targets, got the other one: use {other}")
+
+
+def calibrate(
+    network: Network, x: Samples, y: Samples, *, proof: Proof | None = None, batch_size: int = 256
+) -> Calibration:
+    r"""Conformity scores of a network: of a classifier for integer labels, of a regression for floating-point targets.
+
+    Args:
+        network: exported.
+        x: (n, *input_shape), not used in training.
+        y: (n,) int64 labels, or (n,) or (n, d) targets, scored by :math:`|y - f(x)|` output by output.
+        proof: of this network, from `lipkit.prove` for its default evaluator.
+        batch_size: samples evaluated at once.
+
+    Raises:
+        NoRuleError, ShapeError, OptionError: as `lipkit.certify`.
+
+    >>> net = Network([torch.nn.Linear(1, 2, bias=False)], (1,))
+    >>> _ = net[0].weight.copy_(torch.tensor([[-0.5], [0.5]]))
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> found = calibrate(net, x, (x[:, 0] > 0).long())
+    >>> found.predict_set(torch.tensor([[0.3]]), alpha=0.1).sets.tolist()
+    [[False, True]]
+    >>> found.predict_set(torch.tensor([[0.3]]), alpha=0.1, eps=0.4).sets.tolist()
+    [[True, True]]
+    """
+    x, y = as_tensors(x, y)
+    check_inputs(network, x, batch_size)
+    labels = not y.is_floating_point()
+    options: dict[str, Any] = {"rounding": "sound", "evaluator": "float64", "batch_size": batch_size, "device": "cpu"}
+    measured = measure(network, x, proof=proof, **options)
+    scores = _own(measured, y, 0.0) if labels else _distances(measured.proof, measured, y, 0.0)
+    return Calibration(scores.sort(0).values, labels, measured.proof)
+
+
+def _measured(proof: Proof, x: Samples, batch_size: int) -> Measurement:
+    x, _ = as_tensors(x, torch.empty(0))
+    check_inputs(proof.network, x, batch_size)
+    proof.evaluator.check(proof.network)
+    assert proof.logits is not None
+    with torch.no_grad():
+        parts = [proof.logits(part.to(torch.float64)) for part in x.split(batch_size)]
+    logits = sound.Logits.join(parts)
+    return Measurement(proof, logits.values, logits, proof.evaluator)
+
+
+def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
+    """Bounds (N, K) of the scores of all classes, within eps of each sample, from below or from above."""
+    outputs, proof, logits = measured.outputs, measured.proof, measured.logits
+    margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64))
+    assert logits is not None
+    constants, rows = pair_constants(proof.chain, outputs.shape[1])
+    moved = grow(constants * eps)
+    found = []
+    for k in range(outputs.shape[1]):
+        label = torch.full((len(outputs),), k, dtype=torch.int64)
+        error = grow(sound.margin_errors(logits, label, rows)[0] + moved[k])
+        over = outputs - outputs[:, [k]]
+        ends = next_down(next_down(over) - error) if lower else next_up(next_up(over) + error)
+        found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))
+    unknown = -math.inf if lower else math.inf
+    return torch.where(outputs.isfinite().all(1, keepdim=True), torch.stack(found, 1), unknown)
+
+
+def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
+    """Upper bounds (N, 1) of the labels' own scores within eps."""
+    margins.check_logits(measured.outputs, y.long())
+    return _scores(measured, eps, lower=False).gather(1, y.long()[:, None])
+
+
+def _distances(proof: Proof, measured: Measurement, y: Tensor, eps: float) -> Tensor:
+    """Upper bounds (N, d) of the distances of outputs within eps from the targets."""
+    outputs, target = _columns(measured.outputs), _columns(y.detach().cpu().double())
+    if outputs.shape != target.shape:
+        raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
+    if not bool(target.isfinite().all()):
+        raise OptionError(f"expected finite targets, got NaN or infinity in {dtype_name(y)}")
+    constants, _ = output_constants(proof.network, outputs.shape[1], proof.chain)
+    moved = torch.tensor([product(k * proof.chain.slack, eps) for k in constants.tolist()], dtype=torch.float64)
+    distance = grow((outputs - target).abs() + _errors(measured) + moved)
+    return torch.where(outputs.isfinite(), distance, math.inf)
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _errors(measured: Measurement) -> Tensor:
+    """Bounds (N, d) of the rounding errors of the outputs."""
+    assert measured.logits is not None
+    last = measured.proof.chain.last
+    weight = None if last is None else last.weight.detach().cpu()
+    return sound.output_errors(measured.logits, 0.0, weight, measured.proof.arithmetic)[0]
+
+
+__all__ = ["Calibration", "CoverageCurve", "PredictionIntervals", "PredictionSets", "calibrate"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,162 @@
+"""Worst-case counts and IoU of many decisions against every choice of the attacker, and against attacks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lipkit import export, layers
+from lipkit.certificates import dense, prove
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules import Network
+
+
+def identity(classes: int, positions: int) -> Network:
+    """Outputs are the inputs."""
+    layer = nn.Conv1d(classes, classes, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(classes)[:, :, None])
+    return Network([layer.double()], (classes, positions))
+
+
+def sample(count: int, classes: int, positions: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, classes, positions, generator=generator, dtype=torch.float64)
+    y = torch.where(
+        torch.rand(count, positions, generator=generator) < 0.7,
+        x.argmax(1),
+        torch.randint(classes, (count, positions), generator=generator),
+    )
+    return x, y
+
+
+def best_iou(x: np.ndarray, y: np.ndarray, eps: float, k: int) -> float:
+    """The least IoU of class k over all samples, by every prediction of every position."""
+    choices = []
+    for scores, labels in zip(x, y, strict=True):
+        found = set()
+        for predicted in itertools.product(range(len(scores)), repeat=len(labels)):
+            energy, inside, union = 0.0, 0, 0
+            for p, c in enumerate(predicted):
+                now = int(scores[:, p].argmax())
+                energy += (scores[now, p] - scores[c, p]) ** 2 / 2
+                inside += c == k == labels[p]
+                union += c == k or labels[p] == k
+            if energy <= eps**2:
+                found.add((inside, union))
+        choices.append(found)
+    totals = [np.sum(each, axis=0) for each in itertools.product(*choices)]
+    return min((i / u for i, u in totals if u), default=math.nan)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("eps", [0.2, 0.6, 1.0])
+def test_counts_and_iou_against_every_choice(seed: int, eps: float) -> None:
+    x, y = sample(2, 3, 4, seed)
+    found = dense(identity(3, 4), x, y, eps)
+    for i in range(len(x)):
+        others = x[i].scatter(0, y[i][None], -math.inf).amax(0)
+        margins = (x[i].gather(0, y[i][None])[0] - others).tolist()
+        prices = [m * m / 2 for m in margins if m > 0]
+        most = max(
+            len(turned)
+            for k in range(len(prices) + 1)
+            for turned in itertools.combinations(prices, k)
+            if sum(turned) <= eps**2
+        )
+        assert int(found.right[i]) == len(prices)
+        assert int(found.worst[i]) == len(prices) - most
+        assert int(found.alone[i]) == sum(p > eps**2 for p in prices)
+    for k in range(3):
+        assert float(found.worst_iou[k]) == pytest.approx(best_iou(x.numpy(), y.numpy(), eps, k), abs=1e-9)
+    assert bool((found.worst_iou <= found.iou).all())
+
+
+def test_attacks_never_get_below_the_bound_which_a_tight_one_reaches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(layers.CayleyConv2d(3, 8, 3), layers.MaxMin(), nn.Conv2d(8, 4, 1))
+    net = export(model, (3, 6, 6))
+    x = torch.rand(20, 3, 6, 6)
+    y = net(x).argmax(1)
+    proof, eps = prove(net), 1.2
+    found = dense(net, x, y, eps, proof=proof)
+    assert float(found.worst_accuracy) > found._fraction(found.alone)
+    exact, moved = export(model, (3, 6, 6)).double(), torch.zeros_like(x, dtype=torch.float64)
+    for step in range(15):
+        moved.requires_grad_()
+        outputs = exact(x.double() + moved)
+        margin = outputs.gather(1, y[:, None]) - outputs.scatter(1, y[:, None], -9.0).amax(1, keepdim=True)
+        right = (margin > 0).flatten(1).sum(1)
+        assert bool((right >= found.worst).all())
+        (slope,) = torch.autograd.grad(torch.sigmoid(-margin * (5 + step)).sum(), moved)
+        moved = (moved + eps / 4 * slope / slope.flatten(1).norm(dim=1).view(-1, 1, 1, 1)).detach()
+        moved = moved * (eps / moved.flatten(1).norm(dim=1)).clamp(max=1).view(-1, 1, 1, 1)
+    assert bool((right < found.right).any())
+
+
+def test_a_last_layer_on_each_position_counts_by_its_rows() -> None:
+    layer = nn.Conv2d(1, 2, 1, bias=False)
+    with torch.no_grad():  # the two rows differ by 0.1, their common part moves no decision
+        layer.weight.copy_(torch.tensor([3.05, 2.95]).view(2, 1, 1, 1))
+    x = torch.full((1, 1, 2, 2), 1.0)
+    found = dense(Network([layer], (1, 2, 2)), x, torch.zeros(1, 2, 2, dtype=torch.int64), 0.99)
+    assert int(found.worst) == 4
+    assert int(dense(Network([layer], (1, 2, 2)), x, torch.zeros(1, 2, 2, dtype=torch.int64), 1.01).worst) == 3
+
+
+def test_yes_and_no_of_each_output() -> None:
+    net = identity(2, 2)
+    x = torch.tensor([[[0.3, -0.1], [0.4, 2.0]]], dtype=torch.float64)
+    y = torch.tensor([[[1, 0], [0, 1]]])
+    found = dense(net, x, y, 0.2)
+    assert [int(t) for t in (found.positions, found.right, found.worst)] == [4, 3, 2]
+    # The first label: 0.3 stays, -0.1 may join; the second: 0.4 is wrong, 2.0 stays.
+    assert found.worst_iou.tolist() == pytest.approx([0.5, 0.5])
+    assert found.iou.tolist() == pytest.approx([1.0, 0.5])
+
+
+def test_sequences_with_classes_last_and_ignored_positions() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(2))
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
+    net = Network([layer], (3, 2))
+    y = torch.tensor([[0, 1, -100]])
+    assert [int(t) for t in (dense(net, x, y, 0.1, dim=-1).positions, dense(net, x, y, 0.1, dim=-1).worst)] == [2, 2]
+    assert int(dense(net, x, y, 0.8, dim=-1).worst) == 1
+    assert "2 decisions" in str(dense(net, x, y, 0.8, dim=-1))
+
+
+def test_rounding_of_a_narrow_evaluator_is_part_of_the_budget() -> None:
+    layer = nn.Conv1d(1, 2, 1, bias=True).float()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1.0, 1.0]).view(2, 1, 1))
+        layer.bias.copy_(torch.tensor([2.0**-20, 0.0]))
+    net = Network([layer], (1, 1))
+    x, y = torch.full((1, 1, 1), 1000.0), torch.zeros(1, 1, dtype=torch.int64)
+    assert int(dense(net, x, y, 1e-9).worst) == 1
+    assert int(dense(net, x, y, 1e-9, evaluator="float32").worst) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"eps": -1.0}, OptionError, "eps: expected a finite number >= 0"),
+        ({"y": torch.zeros(2, 3, dtype=torch.int64)}, ShapeError, "expected labels of shape"),
+        ({"y": torch.full((2, 4), 3)}, OptionError, "expected labels from 0 to 2"),
+        ({"y": torch.zeros(2, 4)}, OptionError, "expected integer labels"),
+        ({"y": torch.full((2, 4), -100)}, OptionError, "other than ignore_index"),
+        ({"dim": 0}, OptionError, "dim: expected"),
+        ({"evaluator": "integer"}, OptionError, "evaluator: expected"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], kind: type[Exception], words: str) -> None:
+    x, y = sample(2, 3, 4)
+    given: dict[str, object] = {"x": x, "y": y, "eps": 0.1} | changes
+    with pytest.raises(kind, match=words):
+        dense(identity(3, 4), **given)  # type: ignore[arg-type]

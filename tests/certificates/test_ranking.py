@@ -1,0 +1,70 @@
+"""Certified AUROC against an enumeration of pairs, and monotone networks against their derivatives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipkit.certificates import auroc, monotone
+from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.modules import Affine, GroupSort, MaxMin, Network
+
+
+def scale(factor: float = 1.0) -> Network:
+    layer = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        layer.weight.fill_(factor)
+    return Network([layer], (1,))
+
+
+@pytest.mark.parametrize(("moves", "times"), [("both", 2), ("positives", 1), ("negatives", 1)])
+def test_exact_against_enumeration_on_200_samples(moves: str, times: int) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(1, 1, 120), rng.normal(0, 1, 80)
+    a[:5], b[:5] = 0.5, 0.5  # ties
+    for eps in (0.0, 0.1, 0.5):
+        found = auroc(scale(2.0), torch.tensor(a)[:, None], torch.tensor(b)[:, None], eps, moves=moves)
+        worst = np.mean([[2 * p > 2 * q + times * 2 * eps * (1 + 1e-12) for q in b] for p in a])
+        assert found.worst_auroc == pytest.approx(worst, abs=1e-12)
+        clean = np.mean([[(p > q) + 0.5 * (p == q) for q in b] for p in a])
+        assert found.auroc == pytest.approx(clean, abs=1e-12)
+    assert f"at least {found.worst_auroc:.4f}" in str(found)
+
+
+def test_what_is_no_score_is_refused() -> None:
+    x = torch.zeros(2, 1)
+    with pytest.raises(ShapeError, match="one score"):
+        auroc(Network([nn.Linear(1, 2)], (1,)), x, x, 0.1)
+    with pytest.raises(OptionError, match="moves: expected one of"):
+        auroc(scale(), x, x, 0.1, moves="all")
+
+
+@pytest.mark.parametrize("sorting", [MaxMin(), GroupSort(2), GroupSort(None), nn.Tanh()])
+def test_monotone_says_what_derivatives_do(sorting: nn.Module) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+    with torch.no_grad():
+        first.weight[:, 0].abs_()
+        first.weight[:, 1].abs_().neg_()
+        last.weight.abs_()
+    net = Network(
+        [Affine(torch.tensor([1.0, -2.0, 1.0]).double(), torch.zeros(3).double()), first, sorting, last], (3,)
+    )
+    assert monotone(net).tolist() == [[1, 1, 0]]
+    x = torch.randn(200, 3, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(net(x).sum(), x)
+    assert bool((slope[:, :2] >= 0).all())
+    assert bool((slope[:, 2] < 0).any())
+
+
+def test_one_wrong_sign_is_seen() -> None:
+    net = Network([nn.Linear(2, 4), MaxMin(), nn.Linear(4, 1)], (2,))
+    with torch.no_grad():
+        net[0].weight.fill_(1.0)
+        net[2].weight.fill_(1.0)
+        net[0].weight[3, 1] = -1e-30
+    assert monotone(net).tolist() == [[1, 0]]
+    with pytest.raises(NoRuleError, match="never fall"):
+        monotone(Network([nn.Linear(2, 2), nn.GELU()], (2,)))

@@ -1,0 +1,133 @@
+"""Conformal sets against a computation by hand in numpy, their growth with eps, and their coverage under attack."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lipkit import conformal, export, load, models
+from lipkit.data import load as load_data
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules import Network
+
+
+def classifier(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    return export(models.mlp([16], "cayley", 2.0, input_shape=(4,), classes=3), (4,))
+
+
+def scores(outputs: np.ndarray) -> np.ndarray:
+    """max over i != y of f_i - f_y for every y."""
+    return np.stack([np.delete(outputs, k, 1).max(1) - outputs[:, k] for k in range(outputs.shape[1])], 1)
+
+
+def test_sets_are_those_of_the_definition() -> None:
+    net = classifier()
+    torch.manual_seed(1)
+    x, y, new = torch.randn(60, 4), torch.randint(3, (60,)), torch.randn(40, 4)
+    found = conformal.calibrate(net, x, y)
+    wide = Network(list(net), (4,)).double()
+    own = np.sort(scores(wide(x.double()).numpy())[np.arange(60), y])
+    for alpha in (0.05, 0.1, 0.3, 0.5):
+        q = own[math.ceil(round(61 * (1 - alpha), 9)) - 1]
+        sets = found.predict_set(new, alpha).sets.numpy()
+        np.testing.assert_array_equal(sets, scores(wide(new.double()).numpy()) <= q + 1e-12)
+    rows = wide[-1].weight
+    pairs = torch.cdist(rows, rows).numpy() * 2.0  # the two roots of the gain stand in the body
+    f, eps = wide(new.double()).numpy(), 0.3
+    q = own[math.ceil(61 * 0.9) - 1]
+    expected = [
+        [all(f[n, i] - f[n, k] - min(pairs[i, k], 2 * math.sqrt(2)) * eps <= q for i in range(3) if i != k)
+         for k in range(3)]
+        for n in range(len(f))
+    ]  # fmt: skip
+    moved = found.predict_set(new, 0.1, eps)
+    np.testing.assert_array_equal(moved.sets.numpy(), expected)
+    assert moved.mean_size > found.predict_set(new, 0.1).mean_size
+    assert "probability at least 0.9" in str(moved)
+
+
+def test_what_the_plain_set_holds_stays_under_every_move() -> None:
+    net = classifier()
+    torch.manual_seed(2)
+    found = conformal.calibrate(net, torch.randn(50, 4), torch.randint(3, (50,)))
+    x = torch.randn(200, 4, dtype=torch.float64)
+    plain = found.predict_set(x, 0.2).sets
+    for _ in range(5):
+        step = torch.randn_like(x)
+        moved = x + 0.4 * step / step.norm(dim=1, keepdim=True)
+        assert bool((found.predict_set(moved, 0.2, 0.4).sets | ~plain).all())
+    assert bool((plain & ~found.predict_set(moved, 0.2).sets).any())  # plain sets lose some
+
+
+def regression() -> Network:
+    net = Network([nn.Linear(2, 2, bias=False).double()], (2,))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    return net
+
+
+def test_intervals_are_those_of_the_definition() -> None:
+    torch.manual_seed(0)
+    net, x = regression(), torch.randn(19, 2, dtype=torch.float64)
+    y = net(x) + torch.randn(19, 2, dtype=torch.float64)
+    found, new = conformal.calibrate(net, x, y), torch.randn(5, 2, dtype=torch.float64)
+    q = (net(x) - y).abs().sort(0).values[17]
+    inside = found.predict_interval(new, 0.1, 0.2)
+    half = q + 0.2 * torch.tensor([5.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(inside.low, net(new) - half, rtol=0, atol=1e-12)
+    torch.testing.assert_close(inside.high, net(new) + half, rtol=0, atol=1e-12)
+    assert bool((inside.high > net(new) + half - 1e-13).all())
+    assert inside.coverage(net(new)) == 1.0
+    assert found.predict_interval(new, 0.1).mean_width == pytest.approx(float(2 * q.mean()))
+
+
+def curve_of(net: Network, x: Tensor, y: Tensor, radii: list[float]) -> conformal.CoverageCurve:
+    return conformal.calibrate(net, x[:60], y[:60]).coverage_curve(x[60:], y[60:], radii, alpha=0.1)
+
+
+def test_the_curve_falls_and_bounds_what_attacks_leave() -> None:
+    split = load_data("digits").test
+    x, y = split.batch(slice(None))
+    net = load("digits-cayley")
+    found = curve_of(net, x, y, [0.0, 0.2, 0.4])
+    assert list(found.measured) == sorted(found.measured, reverse=True)
+    room = math.sqrt(math.log(20) / (2 * (len(x) - 60)))
+    assert found.coverage[1] == pytest.approx(found.measured[1] - room)
+    sets, wide = conformal.calibrate(net, x[:60], y[:60]), load("digits-cayley").double()
+    moved, label = x[60:].double().requires_grad_(), y[60:]
+    outputs = wide(moved)
+    margin = outputs.gather(1, label[:, None])[:, 0] - outputs.scatter(1, label[:, None], -9.0).amax(1)
+    (slope,) = torch.autograd.grad(margin.sum(), moved)
+    attacked = (moved - 0.2 * slope / slope.flatten(1).norm(dim=1).view(-1, 1, 1, 1)).detach().clamp(0, 1)
+    assert sets.predict_set(attacked, 0.1).coverage(label) >= found.measured[1]
+    assert sets.predict_set(attacked, 0.1, 0.2).coverage(label) >= sets.predict_set(x[60:], 0.1).coverage(label)
+    assert ">=" in str(found)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.01, 1.0, float("nan"), True, "a"])
+def test_an_alpha_that_no_calibration_reaches_is_refused(alpha: object) -> None:
+    net, x = classifier(), torch.randn(9, 4)
+    found = conformal.calibrate(net, x, torch.randint(3, (9,)))
+    with pytest.raises(OptionError, match=r"alpha: expected a number from 1/\(n \+ 1\) = 0.1"):
+        found.predict_set(x, alpha)  # type: ignore[arg-type]
+    assert found.predict_set(x, 0.1).sets.shape == (9, 3)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.randn(9, 4)
+    found = conformal.calibrate(classifier(), x, torch.randint(3, (9,)))
+    with pytest.raises(OptionError, match="use predict_set"):
+        found.predict_interval(x)
+    with pytest.raises(OptionError, match="eps: expected"):
+        found.predict_set(x, 0.2, -1.0)
+    with pytest.raises(ShapeError, match="expected targets of shape"):
+        conformal.calibrate(classifier(), x, torch.randn(9))
+    with pytest.raises(OptionError, match="expected labels from 0 to 2"):
+        conformal.calibrate(classifier(), x, torch.full((9,), 3))
+    with pytest.raises(OptionError, match="delta"):
+        found.coverage_curve(x, torch.randint(3, (9,)), [0.1], delta=0.7)
