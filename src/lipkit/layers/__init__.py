@@ -3,6 +3,7 @@
 from lipkit.layers import base as base
 from lipkit.layers import export as export
 from lipkit.layers.aol import AolConv2d, AolLinear
+from lipkit.layers.attention import MemoryAttention, TokenAttention
 from lipkit.layers.bcop import BcopConv2d
 from lipkit.layers.bro import BroConv2d, BroLinear
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
@@ -69,6 +70,7 @@ __all__ = [
     "LinearSystem",
     "LotConv2d",
     "MaxMin",
+    "MemoryAttention",
     "NActivation",
     "NativeConv1d",
     "NativeConv2d",
@@ -94,6 +96,7 @@ __all__ = [
     "StiefelConv2d",
     "StiefelLinear",
     "SvcmConv2d",
+    "TokenAttention",
     "after_step",
     "base",
     "export",

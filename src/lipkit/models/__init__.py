@@ -26,6 +26,7 @@ from lipkit.models.resnet9 import resnet9
 from lipkit.models.sequences import sequence_classifier, sequence_regressor
 from lipkit.models.sllnet import sllnet
 from lipkit.models.unet import autoencoder, denoiser, unet
+from lipkit.models.vision_transformer import vision_transformer
 from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -44,6 +45,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "sequence_classifier": sequence_classifier,
     "sllnet": sllnet,
     "small": small,
+    "vision_transformer": vision_transformer,
     "wide_resnet": wide_resnet,
     "wrn_plain": wrn_plain,
 }
@@ -119,6 +121,7 @@ __all__ = [
     "sllnet",
     "small",
     "unet",
+    "vision_transformer",
     "wide_resnet",
     "wrn_plain",
 ]

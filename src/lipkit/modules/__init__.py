@@ -2,6 +2,7 @@
 
 from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
 from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
+from lipkit.modules.attention import Attraction, GradientStep
 from lipkit.modules.dense import Affine, PositionCode
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
@@ -29,6 +30,7 @@ __all__ = [
     "Activation",
     "Add",
     "Affine",
+    "Attraction",
     "BatchLipNorm",
     "Blend",
     "Center",
@@ -37,6 +39,7 @@ __all__ = [
     "EnlargeBilinear",
     "Expand",
     "FourierConv2d",
+    "GradientStep",
     "Graph",
     "GroupSort",
     "HalfAbs",

@@ -1,0 +1,209 @@
+r"""Attention layers of constant 1: tokens take a gradient step on a convex function of their own values.
+
+Both are :math:`y = x - s\, A^\top F(A x + c)` with a free matrix A and the largest step s for which nothing expands
+(`lipkit.modules.attention` has the proof). The size of A decides how sharp the attention is: of a small one the step is
+long and nearly linear, of a large one short.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.layers.base import Biased, check_dtype, check_positive, half_through_float32, new_bias
+from lipkit.layers.export import linear_module
+from lipkit.linalg import at_least_float32
+from lipkit.linalg.exponential import schatten_bound
+from lipkit.linalg.precision import autocast_off
+from lipkit.modules import Attraction, GradientStep, Permute, Reshape, Shape, export_rule, lipschitz_rule
+from lipkit.modules.attention import attraction
+
+
+SMALLEST = 1e-6
+"""Squared norms below it count as this much, so that steps stay finite."""
+
+
+class Attention(Biased, ABC):
+    """The base of both: a gradient step on the tokens of a sequence (B, n, d), or the pixels of images (B, d, H, W)."""
+
+    slope = 1.0  # Lipschitz constant of the gradient F
+    least = 3  # dimensions of an input
+
+    def __init__(self, features: int, rows: int, bias: bool, device: Any, dtype: Any) -> None:
+        super().__init__()
+        check_positive(features=features, rows=rows)
+        check_dtype(dtype)
+        self.features = features
+        free = torch.empty(rows, features, device=device, dtype=dtype)
+        self.free = nn.Parameter(nn.init.orthogonal_(free, gain=self.size_at_birth()))
+        self.register_parameter("bias", new_bias(rows, features, bias, device, dtype))
+
+    def size_at_birth(self) -> float:
+        """Singular values of A in a new layer."""
+        return 1.0
+
+    def matrix_and_step(self) -> tuple[Tensor, Tensor]:
+        """A (rows, features) and s (0-d), in float32 or better, s rounded down."""
+        weight = at_least_float32(self.free)
+        wide = weight.double()
+        gram = wide @ wide.mT if len(wide) <= self.features else wide.mT @ wide
+        # Above |A|^2, by 3 % at most for 1500 rows; the last factor is more than the rounding of the squarings.
+        square = schatten_bound(gram, squarings=6).clamp_min(SMALLEST) * (1 + 2e-9)
+        return weight, (2 / self.slope * (1 - torch.finfo(weight.dtype).eps) / square).to(weight.dtype)
+
+    @abstractmethod
+    def force(self, z: Tensor) -> Tensor:
+        """F of the rows (..., n, rows)."""
+
+    @abstractmethod
+    def plain_force(self) -> nn.Module:
+        """F as a plain module."""
+
+    def check_input(self, shape: Shape) -> None:
+        """Raise ``ShapeError`` unless the layer accepts inputs of this shape, the batch included."""
+        image = len(shape) == 4
+        if not self.least <= len(shape) <= 4 or shape[1 if image else -1] != self.features:
+            d, vectors = self.features, f"(B, {self.features}), " if self.least == 2 else ""
+            raise ShapeError(
+                f"{type(self).__name__}: expected inputs {vectors}(B, n, {d}) or (B, {d}, H, W), got {tuple(shape)}"
+            )
+
+    @half_through_float32
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x.shape)
+        with autocast_off(x):
+            weight, step = self.matrix_and_step()
+            tokens = (x.flatten(2).mT if x.ndim == 4 else x).to(weight.dtype)
+            y = tokens - step * (self.force(F.linear(tokens, weight, self.bias_as(weight))) @ weight)
+        return y.mT.reshape(x.shape) if x.ndim == 4 else y
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, {len(self.free)}"
+
+
+class MemoryAttention(Attention):
+    r"""Each token x attends to a memory of m trained rows: :math:`y = x - s\, A^\top \mathrm{softmax}(A x + c)`.
+
+    Keys and values are the rows of A, and :math:`s = 4 / \|A\|^2`: a gradient step on
+    :math:`\log \sum_k e^{(A x + c)_k}`, whose gradient is :math:`\|A\|^2 / 2`-Lipschitz.
+
+    Args:
+        features: d.
+        slots: m.
+        bias: whether there is c.
+        device, dtype: of the parameters (float32 or float64).
+
+    Parameters ``free`` A (slots, features) and ``bias`` c (slots,).
+
+    Shapes:
+        ``(B, d)``, ``(B, n, d)`` or images ``(B, d, H, W)``, the same again.
+
+    Guarantee:
+        1-Lipschitz, by construction, for any number of tokens. Attained for m <= d: softmax ignores what all rows
+        have in common, so some direction of x passes unchanged.
+
+    Raises:
+        OptionError: sizes below 1, another dtype. ShapeError: another input.
+
+    >>> layer = MemoryAttention(4, 8)
+    >>> layer(torch.randn(2, 5, 4)).shape
+    torch.Size([2, 5, 4])
+
+    References:
+        Ramsauer et al., "Hopfield Networks is All You Need", ICLR 2021, for attention to a memory as such a step.
+    """
+
+    slope, least = 0.5, 2
+
+    def __init__(self, features: int, slots: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
+        super().__init__(features, slots, bias, device, dtype)
+
+    def size_at_birth(self) -> float:
+        # Logits of tokens of a size near 1 differ by a few units.
+        return 2.0
+
+    def force(self, z: Tensor) -> Tensor:
+        return z.softmax(-1)
+
+    def plain_force(self) -> nn.Module:
+        return nn.Softmax(-1)
+
+
+class TokenAttention(Attention):
+    r"""Tokens attract each other by weights of their distance: :math:`y_i = x_i + s A^\top \frac1n \sum_j w_{ij}
+    A (x_j - x_i)`.
+
+    .. math:: w_{ij} = 1 / \sqrt{1 + |A (x_i - x_j)|^2},\qquad s = 2 / \|A\|^2
+
+    in each head, a group of rows of A: a gradient step on
+    :math:`\frac1n \sum_{i<j} \sqrt{1 + |A (x_i - x_j)|^2}`, whose gradient is :math:`\|A\|^2`-Lipschitz.
+
+    Args:
+        features: d.
+        hidden: rows of A, a multiple of ``heads``; d by default.
+        heads: groups of rows, each with weights of its own.
+        device, dtype: of the parameters (float32 or float64).
+
+    Parameter ``free`` A (hidden, features).
+
+    Shapes:
+        ``(B, n, d)`` or images ``(B, d, H, W)``, the same again; any n.
+
+    Guarantee:
+        1-Lipschitz, by construction, and attained: the mean of all tokens is kept.
+
+    Cost:
+        Two products of n d hidden and two of n^2 hidden operations.
+
+    Raises:
+        OptionError: sizes below 1, heads that do not divide hidden, another dtype. ShapeError: another input.
+
+    >>> layer, x = TokenAttention(4, heads=2), torch.randn(2, 5, 4)
+    >>> torch.allclose(layer(x).mean(1), x.mean(1), atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self, features: int, hidden: int | None = None, heads: int = 1, device: Any = None, dtype: Any = None
+    ) -> None:
+        rows = features if hidden is None else hidden
+        check_positive(heads=heads, hidden=rows)
+        if rows % heads:
+            raise OptionError(f"heads: expected a divisor of hidden={rows}, got {heads}")
+        super().__init__(features, rows, False, device, dtype)
+        self.heads = heads
+
+    def force(self, z: Tensor) -> Tensor:
+        return attraction(z, self.heads, _gram_distances)
+
+    def plain_force(self) -> nn.Module:
+        return Attraction(self.heads)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, heads={self.heads}"
+
+
+def _gram_distances(u: Tensor) -> Tensor:
+    """Squared distances by a product, three times as fast and differentiable any number of times; an export takes those
+    that do not cancel."""
+    squares = u.square().sum(-1)
+    return (squares[..., :, None] + squares[..., None, :] - 2 * (u @ u.mT)).clamp_min(0)
+
+
+lipschitz_rule(MemoryAttention, TokenAttention)(1.0)
+
+
+@export_rule(MemoryAttention, TokenAttention)
+def _export_attention(layer: Attention, input_shape: Shape) -> nn.Module:
+    layer.check_input((1, *input_shape))
+    weight, step = layer.matrix_and_step()
+    plain = GradientStep(linear_module(weight, layer.bias), layer.plain_force(), step)
+    if len(input_shape) < 3:
+        return plain
+    return nn.Sequential(nn.Flatten(2), Permute(2, 1), plain, Permute(2, 1), Reshape(*input_shape))
+

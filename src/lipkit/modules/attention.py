@@ -1,0 +1,172 @@
+r"""Attention as a gradient step, so that it never expands: :math:`y = x - s\, A^\top F(A x + c)` for every token.
+
+Let F be the gradient of a convex function, with Lipschitz constant :math:`\ell`. Its Jacobian H is symmetric with
+:math:`0 \preceq H \preceq \ell I`, so that of y, :math:`I - s A^\top H A`, has its eigenvalues in
+:math:`[1 - s \ell \|A\|^2, 1]`, and the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`: 1 for all
+:math:`s \le 2 / (\ell \|A\|^2)`. Two such functions make attention:
+
+.. math:: \Phi(z) = \log \textstyle\sum_k e^{z_k} \text{ of each token: } F = \mathrm{softmax},\ \ell = \tfrac12, \qquad
+          \Phi(u) = \tfrac1n \textstyle\sum_{i < j} \big(\sqrt{1 + |u_i - u_j|^2} - 1\big): \ \ell = 1
+
+In the second one the Hessian is :math:`\tfrac1n B^\top D B`, where B takes the n tokens to their differences,
+:math:`\|B\|^2 = n` (the Laplacian of the complete graph), and :math:`0 \preceq D \preceq I`.
+
+References:
+    Meunier et al., ICML 2022 (CPL: such a step with a separable function); Ramsauer et al., ICLR 2021 (attention to a
+    memory as a step on logsumexp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.errors import OptionError, ShapeError
+from lipkit.modules.activations import LIBRARY, slope_restricted
+from lipkit.modules.configuration import COUNT, submodule
+from lipkit.modules.dense import Affine
+from lipkit.modules.graph import Add, Graph
+from lipkit.modules.machine import entries, local_error
+from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.ranges import around
+from lipkit.modules.registry import lipschitz, output_shape
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
+from lipkit.proof.roundoff import to_double, up
+
+
+def distances(u: Tensor) -> Tensor:
+    """Squared distances of tokens (..., n, e) from each other, each from the differences themselves."""
+    return torch.cdist(u, u, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def attraction(u: Tensor, heads: int, squares: Callable[[Tensor], Tensor] = distances) -> Tensor:
+    r"""How tokens attract each other, head by head: :math:`\frac1n \sum_j w_{ij} (u_i - u_j)`.
+
+    .. math:: w_{ij} = 1 / \sqrt{1 + |u_i - u_j|^2}
+
+    Args:
+        u: ``(..., n, heads * e)``.
+        squares: from tokens to their squared distances.
+
+    >>> attraction(torch.tensor([[[0.0], [1.0]]]), 1).flatten().tolist()
+    [-0.3535533845424652, 0.3535533845424652]
+    """
+    parts = u.unflatten(-1, (heads, -1)).movedim(-2, -3)
+    weights = (1 + squares(parts)).rsqrt()
+    moved = parts * weights.mean(-1, keepdim=True) - weights @ parts / u.shape[-2]
+    return moved.movedim(-3, -2).flatten(-2)
+
+
+class Attraction(nn.Module):
+    """:func:`attraction` as a module: 1-Lipschitz, the gradient of a convex function, all values in (-1, 1).
+
+    Args:
+        heads: groups of features, each with weights of its own.
+
+    Raises:
+        ShapeError: an input that is not (B, ..., n, heads * e).
+
+    >>> Attraction(2)(torch.ones(1, 3, 4)).abs().max().item()
+    0.0
+    """
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, u: Tensor) -> Tensor:
+        if u.ndim < 3 or u.shape[-1] % self.heads:
+            raise ShapeError(f"Attraction: expected (B, n, features), a multiple of {self.heads}, got {tuple(u.shape)}")
+        return attraction(u, self.heads)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"
+
+
+class GradientStep(nn.Module):
+    r"""``y = x - step * A^T force(A x + c)`` on the last dimension.
+
+    Args:
+        first: A and c.
+        force: of the size of its input. With the gradient of a convex function (`Attraction`, ``nn.Softmax``, an
+            activation with slope in [0, 1]) the constant is :math:`\max(1, s \ell \|A\|^2 - 1)`, proved from the stored
+            numbers, otherwise :math:`1 + |s| \ell \|A\|^2`.
+        step: s, 0-d.
+
+    Raises:
+        OptionError: ``first`` is no ``nn.Linear``. ShapeError: ``step`` is not 0-d.
+
+    >>> first = nn.Linear(1, 2, bias=False)
+    >>> _ = first.weight.data.copy_(torch.tensor([[1.0], [-1.0]]))
+    >>> step = GradientStep(first, nn.Softmax(-1), torch.tensor(2.0))
+    >>> round(step(torch.tensor([[1.0]])).item(), 4), lipschitz(step).item()
+    (-0.5232, 1.0)
+    """
+
+    step: Tensor
+
+    def __init__(self, first: nn.Linear, force: nn.Module, step: Tensor) -> None:
+        super().__init__()
+        if type(first) is not nn.Linear:
+            raise OptionError(f"GradientStep: expected an nn.Linear first, got {type(first).__name__}")
+        if step.ndim:
+            raise ShapeError(f"GradientStep: expected a 0-d step, got shape {tuple(step.shape)}")
+        self.first, self.force = first, force
+        self.register_buffer("step", step.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.step * (self.force(self.first(x)) @ self.first.weight)
+
+
+def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
+    inner = None if input_shape is None else output_shape(module.first, input_shape)
+    norm, slope, step = lipschitz(module.first, input_shape), lipschitz(module.force, inner), to_double(module.step)
+    curvature = up(step.abs() * slope * norm.square(), 4) + 2.0**-1000
+    convex = type(module.force) in (nn.Softmax, Attraction) or slope_restricted(module.force)
+    return up(curvature - 1, 1).clamp_min(1.0) if convex and bool(step >= 0) else up(1 + curvature, 1)
+
+
+def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
+    back = nn.Linear(*weight.shape, bias=False, device="meta")
+    back.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False)
+    parts = [module.first, module.force, back, Affine(-step, torch.zeros_like(step)), Add(1, 1)]
+    return local_error(Graph(parts, [[0], [1], [2], [3], [0, 4]]), input_shape, arithmetic)
+
+
+def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
+    tokens, features = input_shape[-2:]
+    # A difference, its square, a sum of e of them and the root of 1 + it are of positive terms: each weight is right
+    # within a relative gamma. |W/n| <= 1 in the l2 norm, so both products are within theirs of numbers of norm |u|.
+    gamma = arithmetic.gamma(2 * features + 2 * tokens + LIBRARY + 24)
+    floor = math.sqrt(entries(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
+    # Squares of differences must not overflow: beyond the cap, the peak leaves the range.
+    rising = grow(arithmetic.room / (math.sqrt(arithmetic.largest) / 16))
+
+    def measure(x: Tensor) -> Local:
+        reached = Line(size(x), 1.0)
+        peak = reached.times(rising).plus(flat(reached.at, 2.0))
+        return Local(reached.times(2 * gamma).plus(flat(reached.at, floor)), peak)
+
+    return measure
+
+
+def _made(first: nn.Linear, force: nn.Module) -> GradientStep:
+    return GradientStep(first, force, torch.zeros(()))
+
+
+add_plain(
+    Plain(
+        Attraction,
+        1.0,
+        _attraction_error,
+        {"heads": COUNT},
+        lambda module, x: around(torch.zeros_like(x.low), torch.ones_like(x.low)),
+        dims=(2, 9),
+    )
+)
+_stored = Stored(dict.fromkeys(("first", "force"), submodule), make=_made)
+add_plain(Plain(GradientStep, _gradient_step, _gradient_step_error, _stored))
