@@ -62,6 +62,11 @@ max v_i|^2 <= sum |u_i - v_i|^2) rows of numbers G arise, ||dy|| <= || G (||ds||
 ||dp||^2 <= ||dv||^2, so columns G_p become || G_p || ||dv||, apart from rows of other columns by Minkowski. Errors
 combine likewise if the input of the graph is exact; else its constant times e is added.
 
+**Theorem 11 (gradient steps).** y = x - s A* F(A x + c), F the gradient of a convex function with constant l: the
+Jacobian I - s A* H A, 0 <= H <= l, has its eigenvalues in [1 - s l ||A||^2, 1]. Softmax and activations with slopes in
+[0, 1] are such F. So is attraction, u_i to the mean of d / sqrt(1 + |d|^2) over d = u_i - u_j: H = B* D B / n with
+0 <= D <= 1 and ||B||^2 = n, so l = 1; an error of gamma in a term counts |u_i| + |u_j|.
+
 **Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's,
 not FFT); exp, log1p, tanh and erf within 16 units in the last place (smooth activations only, which ``--exact``
 refuses); Python's integers, hashlib and json; this file.
@@ -851,6 +856,48 @@ def softmax(config, get, shape):
     return Node(shape, Fraction(1, 2), forward, ops.rounding(2), ops.rounding(64 + size) * root(Fraction(size)))
 
 
+def attraction(config, get, shape):
+    """Theorem 11: what moves the tokens of a sequence, head by head, one token after the other."""
+    heads = config["heads"]
+    fits = isinstance(ops, Floats) and len(shape) >= 2 and shape[-1] % heads == 0
+    need(fits, f"tokens of {heads} heads, in floating point, got {shape}")
+    n, e = shape[-2], shape[-1] // heads
+    spend(0, f"distances of {n} tokens", n * math.prod(shape))
+
+    def forward(c):
+        u = c.reshape(len(c), -1, n, heads, e).swapaxes(2, 3)
+        y = np.empty_like(u)
+        for i in range(n):
+            d = u[..., i : i + 1, :] - u
+            y[..., i, :] = (d / np.sqrt(1 + (d * d).sum(-1, keepdims=True))).sum(-2) / n
+        return y.swapaxes(2, 3).reshape(c.shape)
+
+    size = math.prod(shape)
+    return Node(shape, 1, forward, 2 * ops.rounding(e + n + 8), n * ops.unit * root(Fraction(size)), room=4 * size)
+
+
+def gradient_step(config, get, shape):
+    """Theorem 11, as a graph of its parts with a better constant."""
+    need(config["first"].get("type") == "Linear", "a dense layer first")
+    first = build(config["first"], get.at("first"), shape)
+    force = build(config["force"], get.at("force"), first.shape)
+    need(force.shape == first.shape, "a force of the size of its input")
+    (w, error, *_), stored = first.blocks, get("step", ())
+    (step, off), exact, turned = ops.of(stored), Fraction(float(stored)), w.swapaxes(1, 2)
+    m, size = w.shape[1], math.prod(shape)
+
+    def back(c):
+        return ops.dot(c.reshape(-1, m), np.ascontiguousarray(turned[0])).reshape(-1, *shape)
+
+    parts = [first, force, product(turned, error, size, shape, back, first.norm)]
+    lost = ops.rounding(1) * abs(exact) + off
+    parts.append(Node(shape, abs(exact), lambda c: ops.scale(c, -step), lost, ops.unit * root(Fraction(size))))
+    node = wired(shape, [chain(parts), added([shape] * 2, [1, 1])], [[0], [0, 1]])
+    kind, curvature = config["force"]["type"], abs(exact) * force.norm * first.norm**2
+    convex = exact >= 0 and (kind in ("Softmax", "Attraction") or restricted(config["force"], force))
+    return improved(node, max(Fraction(1), curvature - 1) if convex else node.norm)
+
+
 def layer_norm(config, get, shape):
     """Groups of n numbers are centred and divided by their deviation."""
     eps, size = Fraction(config["eps"]), tuple(config["normalized_shape"])
@@ -1424,9 +1471,9 @@ KINDS = {
     "Affine": affine, "MaxMin": maxmin, "GroupSort": group_sort, "HalfAbs": half_abs,
     "NActivation": n_activation, "Householder": householder, "LeakyReLU": leaky, "PReLU": leaky, "Softmax": softmax,
     "MaxPool2d": max_pool, "AvgPool2d": average_pool, "AdaptiveAvgPool2d": average_pool, "L2NormPool2d": l2_pool,
-    "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm,
-    "LayerNorm": layer_norm, "EnlargeBilinear": bilinear,
-    "Graph": graph, "SlopeResidual": slope_residual,
+    "Mean": mean, "LayerCenter": layer_center, "UnitNorm": unit_norm, "LayerNorm": layer_norm,
+    "EnlargeBilinear": bilinear,
+    "Graph": graph, "SlopeResidual": slope_residual, "Attraction": attraction, "GradientStep": gradient_step,
     "SandwichBlock": sandwich, "SpreadConv2d": spread, "Sequential": sequential, "Network": sequential,
     "ReLU": unary("ReLU", 1, lambda c, _: np.maximum(c, 0), exact=True),
 }  # fmt: skip
@@ -1448,7 +1495,8 @@ ARGUMENTS = {
     "Softmax Concatenate": "dim",
     "TaylorConv2d": "in_channels out_channels kernel_size* terms bias?", "PixelShuffle": "upscale_factor",
     "SpreadConv2d": "first! out_channels kernel_size* bias?", "Add": "signs*", "PixelUnshuffle": "downscale_factor",
-    "SandwichBlock SlopeResidual": "channels first! activation! second!",
+    "SandwichBlock SlopeResidual": "channels first! activation! second!", "Attraction": "heads",
+    "GradientStep": "first! force!",
     "LayerNorm": "normalized_shape* eps. elementwise_affine? bias?", "LayerCenter Permute": "dims*",
     "UnitNorm": "dims* eps.",
     "Mean": "dims* keepdim?",

@@ -229,6 +229,9 @@ TENSORS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "taylor": (lambda: statistics(modules.TaylorConv2d(2, 2, (3, 3), terms=4)), IMAGE),
     "sandwich": (lambda: modules.SandwichBlock(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), torch.ones(3)), (4,)),
     "slope residual": (lambda: modules.SlopeResidual(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4), torch.ones(3)), (4,)),
+    "attraction": (lambda: modules.Attraction(2), (3, 4)),
+    "memory": (lambda: modules.GradientStep(nn.Linear(4, 3), nn.Softmax(-1), torch.tensor(2.0)), (2, 4)),
+    "tokens": (lambda: modules.GradientStep(nn.Linear(4, 4), modules.Attraction(2), torch.tensor(0.5)), (3, 4)),
     "convex residual": (
         lambda: modules.Graph([nn.Linear(4, 4), modules.Blend(torch.tensor(0.3))], [[0], [1, 0]]),
         (4,),

@@ -55,6 +55,8 @@ MORE: list[tuple[nn.Module, Shape]] = [
     (modules.FourierConv2d(2, 2, 4, 4, (2, 4), complex_pairs=False), IMAGE),
     (modules.TaylorConv2d(2, 3, (3, 1), 3), IMAGE), (block(modules.SandwichBlock), (3,)),
     (block(modules.SlopeResidual), (3,)), (modules.Pad(0, 0, 0, 0, 0, 1), IMAGE),
+    (modules.GradientStep(nn.Linear(4, 3), nn.Softmax(-1), torch.rand(())), (2, 4)),
+    (modules.GradientStep(nn.Linear(4, 6), modules.Attraction(2), torch.rand(())), (3, 4)),
     (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), IMAGE),
     (nn.Conv1d(2, 2, 2, padding=1, padding_mode="circular"), (2, 4)),
 ]  # fmt: skip

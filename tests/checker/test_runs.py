@@ -179,6 +179,7 @@ def test_multipliers_that_prove_nothing_leave_the_product(change: Any, tmp_path:
     lambda: models.mlp((32, 32), gamma=3.0, input_shape=SHAPE, classes=10, mean=[0.1], std=[0.3]),
     lambda: models.patchnet(patch=2, stages=((16, 2), (64, 2)), dense=(32,), input_shape=SHAPE),
     lambda: models.mlp((32, 32), layer="sandwich", input_shape=SHAPE, classes=10),
+    lambda: models.vision_transformer(patch=2, width=8, heads=2, slots=12, dense=[16], input_shape=SHAPE),
 ])  # fmt: skip
 def test_models(model: Any, tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(5)

@@ -141,6 +141,8 @@ PLAIN: list[Case] = [
     (lambda: random(modules.TaylorConv2d(2, 3, (3, 5), terms=4)), IMAGE),
     (lambda: modules.SandwichBlock(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2), torch.ones(5)), (3,)),
     (lambda: modules.SlopeResidual(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), torch.ones(5)), (3,)),
+    (lambda: modules.Attraction(2), (5, 4)),
+    (lambda: modules.GradientStep(nn.Linear(3, 5), nn.Softmax(-1), torch.tensor(0.5)), (4, 3)),
     (lambda: joined(nn.ReLU(), modules.Add(-1, 1)), (3,)),
     (lambda: joined(nn.ReLU(), modules.Concatenate(3)), IMAGE),
     (lambda: joined(modules.Permute(1, 3, 2), modules.Maximum()), IMAGE),
@@ -283,6 +285,10 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "sequence_classifier": ({"states": 4, "units": 6}, (5, 3)),
     "sllnet": ({"channels": 6, "depth": 1, "dense": (8,)}, (3, 16, 16)),
     "small": ({}, (1, 8, 8)),
+    "vision_transformer": (
+        {"patch": 4, "width": 8, "depth": 1, "heads": 2, "slots": 5, "dense": (8,)},
+        (1, 8, 8),
+    ),
     "wide_resnet": ({"layer": "aol", "widen": 1}, (1, 16, 16)),
     "wrn_plain": ({"depth": 10, "widen": 1}, (3, 16, 16)),
 }

@@ -137,6 +137,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
         VECTOR,
         200,
     ),
+    "attraction": (lambda: modules.Attraction(2), (9, 6), 300),
+    "memory": (
+        lambda: modules.GradientStep(nn.Linear(6, 8), nn.Softmax(-1), torch.tensor(2.0)),
+        (5, 6),
+        2000,
+    ),
+    "tokens": (
+        lambda: modules.GradientStep(nn.Linear(6, 8), modules.Attraction(2), torch.tensor(0.7)),
+        (5, 6),
+        800,
+    ),
     "blend": (
         lambda: modules.Graph([nn.Linear(12, 12), modules.Blend(torch.tensor(0.3))], [[0], [1, 0]]),
         VECTOR,
