@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.nn.utils.weight_norm import remove_weight_norm as remove_weight_hook
 
 from lipkit.errors import NoRuleError, first_line
+from lipkit.lowering.attention import plain_attention
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.parametrised import settled
 
@@ -61,6 +62,7 @@ def constant_copy(model: nn.Module) -> nn.Module:
                 step(module)
             except NoRuleError as error:
                 raise NoRuleError(f"{_at(name)}{error}") from None
+    plain_attention(twin)
     return twin.requires_grad_(False).cpu()
 
 

@@ -33,8 +33,9 @@ def what_is_missing(module: nn.Module) -> str | None:
     if not kind.endswith("Attention") and not kind.startswith("torch.nn.modules.transformer."):
         return None
     return (
-        "attention multiplies values that depend on the input and has a constant on a box only: write it with "
-        "nn.Linear, torch.matmul and torch.softmax, and export with box=(low, high)"
+        "attention multiplies values that depend on the input and has a constant on a box only: in a forward pass of "
+        "your own, call an nn.MultiheadAttention as attention(x, x, x)[0], or write it with torch.matmul and "
+        "torch.softmax, and export with box=(low, high)"
     )
 
 

@@ -1,0 +1,122 @@
+"""torch's own attention on a box of inputs: the same function, with a constant that no secant exceeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipkit
+from lipkit.errors import NoRuleError
+from lipkit.lowering.attention import PLAIN, plain_attention
+
+BOX, SHAPE = (-1.0, 1.0), (3, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], *given: Any, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f, self.attention = forward, nn.MultiheadAttention(*given, **options)
+        for p in self.attention.parameters():
+            nn.init.normal_(p, std=0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(self.attention, x)
+
+
+def self_attention(a: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    found: Tensor = a(x, x, x, need_weights=False)[0]
+    return found
+
+
+def of_a_batch_behind(a: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    return self_attention(a, x.transpose(0, 1)).transpose(0, 1)
+
+
+def encoder(first: bool, layers: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, norm_first=first, layer_norm_eps=0.5, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(4), enable_nested_tensor=False) if layers else layer
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "batch first": lambda: Net(self_attention, 4, 2, batch_first=True),
+    "batch behind": lambda: Net(of_a_batch_behind, 4, 2),
+    "one head, no bias": lambda: Net(self_attention, 4, 1, batch_first=True, bias=False),
+    "with weights": lambda: Net(lambda a, x: a(x, x, x)[0] + a(x, x, x)[1].sum(-1, keepdim=True), 4, 2, batch_first=True),
+    "weights of each head": lambda: Net(lambda a, x: a(x, x, x, average_attn_weights=False)[1], 4, 2, batch_first=True),
+    "keys of another size": lambda: Net(
+        lambda a, x: a(x, x[..., :3], x[..., 1:])[0], 4, 2, kdim=3, vdim=3, batch_first=True
+    ),
+    "encoder layer": lambda: encoder(False),
+    "encoder layer, norm first": lambda: encoder(True, activation="gelu"),
+    "encoder": lambda: encoder(True, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_same_function_on_a_box(name: str) -> None:
+    net = NETWORKS[name]().eval()
+    plain = lipkit.export(net, SHAPE, box=BOX)
+    x = 2 * torch.rand(20, *SHAPE) - 1
+    with torch.no_grad():
+        expected = net(x)
+        assert torch.allclose(plain(x), expected, atol=1e-5)
+        assert not torch.allclose(plain(20 * x), net(20 * x), atol=1e-3) or "encoder" in name  # limits act outside
+    # An independent reference: the steepest direction at points of the box.
+    steepest = 0.0
+    for one in x[:3]:
+        jacobian: Any = torch.autograd.functional.jacobian(lambda v: net(v[None])[0], one)
+        steepest = max(steepest, float(torch.linalg.matrix_norm(jacobian.reshape(-1, one.numel()), 2)))
+    bound = float(lipkit.lipschitz(plain))
+    assert 0 < steepest <= bound < 1e9
+    assert lipkit.analyze(net, SHAPE, box=BOX, restarts=0).upper == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_a_box_the_product_is_named(name: str) -> None:
+    for verb in (lipkit.export, lipkit.lipschitz):
+        with pytest.raises(NoRuleError, match=r"matmul.*box=\(0, 1\)"):
+            verb(NETWORKS[name]().eval(), SHAPE)
+
+
+MASK = torch.eye(3).bool()
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "a mask": (lambda: Net(lambda a, x: a(x, x, x, attn_mask=MASK)[0], 4, 2, batch_first=True), SHAPE, "no mask"),
+    "bias_k": (lambda: Net(self_attention, 4, 2, batch_first=True, add_bias_kv=True), SHAPE, "add_bias_kv=False"),
+    "zeros": (lambda: Net(self_attention, 4, 2, batch_first=True, add_zero_attn=True), SHAPE, "add_zero_attn=False"),
+    "the batch as tokens": (lambda: Net(self_attention, 4, 2), SHAPE, "mixes the batch|one row per sample"),
+    "vectors": (lambda: Net(self_attention, 4, 2), (4,), "take the batch for a sequence"),
+    "encoder of a batch behind": (lambda: nn.TransformerEncoderLayer(4, 2, 8), SHAPE, "mixes the batch|row per sample"),
+    "a chain": (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), SHAPE, r"attention\(x, x, x\)\[0\]"),
+    "a decoder": (lambda: nn.Sequential(nn.TransformerDecoderLayer(4, 2)), SHAPE, "on a box only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    make, shape, message = REFUSED[name]
+    with pytest.raises(NoRuleError, match=message):
+        lipkit.export(make().eval(), shape, box=BOX)
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(NoRuleError, match="training mode"):
+        lipkit.export(Net(self_attention, 4, 2, batch_first=True, dropout=0.1).train(), SHAPE, box=BOX)
+
+
+def test_subclasses_and_the_network_itself_stay_as_they_are() -> None:
+    class Own(nn.MultiheadAttention):
+        pass
+
+    copied = nn.ModuleList([nn.MultiheadAttention(4, 2), Own(4, 2)])
+    plain_attention(copied)
+    assert [type(m) for m in copied] == [PLAIN[nn.MultiheadAttention], Own]
+    net = encoder(False).eval()
+    lipkit.export(net, SHAPE, box=BOX)
+    assert type(net) is nn.TransformerEncoderLayer
+    assert type(net.self_attn) is nn.MultiheadAttention
