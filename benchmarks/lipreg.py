@@ -1,4 +1,4 @@
-"""The tables of docs/lab/lipreg.md: adversarial training with and without Lipschitz regularisation, mean of three seeds.
+"""The tables of docs/lab/lipreg.md: adversarial training with and without the regularisation, mean of three seeds.
 
     python benchmarks/lipreg.py
     python benchmarks/lipreg.py --data mnist --root DATA --limit 1500 --epochs 6 --samples 300 --rows AT "AT+LipReg 0.1"

@@ -23,7 +23,6 @@ from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Attraction, GradientStep, Permute, Reshape, Shape, export_rule, lipschitz_rule
 from lipkit.modules.attention import attraction
 
-
 SMALLEST = 1e-6
 """Squared norms below it count as this much, so that steps stay finite."""
 
@@ -206,4 +205,3 @@ def _export_attention(layer: Attention, input_shape: Shape) -> nn.Module:
     if len(input_shape) < 3:
         return plain
     return nn.Sequential(nn.Flatten(2), Permute(2, 1), plain, Permute(2, 1), Reshape(*input_shape))
-

@@ -69,7 +69,9 @@ class PlainAttention(nn.MultiheadAttention):
 class PlainEncoderLayer(nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer`` without its fast path."""
 
-    def forward(self, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = False) -> Any:
+    def forward(
+        self, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = False
+    ) -> Any:
         _refuse_masks("TransformerEncoderLayer", src_mask, src_key_padding_mask, is_causal)
         if self.norm_first:
             src = src + self._sa_block(self.norm1(src), None, None)
