@@ -33,7 +33,7 @@ class OptionError(LipkitError, ValueError):
 
 
 class DataError(LipkitError, ValueError):
-    """A data set is missing, corrupt, or says something about itself that is not so."""
+    """A data set is missing, corrupt, or contradicts its own description."""
 
 
 class RecipeError(LipkitError, ValueError):
@@ -93,7 +93,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
 
 
 def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The names that were probably meant: all that go on with ``word``, else the closest one, else none.
+    """The names that ``word`` probably means: all that start with it, else the closest one, else none.
 
     >>> alike("cifar10", ["cifar100_lbdn", "cifar10_cayley", "cifar10_lbdn"]), alike("cifar01_lbdn", ["cifar10_lbdn"])
     (['cifar10_cayley', 'cifar10_lbdn'], ['cifar10_lbdn'])
@@ -137,7 +137,7 @@ def __dir__() -> list[str]:
 
 
 def warn_of_bytes(x: Tensor, remedy: str) -> None:
-    """Warn of floating-point images of 1 or 3 channels from about 0 to about 255: a / 255 was forgotten."""
+    """Warn if floating-point images of 1 or 3 channels range from about 0 to about 255: ``/ 255`` was forgotten."""
     images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}
     if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
         warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)

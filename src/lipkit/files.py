@@ -67,7 +67,7 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON without NaN, infinities, and keys that stand twice: of these, people and programs may read different values.
+    """Parse JSON, but refuse NaN, infinities and duplicate keys, which different readers may understand differently.
 
     Raises:
         ValueError: any other text. RecursionError: it is nested too deeply.
@@ -87,7 +87,7 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A full disk or a file size limit is met by a write, whose error does not know the file's name."""
+    """Add the file's name to errors of a write, such as a full disk, that lack it."""
     try:
         yield
     except OSError as error:

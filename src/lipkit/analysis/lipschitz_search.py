@@ -36,9 +36,8 @@ def lipschitz_lower_bound(
 ) -> SecantSearch:
     r"""Ascend :math:`\|f(x + d) - f(x)\|_2 / \|d\|_2` over both x and d, from many starting points.
 
-    First Adam on (x, d) from steps of many lengths, which finds the steep regions even where f is piecewise linear;
-    then, at the best points, power iteration on the Jacobian for the direction. What is returned is a secant that
-    was evaluated in float64.
+    First Adam on (x, d), with d of many lengths, finds the steep regions even if f is piecewise linear. Then power
+    iteration on the Jacobian at the best points improves the direction. The result is a secant evaluated in float64.
 
     Args:
         model: any module; :class:`lipkit.modules.Network` knows its input shape.
@@ -49,7 +48,7 @@ def lipschitz_lower_bound(
         restarts: starting points.
         steps: ascent steps.
         seed: of the starting points and directions.
-        dtype: of the search, float64 or float32. The slopes that are compared at its end are float64 in either.
+        dtype: of the search, float64 or float32. The final slopes are float64 in both cases.
 
     Returns:
         :class:`SecantSearch`; ``lower`` is the tightness numerator (lower / certified upper).

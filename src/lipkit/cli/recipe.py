@@ -142,7 +142,7 @@ def _yaml(value: Any) -> str:
 
 
 def reference() -> str:
-    """Every key with its values, default and meaning, and the options of what is chosen by name."""
+    """Every key with its values, default and meaning; and the options of every model, loss and other named choice."""
     lines = [
         "A recipe is a YAML file. A section (data, model, loss, train.schedule) may be written as the one name in it.",
         "`base: NAME` starts from a packaged recipe: keys are merged, but another name of a section (model, loss,",

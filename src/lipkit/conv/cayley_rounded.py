@@ -129,8 +129,8 @@ def backward_rounded(
     """Gradients of x, bias, scale, of N^T and of W_2 (real and complex each), from the upstream ``g``.
 
     Args:
-        needed: which of x, bias, scale are asked for, and whether N and W_2 are.
-        kept: what :func:`forward_rounded` returned beside the outputs.
+        needed: whether gradients of x, bias, scale, and of N and W_2 are needed.
+        kept: the values that :func:`forward_rounded` returned after the outputs.
     """
     h, w = x.shape[-2:]
     rows, (solved, multiplied_rows) = to_rows(g, t), kept

@@ -132,7 +132,7 @@ HALF_GAIN = 2.5
 
 
 def operations(channels: int, kernel_size: tuple[int, int], pixels: int, batch: int, terms: int) -> dict[Way, float]:
-    """The operations of each way; of 'features' alone where a symbol would not fit into memory.
+    """Number of operations of each way; only 'features' if a symbol would not fit into memory.
 
     >>> few, many = operations(64, (3, 3), 256, 128, 5), operations(512, (3, 3), 16, 32, 5)
     >>> min(few, key=few.get), min(many, key=many.get)

@@ -25,7 +25,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp")
 WORKERS = 8
 RESIZE = 256 / 224
 """Short side before the centre crop, as a multiple of the crop: the usual evaluation of ImageNet."""
-# For a folder of images that are not alike.
+# The error for a folder whose images differ in size or mode.
 REMEDY = "; images:SIZE:PATH in place of folder:PATH makes all of them RGB of SIZE x SIZE"
 # Only decoders of plain raster formats: others of Pillow's start programs of their own (EPS).
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
@@ -166,7 +166,7 @@ def _fitted(image: Any, height: int, width: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Pillow's warning about huge images: its limit is above ours, and our error says it."""
+    """Silence Pillow's warning about huge images: lipkit's limit is lower and has its own error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
         yield

@@ -144,7 +144,7 @@ def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tenso
 
 
 def _slopes(network: modules.Network, x: Tensor, y: Tensor) -> Tensor:
-    """(d,) the steepest slope of each output from x to y, in float64; 0 where they are too short."""
+    """(d,) largest slope of each output over the pairs (x, y), in float64; pairs too close to measure count as 0."""
     exact, x, y = float64_copy(network), x.detach().cpu().double(), y.detach().cpu().double()
     with torch.no_grad():
         rise = (exact(y) - exact(x)).abs() if len(x) else exact(y.new_zeros(1, *network.input_shape)) * 0

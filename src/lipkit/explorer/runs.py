@@ -195,5 +195,5 @@ def open_runs(opened: Sequence[tuple[Path, Split, Sequence[str]]]) -> list[Explo
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """The value; None for infinity and NaN, which JSON lacks."""
     return value if math.isfinite(value) else None

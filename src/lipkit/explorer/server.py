@@ -196,7 +196,7 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
 
 
 def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> tuple[socket.socket, str]:
-    """Open the port of the page; who asks for it waits until `serve` answers.
+    """Open the port of the page. Early requests wait until `serve` answers them.
 
     Args:
         host: address to listen on; only loopback without ``allow_remote``.

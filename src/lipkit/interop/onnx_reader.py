@@ -106,8 +106,8 @@ def load_onnx(
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> OnnxNetwork | Network:
     """The network of an ONNX file, in evaluation mode. Nothing in the file is executed.
 
-    A file of `lipkit.interop.write_onnx` gives the network that it was written of, if this version of torch writes the
-    same file of it.
+    A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if the installed torch writes
+    the same file again.
 
     Args:
         path: the file.

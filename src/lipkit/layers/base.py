@@ -153,7 +153,7 @@ def new_bias(out: int, fan_in: int, bias: bool, device: Any, dtype: Any) -> nn.P
 
 
 NORM_TOLERANCE = 0.02
-"""How far a norm that a layer proves in every step may lie above the true one: 1 % costs 1.5 times as much."""
+"""Relative tolerance of norms that layers prove in every step: 1 % would cost 1.5 times as much as 2 %."""
 
 WIDE = 64
 """From this width on, a proof in every step would dominate training."""

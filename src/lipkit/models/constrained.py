@@ -67,7 +67,7 @@ class Converter:
         return module
 
     def layer(self, name: str, module: nn.Module, sizes: set[tuple[int, int]]) -> nn.Module:
-        """The layer of the family near a convolution on images of these sizes or a linear layer, or the old one."""
+        """The family's layer near a linear layer, or a convolution on images of ``sizes``; the old one if none fits."""
         reason = self._obstacle(module, sizes)
         if reason is not None:
             return self.keep(name, module, reason)

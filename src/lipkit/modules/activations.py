@@ -272,16 +272,16 @@ GELU_SLOPES = {"none": 1.1289041452, "tanh": 1.1289930687}
 
 
 class Activation(NamedTuple):
-    """All that there is to know about a scalar activation.
+    """One row of the table of scalar activations.
 
     Attributes:
         kind: its type, matched exactly.
         slope: largest modulus of its derivative, rounded up; a number, or a function of the module.
         rounding: (a, b), which bound the machine's error on a number h by ``u (a |h| + b)``; or a rounding rule.
         arguments: of its constructor that are stored with a network, and the values that they accept.
-        restricted: whether its slope lies in [0, 1] everywhere: what sandwich, SLL and CPL layers need, and the LMI; a
-            function of the module where that depends on its arguments.
-        functions: of torch, and methods of tensors, that compute the same of the same arguments.
+        restricted: whether its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
+            function of the module if that depends on its arguments.
+        functions: functions of torch and methods of tensors that compute it, with the same arguments.
     """
 
     kind: type[nn.Module]
@@ -293,7 +293,7 @@ class Activation(NamedTuple):
 
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {}
-"""The scalar activations by type. A new one is one row; whatever handles activations reads this table."""
+"""The scalar activations by type. A new activation is one row here; all code about activations reads this table."""
 
 BY_NAME: dict[str, type[nn.Module]] = {}
 """Those whose slope can lie in [0, 1], by the names that options and recipes give them."""

@@ -60,12 +60,12 @@ def in_runs(module: nn.Module) -> bool:
 def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Linear layers that follow each other, and scalings between them, count as one layer. Where there is nothing else, a
-    multiplier of any numbers at the last one says so.
+    Consecutive linear layers, and scalings between them, count as one layer. A run of these alone is marked by a
+    multiplier with any numbers at its last layer.
 
     Args:
         network: a chain.
-        candidates: every run that could have multipliers or needs none, by default those that carry some.
+        candidates: True for every run that could have multipliers or needs none; by default, runs that carry some.
 
     >>> import torch
     >>> layers = [nn.Linear(2, 3, bias=False), Affine(torch.ones(3), torch.ones(3)), nn.ReLU(), nn.Linear(3, 1)]

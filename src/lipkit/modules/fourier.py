@@ -221,10 +221,10 @@ def relative_to_input(
     arithmetic: Arithmetic,
     carried: float = 0.0,
 ) -> Measure:
-    """A linear map with the error ``relative ||h|| + floor``, and the sum with a bias for each channel.
+    """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of adding a bias to each channel.
 
     Args:
-        carried: relative error of what the bias may still pass through after it is added.
+        carried: relative error of the operations that the bias passes through after it is added.
     """
     shift = 0.0 if bias is None else size(bias.detach()[None]).item() * math.sqrt(outputs / len(bias))
     adding = 0.0 if bias is None else arithmetic.gamma(1 + arithmetic.stored)

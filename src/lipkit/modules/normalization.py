@@ -399,7 +399,7 @@ def _export_batch_lip_norm(module: BatchLipNorm, input_shape: Shape) -> nn.Modul
 
 
 def _export_apart(module: nn.GroupNorm | _InstanceNorm, input_shape: Shape) -> nn.Module:
-    """Groups of channels beside each other, a layer normalisation of each, and factors for each channel."""
+    """A group or instance normalisation as a layer normalisation of each group, then an affine map of the channels."""
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return _export_batch_norm(module, input_shape)
     own_constant(module)

@@ -71,9 +71,9 @@ def _answer(kind: type, function: str) -> Callable[[Any, Any], Any] | None:
 
 
 def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
-    """A copy of a module that is plain already, once ``lipschitz`` has not refused it: how it refuses options.
+    """A copy of a module that is already plain, after `lipschitz` has refused options without a rule.
 
-    A matrix that is copied is proved elsewhere: its norm takes longer.
+    The call is left out for modules with a matrix, whose norm takes long to prove; it is proved where it is needed.
     """
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if all(t.ndim < 2 for t in own):

@@ -1,8 +1,8 @@
 r"""A convolution from few channels to many: a small one in the Fourier basis, then a kernel, less the input.
 
-With the symbols S of the first and F of the kernel the whole has the symbol :math:`F S - E`, E the identity on the
-channels of the input. Its norm is what is proved; the norms of the parts alone say little (for a Cayley layer
-:math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything).
+The layer has the symbol :math:`F S - E`, with the symbols S of the first part and F of the kernel, and E the identity
+on the channels of the input. The norm of this symbol is proved. The norms of the parts alone say little: in a Cayley
+layer :math:`S = 2 N^{-1}`, and :math:`\|F\|` can be anything.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _small(first: nn.Module) -> FourierConv2d:
 
 
 def check_parts(module: SpreadConv2d) -> FourierConv2d:
-    """The first part of a layer whose parts are those of its construction: what is proved speaks of no others.
+    """The first part of a layer, after a check that both parts have the types and shapes that the proof assumes.
 
     Raises:
         OptionError: another first part or a weight of another shape. NoRuleError: see `lipkit.modules.guarding`.
@@ -148,13 +148,13 @@ def _transform_distance(module: FourierConv2d) -> float:
     total = 1 + 8 * float(torch.finfo(module.real.dtype).eps)
     for stored_matrix, made in zip(module.matrices(), exact, strict=True):
         off = float(spectral_norm(stored_matrix.detach().cpu().double() - made)) * (1 + 1e-12)
-        # Twice, where a product has both kinds of rows.
+        # The factor 2: a product may have both kinds of rows.
         total *= (1 + off + 64 * FLOAT64.unit * math.sqrt(2.0 * len(made))) ** 2
     return total * (1 + 1e-12) - 1
 
 
 def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
-    """The smaller of the norm of the product of the symbols less E, and one more than the product of the norms."""
+    r"""Bound of the layer: the smaller of :math:`\max_f \|F S - E\|` and :math:`\|F\| \|S\| + 1`."""
     first, kernel = check_parts(module), to_double(module.weight)
     h, w, n = first.height, first.width, first.in_channels
     norms = [lipschitz(first, (n, h, w)), circular(kernel, h, w)]
@@ -165,7 +165,7 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
     small = torch.complex(real, torch.zeros_like(real)), torch.complex(*to_double(first.pair).unbind(1))
     eye = torch.eye(module.out_channels, n, dtype=torch.float64, device=kernel.device)
     found = torch.zeros((), dtype=torch.float64, device=kernel.device)
-    # What the computed F is off by, and what products of n complex terms and the sum with E lose, entry by entry.
+    # Error of the computed F; below, the error of products of n complex terms and of the sum with E is added.
     off = float(symbol_error(kernel.detach()))
     for which, part in zip(order, small, strict=True):
         if len(which):
@@ -179,10 +179,10 @@ def _spread(module: SpreadConv2d, input_shape: Shape | None) -> Tensor:
 
 
 def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    """F t + b after the first part, and x added to that: inner products of all terms, in any order."""
+    """Rounding rule of ``F t + b - x`` with t from the first part: one inner product of all terms, in any order."""
     check_parts(module)
     weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-    # As many terms as the kernel has for one output, x and the bias.
+    # Terms of one output: the kernel's, x and the bias.
     terms, outputs = weight[0].numel() + 2, entries(output_shape(module, input_shape))
     steps, _ = prepare([module.first], input_shape, arithmetic)
     gain = grow(float(circular(to_double(weight), *input_shape[1:])))
@@ -212,7 +212,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
 
 
 class _Spreading(nn.Module):
-    """``F * t + b``, in float64: a step of the analysis of rounding, never of a network."""
+    """``F * t + b`` in float64, for the rounding analysis only; no network holds it."""
 
     def __init__(self, whole: SpreadConv2d) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Pa
 
 
 def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
-    """The network of a configuration without memory behind it, checked against the tensors it is to hold."""
+    """The network of a configuration on torch's meta device, checked against the tensors it will hold."""
     with torch.device("meta"):
         skeleton = build(config)
     if type(skeleton) is not Network:
@@ -118,13 +118,13 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor]) -> Network:
 
 
 def _check_batches(skeleton: Network) -> None:
-    """Batches of one and two go through: each module takes and gives as many samples, of shapes that stay the same."""
+    """Run batches of one and two samples; refuse modules that change the number of samples or whose shapes vary."""
     runs: list[list[tuple[int, ...]]] = []
 
     def before(module: nn.Module, values: tuple[Tensor, ...]) -> None:
         shape = tuple(values[0].shape[1:])
         check_samples_apart(module, shape)
-        if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d):  # without memory, torch does not look at these
+        if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d):  # torch checks these on real tensors only
             steps = map(max, module.stride, module.dilation)
             if shape[0] != module.in_channels or any(p >= s for p, s in zip(module.output_padding, steps, strict=True)):
                 raise ShapeError(f"{module}: expected other channels or a smaller output_padding, got {shape}")

@@ -86,7 +86,7 @@ class TaylorConv2d(nn.Module):
 
 
 def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
-    """|p_T(i theta)| over the angles that the skew part reaches, and what the symmetric part can add (none: 0)."""
+    """`taylor_norm` of the kernel: angles up to the norm of its skew part, error the norm of its symmetric part."""
     kernel = to_double(module.kernel)
     mirrored = adjoint(kernel)
     skew_part, rest = (kernel - mirrored) / 2, (kernel + mirrored) / 2
@@ -95,7 +95,7 @@ def _taylor(module: TaylorConv2d, input_shape: Shape | None) -> float:
     angle = float(symbol_sup(skew_part, points=points))
     error = 0.0
     if bool((rest != 0).any()):
-        # The two parts were rounded: what is lost has a norm of at most sqrt(taps) times its Frobenius norm.
+        # Rounding of the two parts: its norm is at most sqrt(taps) times its Frobenius norm.
         lost = gamma(4) * math.sqrt(math.prod(module.kernel_size)) * float(kernel.abs().sum())
         error = float(symbol_sup(rest, points=points)) + lost
     return taylor_norm(angle, error, module.terms)

@@ -20,7 +20,7 @@ def _packed(side: int, device: torch.device) -> bool:
 
 
 def stored_entries(side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and sign of the imaginary part of each entry that :func:`cholesky_succeeds` wants, each ``(E,)``.
+    """Row, column and sign of the imaginary part of each entry that :func:`cholesky_succeeds` reads, each ``(E,)``.
 
     >>> row, column, sign = stored_entries(2, torch.device("cpu"))
     >>> row.tolist(), column.tolist()

@@ -168,7 +168,7 @@ def _ratio(row: Mapping[str, float]) -> float:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: written as texts, as in the record of a run."""
+    """The value; NaN and infinities, which JSON lacks, as texts, as in the record of a run."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -120,7 +120,7 @@ def to_text(found: Sequence[Setting]) -> str:
 
 
 def to_csv(found: Sequence[Setting]) -> str:
-    """One line for each run, numbers that read back exactly: run, what sets it apart, seed, figures."""
+    """CSV with a line for each run: run, the keys in which settings differ, seed, figures that read back exactly."""
     figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
     keys = dict.fromkeys(key for one in found for key in one.keys)
     text = io.StringIO()

@@ -69,7 +69,7 @@ class Budget:
         self._since = self._now()
 
     def begin_step(self, samples: int) -> None:
-        """Count the samples of a step before it is made: its rate is that of its end, as without a budget."""
+        """Count the samples of a step before it is made: as without a budget, its rate is the one at its end."""
         if self.unit == "samples":
             self.used += samples
 

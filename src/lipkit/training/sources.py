@@ -34,12 +34,12 @@ def derived_seed(seed: int, *stream: int) -> int:
 
 
 def augment_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """The generator, on the CPU, of one epoch's augmentation; apart from the shuffling's and other ranks'."""
+    """The generator, on the CPU, of one epoch's augmentation; independent of shuffling and of other ranks."""
     return torch.Generator().manual_seed(derived_seed(seed, epoch, 1, rank))
 
 
 def attack_generator(seed: int, epoch: int, rank: int) -> torch.Generator:
-    """The generator, on the CPU, of one epoch's adversarial examples; apart from all others."""
+    """The generator, on the CPU, of one epoch's adversarial examples; independent of all others."""
     return torch.Generator().manual_seed(derived_seed(seed, epoch, 3, rank))
 
 
