@@ -99,7 +99,7 @@ class Picture(_Part):
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="figure -> label in place of its name")
     beside: Mapping[str, tuple[Reference, ...]] = Field(
         default_factory=dict,
-        description="figure of the curves -> published figures drawn beside them; slopes only on linear axes",
+        description="figure of the curves -> published figures drawn with them; slopes only on linear axes",
     )
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
     log_y: bool = Field(default=False, description="whether y is on a logarithmic axis")
@@ -186,7 +186,7 @@ class Paper(_Part):
     )
     not_made: Mapping[str, str] = Field(default_factory=dict, description="the paper's name -> why it is not made")
     said: Mapping[str, str] = Field(
-        default_factory=dict, description="an item that is made -> what the paper has beside or in place of figures"
+        default_factory=dict, description="an item under made -> the paper's text with, or instead of, its figures"
     )
 
     @model_validator(mode="after")

@@ -42,7 +42,7 @@ class _Name(click.ParamType):
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets (data.root).")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, mps.")
-@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
 @ALLOW_CODE
 def command(
     run: Path, name: str, norm: str, eps: str | None, samples: int | None, steps: int | None, restarts: int | None,

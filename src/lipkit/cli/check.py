@@ -23,7 +23,7 @@ CLAIMED = "claimed, not checked:"
 @click.option("--root", type=click.Path(path_type=Path), metavar="DATA", help="Folder of the data sets.")
 @click.option("--limit", type=click.IntRange(min=1), help="Samples of the data, if the certificate is of a part.")
 @click.option("--eps", multiple=True, metavar="EPS", help="Radii to print certified accuracies at; default 36/255, ...")
-@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
 def command(
     certificate: Path,
     network: Path,

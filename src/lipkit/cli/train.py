@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of machines (train.nodes); torchrun sets it.")
 @click.option("--strategy", metavar="NAME", help="ddp, for instance (train.strategy).")
 @click.option("--max-minutes", metavar="M", help="Stop a run at a checkpoint after M minutes (train.max_minutes).")
-@click.option("--large-eps", is_flag=True, help="Radii of images above 8 are meant: no /255 was forgotten.")
+@click.option("--large-eps", is_flag=True, help="Accept radii above 8 for images: no /255 was forgotten.")
 @ALLOW_CODE
 def command(
     arguments: tuple[str, ...], seeds: int | None, resume: Path | None, out: Path | None, root: Path | None,

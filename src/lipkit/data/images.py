@@ -25,7 +25,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".webp")
 WORKERS = 8
 RESIZE = 256 / 224
 """Short side before the centre crop, as a multiple of the crop: the usual evaluation of ImageNet."""
-# The error for a folder whose images differ in size or mode.
+# End of the error for a folder whose images differ in size or mode.
 REMEDY = "; images:SIZE:PATH in place of folder:PATH makes all of them RGB of SIZE x SIZE"
 # Only decoders of plain raster formats: others of Pillow's start programs of their own (EPS).
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")

@@ -66,7 +66,7 @@ class DataSection(Section):
     )
     range: Annotated[tuple[float, float] | None, BeforeValidator(parse_numbers)] = Field(
         default=None,
-        description="LOW,HIGH of every entry, where attacks stay; null: 0,1 for (C, H, W), taken for images, else none",
+        description="LOW,HIGH of every entry, which attacks respect; null: 0,1 for images (C, H, W), else none",
     )
     limit: Count | None = Field(
         default=None, description="at most this many samples of each split, drawn with a fixed seed"
@@ -127,8 +127,8 @@ class PenaltySection(Section):
     """An addition to the loss: ``weight`` times the sum of the logarithms of the layers' bounds."""
 
     method: StrictStr = Field(default="lipbound", description=f"bound of each layer: one of {', '.join(PENALTIES)}")
-    weight: NotNegative = Field(default=0.008, description="of the logarithms of the bounds")
-    l1: NotNegative = Field(default=0.0, description="of the Frobenius norms of the weights")
+    weight: NotNegative = Field(default=0.008, description="weight of the sum of logarithms of the bounds")
+    l1: NotNegative = Field(default=0.0, description="weight of the sum of Frobenius norms of the weights")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -145,7 +145,7 @@ class AdversarySection(Section):
     steps: Count = Field(default=10, description="gradient steps")
     step_size: Positive | None = Field(default=0.2, description="of each step, as a fraction of eps; null: decreasing")
     random_start: StrictBool = Field(default=True, description="whether ascent starts at a random point of the ball")
-    loss: Literal["ce", "margin"] = Field(default="ce", description="that the attack raises: ce or margin")
+    loss: Literal["ce", "margin"] = Field(default="ce", description="loss that the attack raises: ce or margin")
     beside: StrictBool = Field(default=False, description="train on the samples as well, as the loss trades needs it")
 
 
@@ -174,7 +174,7 @@ class CertifySection(Section):
         default=(36 / 255, 72 / 255, 108 / 255, 1.0), description="l2 radii of certified accuracy; 36/255 is understood"
     )
     method: Literal["global", "local", "best"] = Field(
-        default="global", description="of the radii: by constants, or by linear bounds around each sample, too"
+        default="global", description="how radii are proved: by constants, or also by linear bounds around each sample"
     )
     attack_eps: Radii | None = Field(default=None, description="l2 radii of the attack; null for those of eps")
     attack_steps: Count = Field(default=50, description="gradient steps of the attack")
@@ -183,10 +183,10 @@ class CertifySection(Section):
     confidence: Annotated[Positive, Field(lt=1)] = Field(default=0.95, description="of the Clopper-Pearson intervals")
     batch_size: Count = Field(default=256, description="samples evaluated at once")
     delta: NotNegative = Field(
-        default=0.1, description="of regression: l2 input deviation that output deviations are certified for"
+        default=0.1, description="regression: l2 deviation of the input for which output deviations are certified"
     )
-    search_restarts: Count = Field(default=64, description="of regression: starts of the search for steep secants")
-    search_steps: Count = Field(default=200, description="of regression: steps of that search")
+    search_restarts: Count = Field(default=64, description="regression: starts of the search for steep secants")
+    search_steps: Count = Field(default=200, description="regression: steps of that search")
 
 
 class Recipe(Section):

@@ -372,8 +372,8 @@ def check_outputs(
         ) from error
     if not (isinstance(own, Tensor) and close(direct, own.cpu())):
         raise NoRuleError(
-            "analyze: expected a network whose copy computes the same, got one that asks for the identity or the place "
-            "of its own parts"
+            "analyze: expected a network whose copy computes the same, got one that depends on the identity or the "
+            "location of its own parts"
         )
 
 

@@ -85,7 +85,7 @@ def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected:
 def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
     if input_shape is None:
         raise NoRuleError(
-            f"lipschitz: expected an input_shape, because {type_name(type(module))} has a forward pass of its own that "
+            f"lipschitz: expected an input_shape, because {type_name(type(module))} has its own forward pass, which "
             "has to be traced, got none: lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
     return lipschitz(structure(module, input_shape, own=True), input_shape)

@@ -391,7 +391,7 @@ def trades(outputs: Tensor, targets: Tensor, *, beta: float = 6.0) -> Tensor:
     _not_negative(beta=beta)
     if len(outputs) % 2:
         raise OptionError(
-            f"trades: expected samples and as many adversarial examples behind them, got {len(outputs)} outputs: set "
+            f"trades: expected samples and as many adversarial examples after them, got {len(outputs)} outputs: set "
             "adversary.beside"
         )
     clean, moved = outputs.chunk(2)

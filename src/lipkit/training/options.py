@@ -118,10 +118,10 @@ class Section(BaseModel):
 
 
 class Numbers(Section):
-    """The options that a recipe can write down. A new one is a line here, and a line where it acts."""
+    """The options that a recipe can set. A new one is a line here, and a line where it acts."""
 
     epochs: Count | None = Field(
-        default=None, description="passes over the training data; null for as many as the budget lets it"
+        default=None, description="passes over the training data; null: until the budget is used"
     )
     budget: Budgeted | None = Field(
         default=None,
@@ -133,20 +133,20 @@ class Numbers(Section):
     lr: Positive = Field(default=0.001, description="peak learning rate")
     optimizer: Literal["adam", "adamw", "sgd", "spectral", "riemannian_adam"] = Field(
         default="adam",
-        description="adam, adamw or sgd; spectral or riemannian_adam: Stiefel layers along their manifold, all else "
-        "by adam",
+        description="adam, adamw or sgd; spectral or riemannian_adam moves Stiefel layers along their manifold and all "
+        "else by adam",
     )
     manifold_lr: Positive | None = Field(
         default=None,
-        description="peak learning rate of Stiefel layers: of spectral an angle in radians a step; null for 0.02, of "
-        "riemannian_adam for lr",
+        description="peak learning rate of Stiefel layers: with spectral an angle in radians per step, null for 0.02; "
+        "with riemannian_adam a rate, null for lr",
     )
-    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="of sgd; the others ignore it")
+    momentum: Annotated[NotNegative, Field(lt=1)] = Field(default=0.9, description="momentum of sgd; others ignore it")
     weight_decay: NotNegative = Field(default=0.0, description="as the optimiser defines it")
     schedule: Any = Field(default="piecewise_linear", description="of the learning rate")
     grad_clip: Positive | None = Field(default=None, description="largest l2 norm of the gradient; null for no limit")
     accumulate: Count = Field(
-        default=1, description="pieces in which each device takes its part of a batch, to save memory"
+        default=1, description="number of pieces into which each device splits its part of a batch, to save memory"
     )
     ema: Annotated[Positive, Field(lt=1)] | None = Field(
         default=None,
@@ -154,12 +154,12 @@ class Numbers(Section):
         "and exported in place of the last ones; null for none",
     )
     seed: Annotated[StrictInt, Field(ge=0)] = Field(
-        default=0, description="of initial weights, shuffling, augmentation"
+        default=0, description="seed of initial weights, shuffling, augmentation"
     )
     evaluate_every: Count = Field(default=1, description="epochs between evaluations; the last epoch always has one")
     evaluate_samples: Count = Field(
         default=1000,
-        description="test samples of the evaluation that a recipe asks for, certified accuracy included",
+        description="test samples of each evaluation during a recipe's training, certified accuracy included",
     )
     checkpoint_every: Count = Field(
         default=1, description="epochs between checkpoints, of which the last two are kept; the last epoch has one"
@@ -168,21 +168,21 @@ class Numbers(Section):
         default=None, description="seconds between checkpoints within an epoch, besides those; null for none there"
     )
     max_minutes: Positive | None = Field(
-        default=None, description="after which training ends at a checkpoint, to be resumed; null for no limit"
+        default=None, description="minutes after which training stops at a checkpoint, to be resumed; null for none"
     )
     tensorboard: StrictBool = Field(
         default=False, description="TensorBoard events in the run's folder (needs the package tensorboard)"
     )
     accelerator: StrictStr = Field(default="auto", description="auto, cpu, cuda or mps")
     devices: StrictInt | StrictStr | list[StrictInt] = Field(
-        default=1, description="how many devices on each machine, auto, or a list of their numbers"
+        default=1, description="number of devices on each machine, auto, or a list of device numbers"
     )
     nodes: Count = Field(default=1, description="number of machines; torchrun sets it")
-    strategy: StrictStr = Field(default="auto", description="of Lightning Fabric for several devices: ddp")
+    strategy: StrictStr = Field(default="auto", description="Lightning Fabric's strategy for several devices: ddp")
     precision: StrictStr = Field(
-        default="32-true", description="of Lightning Fabric: 32-true, 64-true, bf16-mixed or 16-mixed"
+        default="32-true", description="Lightning Fabric's precision: 32-true, 64-true, bf16-mixed or 16-mixed"
     )
-    compile: StrictBool = Field(default=False, description="torch.compile makes the forward pass of the steps")
+    compile: StrictBool = Field(default=False, description="compile the forward pass of training by torch.compile")
     channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
 
     @model_validator(mode="after")
