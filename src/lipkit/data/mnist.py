@@ -36,13 +36,13 @@ def load_mnist(root: Path) -> Data:
         DataError: if a file is missing or is not what its header says.
     """
     folder = root / "MNIST" / "raw"
-    parts = [_split(folder, part) for part in ("train", "t10k")]
-    for images in (parts[0].x, parts[1].x):
-        if tuple(images.shape[1:]) != INPUT_SHAPE:
-            raise DataError(f"{folder}: expected images of 28 x 28, got {images.shape[2]} x {images.shape[3]}")
-    if (most := int(max(part.y.max() for part in parts))) > 9:
-        raise DataError(f"{folder}: expected labels 0 to 9, got {most}")
-    return Data("mnist", *parts, CLASSES)
+    train, test = (_split(folder, part) for part in ("train", "t10k"))
+    for part in (train, test):
+        if tuple(part.x.shape[1:]) != INPUT_SHAPE:
+            raise DataError(f"{folder}: expected images of 28 x 28, got {part.x.shape[2]} x {part.x.shape[3]}")
+        if int(part.y.max()) > 9:
+            raise DataError(f"{folder}: expected labels 0 to 9, got {int(part.y.max())}")
+    return Data("mnist", train, test, CLASSES)
 
 
 def load_idx(folder: Path) -> Data:
