@@ -273,3 +273,15 @@ def test_changed_keys_are_marked_and_the_model_is_named(run: Path, tmp_path: Pat
     assert page.count("<b>changed</b>") == 1
     assert "<td>train.<wbr>epochs</td><td><code>5</code> <b>changed</b></td>" in page
     assert "small, layer &lt;b&gt;aol · " in page
+
+
+def test_a_page_says_that_radii_are_local(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "toy-002"))
+    page = write_report(folder).read_text()
+    assert "<td>pairwise margins of the last layer</td>" in page
+    record = (folder / "record.json").read_text()
+    (folder / "record.json").write_text(record.replace('"method": "last layer"', '"method": "local"'))
+    assert (
+        "<td>linear bounds around each sample, or the constants where those say more</td>"
+        in write_report(folder).read_text()
+    )
