@@ -243,7 +243,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
         raise DataError(f"{path}: expected rounding 'sound' or 'ignore', got {header['rounding'][:40]!r}")
     limits = header.setdefault("input_range", None) if local else None
     if limits is not None:
-        ends = [_WORDS.get(str(value), value) for value in limits] if isinstance(limits, list) else []
+        ends: list[Any] = [_WORDS.get(str(value), value) for value in limits] if isinstance(limits, list) else []
         if len(ends) != 2 or not all(type(value) in (int, float) for value in ends) or not ends[0] < ends[1]:
             raise DataError(f"{path}: expected input_range as two rising numbers, got {str(limits)[:80]!r}")
         header["input_range"] = [_float(path, value) for value in ends]

@@ -166,7 +166,7 @@ class Relaxation:
         high_at = (a * middle + above).nan_to_num(math.inf, math.inf, -math.inf).argmin(0, keepdim=True)
         chosen = ((a, low_at), (below, low_at), (a, high_at), (above, high_at))
         lines = (part.gather(0, at).squeeze(0) for part, at in chosen)
-        return Lines(*lines, below.select(0, 1), above.select(0, 1))  # the second slope is flat
+        return Lines._make((*lines, below.select(0, 1), above.select(0, 1)))  # the second slope is flat
 
     def _intercepts(self, a: Tensor, edges: list[Tensor], values: list[Tensor], wrong: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of s(z) - a z on the interval."""
