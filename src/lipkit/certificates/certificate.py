@@ -288,8 +288,8 @@ def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, kn
     # Gradients are taken, which what was made in inference mode does not have.
     with torch.inference_mode(False), inner_products_only(proof.device):
         bounds = Bounds(proof.network, arithmetic, network.input_range)
-        given = (t.to(proof.device, kind, copy=True) for t, kind in ((x, torch.float64), (labels, None), (known, None)))
-        return bounds.radii(*given).cpu()
+        at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
+        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()
 
 
 def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:
