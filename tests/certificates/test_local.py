@@ -483,10 +483,10 @@ def test_an_attack_stays_where_local_radii_hold() -> None:
     layers = [dense([[1.0]]), nn.ReLU(), dense([[0.0], [0.25]], [0.31, 0.0])]
     network = modules.Network(layers, (1,))
     network.input_range = (-1.0, 1.0)
-    x = torch.tensor([[0.9], [-0.5]])
+    x = torch.tensor([[0.9], [-0.5], [1 + 5e-7]])
     for box in ("auto", None, (-2.0, 2.0)):
         attack = Attack(eps=(0.5,), steps=5, box=box)
-        found = evaluate(network, (x, torch.tensor([0, 0])), method="local", eps=(0.5,), attack=attack)
+        found = evaluate(network, (x, torch.tensor([0, 0, 0])), method="local", eps=(0.5,), attack=attack)
         assert (found.certificate.radius > 1).all()
 
 

@@ -184,7 +184,9 @@ def attack_samples(
     numbers = torch.arange(len(x)) if numbers is None else numbers
     box, radii = resolved_box(attack.box, x), attack.eps
     if certificate.method == "local" and certificate.input_range is not None:
-        box = certificate.input_range  # such radii say nothing about inputs outside
+        # Such radii say nothing about inputs outside, where samples lie by rounding at most.
+        low, high = certificate.input_range
+        box = min(low, float(x.min())), max(high, float(x.max()))
     if radii is None or any(not (eps >= 0 and math.isfinite(eps)) for eps in radii):
         raise OptionError(f"expected radii of the attack, finite and >= 0, got {radii}")
     check_choice("attack", attack.name, tuple(ATTACKS))
