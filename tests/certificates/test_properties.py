@@ -45,6 +45,11 @@ def value(layers: list[nn.Linear], x: float) -> np.ndarray[Any, Any]:
     return h
 
 
+class Residual(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(x, -0.5 * x) - torch.cat((torch.relu(x[:, 3:]), x[:, :3]), 1)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
@@ -72,12 +77,14 @@ def test_answers_are_those_of_the_exact_minimum(seed: int) -> None:
 
 
 @pytest.mark.fast
-def test_what_can_be_violated_never_holds(monkeypatch) -> None:
+@pytest.mark.parametrize("last", [nn.GELU(), nn.Softmax(1), Residual()], ids=["scalar", "leaf", "joins"])
+def test_what_can_be_violated_never_holds(monkeypatch, last: nn.Module) -> None:
     """Even if the search finds nothing."""
     for name in ("among", "descend"):
         monkeypatch.setattr(properties._Group, name, lambda *_: None)
     torch.manual_seed(0)
-    network = Network([nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2)], (2,))
+    layers = [nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), last, nn.Linear(6, 2)]
+    network = lipkit.export(nn.Sequential(*layers).eval(), (2,))
     y = network(2 * torch.rand(2000, 2) - 1).double()
     a, b = (float(y[:, i].sort().values[5]) for i in (0, 1))
     met = y[(y[:, 0] > a) & (y[:, 1] > b)][0].tolist()

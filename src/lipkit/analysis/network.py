@@ -56,7 +56,7 @@ class NetworkBound(Shown):
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """What the bound is good for, in words, and what to do next."""
+        """The use of the bound in words, and the next step."""
         local = (
             "lipkit certify MODEL DATA --method local; lipkit.convert makes a network with a small constant to train"
         )

@@ -30,7 +30,7 @@ from lipkit.certificates.vnnlib import Case
 from lipkit.errors import OptionError
 from lipkit.modules import Network
 from lipkit.proof.arithmetic import FLOAT64, grow
-from lipkit.proof.roundoff import next_up
+from lipkit.proof.roundoff import next_down, next_up
 from lipkit.shown import Shown
 
 _STARTS, _STEPS = 256, 40
@@ -38,7 +38,7 @@ _STARTS, _STEPS = 256, 40
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Answer(Shown):
-    """What is known of a property.
+    """The answer to a property.
 
     Attributes:
         answer: ``"holds"``: proved; ``"violated"``: by `point`; ``"unknown"``.
@@ -158,7 +158,7 @@ def verify_property(
     batch: int = 128,
     seed: int = 0,
 ) -> Answer:
-    r"""Whether a property holds: whether no input meets one of the cases.
+    r"""Prove that no input meets one of the cases, or find one that does.
 
     Args:
         network: result of ``lipkit.export``.
@@ -217,7 +217,8 @@ def verify_property(
                 boxes += len(now)
                 box = _Box(bounds, now[:, 0], now[:, 1])
                 box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
-                base, _ = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shape(out)))
+                base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shape(out)))
+                base = next_down(base - next_up(box.radius[:, None] * norm))  # of leaves, which know balls alone
                 slack = base - grow(box.sizes[out].flatten(1) @ group.off.mT) - group.limits
                 fails = (slack > 0) & box.fits[:, None]
                 still = ~(fails[:, None] & group.has).any(2).all(1)

@@ -33,7 +33,7 @@ class Atom(NamedTuple):
     strict: bool
 
     def met(self, values: dict[str, Sequence[float]]) -> bool:
-        """Whether exactly these inputs and outputs meet it."""
+        """True if exactly these inputs and outputs meet it."""
         total = sum((f * Fraction(values[name][i]) for (name, i), f in self.factors), Fraction())
         return total < self.bound if self.strict else total <= self.bound
 

@@ -101,7 +101,7 @@ def exported(model: str, input_shape: str | None) -> tuple[Network, str]:
 
 
 def steep(network: Network) -> str:
-    """Which layer makes small radii; empty for a network that is bounded by construction.
+    """The layer that makes small radii, in words; empty for a network that is bounded by construction.
 
     Of such a network no layer but the last has a constant above 1, or multipliers prove one for the whole.
     """
