@@ -233,7 +233,7 @@ def verify_property(
                 if not bool(can.any(1).all()):  # a point that stays open cannot be cut
                     return answer("unknown")
                 # Along the input that moves most the condition that is nearest to failing.
-                steep = (rows.abs() * (now[:, 1:] - now[:, :1])).flatten(2)
+                steep = ((rows.abs() + 2.0**-100) * (now[:, 1:] - now[:, :1])).flatten(2)
                 nearest = (slack / steep.sum(2).clamp_min(1e-300)).argmax(1)
                 at = torch.where(can, steep[torch.arange(len(now)), nearest], -1.0).argmax(1)
                 each, halves = torch.arange(len(now)), now.flatten(2).repeat(2, 1, 1)
