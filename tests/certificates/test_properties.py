@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lipkit
-from lipkit.certificates import properties, read_vnnlib, verify_property
+from lipkit.certificates import evaluators, properties, read_vnnlib, verify_property
 from lipkit.certificates.vnnlib import Case, cases
 from lipkit.cli.main import main
 from lipkit.errors import OptionError
@@ -116,6 +116,11 @@ def test_the_answer_is_about_the_evaluator(monkeypatch) -> None:
         verify_property(network, unsafe, evaluator="integer")
     monkeypatch.setattr(properties._Group, "among", lambda *_: None)
     assert verify_property(network, unsafe, seconds=0.2).answer == "unknown"
+    # Convolutions in float32 may be no inner products: then float64 is meant.
+    conv = Network([nn.Conv2d(1, 1, 2)], (1, 2, 2))
+    monkeypatch.setattr(evaluators, "nnpack_enabled", lambda: True)
+    found = verify_property(conv, cases(box(*[(0, 1)] * 4) + "(assert (>= Y_0 9))", 4, 1))
+    assert (found.answer, found.evaluator.name) == ("holds", "float64")
 
 
 @pytest.mark.fast

@@ -22,7 +22,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from lipkit.certificates.evaluators import Evaluator, arithmetic, machine
+from lipkit.certificates.evaluators import Evaluator, arithmetic, machine, violations
 from lipkit.certificates.evaluators import evaluator as evaluator_of
 from lipkit.certificates.local import Ball, Bounds, _norm
 from lipkit.certificates.measurement import check_network, float64_copy
@@ -165,7 +165,7 @@ def verify_property(
         cases: of the property, from `lipkit.certificates.vnnlib.read_vnnlib`.
         seconds: after which the answer is ``"unknown"``; a batch that is begun is finished.
         evaluator: ``"float32"``, ``"float64"`` or ``"float32_blocked"``, as in `lipkit.certify`; None is the format of
-            the network.
+            the network, and float64 where torch's settings break float32 (`lipkit.certificates.evaluators`).
         batch: boxes that are bounded at once.
         seed: of the search for points.
 
@@ -188,7 +188,7 @@ def verify_property(
     end = time.monotonic() + seconds
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))
-        evaluator = "float64" if wide else "float32"
+        evaluator = "float64" if wide or violations("float32", "cpu", network) else "float32"
     made_for = evaluator_of(evaluator, "cpu", network)
     bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
