@@ -336,7 +336,7 @@ class UnitNorm(nn.Module):
         return f"{', '.join(map(str, self.dims))}, eps={self.eps:g}"
 
     def within(self, x: Range) -> UnitNorm:
-        """The same function of inputs in a range, its eps as large as possible."""
+        """One that computes the same for inputs in a range, its eps as large as possible."""
         nearest = torch.maximum(x.low, -x.high).clamp_min(0)
         least = float(torch.linalg.vector_norm(nearest, dim=self.dims).amin()) * (1 - 1e-6)
         return UnitNorm(*self.dims, eps=max(self.eps, least))
