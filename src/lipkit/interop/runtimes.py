@@ -27,7 +27,6 @@ from lipkit.files import parse_json, write_atomic
 from lipkit.interop.check import Runtime, check_runtime, module_runtime
 from lipkit.interop.reading import check_sizes
 from lipkit.modules import storage
-from lipkit.modules.attention import attraction
 from lipkit.modules.pooling import _pair
 
 # The first version with circular padding, and the first with torch's number of windows under ceil_mode.
@@ -162,15 +161,8 @@ class _PatchProduct(nn.Module):
         return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
-class _ByDifferences(modules.Attraction):
-    """Attraction by all differences at once: ONNX has no distances."""
-
-    def forward(self, u: Tensor) -> Tensor:
-        return attraction(u, self.heads, lambda p: (p[..., :, None, :] - p[..., None, :, :]).square().sum(-1))
-
-
 def _portable(network: modules.Network) -> nn.Module:
-    """The network to be written: without divisors and distances, in float64 without convolutions that are products."""
+    """The network to be written: without divisors, and in float64 without the convolutions that are products."""
     twin = copy.deepcopy(network)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
@@ -178,8 +170,6 @@ def _portable(network: modules.Network) -> nn.Module:
                 setattr(parent, name, _without_divisor(child, _example(network).dtype))
             elif type(child) is nn.Conv2d and child.weight.dtype == torch.float64 and _on_patches(child):
                 setattr(parent, name, _PatchProduct(child))
-            elif type(child) is modules.Attraction:
-                setattr(parent, name, _ByDifferences(child.heads))
     return twin
 
 

@@ -157,7 +157,7 @@ class TokenAttention(Attention):
         1-Lipschitz, by construction, and attained: the mean of all tokens is kept.
 
     Cost:
-        Two products of n d hidden and two of n^2 hidden operations.
+        Two products of n d hidden and two of n^2 hidden operations, forward.
 
     Raises:
         OptionError: sizes below 1, heads that do not divide hidden, another dtype. ShapeError: another input.
@@ -178,20 +178,13 @@ class TokenAttention(Attention):
         self.heads = heads
 
     def force(self, z: Tensor) -> Tensor:
-        return attraction(z, self.heads, _gram_distances)
+        return attraction(z, self.heads)
 
     def plain_force(self) -> nn.Module:
         return Attraction(self.heads)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, heads={self.heads}"
-
-
-def _gram_distances(u: Tensor) -> Tensor:
-    """Squared distances by a product, three times as fast and differentiable any number of times; an export takes those
-    that do not cancel."""
-    squares = u.square().sum(-1)
-    return (squares[..., :, None] + squares[..., None, :] - 2 * (u @ u.mT)).clamp_min(0)
 
 
 lipschitz_rule(MemoryAttention, TokenAttention)(1.0)

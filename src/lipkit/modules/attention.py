@@ -19,7 +19,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,25 +37,57 @@ from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
 from lipkit.proof.roundoff import to_double, up
 
 
+class _Distances(torch.autograd.Function):
+    """The derivative of `distances` by products: that of torch.cdist is wrong under vmap, and has no derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(u: Tensor) -> Tensor:
+        return torch.cdist(u, u, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (u,), both = ctx.saved_tensors, g + g.mT
+        return 2 * (both.sum(-1, keepdim=True) * u - both @ u)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        own, cross = (u * t).sum(-1), u @ t.mT
+        return 2 * (own[..., :, None] + own[..., None, :] - cross - cross.mT)
+
+
 def distances(u: Tensor) -> Tensor:
-    """Squared distances of tokens (..., n, e) from each other, each from the differences themselves."""
-    return torch.cdist(u, u, compute_mode="donot_use_mm_for_euclid_dist").square()
+    """Squared distances of tokens (..., n, e) from each other, made of differences: a product would cancel.
+
+    >>> distances(torch.tensor([[0.0], [3.0]])).tolist()
+    [[0.0, 9.0], [9.0, 0.0]]
+    """
+    if torch.compiler.is_compiling():  # other runtimes have differences only
+        return (u[..., :, None, :] - u[..., None, :, :]).square().sum(-1)
+    found: Tensor = _Distances.apply(u)
+    return found
 
 
-def attraction(u: Tensor, heads: int, squares: Callable[[Tensor], Tensor] = distances) -> Tensor:
+def attraction(u: Tensor, heads: int) -> Tensor:
     r"""How tokens attract each other, head by head: :math:`\frac1n \sum_j w_{ij} (u_i - u_j)`.
 
     .. math:: w_{ij} = 1 / \sqrt{1 + |u_i - u_j|^2}
 
     Args:
         u: ``(..., n, heads * e)``.
-        squares: from tokens to their squared distances.
 
     >>> attraction(torch.tensor([[[0.0], [1.0]]]), 1).flatten().tolist()
     [-0.3535533845424652, 0.3535533845424652]
     """
     parts = u.unflatten(-1, (heads, -1)).movedim(-2, -3)
-    weights = (1 + squares(parts)).rsqrt()
+    weights = (1 + distances(parts)).rsqrt()
     moved = parts * weights.mean(-1, keepdim=True) - weights @ parts / u.shape[-2]
     return moved.movedim(-3, -2).flatten(-2)
 
