@@ -176,7 +176,7 @@ def test_the_constant_of_any_step_is_attained(a: Any, force: nn.Module, shape: t
     module = gradient_step(a, force, step)
     x = torch.full((1, *shape), 1e-9, dtype=DOUBLE).view(1, -1, shape[-1])
     jacobian = jacobians(lambda v: module(v[0][None] if len(shape) > 1 else v[0]).view(v.shape), x)
-    norm, bound = float(torch.linalg.matrix_norm(jacobian[0], 2)), float(lipkit.lipschitz(module, shape))
+    norm, bound = float(torch.linalg.matrix_norm(jacobian[0], 2)), float(lipkit.lipschitz(module, shape).detach())
     assert norm * (1 - 1e-15) <= bound <= max(norm, 1.0) * (1 + 1e-11)
     if 0 <= step <= 1.9:
         assert bound == 1.0
@@ -184,11 +184,11 @@ def test_the_constant_of_any_step_is_attained(a: Any, force: nn.Module, shape: t
 
 def test_what_is_no_gradient_is_a_residual() -> None:
     module = gradient_step([[1.0, 0.0], [0.0, 1.0]], MaxMin(), 1.0)
-    assert float(lipkit.lipschitz(module, (2,))) == pytest.approx(2.0)
+    assert float(lipkit.lipschitz(module, (2,)).detach()) == pytest.approx(2.0)
     for broken in (float("nan"), float("inf")):
         module.step.fill_(broken)
-        assert float(lipkit.lipschitz(module, (2,))) == float("inf")
-    with pytest.raises(OptionError, match="GradientStep: expected an nn.Linear first, got ReLU"):
+        assert float(lipkit.lipschitz(module, (2,)).detach()) == float("inf")
+    with pytest.raises(OptionError, match=r"expected an nn[.]Linear first, got ReLU"):
         GradientStep(nn.ReLU(), nn.ReLU(), torch.tensor(1.0))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match=r"0-d step, got shape \(1,\)"):
         GradientStep(nn.Linear(1, 1), nn.ReLU(), torch.ones(1))

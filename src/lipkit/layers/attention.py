@@ -1,7 +1,6 @@
-r"""Attention layers of constant 1: tokens take a gradient step on a convex function of their own values.
+r"""Attention layers of constant 1: :math:`y = x - s\, A^\top F(A x + c)`, with a free A and the longest step s.
 
-Both are :math:`y = x - s\, A^\top F(A x + c)` with a free matrix A and the largest step s for which nothing expands
-(`lipkit.modules.attention` has the proof). The size of A decides how sharp the attention is: of a small one the step is
+`lipkit.modules.attention` has the proof. The size of A decides how sharp the attention is: of a small one the step is
 long and nearly linear, of a large one short.
 """
 
@@ -23,15 +22,13 @@ from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Attraction, GradientStep, Permute, Reshape, Shape, export_rule, lipschitz_rule
 from lipkit.modules.attention import attraction
 
-SMALLEST = 1e-6
-"""Squared norms below it count as this much, so that steps stay finite."""
-
 
 class Attention(Biased, ABC):
-    """The base of both: a gradient step on the tokens of a sequence (B, n, d), or the pixels of images (B, d, H, W)."""
+    """The base of both: on sequences (B, n, d) and images (B, d, H, W), whose pixels are the tokens."""
 
-    slope = 1.0  # Lipschitz constant of the gradient F
-    least = 3  # dimensions of an input
+    slope: float  # Lipschitz constant of F
+    least: int  # fewest dimensions of an input
+    birth: float  # singular values of A in a new layer
 
     def __init__(self, features: int, rows: int, bias: bool, device: Any, dtype: Any) -> None:
         super().__init__()
@@ -39,38 +36,27 @@ class Attention(Biased, ABC):
         check_dtype(dtype)
         self.features = features
         free = torch.empty(rows, features, device=device, dtype=dtype)
-        self.free = nn.Parameter(nn.init.orthogonal_(free, gain=self.size_at_birth()))
+        self.free = nn.Parameter(nn.init.orthogonal_(free, gain=self.birth))
         self.register_parameter("bias", new_bias(rows, features, bias, device, dtype))
-
-    def size_at_birth(self) -> float:
-        """Singular values of A in a new layer. Small ones are nearly an isometry, a reflection at the mean token."""
-        return 0.2
-
-    def matrix_and_step(self) -> tuple[Tensor, Tensor]:
-        """A (rows, features) and s (0-d), in float32 or better, s rounded down."""
-        weight = at_least_float32(self.free)
-        wide = weight.double()
-        gram = wide @ wide.mT if len(wide) <= self.features else wide.mT @ wide
-        # Above |A|^2, by 3 % at most for 1500 rows; the last factor is more than the rounding of the squarings.
-        square = schatten_bound(gram, squarings=6).clamp_min(SMALLEST) * (1 + 2e-9)
-        return weight, (2 / self.slope * (1 - torch.finfo(weight.dtype).eps) / square).to(weight.dtype)
 
     @abstractmethod
     def force(self, z: Tensor) -> Tensor:
-        """F of the rows (..., n, rows)."""
+        """F of the rows of A times tokens (..., n, rows)."""
 
-    @abstractmethod
-    def plain_force(self) -> nn.Module:
-        """F as a plain module."""
+    def matrix_and_step(self) -> tuple[Tensor, Tensor]:
+        """A and s (0-d), in float32 or better, s rounded down."""
+        weight = at_least_float32(self.free)
+        wide = weight.double()
+        gram = wide @ wide.mT if len(wide) <= self.features else wide.mT @ wide
+        # Above |A|^2; 2e-9 is more than the rounding of the squarings, and norms below 1e-3 count as 1e-3.
+        square = schatten_bound(gram, squarings=6).clamp_min(1e-6) * (1 + 2e-9)
+        return weight, (2 / self.slope * (1 - torch.finfo(weight.dtype).eps) / square).to(weight.dtype)
 
     def check_input(self, shape: Shape) -> None:
         """Raise ``ShapeError`` unless the layer accepts inputs of this shape, the batch included."""
-        image = len(shape) == 4
-        if not self.least <= len(shape) <= 4 or shape[1 if image else -1] != self.features:
-            d, vectors = self.features, f"(B, {self.features}), " if self.least == 2 else ""
-            raise ShapeError(
-                f"{type(self).__name__}: expected inputs {vectors}(B, n, {d}) or (B, {d}, H, W), got {tuple(shape)}"
-            )
+        if not self.least <= len(shape) <= 4 or shape[1 if len(shape) == 4 else -1] != self.features:
+            d, kind, vectors = self.features, type(self).__name__, f"(B, {self.features}), " * (self.least == 2)
+            raise ShapeError(f"{kind}: expected inputs {vectors}(B, n, {d}) or (B, {d}, H, W), got {tuple(shape)}")
 
     @half_through_float32
     def forward(self, x: Tensor) -> Tensor:
@@ -88,19 +74,15 @@ class Attention(Biased, ABC):
 class MemoryAttention(Attention):
     r"""Each token x attends to a memory of m trained rows: :math:`y = x - s\, A^\top \mathrm{softmax}(A x + c)`.
 
-    Keys and values are the rows of A, and :math:`s = 4 / \|A\|^2`: a gradient step on
-    :math:`\log \sum_k e^{(A x + c)_k}`, whose gradient is :math:`\|A\|^2 / 2`-Lipschitz.
+    Keys and values are the rows of A, and :math:`s = 4 / \|A\|^2` (with a norm that is at most 3 % too large).
 
     Args:
-        features: d.
-        slots: m.
+        features, slots: d and m.
         bias: whether there is c.
         device, dtype: of the parameters (float32 or float64).
 
-    Parameters ``free`` A (slots, features) and ``bias`` c (slots,).
-
-    Shapes:
-        ``(B, d)``, ``(B, n, d)`` or images ``(B, d, H, W)``, the same again.
+    Parameters ``free`` A (slots, features) and ``bias`` c (slots,). Shapes: ``(B, d)``, ``(B, n, d)`` or images
+    ``(B, d, H, W)``, the same again.
 
     Guarantee:
         1-Lipschitz, by construction, for any number of tokens. Attained for m <= d: softmax ignores what all rows
@@ -109,38 +91,28 @@ class MemoryAttention(Attention):
     Raises:
         OptionError: sizes below 1, another dtype. ShapeError: another input.
 
-    >>> layer = MemoryAttention(4, 8)
-    >>> layer(torch.randn(2, 5, 4)).shape
+    >>> MemoryAttention(4, 8)(torch.randn(2, 5, 4)).shape
     torch.Size([2, 5, 4])
 
     References:
         Ramsauer et al., "Hopfield Networks is All You Need", ICLR 2021, for attention to a memory as such a step.
     """
 
-    slope, least = 0.5, 2
+    # At birth, logits of tokens of size 1 differ by a few units.
+    slope, least, birth = 0.5, 2, 2.0
 
     def __init__(self, features: int, slots: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
         super().__init__(features, slots, bias, device, dtype)
 
-    def size_at_birth(self) -> float:
-        # Logits of tokens of a size near 1 differ by a few units.
-        return 2.0
-
     def force(self, z: Tensor) -> Tensor:
         return z.softmax(-1)
 
-    def plain_force(self) -> nn.Module:
-        return nn.Softmax(-1)
-
 
 class TokenAttention(Attention):
-    r"""Tokens attract each other by weights of their distance: :math:`y_i = x_i + s A^\top \frac1n \sum_j w_{ij}
-    A (x_j - x_i)`.
+    r"""Tokens attract each other by weights of their distance, in each head, a group of rows of A:
 
-    .. math:: w_{ij} = 1 / \sqrt{1 + |A (x_i - x_j)|^2},\qquad s = 2 / \|A\|^2
-
-    in each head, a group of rows of A: a gradient step on
-    :math:`\frac1n \sum_{i<j} \sqrt{1 + |A (x_i - x_j)|^2}`, whose gradient is :math:`\|A\|^2`-Lipschitz.
+    .. math:: y_i = x_i + s A^\top \tfrac1n \textstyle\sum_j w_{ij} A (x_j - x_i), \qquad
+              w_{ij} = 1 / \sqrt{1 + |A (x_i - x_j)|^2},\qquad s = 2 / \|A\|^2
 
     Args:
         features: d.
@@ -148,16 +120,10 @@ class TokenAttention(Attention):
         heads: groups of rows, each with weights of its own.
         device, dtype: of the parameters (float32 or float64).
 
-    Parameter ``free`` A (hidden, features).
-
-    Shapes:
-        ``(B, n, d)`` or images ``(B, d, H, W)``, the same again; any n.
+    Parameter ``free`` A (hidden, features). Shapes: ``(B, n, d)`` or images ``(B, d, H, W)``, the same again; any n.
 
     Guarantee:
         1-Lipschitz, by construction, and attained: the mean of all tokens is kept.
-
-    Cost:
-        Two products of n d hidden and two of n^2 hidden operations, forward.
 
     Raises:
         OptionError: sizes below 1, heads that do not divide hidden, another dtype. ShapeError: another input.
@@ -167,21 +133,20 @@ class TokenAttention(Attention):
     True
     """
 
+    # A small A makes the layer nearly a reflection at the mean, an isometry.
+    slope, least, birth = 1.0, 3, 0.2
+
     def __init__(
         self, features: int, hidden: int | None = None, heads: int = 1, device: Any = None, dtype: Any = None
     ) -> None:
-        rows = features if hidden is None else hidden
-        check_positive(heads=heads, hidden=rows)
-        if rows % heads:
-            raise OptionError(f"heads: expected a divisor of hidden={rows}, got {heads}")
-        super().__init__(features, rows, False, device, dtype)
+        check_positive(features=features, hidden=features if hidden is None else hidden, heads=heads)
+        super().__init__(features, hidden or features, False, device, dtype)
         self.heads = heads
+        if len(self.free) % heads:
+            raise OptionError(f"heads: expected a divisor of hidden={len(self.free)}, got {heads}")
 
     def force(self, z: Tensor) -> Tensor:
         return attraction(z, self.heads)
-
-    def plain_force(self) -> nn.Module:
-        return Attraction(self.heads)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, heads={self.heads}"
@@ -194,7 +159,8 @@ lipschitz_rule(MemoryAttention, TokenAttention)(1.0)
 def _export_attention(layer: Attention, input_shape: Shape) -> nn.Module:
     layer.check_input((1, *input_shape))
     weight, step = layer.matrix_and_step()
-    plain = GradientStep(linear_module(weight, layer.bias), layer.plain_force(), step)
+    force = Attraction(layer.heads) if isinstance(layer, TokenAttention) else nn.Softmax(-1)
+    plain = GradientStep(linear_module(weight, layer.bias), force, step)
     if len(input_shape) < 3:
         return plain
     return nn.Sequential(nn.Flatten(2), Permute(2, 1), plain, Permute(2, 1), Reshape(*input_shape))

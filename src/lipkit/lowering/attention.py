@@ -39,15 +39,10 @@ class PlainAttention(nn.MultiheadAttention):
         if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
             raise NoRuleError("analyze: nn.MultiheadAttention: expected add_bias_kv=False and add_zero_attn=False")
         if key is None or value is None:
-            raise NoRuleError(
-                "analyze: nn.MultiheadAttention: expected three tensors, got one: call it as attention(x, x, x)[0] in a "
-                "forward pass of your own"
-            )
+            raise NoRuleError("analyze: nn.MultiheadAttention: expected three tensors, as in attention(x, x, x)[0]")
         if query.ndim != 3:
-            raise NoRuleError(
-                f"analyze: nn.MultiheadAttention: expected sequences with a batch, 3 dimensions, got {query.ndim}: it "
-                "would take the batch for a sequence"
-            )
+            what = f"expected 3 dimensions, got {query.ndim}: it would take the batch for a sequence"
+            raise NoRuleError(f"analyze: nn.MultiheadAttention: {what}")
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
         else:
@@ -69,10 +64,8 @@ class PlainAttention(nn.MultiheadAttention):
 class PlainEncoderLayer(nn.TransformerEncoderLayer):
     """``nn.TransformerEncoderLayer`` without its fast path."""
 
-    def forward(
-        self, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = False
-    ) -> Any:
-        _refuse_masks("TransformerEncoderLayer", src_mask, src_key_padding_mask, is_causal)
+    def forward(self, src: Tensor, *masks: Any, **named: Any) -> Tensor:
+        _refuse_masks("TransformerEncoderLayer", *masks, *named.values())
         if self.norm_first:
             src = src + self._sa_block(self.norm1(src), None, None)
             return src + self._ff_block(self.norm2(src))
@@ -83,8 +76,8 @@ class PlainEncoderLayer(nn.TransformerEncoderLayer):
 class PlainEncoder(nn.TransformerEncoder):
     """``nn.TransformerEncoder``: its layers one after the other."""
 
-    def forward(self, src: Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
-        _refuse_masks("TransformerEncoder", mask, src_key_padding_mask, is_causal)
+    def forward(self, src: Tensor, *masks: Any, **named: Any) -> Any:
+        _refuse_masks("TransformerEncoder", *masks, *named.values())
         for layer in self.layers:
             src = layer(src)
         return src if self.norm is None else self.norm(src)

@@ -26,38 +26,26 @@ def vision_transformer(
     activation: str | nn.Module | None = None,
     **options: Any,
 ) -> list[nn.Module]:
-    r"""Patches as tokens, blocks of `lipkit.layers.TokenAttention` and a pointwise MLP, dense layers.
+    r"""Patches as tokens, a position code, ``depth`` blocks of attention and two pointwise layers, dense layers.
 
-    ========= ===================================================================================================
-    tokens    pointwise convolution on patches, `lipkit.layers.PositionCode`
-    block     `TokenAttention`, then `MemoryAttention` if there are ``slots``, then two pointwise layers with MaxMin
-    dense     a dense layer with MaxMin for each; the last layer
-    ========= ===================================================================================================
-
-    Attention is the residual branch itself (a gradient step), so nothing is added and no layer normalisation is needed.
+    Attention is the residual branch itself (a gradient step), so nothing is added and nothing is normalised.
 
     Args:
         layer: acronym of the family of all linear layers (``lipkit list layers``).
-        patch: side p of the patches.
-        width: features of a token.
-        depth: number of blocks.
-        heads: of the attention, a divisor of ``width``.
-        slots: rows of the memory of each block; None for no memory.
+        patch, width, depth: side p of the patches, features of a token, number of blocks.
+        heads: of `lipkit.layers.TokenAttention`, a divisor of ``width``.
+        slots: rows of the `lipkit.layers.MemoryAttention` that follows it in each block; None for none.
         dense: units of the hidden dense layers on all tokens.
         activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
         image: (C, H, W) with H and W multiples of p.
         options: options of the family's convolution.
 
-    Raises:
-        OptionError: sizes below 1, heads that do not divide the width. ShapeError: another input shape.
-
-    >>> import lipkit
-    >>> net = vision_transformer(patch=2, width=8, depth=1, heads=2, dense=[16], input_shape=(1, 8, 8))
-    >>> float(lipkit.lipschitz(net))
+    >>> from lipkit.lowering import lipschitz
+    >>> float(lipschitz(vision_transformer(patch=2, width=8, depth=1, heads=2, dense=[16], input_shape=(1, 8, 8))))
     1.0
 
     References:
-        Dosovitskiy et al., ICLR 2021, for the shape; `lipkit.layers.TokenAttention` for the attention.
+        Dosovitskiy et al., ICLR 2021, for the shape.
     """
     check_sizes(patch=patch, width=width, depth=depth, heads=heads, slots=1 if slots is None else slots, dense=dense)
     made, side = Layers(layer, options, activation), image.divided(patch)
