@@ -24,7 +24,7 @@ def _refuse_masks(name: str, *masks: Any) -> None:
 class PlainAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` head by head: products, a softmax, products."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor | None = None,

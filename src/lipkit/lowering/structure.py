@@ -17,7 +17,7 @@ from lipkit.lowering.interpreter import Interpreter
 from lipkit.lowering.observe import close, sample
 from lipkit.lowering.tracing import BATCHES, Root
 from lipkit.modules.guarding import type_name
-from lipkit.modules.plain import Shape, export_rule, lipschitz_rule
+from lipkit.modules.plain import Shape
 from lipkit.modules.registry import _TRACED, export_plain, lipschitz
 from lipkit.modules.views import Reshape
 
@@ -100,5 +100,3 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
 
 
 _TRACED.update(lipschitz=_structure_constant, export=_structure_export)
-lipschitz_rule(nn.TransformerEncoderLayer, nn.TransformerEncoder)(_structure_constant)
-export_rule(nn.TransformerEncoderLayer, nn.TransformerEncoder)(_structure_export)

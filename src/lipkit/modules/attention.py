@@ -146,7 +146,7 @@ def _gradient_step(module: GradientStep, input_shape: Shape | None) -> Tensor:
 
 def _gradient_step_error(module: GradientStep, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     weight, step = module.first.weight.detach(), module.step.detach().reshape(1)
-    back = nn.Linear(*weight.shape, bias=False, device="meta")
+    back = nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
     back.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False)
     parts = [module.first, module.force, back, Affine(-step, torch.zeros_like(step)), Add(1, 1)]
     return local_error(Graph(parts, [[0], [1], [2], [3], [0, 4]]), input_shape, arithmetic)

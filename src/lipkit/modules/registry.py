@@ -47,7 +47,8 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     kind = type(module)
     if (found := _answer(kind, function)) is not None:
         return found
-    if kind not in rules() and not kind.__module__.startswith("torch.nn."):
+    encoder = kind in (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    if encoder or (kind not in rules() and not kind.__module__.startswith("torch.nn.")):
         # Its own forward pass says what it computes.
         return _TRACED[function]
     if why := what_is_missing(module):
