@@ -26,6 +26,19 @@ def images(count: int, pixels: int = 6) -> Tensor:
     return torch.rand(count, 1, pixels, pixels, generator=torch.Generator().manual_seed(1))
 
 
+def linear(norm: str) -> tuple[nn.Sequential, Tensor, Tensor, Tensor]:
+    """A linear network, images, their classes, and the distances of its boundary where they do not reach the box."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).eval()
+    x = images(6) * 0.5 + 0.25
+    y = net(x).argmax(dim=1)
+    weight, logits = net[1].weight.detach(), net(x).detach()
+    step = weight[y][:, None] - weight
+    # The gap over the dual norm.
+    gaps = (logits.gather(1, y[:, None]) - logits) / step.norm(p=2 if norm == "l2" else 1, dim=2)
+    return net, x, y, gaps.masked_fill(gaps.isnan(), torch.inf).amin(1)
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 @pytest.mark.parametrize("norm", ["l2", "linf"])
@@ -68,12 +81,45 @@ def test_all_four_parts_run(norm: str, count: int) -> None:
 
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
 @pytest.mark.parametrize(
-    ("name", "ran"), [("autoattack", "AutoAttack standard"), ("autoattack_apgd", "AutoAttack's APGD-CE and APGD-DLR")]
+    ("name", "ran"),
+    [
+        ("autoattack", "AutoAttack, our APGD and FAB before its Square"),
+        ("autoattack_standard", "AutoAttack standard"),
+        ("autoattack_apgd", "AutoAttack's APGD-CE and APGD-DLR"),
+    ],
 )
 def test_its_name_says_the_version_that_ran(name: str, ran: str) -> None:
     net, x = network(), images(2)
     found = run_attack(name, net, x, net(x).argmax(dim=1), eps=3.0)
     assert found.ran.startswith(f"{ran} (pyautoattack ")
+
+
+@pytest.mark.skipif(not installed, reason="needs the extra attack")
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_square_gets_what_our_search_leaves_and_hopeless_starts_are_given_up(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Tensor] = []
+    monkeypatch.setattr(sys.modules[autoattack.__module__], "_run", lambda parts, model, x, *_: left.append(x) or x)
+    net, x, y, radius = linear(norm)
+    y[0], count = (y[0] + 1) % 5, 0  # misclassified: not attacked
+    eps = float(radius[1:].sort().values[2:4].mean())
+
+    def model(points: Tensor) -> Tensor:
+        nonlocal count
+        count += len(points)
+        return net(points)
+
+    found = autoattack(model, x, y, eps=eps, norm=norm, batch_size=7)
+    stands = radius >= eps
+    stands[0] = False
+    assert torch.equal(~misclassified(net(found), y), stands)
+    assert torch.equal(left[0], x[stands])
+    assert (ball(norm).distance(found, x) <= eps).all()
+    count = 0
+    autoattack(model, x[1:], y[1:], eps=eps / 1000, norm=norm)
+    # One look of ten steps for the margin and for each of four rivals, and the evaluations around them.
+    assert count <= 5 * (5 * 11 + 3)
 
 
 @pytest.mark.skipif(not installed, reason="needs the extra attack")
@@ -86,15 +132,7 @@ def test_the_untargeted_parts_run_alone_and_find_the_examples_of_a_linear_networ
     for part in ("APGDAttack_targeted", "FABAttack_PT", "SquareAttack"):
         kind = type(part, (), {"__init__": lambda self, *_, **__: None, "n_target_classes": 9})
         monkeypatch.setattr(package, part, kind)  # without a method that could attack
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).eval()
-    x = images(6) * 0.5 + 0.25
-    y = net(x).argmax(dim=1)
-    weight, logits = net[1].weight.detach(), net(x).detach()
-    # Where the box is not reached, the distance of a linear network's boundary is the gap over the dual norm.
-    step = weight[y][:, None] - weight
-    gaps = (logits.gather(1, y[:, None]) - logits) / step.norm(p=2 if norm == "l2" else 1, dim=2)
-    radius = gaps.masked_fill(gaps.isnan(), torch.inf).amin(1)
+    net, x, y, radius = linear(norm)
     eps = float(radius.sort().values[2:4].mean())
     found = run_attack("autoattack_apgd", net, x, y, eps=eps, norm=norm).points
     assert torch.equal(misclassified(net(found), y), radius < eps)

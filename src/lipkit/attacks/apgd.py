@@ -87,7 +87,7 @@ def apgd(
         centre = x[index].detach()
         point = space.start(centre, radius[index], box, generator) if start else centre.clone()
         target = order[index, start % order.shape[1]] if targeted else None
-        _climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
+        climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
                generator, stop_early)  # fmt: skip
     return best.points
 
@@ -149,6 +149,8 @@ class _State:
     top_point: Tensor
     top_value: Tensor
     top_slope: Tensor
+    first_value: Tensor  # at the start, and the best loss when hopeless rows were last dropped
+    past_value: Tensor
     step: Tensor  # the step now, and at the last checkpoint
     old_step: Tensor
     old_top: Tensor  # the best loss at the last checkpoint
@@ -162,24 +164,33 @@ class _State:
                 setattr(self, field.name, values[rows])
 
 
-def _climb(
+def climb(
     space: Ball, model: Model, best: Best, index: Tensor, centre: Tensor, label: Tensor, radius: Tensor, point: Tensor,
     target: Tensor | None, loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool,
-) -> None:  # fmt: skip
-    """One start; what it finds goes to ``best``."""
+    look: int | None = None,
+) -> Tensor:  # fmt: skip
+    """One start; what it finds goes to ``best``.
+
+    Args:
+        look: after so many steps, and again, drop rows without hope: to reach 0, their loss would have to rise by more
+            than a quarter of its rise so far, and by ten times its rise since the last look.
+
+    Returns:
+        Those of ``index`` that stayed to the end.
+    """
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)
     step = 2 * radius
     s = _State(
-        index, centre, label, radius, target, point, point, value, slope, point, value, slope, step,
-        step, value, torch.zeros_like(index),
+        index, centre, label, radius, target, point, point, value, slope, point, value, slope, value,
+        value, step, step, value, torch.zeros_like(index),
     )  # fmt: skip
     last, marks = 0, checkpoints(steps)
     for k in range(steps):
         if stop_early and bool(best.fooled[s.index].any()):
             s.keep(~best.fooled[s.index])
             if not len(s.index):
-                return
+                break
         move = space.direction(s.slope, generator) * like(s.step, s.point)
         ahead = space.nearest(s.point + move, s.centre, s.radius, box)
         if k:
@@ -202,6 +213,13 @@ def _climb(
             s.point = torch.where(wide, s.top_point, s.point)
             s.slope = torch.where(wide, s.top_slope, s.slope)
             s.value = torch.where(halve, s.top_value, s.value)
+        if look and (k + 1) % look == 0:
+            gap, rise, lately = -s.top_value, s.top_value - s.first_value, s.top_value - s.past_value
+            s.past_value = s.top_value
+            s.keep((gap <= rise / 4) | (gap <= 10 * lately))
+            if not len(s.index):
+                break
+    return s.index
 
 
 def checkpoints(steps: int) -> frozenset[int]:

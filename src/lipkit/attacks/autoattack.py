@@ -1,4 +1,4 @@
-"""AutoAttack through pyautoattack, whole or in part, and the conditions under which it runs."""
+"""AutoAttack: our APGD and FAB, then Square by pyautoattack; or pyautoattack's parts. And when it can run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Box, Model, check_inputs, like, misclassified, seeded
+from lipkit.attacks.apgd import climb
+from lipkit.attacks.ascent import Best, Box, Model, check_inputs, like, misclassified, seeded
 from lipkit.attacks.balls import ball
-from lipkit.attacks.losses import correct_samples
+from lipkit.attacks.fab import fab
+from lipkit.attacks.losses import correct_samples, rivals
 from lipkit.errors import OptionError
 
 _SMALLEST, _FEWEST_CLASSES = 5, 4
+_STEPS, _LOOK, _TARGETS = 100, 10, 9
+
+STANDARD = ("apgd-ce", "apgd-t", "fab-t", "square")
+"""pyautoattack's names of the four parts of its standard version."""
 
 
 def autoattack(
@@ -31,11 +37,15 @@ def autoattack(
     batch_size: int = 250,
     parts: Sequence[str] | None = None,
 ) -> Tensor:
-    r"""AutoAttack, standard version: APGD on cross-entropy, targeted APGD on DLR, targeted FAB, Square.
+    r"""AutoAttack: APGD on the margin, then towards each rival class, targeted FAB, and Square on what still stands.
+
+    APGD and FAB are ours. All rival classes of a sample are attacked in one batch, which the sample leaves when one of
+    them succeeds. A start is given up when its margin is too far from 0 for what it gained; FAB tries the samples that
+    kept a start to the end. Square is pyautoattack's, with 5000 queries. With ``parts`` all is pyautoattack's.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
-    all samples. It works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the ball and
-    count only if they are still misclassified. It targets 9 classes, or all if there are fewer. It restores the global
+    all samples. pyautoattack works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the
+    ball and count only if they are still misclassified. Targets are the 9 largest wrong logits. It restores the global
     random state, gives parameters no gradient, and keeps a trace function (coverage, debugger) in place.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
@@ -43,8 +53,8 @@ def autoattack(
     Args:
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
-        batch_size: samples attacked at once.
-        parts: attacks to run instead of the four, by pyautoattack's names, one start each.
+        batch_size: samples attacked at once, or starts.
+        parts: attacks of pyautoattack to run instead, by its names, one start each: ``STANDARD`` is its standard.
 
     Returns:
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
@@ -70,6 +80,11 @@ def autoattack(
             "expected the package pyautoattack to run AutoAttack, got none: pip install lipkit[attack]; "
             "the attack 'apgd' needs no package"
         )
+    if parts is None:
+        found[index], wrong = _searched(
+            model, x[index].detach(), y[index], radius[index], logits, norm, box, generator, batch_size
+        )
+        index, parts = index[~wrong], ("square",)
     if len(index):
         seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
         centre = x[index].detach()
@@ -79,6 +94,48 @@ def autoattack(
             wrong = misclassified(model(points), y[index])
         found[index] = torch.where(like(wrong, points), points, found[index])
     return found
+
+
+class _Rows(Best):
+    """Best points of starts, several for one sample: all of them are done when one is misclassified."""
+
+    def __init__(self, x: Tensor, y: Tensor, owner: Tensor) -> None:
+        super().__init__(x, y)
+        self.owner, self.won = owner, self.fooled.clone()
+
+    def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
+        super().update(index, points, logits, loss)
+        self.won[index] |= misclassified(logits, self._labels[index])
+        self.fooled = torch.isin(self.owner, self.owner[self.won])
+
+
+def _searched(
+    model: Model, x: Tensor, y: Tensor, radius: Tensor, logits: Tensor, norm: str, box: Box,
+    generator: torch.Generator, batch_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Points that APGD and FAB find for correct samples, else the samples; and (N,) whether one was found."""
+    found, wrong = x.clone(), torch.zeros_like(y, dtype=torch.bool)
+    space, order, near = ball(norm), rivals(logits, y, _TARGETS), []
+    for targets in (None, order):
+        starts = 1 if targets is None else order.shape[1]
+        for index in (~wrong).nonzero()[:, 0].split(max(1, batch_size // starts)):
+            owner = index.repeat_interleave(starts)
+            rows = _Rows(x[owner], y[owner], owner)
+            point = x[owner] if targets is None else space.start(x[owner], radius[owner], box, generator)
+            stayed = climb(
+                space, model, rows, torch.arange(len(owner), device=x.device), x[owner], y[owner], radius[owner],
+                point, None if targets is None else order[index].flatten(), "margin", _STEPS, box, generator,
+                True, _LOOK,
+            )  # fmt: skip
+            found[owner[rows.won]], wrong[owner[rows.won]] = rows.points[rows.won], True
+            near.append(owner[stayed])
+    index = torch.cat(near).unique() if near else order.new_empty(0)
+    for part in index[~wrong[index]].split(batch_size):
+        points = fab(model, x[part], y[part], norm=norm, box=box, generator=generator, polish=0, steps=20, targets=3)
+        size = space.distance(points, x[part])
+        hit = (size > 0) & (size <= radius[part])
+        found[part[hit]], wrong[part[hit]] = points[hit], True
+    return found, wrong
 
 
 def obstacle(x: Tensor, radius: Tensor, classes: int, box: Box) -> str:
@@ -119,7 +176,7 @@ class _Isolated(torch.autograd.Function):
 
 
 def _run(
-    parts: Sequence[str] | None,
+    parts: Sequence[str],
     model: Model,
     x: Tensor,
     y: Tensor,
@@ -141,7 +198,7 @@ def _run(
     # It calls the model, and asks nothing of it that only a module has.
     attack: Any = AutoAttack(isolated, norm={"l2": "L2", "linf": "Linf"}[norm], eps=eps, seed=seed, device=x.device)  # type: ignore[arg-type]
     # The standard version has set one start of each attack.
-    attack.attacks_to_run = list(parts or attack.attacks_to_run)
+    attack.attacks_to_run = list(parts)
     attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(9, classes - 1)
     silent = logging.Logger("lipkit.autoattack")
     silent.addHandler(logging.NullHandler())
