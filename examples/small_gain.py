@@ -18,12 +18,12 @@ import argparse
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lipkit
 from lipkit.bounds.dissipation import System, least_gain
 from lipkit.layers import R2dn
-from lipkit.linalg.scan import advance
 from lipkit.modules import Network, Recurrent
 
 DT, STIFFNESS, SOFT, DAMPING = 0.1, 1.0, 0.5, 0.5
@@ -59,7 +59,8 @@ def closed(system: Recurrent, step: Callable[[Tensor], Tensor], disturbance: Ten
     y, places = x[:, :1], []
     for force in disturbance.unbind(1):
         command = step(y)
-        x, _ = system.step(x, force[:, None] + command)
+        w, m = torch.tanh(x[:, :1]), system.matrix
+        x = torch.cat((w, x, force[:, None] + command), 1) @ m[1:3].T
         y = x[:, :1]
         places.append(y)
     return torch.cat(places, 1)
@@ -71,7 +72,10 @@ def differentiable(layer: R2dn, batch: int) -> Callable[[Tensor], Tensor]:
 
     def step(y: Tensor) -> Tensor:
         nonlocal state
-        state, out = advance(parts.matrix, parts.bias, parts.units, parts.block, layer.phi, state, y)
+        known = torch.cat((state, y), 1)
+        nv, m, b = layer.units, parts.matrix, parts.bias
+        w = layer.phi(F.linear(known, m[:nv, nv:], b[:nv]))
+        state, out = F.linear(torch.cat((w, known), 1), m[nv:], b[nv:]).split([layer.states, 1], 1)
         return out
 
     return step

@@ -218,7 +218,7 @@ def test_the_backward_pass_is_that_of_the_definition(name: str) -> None:
             t.clone().requires_grad_() for t in (module.matrix, module.bias, torch.linspace(-1, 1, 30).view(3, 5, 2))
         ]
         matrix, bias, u = (t.double() for t in given)
-        y, _ = simulate(matrix, bias, 4, module.units, module.block, module.phi, u, elementwise=by_hand)
+        y, _ = simulate(matrix, bias, 4, module.units, module.block, module.phi, u, by_hand)
         grads.append(torch.autograd.grad(y.square().sum(), given))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*grads, strict=True))
 

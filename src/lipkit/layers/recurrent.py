@@ -19,7 +19,7 @@ from lipkit.layers.export import exactly, in_float64
 from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_activation
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
-from lipkit.linalg.scan import advance, simulate
+from lipkit.linalg.scan import simulate
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
@@ -42,24 +42,28 @@ class RecurrentLayer(nn.Module):
     phi: nn.Module
 
     def __init__(
-        self, in_features: int, out_features: int, states: int, gamma: float, rate: float, device: Any, dtype: Any
+        self, in_features: int, out_features: int, states: int, gamma: float, rate: float, place: dict[str, Any]
     ) -> None:
         super().__init__()
-        check_dtype(dtype)
+        check_dtype(place.get("dtype"))
         check_positive(in_features=in_features, out_features=out_features, states=states)
         if not (0 < gamma < math.inf and 0 < rate <= 1):
             raise OptionError(f"expected a positive finite gamma and a rate in (0, 1], got gamma={gamma}, rate={rate}")
         self.in_features, self.out_features, self.states = in_features, out_features, states
         self.gamma, self.rate = float(gamma), float(rate)
-
-        def zeros(count: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(count, device=device, dtype=dtype))
-
-        self.state_bias, self.output_bias = zeros(states), zeros(out_features)
+        self.state_bias, self.output_bias = (nn.Parameter(torch.zeros(n, **place)) for n in (states, out_features))
 
     def parts(self) -> Parts:
         """The system as it is now, in float32 or better."""
         raise NotImplementedError
+
+    def _made(self, k: Tensor, bias: Tensor, multiplier: Tensor, block: int, shift: Tensor | float = 0.0) -> Parts:
+        """From a contraction of (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma)), the bias of v, and one of all."""
+        nx, ny, nu, root = self.states, self.out_features, self.in_features, math.sqrt(self.gamma)
+        rows, columns = k.new_ones(len(k)), k.new_ones(k.shape[1])
+        rows[-ny:], columns[-nu - nx : -nu], columns[-nu:] = root, self.rate, root
+        b = torch.cat((bias, at_least_float32(self.state_bias), at_least_float32(self.output_bias))) + rows * shift
+        return Parts(rows[:, None] * k * columns, b, multiplier, (len(k) - nx - ny, k.shape[1] - nx - nu), block)
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         """The outputs ``(B, T, out_features)``.
@@ -75,21 +79,10 @@ class RecurrentLayer(nn.Module):
             u = masked(u, mask)
         with autocast_off(u):
             made = self.parts()
-            given = u.to(made.matrix.dtype)
-            y, _ = simulate(
-                *(made.matrix, made.bias, self.states, made.units, made.block, self.phi, given),
-                elementwise=not made.units[0] or unitwise(self.phi),
-            )
-        y = y.to(u.dtype)
+            alone, given = not made.units[0] or unitwise(self.phi), u.to(made.matrix.dtype)
+            system = (made.matrix, made.bias, self.states, made.units, made.block)
+            y = simulate(*system, self.phi, given, alone)[0].to(u.dtype)
         return y if mask is None else masked(y, mask)
-
-    def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """The next states ``(B, states)`` and the outputs, from states (zeros at first) and inputs of one step.
-
-        It makes the system each time: stream with the ``step`` of the export.
-        """
-        made = self.parts()
-        return advance(made.matrix, made.bias, made.units, made.block, self.phi, x, u)
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_features}, {self.out_features}, states={self.states}"
@@ -116,7 +109,7 @@ class LinearSystem(RecurrentLayer):
         in_features, out_features, states: numbers of inputs, outputs and states.
         gamma: the gain, that is the H-infinity norm of the transfer function, at most.
         rate: a in (0, 1]: what the state keeps of itself in one step, at most.
-        device, dtype: of the parameters (float32 or float64).
+        place: device and dtype of the parameters (float32 or float64).
 
     Parameters: those of ``through``, a :class:`ContractionLinear` that makes K, ``state_bias`` and ``output_bias``.
 
@@ -134,49 +127,27 @@ class LinearSystem(RecurrentLayer):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        states: int,
-        gamma: float = 1.0,
-        rate: float = 1.0,
-        device: Any = None,
-        dtype: Any = None,
+        self, in_features: int, out_features: int, states: int, gamma: float = 1.0, rate: float = 1.0, **place: Any
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, device, dtype)
-        self.through = _birth(self, device, dtype)
+        super().__init__(in_features, out_features, states, gamma, rate, place)
+        self.through = _birth(self, place)
         self.phi = nn.Identity()
 
     def parts(self) -> Parts:
         k = self.through.weight()
-        return Parts(*_scaled(self, k, self.state_bias.new_zeros(0)), k.new_zeros(0), (0, 0), 1)
+        return self._made(k, k.new_zeros(0), k.new_zeros(0), 1)
 
 
-def _birth(layer: RecurrentLayer, device: Any, dtype: Any) -> ContractionLinear:
+def _birth(layer: RecurrentLayer, place: dict[str, Any]) -> ContractionLinear:
     """K of a new layer: states keep 0.95 of themselves, and inputs reach outputs."""
     nx, nu, ny = layer.states, layer.in_features, layer.out_features
-    made = ContractionLinear(nx + nu, nx + ny, bias=False, device=device, dtype=dtype)
+    made = ContractionLinear(nx + nu, nx + ny, bias=False, **place)
     k = 0.3 * made.weight().detach()
-    k[:nx, :nx] = 0.95 * torch.eye(nx, device=device)
+    k[:nx, :nx] = 0.95 * torch.eye(nx, device=k.device)
     k = k / torch.linalg.matrix_norm(k, 2).clamp_min(1) * (1 - 1e-3)
     values, vectors = torch.linalg.eigh(k @ k.mT)
     made.set_factors(vectors * (1 - values).clamp_min(0).sqrt() @ vectors.mT, k)
     return made
-
-
-def _scaled(layer: RecurrentLayer, k: Tensor, unit_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """M and b from a contraction of (w, a x, sqrt(gamma) u) to (v, x+, y / sqrt(gamma))."""
-    nx, nu, ny, root = layer.states, layer.in_features, layer.out_features, math.sqrt(layer.gamma)
-
-    def scale(first: int, state: float, last: int) -> Tensor:
-        ones = [
-            torch.full((n,), s, device=k.device, dtype=k.dtype) for n, s in ((first, 1.0), (nx, state), (last, root))
-        ]
-        return torch.cat(ones)
-
-    rows, columns = k.shape[0] - nx - ny, k.shape[1] - nx - nu
-    bias = torch.cat([at_least_float32(b) for b in (unit_bias, layer.state_bias, layer.output_bias)])
-    return scale(rows, 1.0, ny)[:, None] * k * scale(columns, layer.rate, nu), bias
 
 
 class R2dn(RecurrentLayer):
@@ -196,8 +167,7 @@ class R2dn(RecurrentLayer):
             network from ``(B, units)``, such as ``models.lbdn([units, 64, units])``. What phi is made of, dense layers
             with one kind of activation between them, is unfolded into M; any other network is run as it is, step by
             step, which takes longer.
-        gamma, rate: the gain and the contraction rate, as :class:`LinearSystem`.
-        device, dtype: of the parameters (float32 or float64).
+        gamma, rate, place: as :class:`LinearSystem`.
 
     Parameters: those of ``read`` (C_V, V), ``write`` (A_W, W), ``through`` (K) and phi, and ``unit_bias``,
     ``state_bias``, ``output_bias``.
@@ -229,10 +199,9 @@ class R2dn(RecurrentLayer):
         phi: str | nn.Module = "abs",
         gamma: float = 1.0,
         rate: float = 1.0,
-        device: Any = None,
-        dtype: Any = None,
+        **place: Any,
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, device, dtype)
+        super().__init__(in_features, out_features, states, gamma, rate, place)
         check_positive(units=units)
         self.inner: nn.Module | None = None
         # |v| is LeakyReLU of slope -1. What passes through phi unchanged could as well be a part of K.
@@ -246,13 +215,12 @@ class R2dn(RecurrentLayer):
             self.inner, layers = module, unfolded(module, units)
             self.phi = module if layers is None else layers.activation
             with torch.no_grad():
-                written = module(torch.zeros(1, units, device=device, dtype=dtype)).shape[1]
-        make: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+                written = module(torch.zeros(1, units, **place)).shape[1]
         self.units = units
-        self.read = ContractionLinear(units, states + in_features, **make)
-        self.write = ContractionLinear(written, states + out_features, **make)
-        self.through = _birth(self, device, dtype)
-        self.unit_bias = nn.Parameter(torch.zeros(units, device=device, dtype=dtype))
+        self.read = ContractionLinear(units, states + in_features, bias=False, **place)
+        self.write = ContractionLinear(written, states + out_features, bias=False, **place)
+        self.through = _birth(self, place)
+        self.unit_bias = nn.Parameter(torch.zeros(units, **place))
 
     def parts(self) -> Parts:
         (read, v), (write, w) = self.read.factors(), self.write.factors()
@@ -260,25 +228,17 @@ class R2dn(RecurrentLayer):
         z, v = write.mT @ self.through.weight() @ read, v.mT
         layers = None if self.inner is None else unfolded(self.inner, self.units)
         if layers is None:
-            k = torch.cat((torch.cat((v.new_zeros(len(v), w.shape[1]), v), 1), torch.cat((w, z), 1)))
-            sizes = (len(v), w.shape[1])
-            return Parts(*_scaled(self, k, self.unit_bias), v.new_ones(len(v)), sizes, max(len(v), 1))
-        return self._with(layers, v, w, z)
-
-    def _with(self, layers: Unfolded, v: Tensor, w: Tensor, z: Tensor) -> Parts:
-        """The matrix with the dense layers of phi in it: the first one after V, the last one before W."""
-        first, *between, last = layers.weights
-        sizes = [len(m) for m in layers.weights[:-1]]
-        d11 = torch.block_diag(v.new_zeros(sizes[0], 0), *between, v.new_zeros(0, sizes[-1]))
-        read = torch.cat((first @ v, v.new_zeros(sum(sizes[1:]), v.shape[1])))
-        write = torch.cat((w.new_zeros(len(w), sum(sizes[:-1])), w @ last), 1)
+            ends = [torch.eye(n, device=v.device, dtype=v.dtype) for n in (len(v), w.shape[1])]
+            layers = Unfolded(ends, [v.new_zeros(len(end)) for end in ends], self.phi, [v.new_ones(len(v))])
+        # The first dense layer of phi comes after V, the last one before W, and those between stand in D11.
+        (first, *between, last), sizes = layers.weights, [len(m) for m in layers.weights[:-1]]
+        d11 = torch.block_diag(v.new_zeros(sizes[0], 0), *between, v.new_zeros(0, last.shape[1]))
+        read, write = v.new_zeros(len(d11), v.shape[1]), w.new_zeros(len(w), d11.shape[1])
         k = torch.cat((torch.cat((d11, read), 1), torch.cat((write, z), 1)))
+        k[: sizes[0], d11.shape[1] :], k[len(d11) :, d11.shape[1] - last.shape[1] : d11.shape[1]] = first @ v, w @ last
         bias = torch.cat((layers.biases[0] + first @ at_least_float32(self.unit_bias), *layers.biases[1:-1]))
-        matrix, b = _scaled(self, k, bias)
-        after = w @ layers.biases[-1]
-        root = torch.cat((after.new_ones(self.states), after.new_full((self.out_features,), math.sqrt(self.gamma))))
-        b = b + torch.cat((b.new_zeros(len(bias)), root * after))
-        return Parts(matrix, b, torch.cat(layers.multipliers), (len(bias),) * 2, math.gcd(*sizes))
+        shift = torch.cat((torch.zeros_like(bias), w @ layers.biases[-1]))
+        return self._made(k, bias, torch.cat(layers.multipliers), math.gcd(*sizes), shift)
 
 
 class Unfolded(NamedTuple):
@@ -306,51 +266,43 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
     like = at_least_float32(next(network.parameters(), torch.empty(0)))
     weights, biases, kinds, multipliers = list[Tensor](), list[Tensor](), list[nn.Module](), list[Tensor]()
     w, b = torch.eye(units, device=like.device, dtype=like.dtype), like.new_zeros(units)
-    for part in _pieces(network):
-        if part is None:
-            return None
-        if part.activation is None:
-            w, b = part.weight @ w, part.weight @ b + (0 if part.bias is None else at_least_float32(part.bias))
+    for weight, bias, phi in _pieces(network):
+        if weight is not None and phi is None:
+            w, b = weight @ w, weight @ b + (0 if bias is None else at_least_float32(bias))
             continue
-        turn = _rotation(w) if type(part.activation) is MaxMin else None
-        weights.append(w if turn is None else turn.mT @ w)
-        biases.append(b if turn is None else turn.mT @ b)
-        kinds.append(part.activation if turn is None else HalfAbs())
-        multipliers.append(w.new_ones(len(w)) if part.weight is None else part.weight.square())
-        b = w.new_zeros(len(w))
-        w = torch.eye(len(b), device=w.device, dtype=w.dtype) if turn is None else turn
+        if phi is None:
+            return None
+        turn = _rotation(w) if type(phi) is MaxMin else torch.eye(len(w), device=w.device, dtype=w.dtype)
+        weights.append(turn.mT @ w)
+        biases.append(turn.mT @ b)
+        kinds.append(HalfAbs() if type(phi) is MaxMin else phi)
+        multipliers.append(w.new_ones(len(w)) if weight is None else weight.square())
+        w, b = turn, w.new_zeros(len(w))
     halves = any(type(kind) is HalfAbs for kind in kinds) and len(set(map(len, weights))) > 1
-    if len(set(map(repr, kinds))) != 1 or halves:
-        return None
-    return Unfolded([*weights, w], [*biases, b], kinds[0], multipliers)
+    alike = len(set(map(repr, kinds))) == 1 and not halves
+    return Unfolded([*weights, w], [*biases, b], kinds[0], multipliers) if alike else None
 
 
 UNFOLDED: dict[type[nn.Module], Callable[[Any], Unfolded | None]] = {}
 """What networks of dense layers unfold to, by exact type; modules of other packages fill it in."""
 
-
-class _Piece(NamedTuple):
-    """A linear map (its bias may be None), or an activation, with the diagonal of Psi if a sandwich has one."""
-
-    weight: Any
-    bias: Tensor | None = None
-    activation: nn.Module | None = None
+# A linear map and its bias, or an activation with the diagonal of Psi if a sandwich has one; nothing for other modules.
+_Piece = tuple[Tensor | None, Tensor | None, nn.Module | None]
 
 
-def _pieces(network: nn.Module) -> Iterator[_Piece | None]:
-    """The parts of a chain in their order; None for one that is neither dense nor an activation on each unit."""
+def _pieces(network: nn.Module) -> Iterator[_Piece]:
+    """The parts of a chain in their order."""
     if type(network) is nn.Sequential:
         for child in network:
             yield from _pieces(child)
     elif type(network) is SandwichLinear and network.activation is not None:
         first, second = network.halves()
-        yield from (_Piece(first, network.bias), _Piece(network.psi(), None, network.activation), _Piece(second))
+        yield from ((first, network.bias, None), (network.psi(), None, network.activation), (second, None, None))
     elif isinstance(network, ConstrainedLinear):
-        yield _Piece(network.weight(), network.bias)
-    elif slope_restricted(network) or type(network) in (MaxMin, HalfAbs):
-        yield _Piece(None, None, network)
+        yield network.weight(), network.bias, None
     else:
-        yield None
+        known = slope_restricted(network) or type(network) in (MaxMin, HalfAbs)
+        yield None, None, network if known else None
 
 
 def _rotation(like: Tensor) -> Tensor:
@@ -382,8 +334,7 @@ class Ren(RecurrentLayer):
     Args:
         in_features, out_features, states, units: nu, ny, nx and nv.
         activation: one with slope in [0, 1].
-        gamma, rate: as :class:`LinearSystem`.
-        device, dtype: of the parameters (float32 or float64); the system is made in float64.
+        gamma, rate, place: as :class:`LinearSystem`; the system is made in float64.
 
     Guarantee:
         As :class:`LinearSystem`. Complete: every contracting network of this form with this gain has such parameters.
@@ -410,28 +361,26 @@ class Ren(RecurrentLayer):
         activation: str | nn.Module = "relu",
         gamma: float = 1.0,
         rate: float = 1.0,
-        device: Any = None,
-        dtype: Any = None,
+        **place: Any,
     ) -> None:
-        super().__init__(in_features, out_features, states, gamma, rate, device, dtype)
+        super().__init__(in_features, out_features, states, gamma, rate, place)
         check_positive(units=units)
         self.phi, self.units = slope_activation(activation), units
         nx, nv, nu, ny = states, units, in_features, out_features
 
         def free(rows: int, columns: int, scale: float) -> nn.Parameter:
-            drawn = torch.randn(rows, columns, device=device, dtype=dtype)
-            return nn.Parameter(drawn * scale / math.sqrt(max(columns, 1)))
+            return nn.Parameter(torch.randn(rows, columns, **place) * scale / math.sqrt(max(columns, 1)))
 
         # At birth H is near one whose A keeps 0.9 of the state.
-        kept = torch.eye(2 * nx + nv, device=device, dtype=dtype)
+        kept = torch.eye(2 * nx + nv, **place)
         kept[nx + nv :, :nx] = kept[:nx, nx + nv :] = 0.9 * torch.eye(nx)
         self.x = nn.Parameter(torch.linalg.cholesky(kept).mT + 0.3 * free(2 * nx + nv, 2 * nx + nv, 1.0).detach())
         self.y, self.b2, self.d12 = free(nx, nx, 0.1), free(nx, nu, 0.5), free(nv, nu, 0.5)
         self.c2, self.d21 = free(ny, nx, 0.5), free(ny, nv, 0.5)
         d = min(nu, ny)
-        self.x3 = nn.Parameter(torch.eye(d, device=device, dtype=dtype) + free(d, d, 0.1).detach())
+        self.x3 = nn.Parameter(torch.eye(d, **place) + free(d, d, 0.1).detach())
         self.y3, self.z3 = free(d, d, 0.1), free(abs(ny - nu), d, 0.1)
-        self.unit_bias = nn.Parameter(torch.zeros(nv, device=device, dtype=dtype))
+        self.unit_bias = nn.Parameter(torch.zeros(nv, **place))
 
     def parts(self) -> Parts:
         nx, nv, ny, nu, gamma = self.states, self.units, self.out_features, self.in_features, self.gamma
@@ -473,20 +422,14 @@ class Ren(RecurrentLayer):
 EPSILON = 1e-9
 
 
-def _inner(layer: RecurrentLayer) -> tuple[nn.Module, int] | None:
-    """phi where it is a network, and what it takes."""
-    inner = layer.inner if isinstance(layer, R2dn) else None
-    return (inner, layer.units) if isinstance(layer, R2dn) and inner is not None else None
-
-
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
     """gamma, unless phi was replaced by what the layer does not hold for."""
-    inner, bound = _inner(layer), 1.0
     guard(layer.phi)
-    if inner is not None:
-        bound = float(lipschitz(inner[0], (inner[1],)).detach())
-    elif type(layer) is not LinearSystem:
-        bound = float(lipschitz(layer.phi).detach()) if unitwise(layer.phi) else math.inf
+    bound = 1.0 if type(layer) is LinearSystem else math.inf
+    if isinstance(layer, R2dn) and layer.inner is not None:
+        bound = float(lipschitz(layer.inner, (layer.units,)).detach())
+    elif unitwise(layer.phi):
+        bound = float(lipschitz(layer.phi).detach())
     if not bound <= 1 + 1e-9 or (type(layer) is Ren and not slope_restricted(layer.phi)):
         raise NoRuleError(f"{type(layer).__name__}: expected the phi that it was made with, got {layer.phi!r}")
     return layer.gamma
@@ -497,10 +440,9 @@ def _export(layer: RecurrentLayer, input_shape: Shape) -> nn.Module:
         raise ShapeError(f"expected input of shape (T, {layer.in_features}), got {input_shape}")
     gamma = float(lipschitz(layer))
     matrix, bias, multiplier = exactly(layer, lambda made: made.parts()[:3])
-    made, inner = in_float64(layer).parts(), _inner(layer)
-    phi = plain_activation(layer.phi)
-    if inner is not None and layer.phi is inner[0]:
-        exported = export(inner[0], (inner[1],))
+    made, phi = in_float64(layer).parts(), plain_activation(layer.phi)
+    if isinstance(layer, R2dn) and layer.phi is layer.inner:
+        exported = export(layer.inner, (layer.units,))
         phi = exported[0] if len(exported) == 1 else exported
     metric = torch.eye(layer.states, dtype=matrix.dtype, device=matrix.device)
     for delta in (m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)):

@@ -24,25 +24,6 @@ from lipkit.linalg.transforms import transformed
 Function = Callable[[Tensor], Tensor]
 
 
-def advance(
-    matrix: Tensor, bias: Tensor, units: tuple[int, int], block: int, phi: Function, x: Tensor, u: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One step: the next state ``(B, nx)`` and the output ``(B, ny)``; arguments as :func:`simulate`.
-
-    >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
-    >>> advance(half, torch.zeros(2), (0, 0), 1, torch.relu, torch.ones(1, 1), torch.ones(1, 1))
-    (tensor([[1.5000]]), tensor([[1.]]))
-    """
-    (nv, nw), known = units, torch.cat((x, u), 1)
-    if nv and block >= nv:
-        known = torch.cat((phi(F.linear(known, matrix[:nv, nw:], bias[:nv])), known), 1)
-    elif nv:
-        v = F.linear(known, matrix[:nv, nw:], bias[:nv])
-        known = torch.cat((_in_blocks(v, matrix[:nv, :nw], block, phi), known), 1)
-    after = F.linear(known, matrix[nv:], bias[nv:])
-    return after[:, : x.shape[1]], after[:, x.shape[1] :]
-
-
 def _in_blocks(v: Tensor, d11: Tensor, block: int, phi: Function) -> Tensor:
     """w = phi(v + D11 w), block by block."""
     w = phi(v[:, :block])
@@ -59,20 +40,13 @@ class Stream:
         batch: how many sequences run at once.
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
-    >>> stream = Stream(half, torch.zeros(2), 1, (0, 0), 1, torch.relu)
+    >>> stream = Stream(half, torch.zeros(2), 1, (0, 0), 1, torch.relu, 1)
     >>> [stream.step(torch.ones(1, 1)).item() for _ in range(3)]
     [0.0, 1.0, 1.5]
     """
 
     def __init__(
-        self,
-        matrix: Tensor,
-        bias: Tensor,
-        states: int,
-        units: tuple[int, int],
-        block: int,
-        phi: Function,
-        batch: int = 1,
+        self, matrix: Tensor, bias: Tensor, states: int, units: tuple[int, int], block: int, phi: Function, batch: int
     ) -> None:
         (nv, nw), m, b = units, matrix.detach(), bias.detach()
         given = m.shape[1] - nw
@@ -100,27 +74,17 @@ class Stream:
 
 
 def simulate(
-    matrix: Tensor,
-    bias: Tensor,
-    states: int,
-    units: tuple[int, int],
-    block: int,
-    phi: Function,
-    u: Tensor,
-    *,
-    elementwise: bool = True,
+    matrix: Tensor, bias: Tensor, states: int, units: tuple[int, int], block: int, phi: Function, u: Tensor, alone: bool
 ) -> tuple[Tensor, Tensor]:
     r"""The outputs of a system that starts at rest, :math:`x_0 = 0`.
 
     Args:
-        matrix: M ``(nv + nx + ny, nw + nx + nu)``.
-        bias: b ``(nv + nx + ny,)``.
-        states: nx.
-        units: ``(nv, nw)``; the same number twice for an elementwise function.
+        matrix, bias: M ``(nv + nx + ny, nw + nx + nu)`` and b ``(nv + nx + ny,)``.
+        states, units: nx, and ``(nv, nw)``.
         block: how many units are computed at once; it divides nv.
         phi: ``(B, nv) -> (B, nw)``.
         u: ``(B, T, nu)``.
-        elementwise: whether phi acts on each unit alone (on its place in a block); the derivative is then by hand.
+        alone: whether phi acts on each unit alone (on its place in a block); the derivative is then by hand.
 
     Returns:
         y ``(B, T, ny)``, and (w_t, x_t) at all steps, ``(T, B, nw + nx)``.
@@ -131,7 +95,7 @@ def simulate(
         of an ``nn.LSTM`` with as many parameters (the plain loop: 3 to 4 times that).
 
     >>> half = torch.tensor([[0.5, 1.0], [1.0, 0.0]])
-    >>> simulate(half, torch.zeros(2), 1, (0, 0), 1, torch.relu, torch.ones(1, 3, 1))[0].flatten().tolist()
+    >>> simulate(half, torch.zeros(2), 1, (0, 0), 1, torch.relu, torch.ones(1, 3, 1), True)[0].flatten().tolist()
     [0.0, 1.0, 1.5]
     """
     nv, nw = units
@@ -139,7 +103,7 @@ def simulate(
     # What the inputs add to v and x in all steps: M's last columns, with the biases.
     driven = F.linear(steps, inputs[: nv + states], bias[: nv + states])
     own = matrix[:, : nw + states]
-    if elementwise and not transformed() and not torch.compiler.is_compiling():
+    if alone and not transformed() and not torch.compiler.is_compiling():
         after: Tensor = _Scan.apply(driven, own[: nv + states], states, block, phi)
     else:
         after = _loop(driven, own[: nv + states], states, (nv, nw), block, phi)

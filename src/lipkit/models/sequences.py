@@ -56,15 +56,12 @@ class SequenceModel(nn.Sequential):
         return u
 
 
-def _layer(
-    kind: str, sizes: tuple[int, int, int, int], lipschitz: float, rate: float, options: dict[str, Any]
-) -> RecurrentLayer:
-    inputs, outputs, states, units = sizes
+def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, options: dict[str, Any]) -> RecurrentLayer:
+    check_sizes(states=states, units=units, outputs=outputs)
     if kind not in LAYERS:
         raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {kind!r}")
-    made = LAYERS[kind]
-    own = (states,) if made is LinearSystem else (states, units)
-    return made(inputs, outputs, *own, gamma=lipschitz, rate=rate, **options)
+    own = (states,) if kind == "linear" else (states, units)
+    return LAYERS[kind](inputs, outputs, *own, **options)
 
 
 def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
@@ -88,7 +85,6 @@ def sequence_classifier(
     layer: str = "r2dn",
     *,
     features: int | None = None,
-    rate: float = 1.0,
     input_shape: Shape,
     classes: int,
     lipschitz: float = 1.0,
@@ -102,20 +98,18 @@ def sequence_classifier(
         states, units: of the recurrent layer.
         layer: 'r2dn', 'ren' or 'linear'.
         features: outputs of the recurrent layer; by default as many as states, at least as many as classes.
-        rate: its contraction rate.
         input_shape: (steps, features) of one sequence. Export it for any number of steps.
         classes: number of outputs.
         lipschitz: target constant behind the normalisation.
         mean, std: input normalisation of each feature, part of the network.
-        options: of the recurrent layer, such as ``phi``.
+        options: of the recurrent layer, such as ``phi`` and ``rate``.
 
     >>> sequence_classifier(8, 16, input_shape=(20, 3), classes=4, lipschitz=2.0)(torch.zeros(2, 20, 3)).shape
     torch.Size([2, 4])
     """
-    check_sizes(states=states, units=units)
     check_classes(classes)
     head, outputs = _head("sequence_classifier", input_shape, mean, std), features or max(states, classes)
-    recurrent = _layer(layer, (input_shape[1], outputs, states, units), lipschitz, rate, options)
+    recurrent = _layer(layer, input_shape[1], outputs, states, units, {"gamma": lipschitz, **options})
     return SequenceModel(*head, recurrent, SumOverTime(), CayleyLinear(outputs, classes))
 
 
@@ -125,7 +119,6 @@ def sequence_regressor(
     layer: str = "r2dn",
     *,
     outputs: int = 1,
-    rate: float = 1.0,
     input_shape: Shape,
     lipschitz: float = 1.0,
     mean: Sequence[float] | None = None,
@@ -139,9 +132,8 @@ def sequence_regressor(
     >>> sequence_regressor(8, 16, input_shape=(20, 1), lipschitz=3.0)(torch.zeros(2, 20, 1)).shape
     torch.Size([2, 20, 1])
     """
-    check_sizes(states=states, units=units, outputs=outputs)
     head = _head("sequence_regressor", input_shape, mean, std)
-    return SequenceModel(*head, _layer(layer, (input_shape[1], outputs, states, units), lipschitz, rate, options))
+    return SequenceModel(*head, _layer(layer, input_shape[1], outputs, states, units, {"gamma": lipschitz, **options}))
 
 
 lipschitz_rule(SumOverTime)(1.0)

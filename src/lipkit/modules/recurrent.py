@@ -8,6 +8,7 @@ however long the sequence is. An output is off by at most :math:`\sqrt\gamma\, a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lipkit.bounds.dissipation import System, least_gain, proves_dissipation
 from lipkit.bounds.lmi import is_positive_semidefinite, is_positive_within
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.linalg.scan import Stream, advance, simulate
+from lipkit.linalg.scan import Stream, simulate
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.configuration import COUNT, real, submodule, whole
 from lipkit.modules.graph import Concatenate, Graph
@@ -102,28 +103,28 @@ class Recurrent(nn.Module):
     def run(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs, and the units and states of all steps, as `lipkit.linalg.scan.simulate`."""
         alone = not self.units[0] or unitwise(self.phi)
-        return simulate(self.matrix, self.bias, self.states, self.units, self.block, self.phi, u, elementwise=alone)
+        return simulate(self.matrix, self.bias, self.states, self.units, self.block, self.phi, u, alone)
 
     def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The next states ``(B, nx)`` and outputs ``(B, ny)``, from states (zeros at first) and inputs ``(B, nu)``."""
-        return advance(self.matrix, self.bias, self.units, self.block, self.phi, x, u)
+        stream = self.stream(len(x))
+        stream.x.copy_(x)
+        y = stream.step(u)
+        return stream.x, y
 
     def stream(self, batch: int = 1) -> Stream:
-        """The same step by step, with memory of its own: for loops in real time."""
+        """:meth:`step` with memory of its own, which holds the states: for loops in real time."""
         return Stream(self.matrix, self.bias, self.states, self.units, self.block, self.phi, batch)
 
     def one_step(self) -> Network:
         """:meth:`step` as a network from (x, u) in one vector to (next x, y): to be written as ONNX or C."""
         (nv, nw), m, b = self.units, self.matrix, self.bias
-        nodes, sources, inner = list[nn.Module](), list[list[int]](), list[int]()
-        known = 0
+        nodes, sources, inner, known = list[nn.Module](), list[list[int]](), list[int](), 0
         for i in range(0, nv, self.block):
             rows = slice(i, i + self.block)
-            nodes += [_linear(torch.cat((m[rows, :i], m[rows, nw:]), 1), b[rows]), self.phi]
-            sources += [[known], [len(nodes) - 1]]
-            inner.append(len(nodes))
-            nodes.append(Concatenate(1))
-            sources.append([*inner, 0])
+            nodes += [_linear(torch.cat((m[rows, :i], m[rows, nw:]), 1), b[rows]), self.phi, Concatenate(1)]
+            inner.append(len(nodes) - 1)
+            sources += [[known], [len(nodes) - 2], [*inner, 0]]
             known = len(nodes)
         last = _linear(m[nv:], b[nv:])
         return Network([Graph([*nodes, last], [*sources, [known]]) if nv else last], (self.states + self.in_features,))
@@ -196,17 +197,7 @@ def _constant(module: Recurrent, input_shape: Shape | None) -> float:
 
 
 class _Numbers(NamedTuple):
-    """Bounds that every step of a system shares.
-
-    Attributes:
-        state: of ||x|| / ||x||_P.
-        metric: of ||x||_P / ||x||.
-        read: the gain from (x, u) to v before any w.
-        within: the norm of D11.
-        solve: the gain from r to w = phi(r + D11 w).
-        write: the norm of B1.
-        show: the norm of D21.
-    """
+    """Of ||x|| / ||x||_P and its inverse; of (x, u) to v; of D11; of r to w = phi(r + D11 w); of B1 and D21."""
 
     state: float
     metric: float
@@ -250,7 +241,7 @@ def _monotone(d11: Tensor, lam: Tensor) -> float:
 
 
 class _Locals(NamedTuple):
-    """The local errors of one arithmetic at one step: of V, of phi, of S and of O."""
+    """The local errors of one arithmetic at one step."""
 
     v: Local
     phi: Local
@@ -260,11 +251,9 @@ class _Locals(NamedTuple):
 
 def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     guard(module)
-    nv, steps = module.units[0], input_shape[0]
+    nv, parts = module.units[0], [module.units[0], module.states, module.out_features]
     gain, rate, n = _gain(module), module.rate, _numbers(module)
     rows, b = torch.cat(module.system()[0].rows()), module.bias
-
-    parts = [nv, module.states, module.out_features]
 
     def rules(arithmetic: Arithmetic) -> list[Measure]:
         arithmetic = dataclasses.replace(arithmetic, block=None)  # evaluators in blocks leave this module as it is
@@ -275,7 +264,8 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
         return [found[0], local_error(module.phi, (nv,), arithmetic) if nv else _none, *found[1:]]
 
     machine, double = rules(arithmetic), rules(FLOAT64)
-    root, most = up(math.sqrt(gain), 4), product(*[max(1.0, rate)] * min(steps, 2000))
+    root = up(math.sqrt(gain), 4)
+    moves = _over(root, rate, input_shape)
 
     def measure(x: Tensor) -> Local:
         h = torch.cat((module.run(x)[1], x.transpose(0, 1)), -1)
@@ -291,7 +281,7 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
 
         # Of the float64 states that the errors are measured at, then of the machine's around them.
         exact = _walk(at(double), None, n, root, rate, 0.0)
-        return _total(_walk(at(machine), exact, n, root, rate, product(root, most)))
+        return _total(_walk(at(machine), exact, n, root, rate, moves))
 
     return measure
 
@@ -370,14 +360,16 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
     if len(input_shape) != 2 or input_shape[1] != module.in_features:
         raise ShapeError(f"expected input of shape (T, {module.in_features}), got {input_shape}")
     guard(module)
-    phi = export(module.phi, (module.units[0],)) if module.units[0] else nn.Identity()
-    given = {**_read(module), "phi": phi[0] if isinstance(phi, Network) and len(phi) == 1 else phi}
-    names = ("states", "units", "block", "phi", "gain", "rate")
-    return Recurrent(module.matrix, module.bias, module.metric, module.multiplier, **{k: given[k] for k in names})
+    plain = copy.deepcopy(module)
+    if module.units[0]:
+        phi = export(module.phi, (module.units[0],))
+        plain.phi = phi[0] if len(phi) == 1 else phi
+    return plain
 
 
-def _of_torch(rnn: nn.RNN) -> tuple[Tensor, Tensor, System]:
+def _of_torch(module: nn.RNN | Outputs) -> tuple[Tensor, Tensor, System]:
     """M, b and the system of a network of torch, in float64: its states are the units of the step before."""
+    rnn = module.rnn if isinstance(module, Outputs) else module
     if not rnn.batch_first or rnn.bidirectional or (rnn.dropout and rnn.training):
         raise NoRuleError(
             "nn.RNN: expected batch_first=True, one direction and no dropout in training, got "
@@ -400,19 +392,19 @@ def _of_torch(rnn: nn.RNN) -> tuple[Tensor, Tensor, System]:
     return m, b, System(m, nx, (nx, nx), n)
 
 
-def _torch_constant(rnn: nn.RNN, input_shape: Shape | None) -> float:
-    found = least_gain(_of_torch(rnn)[2])
+def _torch_constant(module: nn.RNN | Outputs, input_shape: Shape | None) -> float:
+    found = least_gain(_of_torch(module)[2])
     return _over(found.gain, found.rate, input_shape)
 
 
-def _torch_export(rnn: nn.RNN, input_shape: Shape) -> nn.Module:
+def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
+    rnn = module.rnn if isinstance(module, Outputs) else module
     if len(input_shape) != 2 or input_shape[1] != rnn.input_size:
         raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
     (m, b, system), like = _of_torch(rnn), rnn.get_parameter("weight_ih_l0")
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
     m, b, p, lam = (t.to(like) for t in (m, b, found.metric, found.multiplier))
-    gain = min(found.gain, 1e290)
-    made = Recurrent(m, b, p, lam, phi, system.states, system.units, system.block, gain, found.rate)
+    made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)
     made.gain = min(_gain(made), made.gain * 2)  # of the rounded metric, to be the claim
     return made
 
@@ -432,12 +424,5 @@ class Outputs(nn.Module):
 _sizes = {"in_features": COUNT, "out_features": COUNT, "states": COUNT, "units": whole(0, count=2), "block": COUNT}
 _stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, _read, _made)
 add_plain(Plain(Recurrent, _constant, _rounding, _stored, export=_export, dims=(2, 2)))
-add_plain(Plain(nn.RNN, _torch_constant, export=_torch_export, dims=(2, 2)))
-add_plain(
-    Plain(
-        Outputs,
-        lambda m, shape: _torch_constant(m.rnn, shape),
-        export=lambda m, shape: _torch_export(m.rnn, shape),
-        dims=(2, 2),
-    )
-)
+for _kind in (nn.RNN, Outputs):
+    add_plain(Plain(_kind, _torch_constant, export=_torch_export, dims=(2, 2)))
