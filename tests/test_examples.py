@@ -234,3 +234,18 @@ def test_by_hand_trains_certifies_and_exports(tmp_path: Path, capsys: pytest.Cap
     assert [float(number) for number in found.groups()] == pytest.approx([1, 1], abs=1e-4)
     assert "change 0 predictions" in text
     onnx.checker.check_model(tmp_path / "digits.onnx", full_check=True)
+
+
+def test_a_loop_is_closed_by_the_small_gain_theorem_and_only_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    example = script("examples/small_gain.py")
+    threads = torch.get_num_threads()
+    example.main(["--steps", "2"])
+    torch.set_num_threads(threads)
+    text = capsys.readouterr().out
+    assert "product 0.9000: the loop is stable" in text
+    assert "refused: small gain: expected proved gains with a product below 1, got 3.36" in text
+    assert "input, forget, cell and output gates" in text
+    plant = example.plant()
+    plant[0].gain *= 0.9  # a claim that the metric does not prove
+    with pytest.raises(SystemExit, match="may be unstable, and is not closed"):
+        example.closed_loop_bound(plant, lipkit.export(lipkit.layers.R2dn(1, 1, 2, 2, gamma=0.29), (1, 1)))

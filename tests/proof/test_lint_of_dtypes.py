@@ -66,6 +66,7 @@ EXCEPTIONS = {
     "lipkit/modules/products.py:Limited.clipped": MACHINE,
     "lipkit/modules/products.py:_through": STORED,
     "lipkit/modules/fourier.py:FourierConv2d.from_symbol": STORED,
+    "lipkit/modules/recurrent.py:_torch_export": STORED,
     "lipkit/lowering/axes.py": "another call of a function, no cast",
     "lipkit/lowering/observe.py:sample": "random inputs",
     "lipkit/lowering/observe.py:_alone": "an output, to compare",
