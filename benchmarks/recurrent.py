@@ -1,6 +1,6 @@
 """1,000 random recurrent layers after wild training: gain, contraction and proof of each; and rounding against length.
 
-    python -m benchmarks.recurrent --models 1000 --out records/recurrent.json
+    python -m benchmarks.recurrent --models 1000 --out records/recurrent/study.json
 
 R2DN (phi an activation, an LBDN, Cayley layers with MaxMin), REN and linear systems of random sizes, gains (0.03 to 30)
 and rates (0.2 to 1), in float32 and float64 in turn, each after 50 steps of Adam at 0.3 that push its gain up. Of the

@@ -1,7 +1,7 @@
 """Certified classification of sequences: R2DN and REN beside LSTM, GRU, a temporal CNN with Cayley layers, and linear.
 
     pip download --no-deps aeon==1.6.0
-    python -m benchmarks.sequences --wheel aeon-1.6.0-py3-none-any.whl --out records/sequences
+    python -m benchmarks.sequences --wheel aeon-1.6.0-py3-none-any.whl --out records/recurrent
 
 The .ts files of JapaneseVowels, BasicMotions and ItalyPowerDemand lie inside the wheel of aeon (a zip), and are read
 from there: aeon itself needs numba. Networks have about 6,000 parameters each (the linear one as many as it takes);

@@ -1,6 +1,6 @@
 """Models of dynamic systems from real input-output data: R2DN beside nn.LSTM and a linear state-space model.
 
-    python -m benchmarks.system_identification --folder DATA --out records/system_identification.json
+    python -m benchmarks.system_identification --folder DATA --out records/recurrent/system_identification.json
 
 DATA holds files of the nonlinear benchmarks and of DaISy as CSV with a header, each with its columns in `DATA_SETS`:
 ``tanque.csv`` (cascaded tanks with overflow), ``exchanger.csv`` (steam heat exchanger), ``robot-arm.csv`` (flexible
