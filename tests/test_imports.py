@@ -28,6 +28,7 @@ ORDER = [
         "evaluation",
         "report",
         "interop",
+        "sklearn",
         "explorer",
         "experiments",
         "cli",

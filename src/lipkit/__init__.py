@@ -53,6 +53,7 @@ _PACKAGES = (
     "parametrize",
     "proof",
     "report",
+    "sklearn",
     "testing",
     "training",
     "wasserstein",

@@ -57,8 +57,8 @@ class AurocCertificate(Shown):
         who = "every sample moves" if self.moves == "both" else f"the {self.moves} move"
         included = "included" if self.rounding == "sound" else "ignored"
         return (
-            f"{counts}: AUROC {self.auroc:.4f}, at least {self.worst_auroc:.4f} if {who} by up to "
-            f"{format_radius(self.eps)} (l2)\n"
+            f"{counts}: AUROC {self.auroc:.4f}\n"
+            f"at least {self.worst_auroc:.4f} if {who} by up to {format_radius(self.eps)} (l2)\n"
             f"L <= {upper(self.constant)} proved from the stored numbers, rounding {included}, for "
             f"{self.evaluator.name} evaluation"
         )

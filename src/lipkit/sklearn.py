@@ -1,0 +1,436 @@
+r"""Networks with a proved constant as estimators of scikit-learn, for tables.
+
+.. math:: f(x) = L\,W_K\,\sigma(W_{K-1} \cdots \sigma(W_1 D z + b_1)) + b_K, \qquad z = (x - \mu) / s
+
+:math:`\sigma` sorts pairs of units (`MaxMin`), the W come from `lipkit.layers.aol.aol_matrix`, D is a diagonal of at
+most 1, so f is L-Lipschitz in z. Radii, eps and gains are in units of z: eps = 0.3 is three tenths of the standard
+deviation of one feature, or less of several together in l2. `MaxMin` never falls, so a feature whose paths have
+positive weights only is monotone: `lipkit.certificates.monotone` reads that from the exported numbers.
+
+Equal rows are merged and their weights added before training, so a weight of 2 is the same as two rows, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
+from lipkit.certificates.certificate import pair_constants
+from lipkit.certificates.measurement import float64_copy
+from lipkit.conformal import Calibration, calibrate
+from lipkit.errors import OptionError
+from lipkit.interop import write_onnx
+from lipkit.layers.aol import aol_matrix
+from lipkit.lowering import lipschitz
+from lipkit.modules import Affine, MaxMin, Network
+from lipkit.proof.roundoff import UNIT
+from lipkit.shown import axes
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.exceptions import NotFittedError
+    from sklearn.model_selection import train_test_split
+    from sklearn.utils import check_random_state, column_or_1d, compute_sample_weight
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_monotonic_cst, _check_sample_weight, check_is_fitted, validate_data
+except ImportError as missing:
+    raise ImportError('expected scikit-learn 1.6 or later: pip install "lipkit[sklearn]"') from missing
+
+Array = np.ndarray[Any, Any]
+
+# The stored float32 numbers of all layers together exceed those that were trained by less than this part.
+_SLACK = 1e-5
+
+
+# Each field is a parameter, which scikit-learn reads from the signature that dataclass makes.
+@dataclasses.dataclass(eq=False, repr=False)
+class _LipschitzEstimator(BaseEstimator):  # type: ignore[misc]
+    """What both estimators share. After `fit`, ``export_`` is the network on scaled features, without constraints."""
+
+    hidden_layer_sizes: Any = (64, 64)
+    lipschitz: float = 1.0
+    scale: Any = "std"
+    monotonic_cst: Any = None
+    learning_rate_init: float = 0.01
+    batch_size: int = 200
+    max_iter: int = 200
+    early_stopping: bool = False
+    validation_fraction: float = 0.1
+    n_iter_no_change: int = 20
+    tol: float = 1e-4
+    random_state: Any = None
+
+    def _fit(self, X: Array, y: Array, weights: Array, outputs: int) -> None:
+        """Train and export. ``y``: numbers of classes, or targets; ``weights`` are positive."""
+        sizes = [*np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()]
+        for name in ("lipschitz", "learning_rate_init"):
+            if not (isinstance(value := getattr(self, name), int | float | np.number) and 0 < value < math.inf):
+                raise OptionError(f"{name}: expected a positive finite number, got {value!r}")
+        for name in ("batch_size", "max_iter", "n_iter_no_change"):
+            if not (isinstance(value := getattr(self, name), int | np.integer) and value >= 1):
+                raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if not all(isinstance(n, int | np.integer) and n >= 2 and n % 2 == 0 for n in sizes):
+            raise OptionError(f"hidden_layer_sizes: expected even numbers, got {self.hidden_layer_sizes!r}")
+        signs = _check_monotonic_cst(self, self.monotonic_cst)
+        if signs.any() and outputs > 1:
+            raise OptionError(f"monotonic_cst: expected two classes, or a regression, got {outputs} classes")
+        rows, inverse = np.unique(np.column_stack((X, y)), axis=0, return_inverse=True)
+        X, y, weights = rows[:, :-1], rows[:, -1], np.bincount(inverse.ravel(), weights)
+        self.mean_ = np.average(X, axis=0, weights=weights)
+        self.scale_ = self._scales(X, weights)
+        seeds = check_random_state(self.random_state)
+        labels = isinstance(self, ClassifierMixin)
+        middle = 0.0 if labels else np.average(y, weights=weights)
+        unit = 1.0 if labels else np.sqrt(np.average((y - middle) ** 2, weights=weights)) or 1.0
+        target = y if labels else (y - middle) / unit
+        data = [torch.from_numpy(a) for a in ((X - self.mean_) / self.scale_, target, weights)]
+        held = None
+        if self.early_stopping:
+            groups = train_test_split(
+                np.arange(len(X)),
+                test_size=self.validation_fraction,
+                random_state=seeds,
+                stratify=y if labels else None,
+            )
+            data, held = ([a[g] for a in data] for g in groups)
+        trained = _Trained([X.shape[1], *map(int, sizes), outputs], signs, float(self.lipschitz), labels)
+        self._train(trained, data, held, torch.Generator().manual_seed(int(seeds.randint(2**31))))
+        self.export_ = trained.exported(float(unit), float(middle))
+        self.lipschitz_ = float(lipschitz(self.export_))
+        proved = monotone(self.export_)[-1].numpy()
+        assert ((signs == 0) | (proved == signs)).all()
+
+    def _scales(self, X: Array, weights: Array) -> Array:
+        if isinstance(self.scale, str) and self.scale == "std":
+            found = np.sqrt(np.average((X - self.mean_) ** 2, axis=0, weights=weights))
+            # A feature is constant if only rounding moves it.
+            return np.where(found > (len(X) + 10) * np.finfo(float).eps * np.abs(self.mean_), found, 1.0)
+        found = np.ones(X.shape[1]) if self.scale is None else np.asarray(self.scale, dtype=float)
+        if found.shape not in ((), (X.shape[1],)) or not (np.isfinite(found) & (found > 0)).all():
+            raise OptionError(
+                f"scale: expected 'std', None or {X.shape[1]} positive numbers, one a feature, got {self.scale!r}"
+            )
+        return np.broadcast_to(found, X.shape[1]).copy()
+
+    def _train(self, network: _Trained, data: list[Tensor], held: list[Tensor] | None, random: torch.Generator) -> None:
+        network.start(random)
+        optimizer = torch.optim.Adam(network.parameters(), self.learning_rate_init, fused=True)
+        steps = math.ceil(len(data[0]) / self.batch_size)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.max_iter * steps)
+        best, waited, kept = math.inf, 0, network.state_dict()
+        self.loss_curve_: list[float] = []
+        for _ in range(self.max_iter):
+            total = 0.0
+            for batch in torch.randperm(len(data[0]), generator=random).chunk(steps):
+                optimizer.zero_grad()
+                loss = network.loss(*(a[batch] for a in data))
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                total += float(loss.detach()) / steps
+            self.loss_curve_.append(total)
+            if held is not None:
+                with torch.no_grad():
+                    total = float(network.loss(*held))
+                if total < best:
+                    kept = {name: value.clone() for name, value in network.state_dict().items()}
+            waited = 0 if total < best - self.tol else waited + 1
+            best = min(best, total)
+            if waited >= self.n_iter_no_change:
+                break
+        self.n_iter_ = len(self.loss_curve_)
+        network.load_state_dict(kept)
+
+    def _scaled(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, dtype=np.float64)
+        return torch.from_numpy((X - self.mean_) / self.scale_)
+
+    def _outputs(self, X: Any) -> Array:
+        z = self._scaled(X)
+        found: Array = float64_copy(self.export_)(z).numpy()
+        return found
+
+    def calibrate(self, X: Any, y: Any) -> Self:
+        """Take the conformity scores of data that were not trained on, for sets or intervals."""
+        self.conformity_scores_ = calibrate(self.export_, self._scaled(X), self._targets(y)).scores.numpy()
+        return self
+
+    def _calibration(self) -> Calibration:
+        check_is_fitted(self)
+        if not hasattr(self, "conformity_scores_"):
+            raise NotFittedError("expected calibrate(X, y) on data that were not trained on, before sets or intervals")
+        return Calibration(
+            torch.from_numpy(self.conformity_scores_), isinstance(self, ClassifierMixin), prove(self.export_)
+        )
+
+    def feature_gains(self) -> Array:
+        r"""Proved bounds (features,) of how far a change of one feature by one scaled unit moves the outputs, in l2."""
+        check_is_fitted(self)
+        first, *rest = self.export_
+        gains = []
+        for column in first.weight.split(1, 1):
+            alone = nn.Linear(1, len(column), bias=False)
+            alone.weight = nn.Parameter(column.clone(), requires_grad=False)
+            gains.append(float(lipschitz(Network([alone, *rest], (1,)))))
+        return np.array(gains)
+
+    def plot_gains(self, ax: Any = None) -> Any:
+        """Draw `feature_gains` as bars, the largest first; returns the axes of matplotlib."""
+        gains, ax = self.feature_gains(), axes(ax, "output per scaled unit (proved bound)", "")
+        names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(gains))])
+        order = np.argsort(gains)
+        ax.barh([str(names[i]) for i in order], gains[order])
+        return ax
+
+    def to_onnx(self, path: str | Path) -> Path:
+        """Write the network for unscaled features, in float32; its outputs are the logits, or the targets."""
+        check_is_fitted(self)
+        scaling = Affine(torch.from_numpy(1 / self.scale_).float(), torch.from_numpy(-self.mean_ / self.scale_).float())
+        return write_onnx(Network([scaling, *self.export_], self.export_.input_shape), path)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):  # type: ignore[misc]
+    r"""A classifier whose logits are L-Lipschitz in the scaled features: log-odds move by at most
+    :math:`\sqrt2 L \|\Delta z\|`.
+
+    Args:
+        hidden_layer_sizes: even numbers of units; () for a linear model.
+        lipschitz: L. Small ones give large radii, large ones a closer fit.
+        scale: what is one unit of each feature: ``"std"`` of the training data, None for the features as they are, or
+            numbers.
+        monotonic_cst: for each feature 1, -1 or 0, or a dict by name: the probability of the second class never falls,
+            never rises, or is free; for two classes, as in `HistGradientBoostingClassifier`.
+        learning_rate_init, batch_size, max_iter: Adam, its rate falling to 0 along a cosine, at most max_iter epochs.
+        early_stopping, validation_fraction, n_iter_no_change, tol: stop when the loss, with early_stopping that of the
+            data held out, has not fallen by tol for so many epochs.
+        class_weight: None, ``"balanced"``, or weights by class.
+        random_state: of initial weights, order and data held out.
+
+    Guarantee:
+        ``lipschitz_`` is proved from the numbers of ``export_``, and at most ``lipschitz``.
+
+    >>> import numpy as np
+    >>> X = np.random.default_rng(0).normal(size=(200, 2))
+    >>> model = LipschitzClassifier((16,), max_iter=30, random_state=0).fit(X[:100], X[:100, 0] > 0)
+    >>> model.score(X[100:], X[100:, 0] > 0) > 0.9, model.lipschitz_ <= 5
+    (True, True)
+    >>> model.calibrate(X[100:], X[100:, 0] > 0).predict_set([[2.0, 0.0]], alpha=0.1, eps=0.3)
+    array([[False,  True]])
+    """
+
+    lipschitz: float = 3.0
+    class_weight: Any = None
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on X (n, features) and labels y (n,)."""
+        X, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        weights = weights * compute_sample_weight(self.class_weight, y)
+        X, y, weights = X[weights > 0], y[weights > 0], weights[weights > 0]
+        self.classes_, numbers = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise OptionError(f"expected at least 2 classes, got {len(self.classes_)} class")
+        self._fit(X, numbers, weights, len(self.classes_) if len(self.classes_) > 2 else 1)
+        return self
+
+    def _targets(self, y: Any) -> Tensor:
+        y = column_or_1d(y)
+        numbers = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)
+        if (self.classes_[numbers] != y).any():
+            raise OptionError(
+                f"expected labels among {self.classes_.tolist()}, got {np.setdiff1d(y, self.classes_).tolist()}"
+            )
+        return torch.from_numpy(numbers)
+
+    def predict_proba(self, X: Any) -> Array:
+        """Probabilities (n, classes): the softmax of the logits."""
+        found: Array = torch.from_numpy(self._outputs(X)).softmax(1).numpy()
+        return found
+
+    def predict(self, X: Any) -> Array:
+        """The most probable class (n,)."""
+        best = self._outputs(X).argmax(1)
+        found: Array = self.classes_[best]
+        return found
+
+    def certify(self, X: Any, y: Any) -> Certificate:
+        """Radii, in scaled units, within which the prediction cannot change: see `lipkit.certify`."""
+        z = self._scaled(X)
+        found = certify(self.export_, z, self._targets(y))
+        radius = found.radius - _room(z, 0.0) * (1 + found.radius)
+        return dataclasses.replace(found, radius=radius.clamp_min(0).nan_to_num(posinf=math.inf))
+
+    def predict_set(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
+        """Sets (n, classes) of bool that hold the label with probability 1 - alpha, though X may have moved by eps.
+
+        Needs `calibrate`. See `lipkit.conformal`.
+        """
+        calibration, z = self._calibration(), self._scaled(X)
+        found: Array = calibration.predict_set(z, alpha, eps + _room(z, eps)).sets.numpy()
+        return found
+
+    def worst_case(self, X: Any, eps: float) -> Array:
+        """Proved ends (n, classes, 2) of the probabilities that inputs within eps can get."""
+        z = self._scaled(X)
+        proof = prove(self.export_)
+        assert proof.logits is not None
+        with torch.no_grad():
+            logits = proof.logits(z)
+        constants, rows = pair_constants(proof.chain, logits.values.shape[1])
+        ends = []
+        for k in range(logits.values.shape[1]):
+            error = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)[0]
+            moved = (error + constants[k] * (eps + _room(z, eps))) * (1 + 2.0**-40)
+            over = logits.values - logits.values[:, [k]]
+            ends.append(torch.stack([1 / torch.exp(over + s * moved).sum(1) * (1 - s * 2.0**-40) for s in (1, -1)], 1))
+        found: Array = torch.stack(ends, 1).clamp(0, 1).numpy()
+        return found
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):  # type: ignore[misc]
+    r"""A regression whose prediction moves by at most L standard deviations of the target for one scaled unit.
+
+    Args:
+        lipschitz: L, of targets scaled to unit deviation.
+        hidden_layer_sizes, scale, monotonic_cst, learning_rate_init, batch_size, max_iter, early_stopping,
+        validation_fraction, n_iter_no_change, tol, random_state: as of `LipschitzClassifier`.
+
+    Guarantee:
+        ``lipschitz_`` is proved from the numbers of ``export_``, in units of the target, and at most ``lipschitz``
+        times the target's standard deviation.
+
+    >>> import numpy as np
+    >>> X = np.random.default_rng(0).normal(size=(200, 2))
+    >>> model = LipschitzRegressor((16,), max_iter=100, random_state=0).fit(X, X[:, 0])
+    >>> model.score(X, X[:, 0]) > 0.95
+    True
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on X (n, features) and targets y (n,)."""
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        X, y, weights = X[weights > 0], y[weights > 0].astype(np.float64), weights[weights > 0]
+        if len(X) < 2:
+            raise OptionError(f"expected at least 2 samples, got n_samples = {len(X)}")
+        self._fit(X, y, weights, 1)
+        return self
+
+    def _targets(self, y: Any) -> Tensor:
+        return torch.from_numpy(column_or_1d(y).astype(np.float64))
+
+    def predict(self, X: Any) -> Array:
+        """Predictions (n,)."""
+        return self._outputs(X)[:, 0]
+
+    def certify(self, X: Any, y: Any, eps: float = 0.1) -> RegressionCertificate:
+        """Deviations and worst errors for inputs within eps, see `lipkit.certificates.certify_regression`."""
+        z = self._scaled(X)
+        return certify_regression(self.export_, z, self._targets(y), delta=eps + _room(z, eps))
+
+    def predict_interval(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
+        """Intervals (n, 2) that hold the target with probability 1 - alpha, though X may have moved by eps.
+
+        Needs `calibrate`. See `lipkit.conformal`.
+        """
+        calibration, z = self._calibration(), self._scaled(X)
+        found = calibration.predict_interval(z, alpha, eps + _room(z, eps))
+        return torch.cat((found.low, found.high), 1).numpy()
+
+    def worst_case(self, X: Any, eps: float) -> Array:
+        """Proved ends (n, 2) of the predictions that inputs within eps can get."""
+        z = self._scaled(X)
+        exact = Calibration(torch.zeros(1, 1, dtype=torch.float64), False, prove(self.export_))
+        found = exact.predict_interval(z, 0.5, eps + _room(z, eps))
+        return torch.cat((found.low, found.high), 1).numpy()
+
+
+class _Trained(nn.Module):
+    """The function of the module docstring, with free parameters.
+
+    Args:
+        sizes: features, hidden units, outputs (one for two classes and regressions).
+        signs: of the features that are monotone; 0 for the others.
+        gain: L. labels: whether outputs are logits.
+    """
+
+    def __init__(self, sizes: list[int], signs: Array, gain: float, labels: bool) -> None:
+        super().__init__()
+        self.signs = torch.from_numpy(signs.astype(np.float64)) if signs.any() else None
+        self.gain, self.labels = gain, labels
+        self.free = nn.ParameterList(torch.empty(q, p, dtype=torch.float64) for p, q in pairwise(sizes))
+        self.bias = nn.ParameterList(torch.zeros(q, dtype=torch.float64) for q in sizes[1:])
+        self.columns = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))
+
+    def start(self, random: torch.Generator) -> None:
+        for weight in self.free:
+            nn.init.orthogonal_(weight, generator=random)
+
+    def weights(self) -> list[Tensor]:
+        """W_1 D, ..., L W_K."""
+        found = []
+        for i, free in enumerate(self.free):
+            if self.signs is not None:
+                free = torch.where(self.signs == 0, free, free.abs() * self.signs) if i == 0 else free.abs()
+            # The shorter side is rescaled: there the diagonal bound is tight for orthogonal vectors.
+            found.append(aol_matrix(free) if len(free) >= free.shape[1] else aol_matrix(free.mT).mT)
+        found[0] = found[0] * (self.columns.abs() / self.columns.abs().max())
+        found[-1] = found[-1] * self.gain
+        return found
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights and biases; two classes have the logits -m and m, divided by the root of 2."""
+        found = list(zip(self.weights(), self.bias, strict=True))
+        weight, bias = found[-1]
+        if self.labels and len(weight) == 1:
+            found[-1] = torch.cat((-weight, weight)) / math.sqrt(2), torch.cat((-bias, bias)) / math.sqrt(2)
+        return found
+
+    def loss(self, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        *hidden, last = self.layers()
+        for weight, bias in hidden:
+            x = MaxMin()(nn.functional.linear(x, weight, bias))
+        outputs = nn.functional.linear(x, *last)
+        if self.labels:
+            each = nn.functional.cross_entropy(outputs, y.long(), reduction="none")
+        else:
+            each = (outputs[:, 0] - y).square()
+        return (each * weights).sum() / weights.sum()
+
+    @torch.no_grad()
+    def exported(self, unit: float, middle: float) -> Network:
+        """The network in float32, its outputs multiplied by ``unit`` and moved by ``middle``."""
+        modules: list[nn.Module] = []
+        layers = self.layers()
+        for i, (weight, bias) in enumerate(layers):
+            if i == len(layers) - 1:
+                weight, bias = weight * (unit * (1 - _SLACK)), bias * unit + middle
+            layer = nn.Linear(weight.shape[1], len(weight))
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
+            modules += [layer, MaxMin()]
+        return Network(modules[:-1], (self.free[0].shape[1],))
+
+
+def _room(z: Tensor, eps: float) -> float:
+    """How far the rounding of the scaling can carry a sample and one within eps apart."""
+    return 16 * UNIT * (float(z.norm(dim=1).max()) + eps)
+
+
+__all__ = ["LipschitzClassifier", "LipschitzRegressor"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
