@@ -23,7 +23,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,30 +31,30 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, prove
 from lipkit.certificates.regression import output_constants
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up, product
-from lipkit.shown import Shown, axes, upper
+from lipkit.shown import Shown, upper
+
+# Samples evaluated at once.
+_BATCH = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PredictionSets(Shown):
-    r"""Sets of classes for N samples that hold the label with probability at least ``1 - alpha``, moved by eps or not.
+    """Sets of classes for N samples that hold the label with probability at least ``1 - alpha``.
 
     Attributes:
         sets: (N, K) bool.
         alpha: allowed probability of a miss, over calibration and test samples together.
-        eps: l2 radius in units of the input.
+        eps: l2 radius within which each input may have moved.
     """
 
     sets: Tensor
     alpha: float
     eps: float
-
-    def __len__(self) -> int:
-        return len(self.sets)
 
     @property
     def mean_size(self) -> float:
@@ -68,13 +67,8 @@ class PredictionSets(Shown):
 
     def describe(self) -> str:
         """What is covered, and how large the sets are."""
-        sizes = self.sets.sum(1)
-        shares = ", ".join(f"{int(k)}: {100 * float((sizes == k).double().mean()):.1f} %" for k in sizes.unique())
-        return (
-            f"{len(self)} sets of {self.sets.shape[1]} classes cover with probability at least {1 - self.alpha:g} "
-            f"(marginal), inputs moved by up to {format_radius(self.eps)} (l2)\n"
-            f"mean size {self.mean_size:.3f}; by size {shares}"
-        )
+        count, classes = self.sets.shape
+        return f"{count} sets of {classes} classes {_covers(self)}\nmean size {self.mean_size:.3f}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -91,9 +85,6 @@ class PredictionIntervals(Shown):
     alpha: float
     eps: float
 
-    def __len__(self) -> int:
-        return len(self.low)
-
     @property
     def mean_width(self) -> float:
         """Mean width over samples and outputs."""
@@ -106,21 +97,23 @@ class PredictionIntervals(Shown):
 
     def describe(self) -> str:
         """What is covered, and how wide the intervals are."""
-        return (
-            f"{len(self)} intervals cover with probability at least {1 - self.alpha:g} (marginal, each output), inputs "
-            f"moved by up to {format_radius(self.eps)} (l2)\nmean width {self.mean_width:.6g}"
-        )
+        return f"{len(self.low)} intervals {_covers(self)}\nmean width {self.mean_width:.6g}"
+
+
+def _covers(found: PredictionSets | PredictionIntervals) -> str:
+    moved = f"inputs moved by up to {format_radius(found.eps)} (l2)"
+    return f"cover with probability at least {1 - found.alpha:g} (marginal), {moved}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CoverageCurve(Shown):
-    r"""Lower bounds of the coverage that plain sets (made for eps = 0) keep under attack, at all radii at once.
+    """Lower bounds of the coverage that plain sets (made for eps = 0) keep under attack.
 
     Attributes:
         eps: radii.
         coverage: for each, a lower bound of the probability that the plain set of a new sample, moved anywhere within
-            eps, holds its label, or the intervals all its targets; all bounds hold together with probability at least
-            ``1 - delta`` over the samples of the curve.
+            eps, holds its label (intervals: all its targets). All hold together with probability at least ``1 - delta``
+            over the samples of the curve.
         measured: for each, the fraction of those samples whose sets are certain to hold the label.
         alpha, delta: of the sets, and of the curve.
     """
@@ -136,18 +129,6 @@ class CoverageCurve(Shown):
         head = f"plain sets of 1 - alpha = {1 - self.alpha:g} keep, at all radii with confidence {1 - self.delta:g}"
         rows = zip(self.eps, self.coverage, self.measured, strict=True)
         return "\n".join([head, *(f"{format_radius(e):>8}  >= {c:.4f}  (measured {m:.4f})" for e, c, m in rows)])
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw the lower bounds against eps; returns the axes.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
-        ax = axes(ax, "l2 radius", "coverage of plain sets")
-        ax.plot(self.eps, self.coverage, label=f"lower bound, confidence {1 - self.delta:g}")
-        ax.plot(self.eps, self.measured, ":", label="measured")
-        ax.legend()
-        return ax
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -192,7 +173,7 @@ class Calibration(Shown):
             )
         return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]
 
-    def predict_set(self, x: Samples, alpha: float = 0.1, eps: float = 0.0, *, batch_size: int = 256) -> PredictionSets:
+    def predict_set(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionSets:
         r"""Sets of classes for samples that may have moved by eps: see the top of this module.
 
         **Guarantee.** If calibration and test samples are exchangeable, and x' is within eps of the test sample, the
@@ -202,26 +183,23 @@ class Calibration(Shown):
             x: (N, *input_shape), attacked or not.
             alpha: allowed probability of a miss.
             eps: l2 radius in units of the input; 0 for plain sets.
-            batch_size: samples evaluated at once.
 
         Raises:
             OptionError: an ``alpha`` below 1 / (n + 1), an ``eps`` below 0, a calibration of a regression.
             ShapeError: samples of another shape.
         """
         self._check(True, eps)
-        q, outputs = float(self.quantile(alpha)), _measured(self.proof, x, batch_size)
+        q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
         scores = _scores(outputs, eps, lower=True)
         return PredictionSets(~(scores > q), alpha, float(eps))
 
-    def predict_interval(
-        self, x: Samples, alpha: float = 0.1, eps: float = 0.0, *, batch_size: int = 256
-    ) -> PredictionIntervals:
+    def predict_interval(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionIntervals:
         r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
 
         **Guarantee.** As of `predict_set`, for each output by itself.
         """
         self._check(False, eps)
-        q, measured = self.quantile(alpha), _measured(self.proof, x, batch_size)
+        q, measured = self.quantile(alpha), _measured(self.proof, x)
         outputs = _columns(measured.outputs)
         constants, _ = output_constants(self.proof.network, outputs.shape[1], self.proof.chain)
         moved = [product(k * self.proof.chain.slack, eps) for k in constants.tolist()]
@@ -231,14 +209,7 @@ class Calibration(Shown):
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, float(eps))
 
     def coverage_curve(
-        self,
-        x: Samples,
-        y: Samples,
-        eps: Sequence[float],
-        *,
-        alpha: float = 0.1,
-        delta: float = 0.05,
-        batch_size: int = 256,
+        self, x: Samples, y: Samples, eps: Sequence[float], *, alpha: float = 0.1, delta: float = 0.05
     ) -> CoverageCurve:
         r"""What plain sets keep under attack: :math:`F_m(\varepsilon) - \sqrt{\log(1/\delta) / 2m}`.
 
@@ -250,7 +221,6 @@ class Calibration(Shown):
             eps: l2 radii.
             alpha: of the plain sets.
             delta: probability that the curve is too high somewhere, in (0, 0.5].
-            batch_size: samples evaluated at once.
 
         Raises:
             OptionError, ShapeError: as `predict_set`; a delta outside (0, 0.5].
@@ -258,7 +228,7 @@ class Calibration(Shown):
         if not 0 < delta <= 0.5:
             raise OptionError(f"delta: expected a number in (0, 0.5], got {delta!r}")
         q, (x, y) = self.quantile(alpha), as_tensors(x, y)
-        measured = _measured(self.proof, x, batch_size)
+        measured = _measured(self.proof, x)
         found = []
         for radius in eps:
             check_eps(radius)
@@ -275,9 +245,7 @@ class Calibration(Shown):
             raise OptionError(f"expected a calibration with {wanted} as targets, got the other one: use {other}")
 
 
-def calibrate(
-    network: Network, x: Samples, y: Samples, *, proof: Proof | None = None, batch_size: int = 256
-) -> Calibration:
+def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None = None) -> Calibration:
     r"""Conformity scores of a network: of a classifier for integer labels, of a regression for floating-point targets.
 
     Args:
@@ -285,7 +253,6 @@ def calibrate(
         x: (n, *input_shape), not used in training.
         y: (n,) int64 labels, or (n,) or (n, d) targets, scored by :math:`|y - f(x)|` output by output.
         proof: of this network, from `lipkit.prove` for its default evaluator.
-        batch_size: samples evaluated at once.
 
     Raises:
         NoRuleError, ShapeError, OptionError: as `lipkit.certify`.
@@ -300,21 +267,24 @@ def calibrate(
     [[True, True]]
     """
     x, y = as_tensors(x, y)
-    check_inputs(network, x, batch_size)
+    check_inputs(network, x, _BATCH)
     labels = not y.is_floating_point()
-    options: dict[str, Any] = {"rounding": "sound", "evaluator": "float64", "batch_size": batch_size, "device": "cpu"}
-    measured = measure(network, x, proof=proof, **options)
+    if proof is None:
+        proof = prove(network)
+    else:
+        proof.check(network, "sound", proof.evaluator)
+    measured = _measured(proof, x)
     scores = _own(measured, y, 0.0) if labels else _distances(measured.proof, measured, y, 0.0)
     return Calibration(scores.sort(0).values, labels, measured.proof)
 
 
-def _measured(proof: Proof, x: Samples, batch_size: int) -> Measurement:
+def _measured(proof: Proof, x: Samples) -> Measurement:
     x, _ = as_tensors(x, torch.empty(0))
-    check_inputs(proof.network, x, batch_size)
+    check_inputs(proof.network, x, _BATCH)
     proof.evaluator.check(proof.network)
     assert proof.logits is not None
     with torch.no_grad():
-        parts = [proof.logits(part.to(torch.float64)) for part in x.split(batch_size)]
+        parts = [proof.logits(part.to(torch.float64)) for part in x.split(_BATCH)]
     logits = sound.Logits.join(parts)
     return Measurement(proof, logits.values, logits, proof.evaluator)
 
@@ -349,7 +319,7 @@ def _distances(proof: Proof, measured: Measurement, y: Tensor, eps: float) -> Te
     if outputs.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(target.isfinite().all()):
-        raise OptionError(f"expected finite targets, got NaN or infinity in {dtype_name(y)}")
+        raise OptionError("expected finite targets, got NaN or infinity")
     constants, _ = output_constants(proof.network, outputs.shape[1], proof.chain)
     moved = torch.tensor([product(k * proof.chain.slack, eps) for k in constants.tolist()], dtype=torch.float64)
     distance = grow((outputs - target).abs() + _errors(measured) + moved)

@@ -52,7 +52,7 @@ _SLACK = 1e-5
 
 # Each field is a parameter, which scikit-learn reads from the signature that dataclass makes.
 @dataclasses.dataclass(eq=False, repr=False)
-class _LipschitzEstimator(BaseEstimator):  # type: ignore[misc]
+class _LipschitzEstimator(BaseEstimator):
     """What both estimators share. After `fit`, ``export_`` is the network on scaled features, without constraints."""
 
     hidden_layer_sizes: Any = (64, 64)
@@ -159,6 +159,9 @@ class _LipschitzEstimator(BaseEstimator):  # type: ignore[misc]
         found: Array = float64_copy(self.export_)(z).numpy()
         return found
 
+    def _targets(self, y: Any) -> Tensor:
+        raise NotImplementedError
+
     def calibrate(self, X: Any, y: Any) -> Self:
         """Take the conformity scores of data that were not trained on, for sets or intervals."""
         self.conformity_scores_ = calibrate(self.export_, self._scaled(X), self._targets(y)).scores.numpy()
@@ -176,6 +179,7 @@ class _LipschitzEstimator(BaseEstimator):  # type: ignore[misc]
         r"""Proved bounds (features,) of how far a change of one feature by one scaled unit moves the outputs, in l2."""
         check_is_fitted(self)
         first, *rest = self.export_
+        assert isinstance(first, nn.Linear)
         gains = []
         for column in first.weight.split(1, 1):
             alone = nn.Linear(1, len(column), bias=False)
@@ -199,7 +203,7 @@ class _LipschitzEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):  # type: ignore[misc]
+class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
     r"""A classifier whose logits are L-Lipschitz in the scaled features: log-odds move by at most
     :math:`\sqrt2 L \|\Delta z\|`.
 
@@ -299,7 +303,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):  # type: ignore
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):  # type: ignore[misc]
+class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
     r"""A regression whose prediction moves by at most L standard deviations of the target for one scaled unit.
 
     Args:
