@@ -68,6 +68,12 @@ def _running(make: Callable[..., Any], shape: tuple[int, ...]) -> Known:
     )
 
 
+def _without_memory() -> nn.Module:
+    rnn = nn.RNN(2, 2, batch_first=True)
+    nn.init.zeros_(rnn.weight_hh_l0)
+    return rnn
+
+
 def _own(make: Callable[[], Any], shape: tuple[int, ...]) -> Known:
     return Known(make, shape, "max of weight / sqrt(eps)", lambda m: m.eps**-0.5)
 
@@ -118,6 +124,13 @@ KNOWN: dict[str, Known] = {
     "PReLU": _steepest(nn.PReLU, "max(1, slopes)"),
     "PixelShuffle": _one(lambda: nn.PixelShuffle(2), 4, 3, 3),
     "PixelUnshuffle": _one(lambda: nn.PixelUnshuffle(2), 1, 4, 4),
+    "RNN": Known(
+        _without_memory,
+        (3, 2),
+        "smallest gain by the linear matrix inequality; here without memory, the norm of the input weights",
+        lambda m: float(torch.linalg.matrix_norm(m.weight_ih_l0.detach().double(), 2)),
+        1e-2,
+    ),
     "ReLU": _steepest(nn.ReLU, "1"),
     "ReLU6": _steepest(nn.ReLU6, "1"),
     "SELU": _steepest(nn.SELU, "1.7581"),
@@ -147,7 +160,7 @@ REFUSED: dict[str, str] = {
     "has no weights before its first input, which makes it the layer of that name": "LazyBatchNorm1d LazyBatchNorm2d "
     "LazyBatchNorm3d LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d "
     "LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d LazyLinear",
-    "recurrent: its state goes through all steps, and gates multiply values": "GRU GRUCell LSTM LSTMCell RNN RNNBase "
+    "recurrent: its state goes through all steps, and gates multiply values": "GRU GRUCell LSTM LSTMCell RNNBase "
     "RNNCell RNNCellBase",
     "multiplies values that depend on the input: a constant on a box alone, for `torch.matmul` and `torch.softmax` "
     "written out": "MultiheadAttention Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder "
@@ -218,7 +231,7 @@ for _name in ("AdaptiveAvgPool3d", "AdaptiveMaxPool3d", "AvgPool3d", "MaxPool3d"
     MADE[_name] = lambda kind=_name: getattr(nn, kind)(2)
 for _name in ("Conv3d", "ConvTranspose3d"):
     MADE[_name] = lambda kind=_name: getattr(nn, kind)(1, 1, 2)
-for _name in ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNN", "RNNCell"):
+for _name in ("GRU", "GRUCell", "LSTM", "LSTMCell", "RNNCell"):
     MADE[_name] = lambda kind=_name: getattr(nn, kind)(2, 2)
 for _name in (
     "LazyConv1d",

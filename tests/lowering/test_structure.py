@@ -357,7 +357,7 @@ def test_training_mode_is_named() -> None:
     [
         (nn.LSTM(4, 4), "LSTM.*its input, forget, cell and output gates multiply values"),
         (nn.GRU(4, 4), "GRU.*its reset and update gates multiply values"),
-        (nn.RNN(4, 4), r"RNN.*expected batch_first=True"),
+        (nn.RNN(4, 4), r"RNN.*(expected batch_first=True|mixes the batch)"),
         (nn.TransformerDecoderLayer(4, 2, 8), r"TransformerDecoderLayer.*on a box only.*box=\(low, high\)"),
     ],
 )

@@ -84,8 +84,8 @@ class Interpreter:
             NoRuleError: what has no rule, by the name of the node; an output that is no tensor.
         """
         for node in self.graph.nodes:
-            if node.target is operator.getitem and not node.users:
-                continue  # one of several results that nobody reads
+            if node.target is operator.getitem and not node.users and isinstance(self._known[node.args[0]], tuple):
+                continue  # one of several results that nobody reads; a slice is checked, read or not
             if node.op != "output":
                 self._known[node] = self._visit(node)
                 continue
