@@ -74,6 +74,29 @@ def global_constants(constant: float, classes: int) -> Tensor:
     return torch.full((classes, classes), product(root(2), constant), dtype=torch.float64).fill_diagonal_(0.0)
 
 
+# Numbers: K^2 n at once would not fit for many classes.
+_AT_ONCE = 2**18
+
+
+def row_distances(weight: Tensor) -> Tensor:
+    """``||w_t - w_i||`` of the rows of a matrix, rounded up: (K, K) float64, 0 where two rows are equal.
+
+    >>> row_distances(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))[0, 1].item() >= 5.0
+    True
+    """
+    if weight.ndim != 2:
+        raise ShapeError(f"expected a last-layer weight of shape (K, n), got {tuple(weight.shape)}")
+    rows = weight.detach().double()
+    slack = 1.0 + (rows.shape[1] + 8) * torch.finfo(torch.float64).eps
+    result = []
+    for some in rows.split(max(1, _AT_ONCE // max(1, rows.numel()))):
+        difference = (rows - some[:, None]).abs()
+        largest = difference.amax(dim=2, keepdim=True)  # scaled, so that the squares cannot underflow to 0
+        scaled = difference / torch.where(largest > 0, largest, 1.0)
+        result.append(scaled.square().sum(dim=2).sqrt() * largest[:, :, 0] * slack)
+    return torch.cat(result)
+
+
 def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
     r"""``K_ti = L_b ||w_t - w_i||`` for a network that ends in a linear layer, rounded up.
 
@@ -93,16 +116,7 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
     True
     """
     check_constant(body_constant)
-    if weight.ndim != 2:
-        raise ShapeError(f"expected a last-layer weight of shape (K, n), got {tuple(weight.shape)}")
-    rows = weight.detach().double()
-    slack = 1.0 + (rows.shape[1] + 8) * torch.finfo(torch.float64).eps
-    result = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    for t in range(len(rows)):  # one class at a time: K^2 n numbers at once would not fit for many classes
-        difference = (rows - rows[t]).abs()
-        largest = difference.amax(dim=1, keepdim=True)  # scaled, so that the squares cannot underflow to 0
-        scaled = difference / torch.where(largest > 0, largest, 1.0)
-        result[t] = scaled.square().sum(dim=1).sqrt() * largest[:, 0] * slack
+    result = row_distances(weight)
     if body_constant == 0:
         return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)
     # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one

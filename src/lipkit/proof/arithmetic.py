@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.proof.roundoff import gamma, grow, product
+from lipkit.proof.roundoff import gamma, grow
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Line(NamedTuple):
         """The bound times a number >= 0; exactly 0 if the number is 0."""
         if factor == 0:
             return Line(torch.zeros_like(self.at), 0.0)
-        return Line(grow(self.at * factor), grow(product(self.slope, factor)))
+        # The growth covers the rounding of the product; 0 times infinity is 0.
+        return Line(grow(self.at * factor), grow(self.slope * factor) if self.slope else 0.0)
 
     def below(self, inner: Line) -> Line:
         """The bound at a distance that the line ``inner`` bounds: ``at + slope * inner``."""
