@@ -101,19 +101,19 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     cout, cin, kh, kw = kernel.shape
     b, _, h, w = g.shape
     by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
-    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
+    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh * kw, cin, h, w).unbind(1)
     # Sum the taps, and transform the sum, in float32 at least.
     exact = torch.promote_types(g.dtype, torch.float32)
     sums = torch.zeros(b, cin, h + kh - 1, w + kw - 1, dtype=exact, device=g.device)
-    for i in range(kh):
-        for j in range(kw):
-            sums[:, :, i : i + h, j : j + w] += taps[:, i, j]
+    for tap, part in enumerate(taps):
+        i, j = divmod(tap, kw)
+        sums[:, :, i : i + h, j : j + w].add_(part)
     # What went beyond the border enters at the opposite one; rows before columns, so that corners take both steps.
     left, right, top, bottom = circular_pads(kh, kw)
-    sums[:, :, h : h + top] += sums[:, :, :top]
-    sums[:, :, top : top + bottom] += sums[:, :, top + h :]
-    sums[..., w : w + left] += sums[..., :left]
-    sums[..., left : left + right] += sums[..., left + w :]
+    sums[:, :, h : h + top].add_(sums[:, :, :top])
+    sums[:, :, top : top + bottom].add_(sums[:, :, top + h :])
+    sums[..., w : w + left].add_(sums[..., :left])
+    sums[..., left : left + right].add_(sums[..., left + w :])
     return sums[:, :, top : top + h, left : left + w]
 
 
@@ -172,7 +172,7 @@ class _Convolved(torch.autograd.Function):
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
         t, outputs = t.to(dtype), outputs.to(dtype)
         y = circular_conv2d(t, outputs, None if bias is None else bias.to(dtype))
-        y[:, :n] -= x
+        y[:, :n].sub_(x)
         ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, t, outputs)
         return y
 
@@ -202,7 +202,7 @@ class _Convolved(torch.autograd.Function):
                 spectra = _Spectra(for_normal - for_normal.mH, rest @ (for_normal + for_normal.mH))
                 for_kernel = _kernel_of(spectra, kernel, h, w)
                 # The outputs -W_2 t depend on W_2 twice: through t, and directly.
-                for_kernel[n:] -= conv2d_weight(padded, kernel.shape, g)[n:]
+                for_kernel[n:].sub_(conv2d_weight(padded, kernel.shape, g)[n:])
             for_bias = g.sum((0, 2, 3)).to(x.dtype) if ctx.needs_input_grad[2] else None
         return for_kernel, for_x, for_bias, None
 
