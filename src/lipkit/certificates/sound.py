@@ -76,7 +76,9 @@ class Evaluation:
         self.steps, self.last = proof.steps, proof.last
         if self.last is not None:
             self.machine = last_layer(self.last, arithmetic)
-            self.double = last_layer(self.last, FLOAT64)
+            self.double = self.machine if arithmetic == FLOAT64 else last_layer(self.last, FLOAT64)
+            self.largest, rows = self.last.weight.abs().amax(), size(self.last.weight)
+            self.norm = float(rows.amax()) if bool(self.largest > 0) else 0.0
 
     def __call__(self, x: Tensor) -> Logits:
         walk = through(self.steps, x)
@@ -84,13 +86,13 @@ class Evaluation:
             return _to_cpu(Logits(walk.centre, walk, None, None, None, walk.peak))
         features = walk.centre
         at, slope, numbers = self.machine
-        largest = self.last.weight.abs().amax()
-        norm = float(size(self.last.weight).amax()) if bool(largest > 0) else 0.0
-        biggest = Line(numbers(features).amax(1) + largest, norm)
+        biggest = Line(numbers(features).amax(1) + self.largest, self.norm)
         peak = walk.peak.most(biggest.below(walk.spread))
         with torch.no_grad():
             values = self.last(features)
-        return _to_cpu(Logits(values, walk, self.double[0](features), at(features), slope, peak))
+        own = at(features)
+        own64 = own if self.double is self.machine else self.double[0](features)
+        return _to_cpu(Logits(values, walk, own64, own, slope, peak))
 
 
 def integer_logits(program: Program, x: Tensor) -> Logits:
