@@ -166,7 +166,7 @@ def always_proved(kernel: Tensor) -> bool:
 
 
 def training_norm(kernel: Tensor) -> Tensor:
-    """The norm of a kernel as training takes it: proved, or the number that a proof would try first."""
+    """The norm of a kernel in training: proved, or the number that the proof would try first."""
     if always_proved(kernel):
         return proved_norm(kernel)
     return symbol_sup_estimate(kernel, tolerance=NORM_TOLERANCE)
