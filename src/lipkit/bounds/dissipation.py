@@ -126,7 +126,7 @@ def proves_dissipation(system: System, metric: Tensor, multiplier: Tensor, gain:
 
 
 class Dissipation(NamedTuple):
-    """A gain and a rate with the metric and the multiplier that prove them, as :func:`least_gain` finds them."""
+    """A gain and a rate, and the metric and multiplier that prove them."""
 
     gain: float
     rate: float
@@ -202,7 +202,7 @@ class _Barrier:
         self.free[before : before + nx] = 0
 
     def at(self, rate: float) -> _Barrier:
-        """This system with another rate."""
+        """Barrier of the same system at another rate."""
         return _Barrier(self.system, rate)
 
     def parts(self, z: Tensor) -> tuple[float, Tensor, Tensor]:

@@ -284,7 +284,7 @@ def unfolded(network: nn.Module, units: int) -> Unfolded | None:
 
 
 UNFOLDED: dict[type[nn.Module], Callable[[Any], Unfolded | None]] = {}
-"""Functions that unfold networks of dense layers, by exact type; other packages add theirs."""
+"""Functions that unfold networks of dense layers, by exact type; modules of other packages fill it in."""
 
 # A linear map and its bias, or an activation with the diagonal of Psi if a sandwich has one; nothing for other modules.
 _Piece = tuple[Tensor | None, Tensor | None, nn.Module | None]

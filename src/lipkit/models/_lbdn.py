@@ -182,7 +182,7 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
 
 
 def _unfolded(network: LBDN) -> Unfolded | None:
-    """The layers that `lipkit.layers.R2dn` takes into its system, where all activations are alike."""
+    """Its plain network, for `lipkit.layers.R2dn`; None where activations differ."""
     kinds, weights = [layer.activation for layer in network._sandwiches()], network.weights()
     if len(set(map(repr, kinds))) != 1 or kinds[0] is None:
         return None

@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
         return Network([Graph([*nodes, last], [*sources, [known]]) if nv else last], (self.states + self.in_features,))
 
     def system(self) -> tuple[System, Tensor]:
-        """The system of the inequality, and its multiplier."""
+        """The system without its claims, and the multiplier."""
         guard(self.phi)
         nv = self.units[0]
         bound = None if nv and slope_restricted(self.phi) else float(lipschitz(self.phi, (nv,) if nv else None))
