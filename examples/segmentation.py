@@ -24,13 +24,13 @@ import lipkit
 from lipkit.certificates import dense
 from lipkit.layers import CayleyConv2d, MaxMin
 
-SIDE, CLASSES = 32, 11
+SIDE, CLASSES = 16, 11
 
 
 def scenes(digits: lipkit.data.Split, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) in [0, 1] and labels (N, 32, 32): 0 for the ground, 1 + d for the ink of a digit d.
+    """Images (N, 3, 16, 16) in [0, 1] and labels (N, 16, 16): 0 for the ground, 1 + d for the ink of a digit d.
 
-    One digit a scene, twice as large, at a random place, painted in a light colour on a darkened patch of a photograph.
+    One digit a scene, at a random place, painted in a light colour on a darkened patch of a photograph.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -39,18 +39,17 @@ def scenes(digits: lipkit.data.Split, count: int, seed: int) -> tuple[Tensor, Te
 
     photographs = [torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in load_sample_images().images]
     x, y = digits.batch(torch.randint(len(digits), (count,), generator=random))
-    ink = nn.functional.interpolate(x, scale_factor=2, mode="bilinear")[:, 0]
     images = torch.empty(count, 3, SIDE, SIDE)
     labels = torch.zeros(count, SIDE, SIDE, dtype=torch.int64)
     for i in range(count):
         photograph = photographs[draw(2)]
         top, left = (draw(n - SIDE) for n in photograph.shape[1:])
         images[i] = photograph[:, top : top + SIDE, left : left + SIDE] / 2
-        row, column = draw(SIDE - 15), draw(SIDE - 15)
-        place = (slice(row, row + 16), slice(column, column + 16))
+        row, column = draw(SIDE - 7), draw(SIDE - 7)
+        place = (slice(row, row + 8), slice(column, column + 8))
         colour = 0.7 + 0.3 * torch.rand(3, 1, 1, generator=random)
-        images[i][:, *place] += ink[i] * (colour - images[i][:, *place])
-        labels[i][place] = torch.where(ink[i] > 0.4, 1 + y[i], 0)
+        images[i][:, *place] += x[i, 0] * (colour - images[i][:, *place])
+        labels[i][place] = torch.where(x[i, 0] > 0.4, 1 + y[i], 0)
     return images, labels
 
 
@@ -95,16 +94,16 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int) -> Te
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--temperature", type=float, default=0.05)
     parser.add_argument("--images", type=int, default=500)
-    parser.add_argument("--attack-steps", type=int, default=40)
-    parser.add_argument("--eps", type=float, nargs="+", default=[0.2, 0.4, 0.8, 1.6])
+    parser.add_argument("--attack-steps", type=int, default=30)
+    parser.add_argument("--eps", type=float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args(arguments)
     digits = lipkit.data.load("digits")
     start = time.process_time()
-    net = trained(scenes(digits.train, 4000, 0), given.steps, given.temperature)
+    net = trained(scenes(digits.train, 8000, 0), given.steps, given.temperature)
     x, y = scenes(digits.test, given.images, 1)
     rows, proof, exact = [], lipkit.prove(net), lipkit.certificates.measurement.float64_copy(net)
     for eps in given.eps:

@@ -31,7 +31,7 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, prove
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, measure_by
 from lipkit.certificates.regression import output_constants
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
@@ -267,13 +267,9 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
     [[True, True]]
     """
     x, y = as_tensors(x, y)
-    check_inputs(network, x, _BATCH)
-    labels = not y.is_floating_point()
-    if proof is None:
-        proof = prove(network)
-    else:
-        proof.check(network, "sound", proof.evaluator)
-    measured = _measured(proof, x)
+    labels, measured = not y.is_floating_point(), measure_by(network, x, proof)
+    if measured.logits is None:
+        raise OptionError("proof: expected one with rounding='sound', got rounding='ignore'")
     scores = _own(measured, y, 0.0) if labels else _distances(measured.proof, measured, y, 0.0)
     return Calibration(scores.sort(0).values, labels, measured.proof)
 

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.certificates import sound
-from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.margins import last_layer_constants
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root
-from lipkit.shown import Shown, upper
+from lipkit.shown import Shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -44,9 +43,7 @@ class DenseCertificate(Shown):
         iou: (K,) intersection over union of each class over all samples together, at the samples; NaN for a class that
             neither labels nor predictions hold.
         worst_iou: (K,) a lower bound of it where every input may move by eps.
-        constant: proved upper bound L of the network's l2 constant, rounded up.
-        network_sha256: fingerprint of the network that was certified.
-        rounding, evaluator: as of `lipkit.certificates.Certificate`.
+        proof: of the network; its evaluator is the one that decides.
     """
 
     eps: float
@@ -56,13 +53,7 @@ class DenseCertificate(Shown):
     alone: Tensor
     iou: Tensor
     worst_iou: Tensor
-    constant: float
-    network_sha256: str
-    rounding: str
-    evaluator: Evaluator
-
-    def __len__(self) -> int:
-        return len(self.right)
+    proof: Proof = dataclasses.field(repr=False)
 
     def _fraction(self, count: Tensor) -> float:
         return float(count.sum() / self.positions.sum())
@@ -89,16 +80,12 @@ class DenseCertificate(Shown):
 
     def describe(self) -> str:
         """Accuracy and IoU at the samples and in the worst case, and what the bound holds for."""
-        included = "included" if self.rounding == "sound" else "ignored"
-        return "\n".join(
-            [
-                f"{len(self)} samples, {int(self.positions.sum()):,} decisions: {100 * self.clean_accuracy:.1f} % "
-                f"right, mean IoU {self.mean_iou:.3f}",
-                f"within {format_radius(self.eps)} (l2) at least {100 * self.worst_accuracy:.1f} % and "
-                f"{self.worst_mean_iou:.3f} (one radius for each position: {100 * self._fraction(self.alone):.1f} %)",
-                f"L <= {upper(self.constant)} proved from the stored numbers, rounding {included}, for "
-                f"{self.evaluator.name} evaluation",
-            ]
+        return (
+            f"{len(self.right)} samples, {int(self.positions.sum()):,} decisions: {100 * self.clean_accuracy:.1f} % "
+            f"right, mean IoU {self.mean_iou:.3f}\n"
+            f"within {format_radius(self.eps)} (l2) at least {100 * self.worst_accuracy:.1f} % and "
+            f"{self.worst_mean_iou:.3f} (one radius for each position: {100 * self._fraction(self.alone):.1f} %)\n"
+            + self.proof.describe()
         )
 
 
@@ -110,10 +97,6 @@ def dense(
     *,
     dim: int = 1,
     ignore_index: int = -100,
-    rounding: str = "sound",
-    evaluator: str = "float64",
-    batch_size: int = 64,
-    device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> DenseCertificate:
     r"""Worst-case accuracy and IoU of segmentations, sequences and multi-label outputs: see the top of this module.
@@ -131,7 +114,7 @@ def dense(
         eps: l2 radius in units of the input.
         dim: of the outputs, which holds the classes (of multi-label outputs the labels); -1 for sequences (N, T, K).
         ignore_index: a label of positions that do not count.
-        rounding, evaluator, batch_size, device, proof: as of `lipkit.certify`; the integer program has no such bound.
+        proof: from `lipkit.prove`, where another evaluator or rounding is chosen, none of an integer program.
 
     Raises:
         NoRuleError, ShapeError, OptionError: as `lipkit.certify`; an eps that is no number >= 0.
@@ -147,13 +130,10 @@ def dense(
     programming", Management Science 13 (1967), for the smallest IoU.
     """
     check_eps(eps)
-    if evaluator == "integer":
+    if proof is not None and proof.program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensors(x, y)
-    check_inputs(network, x, batch_size)
-    measured = measure(
-        network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
-    )
+    measured = measure_by(network, x, proof)
     outputs, labels = measured.outputs, y.cpu()
     if not -outputs.ndim <= dim < outputs.ndim or outputs.ndim < 2 or dim % outputs.ndim == 0:
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
@@ -176,21 +156,13 @@ def dense(
         ).amax(0),
         iou=first.intersection.sum(0).double() / first.union.sum(0),
         worst_iou=torch.stack([_worst_iou(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
-        constant=measured.proof.constant,
-        network_sha256=measured.proof.network_sha256,
-        rounding=rounding,
-        evaluator=measured.evaluator,
+        proof=measured.proof,
     )
 
 
 class _Budget(NamedTuple):
-    """How far the outputs, or what a last layer reads at all positions, can move.
-
-    Attributes:
-        square: (N,) of that distance, rounded up.
-        pairs: (K, K) what moves the difference of two outputs by 1 at most, rounded up.
-        single: (K,) the same for one output.
-        error: (N,) that each output may be off beside.
+    """How far all outputs, or what a last layer reads, can move together: the square (N,) of that distance; what a unit
+    of it can move a difference of two outputs (K, K), or one (K,); and the error (N,) of every output beside it.
     """
 
     square: Tensor
@@ -200,15 +172,9 @@ class _Budget(NamedTuple):
 
 
 class _Decisions(NamedTuple):
-    """Decisions of N samples, flattened.
-
-    Attributes:
-        counts: (N,) how many count.
-        right: (N, P) bool.
-        turn: (N, P) energy that makes a right one wrong; inf for the others.
-        leave: (N, K, P) energy that takes it out of the intersection of a class; inf where it is not in it.
-        join: (N, K, P) energy that adds it to the predictions of a class; inf where labels or predictions have it.
-        intersection, union: (N, K) counts at the sample.
+    """Decisions of N samples: how many count (N,), which are right (N, P), and the energy that turns them; for each
+    class (N, K, P) the energy that takes a decision out of the intersection, or adds it to the predictions, inf where
+    none can; and counts (N, K) of intersection and union.
     """
 
     counts: Tensor

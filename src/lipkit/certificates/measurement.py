@@ -248,6 +248,14 @@ def measure(
     return Measurement(proof, torch.cat(outputs), sound.Logits.join(logits) if logits else None, made_for)
 
 
+def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_size: int = 256) -> Measurement:
+    """`measure` for the rounding, evaluator and device of a proof; None proves the network for its default ones."""
+    check_inputs(network, x, batch_size)
+    proof = prove(network) if proof is None else proof
+    made = {"rounding": proof.rounding, "evaluator": proof.evaluator.name, "device": proof.device}
+    return measure(network, x, batch_size=batch_size, proof=proof, **made)  # type: ignore[arg-type]
+
+
 Samples = Tensor | np.ndarray[Any, Any]
 """Numbers of a data set."""
 

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from lipkit.certificates import sound
 from lipkit.certificates.dense_outputs import check_eps
-from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, float64_copy, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, measure_by
 from lipkit.certificates.regression import output_constants
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.proof.roundoff import grow, next_down, next_up, product
-from lipkit.shown import Shown, upper
+from lipkit.shown import Shown
 
 MOVES = ("both", "positives", "negatives")
 
@@ -36,8 +35,7 @@ class AurocCertificate(Shown):
         auroc: at the samples; a tie counts half.
         worst_auroc: lower bound if every sample of ``moves`` moves by at most eps.
         positive_scores, negative_scores: (N,) and (M,) float64.
-        constant: proved upper bound L of the score's constant, rounded up.
-        network_sha256, rounding, evaluator: as of `lipkit.certificates.Certificate`.
+        proof: of the network; its evaluator is the one that scores.
     """
 
     eps: float
@@ -46,21 +44,16 @@ class AurocCertificate(Shown):
     worst_auroc: float
     positive_scores: Tensor
     negative_scores: Tensor
-    constant: float
-    network_sha256: str
-    rounding: str
-    evaluator: Evaluator
+    proof: Proof = dataclasses.field(repr=False)
 
     def describe(self) -> str:
         """Both figures, and what the bound holds for."""
         counts = f"{len(self.positive_scores)} positives, {len(self.negative_scores)} negatives"
         who = "every sample moves" if self.moves == "both" else f"the {self.moves} move"
-        included = "included" if self.rounding == "sound" else "ignored"
         return (
             f"{counts}: AUROC {self.auroc:.4f}\n"
             f"at least {self.worst_auroc:.4f} if {who} by up to {format_radius(self.eps)} (l2)\n"
-            f"L <= {upper(self.constant)} proved from the stored numbers, rounding {included}, for "
-            f"{self.evaluator.name} evaluation"
+            + self.proof.describe()
         )
 
 
@@ -71,10 +64,6 @@ def auroc(
     eps: float,
     *,
     moves: str = "both",
-    rounding: str = "sound",
-    evaluator: str = "float64",
-    batch_size: int = 256,
-    device: str | torch.device = "cpu",
     proof: Proof | None = None,
 ) -> AurocCertificate:
     r"""Worst-case area under the ROC curve of a network with one output, larger for positives.
@@ -89,7 +78,7 @@ def auroc(
         positives, negatives: (N, *input_shape) and (M, *input_shape).
         eps: l2 radius in units of the input.
         moves: ``"both"``, ``"positives"`` or ``"negatives"``.
-        rounding, evaluator, batch_size, device, proof: as of `lipkit.certify`.
+        proof: from `lipkit.prove`, where another evaluator or rounding is chosen.
 
     Raises:
         NoRuleError, ShapeError, OptionError: as `lipkit.certify`; a network with several outputs.
@@ -105,18 +94,15 @@ def auroc(
         raise OptionError(f"moves: expected one of {', '.join(MOVES)}, got {moves!r}")
     given = as_tensors(positives, negatives)
     for x in given:
-        check_inputs(network, x, batch_size)
-    measured = measure(
-        network, torch.cat([x.double() for x in given]), rounding=rounding, evaluator=evaluator,
-        batch_size=batch_size, device=device, proof=proof,
-    )  # fmt: skip
+        check_inputs(network, x, 1)
+    measured = measure_by(network, torch.cat([x.double() for x in given]), proof)
     scores, proof = measured.outputs, measured.proof
     if scores[0].numel() != 1 or scores.ndim > 2:
         raise ShapeError(f"expected one score for each sample, outputs (N,) or (N, 1), got {tuple(scores.shape)}")
     scores = scores.flatten()
     if not bool(scores.isfinite().all()):
         raise OptionError("expected finite scores, got NaN or infinity")
-    constant = float(output_constants(float64_copy(network), 1, proof.chain)[0]) * proof.chain.slack
+    constant = float(output_constants(proof.network, 1, proof.chain)[0]) * proof.chain.slack
     count, last = len(given[0]), proof.chain.last
 
     def room(distance: float) -> Tensor:
@@ -138,10 +124,7 @@ def auroc(
         worst_auroc=pairs_above(low, high),
         positive_scores=first,
         negative_scores=second,
-        constant=constant,
-        network_sha256=proof.network_sha256,
-        rounding=rounding,
-        evaluator=measured.evaluator,
+        proof=proof,
     )
 
 
