@@ -66,7 +66,7 @@ class PredictionSets(Shown):
         return float(self.sets.gather(1, y[:, None]).double().mean())
 
     def describe(self) -> str:
-        """Coverage and sizes of the sets."""
+        """The promise, and the mean size of the sets."""
         count, classes = self.sets.shape
         return f"{count} sets of {classes} classes {_covers(self)}\nmean size {self.mean_size:.3f}"
 
@@ -96,7 +96,7 @@ class PredictionIntervals(Shown):
         return float(((self.low <= y) & (y <= self.high)).double().mean())
 
     def describe(self) -> str:
-        """Coverage and mean width of the intervals."""
+        """The promise, and the mean width of the intervals."""
         return f"{len(self.low)} intervals {_covers(self)}\nmean width {self.mean_width:.6g}"
 
 
@@ -211,7 +211,7 @@ class Calibration(Shown):
     def coverage_curve(
         self, x: Samples, y: Samples, eps: Sequence[float], *, alpha: float = 0.1, delta: float = 0.05
     ) -> CoverageCurve:
-        r"""Coverage that plain sets keep under attack: :math:`F_m(\varepsilon) - \sqrt{\log(1/\delta) / 2m}`.
+        r"""The coverage that plain sets keep under attack: :math:`F_m(\varepsilon) - \sqrt{\log(1/\delta) / 2m}`.
 
         F is the fraction of m more samples whose plain set holds the label wherever the input moves within eps. Its
         deviation is bounded for all eps together (Dvoretzky, Kiefer & Wolfowitz; Massart 1990).

@@ -53,7 +53,7 @@ _SLACK = 1e-5
 # Each field is a parameter, which scikit-learn reads from the signature that dataclass makes.
 @dataclasses.dataclass(eq=False, repr=False)
 class _LipschitzEstimator(BaseEstimator):
-    """The common part of both estimators. After `fit`, ``export_`` is the network on scaled features, without constraints."""
+    """The part that both estimators share; ``export_`` is the network on scaled features, of plain modules."""
 
     hidden_layer_sizes: Any = (64, 64)
     lipschitz: float = 1.0
