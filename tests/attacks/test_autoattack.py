@@ -54,7 +54,7 @@ def test_it_runs_and_leaves_no_trace(norm: str) -> None:
     old = sys.gettrace()
     sys.settrace(trace)
     try:
-        found, again = (autoattack(net, x, y, eps=eps, norm=norm) for _ in range(2))
+        found, again = (autoattack(net, x, y, eps=eps, norm=norm, parts=None) for _ in range(2))
         assert sys.gettrace() is trace
     finally:
         sys.settrace(old)
@@ -83,8 +83,8 @@ def test_all_four_parts_run(norm: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "ran"),
     [
-        ("autoattack", "AutoAttack, our APGD and FAB before its Square"),
-        ("autoattack_standard", "AutoAttack standard"),
+        ("autoattack", "AutoAttack standard"),
+        ("autoattack_early", "AutoAttack, our APGD and FAB before its Square"),
         ("autoattack_apgd", "AutoAttack's APGD-CE and APGD-DLR"),
     ],
 )
@@ -110,14 +110,14 @@ def test_square_gets_what_our_search_leaves_and_hopeless_starts_are_given_up(
         count += len(points)
         return net(points)
 
-    found = autoattack(model, x, y, eps=eps, norm=norm, batch_size=7)
+    found = autoattack(model, x, y, eps=eps, norm=norm, batch_size=7, parts=None)
     stands = radius >= eps
     stands[0] = False
     assert torch.equal(~misclassified(net(found), y), stands)
     assert torch.equal(left[0], x[stands])
     assert (ball(norm).distance(found, x) <= eps).all()
     count = 0
-    autoattack(model, x[1:], y[1:], eps=eps / 1000, norm=norm)
+    autoattack(model, x[1:], y[1:], eps=eps / 1000, norm=norm, parts=None)
     # One look of ten steps for the margin and for each of four rivals, and the evaluations around them.
     assert count <= 5 * (5 * 11 + 3)
 

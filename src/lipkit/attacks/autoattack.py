@@ -1,4 +1,4 @@
-"""AutoAttack: our APGD and FAB, then Square by pyautoattack; or pyautoattack's parts. And when it can run."""
+"""AutoAttack: pyautoattack's parts; or our APGD and FAB, then its Square. And when it can run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def autoattack(
     box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
     batch_size: int = 250,
-    parts: Sequence[str] | None = None,
+    parts: Sequence[str] | None = STANDARD,
 ) -> Tensor:
-    r"""AutoAttack: APGD on the margin, then towards each rival class, targeted FAB, and Square on what still stands.
+    r"""AutoAttack, the standard version of pyautoattack: APGD-CE, targeted APGD, targeted FAB, and Square.
 
-    APGD and FAB are ours. All rival classes of a sample are attacked in one batch, which the sample leaves when one of
-    them succeeds. A start is given up when its margin is too far from 0 for what it gained; FAB tries the samples that
-    kept a start to the end. Square is pyautoattack's, with 5000 queries. With ``parts`` all is pyautoattack's.
+    With ``parts=None`` APGD and FAB are ours, in about 0.7 of the evaluations: all rival classes of a sample are
+    attacked in one batch, which the sample leaves when one of them succeeds. A start is given up when its margin is too
+    far from 0 for what it gained, a heuristic; FAB tries the samples that kept a start to the end. Square stays
+    pyautoattack's, with 5000 queries.
 
     It needs pyautoattack, the box [0, 1], images of at least 5 x 5 pixels, at least 4 classes and one ``eps`` > 0 for
     all samples. pyautoattack works in float32, so its points overshoot ``eps`` by some 1e-7: they are projected on the
@@ -54,7 +55,7 @@ def autoattack(
         model, x, y, eps, norm, box: see `lipkit.attacks.apgd`.
         generator: AutoAttack's seed is drawn from it.
         batch_size: samples attacked at once, or starts.
-        parts: attacks of pyautoattack to run instead, by its names, one start each: ``STANDARD`` is its standard.
+        parts: attacks of pyautoattack by its names, one start each; None for our APGD and FAB before its Square.
 
     Returns:
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipkit.attacks.apgd import apgd_then_targeted
 from lipkit.attacks.ascent import Box, Model, check_choice, check_inputs, like
-from lipkit.attacks.autoattack import STANDARD, autoattack
+from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.balls import ball
 from lipkit.attacks.carlini_wagner import carlini_wagner
 from lipkit.attacks.fab import fab
@@ -54,8 +54,10 @@ ATTACKS = {
     "apgd": Named(apgd_then_targeted, "APGD, margin loss"),
     "fab": Named(fab, "FAB"),
     "cw": Named(carlini_wagner, "Carlini-Wagner"),
-    "autoattack": Named(autoattack, "AutoAttack, our APGD and FAB before its Square", package="pyautoattack"),
-    "autoattack_standard": Named(partial(autoattack, parts=STANDARD), "AutoAttack standard", package="pyautoattack"),
+    "autoattack": Named(autoattack, "AutoAttack standard", package="pyautoattack"),
+    "autoattack_early": Named(
+        partial(autoattack, parts=None), "AutoAttack, our APGD and FAB before its Square", package="pyautoattack"
+    ),
     # Trockman & Kolter, ICLR 2021, section 5.2, say that these two are their "AutoAttack".
     "autoattack_apgd": Named(
         partial(autoattack, parts=("apgd-ce", "apgd-dlr")), "AutoAttack's APGD-CE and APGD-DLR", package="pyautoattack"
@@ -96,8 +98,8 @@ def run_attack(
 
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),
-            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"``, pyautoattack's ``"autoattack_standard"``, or of it
-            ``"autoattack_apgd"`` alone.
+            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"`` (the standard version), of it ``"autoattack_apgd"`` alone, or
+            ``"autoattack_early"``, which stops early.
         model, x, y, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
         eps: radii, see `lipkit.attacks.pgd`; None for the closest example of ``fab`` and ``cw``, whatever its distance.
         steps: see the attack; None for its default. AutoAttack has its own.
