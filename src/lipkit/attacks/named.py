@@ -98,8 +98,8 @@ def run_attack(
 
     Args:
         name: of `ATTACKS`: ``"pgd"`` (margin loss), ``"apgd"`` (margin loss; each further start towards one class),
-            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"`` (the standard version), of it ``"autoattack_apgd"`` alone, or
-            ``"autoattack_early"``, which stops early.
+            ``"fab"``, ``"cw"`` (l2 only), ``"autoattack"`` (the standard version), of it ``"autoattack_apgd"`` alone,
+            or ``"autoattack_early"``, which stops early.
         model, x, y, norm, box, generator: see `lipkit.attacks.pgd`; at least one sample.
         eps: radii, see `lipkit.attacks.pgd`; None for the closest example of ``fab`` and ``cw``, whatever its distance.
         steps: see the attack; None for its default. AutoAttack has its own.
