@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -46,6 +47,21 @@ def test_every_activation(kind: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = kind(4) if kind is modules.NActivation else kind()
     agree(modules.Network([nn.Linear(4, 4), module, nn.Linear(4, 2)], (4,)), tmp_path)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "autoencoder": (lambda: models.autoencoder([4], code=2, input_shape=(1, 4, 4)), (1, 4, 4)),
+    "denoiser, of a unet": (lambda: models.denoiser(4, 1, 1, input_shape=(1, 4, 4)), (1, 4, 4)),
+    "rebuild": (lambda: models.build("rebuild", network="digits-cayley", input_shape=(1, 8, 8)), (1, 8, 8)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_branch(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    agree(lipkit.export(make().eval(), shape), tmp_path)
 
 
 def lbdn() -> modules.Network:
