@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {"patch": 2, "width": 8, "depth": 2, "heads": 2, "dense"
 
 def test_its_constant_is_claimed_and_proved() -> None:
     torch.manual_seed(0)
-    net = models.build("vision_transformer", slots=5, lipschitz=2.0, **SMALL)
+    net: Any = models.build("vision_transformer", slots=5, lipschitz=2.0, **SMALL)
     kinds = [type(m) for m in net if isinstance(m, TokenAttention | MemoryAttention)]
     assert kinds == [TokenAttention, MemoryAttention] * 2
     assert not any(isinstance(m, nn.LayerNorm) for m in net.modules())
