@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
         given.keep.mkdir(parents=True, exist_ok=True)
         record = {
             "clean": [round(found.clean_accuracy, 4), round(found.mean_iou, 4)],
-            "constant": found.constant, "steps": given.steps, "images": given.images, "torch": torch.__version__,
+            "constant": found.proof.constant, "steps": given.steps, "images": given.images, "torch": torch.__version__,
             "columns": ["eps", "certified", "one radius for each pixel", "attack", "certified mean IoU", "broken"],
             "rows": rows, "seconds": round(time.process_time() - start, 1),
         }  # fmt: skip
