@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lipkit.bounds.lmi import lmi_matrix, proves_gain
-from lipkit.bounds.lmi_solver import Barrier, _newton
+from lipkit.bounds.lmi_solver import Barrier, newton
 from lipkit.certificates import lipsdp
 from lipkit.modules import Network
 
@@ -82,7 +82,7 @@ def one_step(sizes: list[int]) -> tuple[float, float]:
     barrier = Barrier([w / torch.linalg.matrix_norm(w, 2) for w in weights])
     start = torch.ones(1 + sum(sizes[1:-1]), dtype=torch.float64)
     start[0] = 1.1
-    _, step = timed(lambda: _newton(barrier, start, float(barrier.size), 2))
+    _, step = timed(lambda: newton(barrier, start, float(barrier.size), 2))
     return step / 2, check
 
 

@@ -259,7 +259,8 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities (n, classes): the softmax of the logits."""
-        found: Array = torch.from_numpy(self._outputs(X)).softmax(1).numpy()
+        logits = self._outputs(X)
+        found: Array = torch.from_numpy(logits).softmax(1).numpy()
         return found
 
     def predict(self, X: Any) -> Array:

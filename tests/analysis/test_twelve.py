@@ -141,7 +141,8 @@ def test_products_have_a_constant_on_a_box(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.allclose(plain(x), model(x), rtol=1e-4, atol=1e-5)
     bound = float(lipschitz(plain))
-    assert analyze(model, shape, box=(0, 1), restarts=0).upper == pytest.approx(bound, rel=1e-6)
+    upper = analyze(model, shape, box=(0, 1), restarts=0).upper  # never looser: on the box it may know more
+    assert 0.9 * bound <= upper <= bound * (1 + 1e-6)
     assert lipschitz_lower_bound(plain.double(), restarts=1, steps=5).lower <= bound
     twin = load(save(plain.float(), tmp_path / "net"))
     assert torch.equal(twin(x), plain(x))

@@ -212,7 +212,7 @@ def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys)
         if isinstance(layer, nn.Linear):
             expected *= float(torch.linalg.matrix_norm(layer.weight.double(), 2))
     assert read_record(folder).further["norm_product"] == pytest.approx(expected, rel=1e-5)
-    assert ["trained", "norms", "full", "1", f"{expected:.4g}"] in shown
+    assert ["trained", "norms", "full", "1", f"{expected:.4g}", "1"] in shown  # after one epoch
     before = (folder / "record.json").read_bytes()
     assert main(arguments) == 0
     assert (folder / "record.json").read_bytes() == before

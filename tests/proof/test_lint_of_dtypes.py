@@ -36,6 +36,7 @@ DATA = "samples, as the format of the file or the data set says"
 EXCEPTIONS = {
     "lipkit/attacks": SEARCHES,
     "lipkit/analysis/lipschitz_search.py": SEARCHES,
+    "lipkit/analysis/network.py:_random_secants": SEARCHES,
     "lipkit/bounds/peak.py": "where a norm is largest: symbol_sup proves the norm itself in float64",
     "lipkit/bounds/power.py:start_vector": SEARCHES,
     "lipkit/bounds/gram_symbol.py:GramSymbol._minus": "float32 where its unit is in the error that _test takes off",
@@ -43,6 +44,8 @@ EXCEPTIONS = {
     "lipkit/bounds/gram_symbol.py:GramSymbol._test": "as _minus",
     "lipkit/certificates/evaluators.py:machine": MACHINE,
     "lipkit/certificates/measurement.py:float64_copy": "to a device",
+    "lipkit/certificates/properties.py:_rounded": "rounded to the evaluator's format outwards, compared as fractions",
+    "lipkit/certificates/properties.py:_Group.among": "a point in the evaluator's format, tried there and in fractions",
     "lipkit/conv/cayley_conv.py": OF_LAYERS,
     "lipkit/conv/cayley_rounded.py": OF_LAYERS,
     "lipkit/conv/spread.py": OF_LAYERS,

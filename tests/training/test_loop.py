@@ -45,7 +45,8 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 def timeless(history):
     """The history without what depends on the clock or the machine."""
     return [
-        {k: v for k, v in row.items() if k not in ("seconds", "samples_per_second", "memory_mib")} for row in history
+        {k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "samples_per_second", "memory_mib")}
+        for row in history
     ]
 
 

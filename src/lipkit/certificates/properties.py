@@ -94,7 +94,7 @@ def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.flo
     except OverflowError:
         raise OptionError(f"expected numbers in the range of {dtype}, got one beyond") from None
     beyond = numbers.nextafter(torch.full_like(numbers, math.inf if up else -math.inf))
-    return torch.where(torch.tensor(wrong), beyond, numbers)
+    return torch.where(torch.tensor(wrong, dtype=torch.bool), beyond, numbers)
 
 
 class _Group:
@@ -112,7 +112,7 @@ class _Group:
         # How far each factor is from the one meant.
         self.off = torch.where(self.rows == below, 0.0, next_up(self.rows - below))
         self.limits = _rounded([atom.bound for atom in atoms], True)
-        self.has = torch.tensor([[atom in case.outputs for atom in atoms] for case in cases]).bool()
+        self.has = torch.tensor([[atom in case.outputs for atom in atoms] for case in cases], dtype=torch.bool)
         low, high = zip(*cases[0].box, strict=True)
         # Lowest and highest inputs, outwards for proofs and inwards for points.
         self.ends = torch.stack((_rounded(low, False), _rounded(high, True))).unflatten(1, shape)

@@ -190,7 +190,7 @@ def certify_regression(
     check_inputs(network, x, batch_size)
     sensors = None
     if isinstance(delta, Tensor | np.ndarray) and delta.ndim:
-        if not bool((torch.as_tensor(delta) >= 0).all()):
+        if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
         delta = float(size(sensors[None]))

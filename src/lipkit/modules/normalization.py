@@ -327,7 +327,7 @@ class UnitNorm(nn.Module):
             raise OptionError(f"UnitNorm: expected different dimensions behind the batch, at least 1, got {dims}")
         if not (math.isfinite(eps) and eps > 0):
             raise OptionError(f"UnitNorm: expected eps a positive finite number, got {eps}: at 0 it has no constant")
-        self.dims, self.eps = tuple(dims), float(eps)
+        self.dims, self.eps = tuple(dims), eps
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=self.dims, eps=self.eps)  # type: ignore[arg-type]
