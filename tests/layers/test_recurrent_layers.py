@@ -168,6 +168,14 @@ def test_a_phi_that_was_replaced_is_refused() -> None:
         export(other, (5, 2))
 
 
+def test_a_part_that_was_changed_is_refused() -> None:
+    layer = LinearSystem(2, 2, 2)
+    weight = layer.through.weight
+    layer.through.weight = lambda: 10 * weight()  # type: ignore[method-assign]
+    with pytest.raises(NoRuleError, match="instance-level 'weight'"):
+        lipschitz(layer)
+
+
 def test_an_exported_step_is_a_network_as_any_other() -> None:
     torch.manual_seed(0)
     step = export(R2dn(2, 3, 4, 6, "relu"), (5, 2))[0].one_step()

@@ -150,6 +150,19 @@ def test_numbers_kept_by_cached_are_not_taken_for_those_of_other_modules() -> No
             assert float(lipschitz(layer).detach()) == pytest.approx(scale)
 
 
+def test_older_numbers_that_cached_keeps_are_refused() -> None:
+    layer = own(nn.Linear(2, 2), Symmetric())
+    with parametrize.cached():
+        before = layer(torch.eye(2))
+        assert float(lipschitz(layer).detach()) > 0
+        with torch.no_grad():
+            layer.parametrizations.weight.original.mul_(0.1)
+        assert torch.equal(layer(torch.eye(2)), before)
+        with pytest.raises(NoRuleError, match=r"numbers that stay inside of parametrize\.cached\(\), got other"):
+            lipschitz(layer)
+    assert float(lipschitz(layer).detach()) > 0
+
+
 def test_other_modules_stay_as_they_are() -> None:
     layer = nn.Linear(2, 2)
     assert settled(layer) is layer

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lipkit import export, lipschitz
 from lipkit.bounds.dissipation import System, dissipation_matrix, least_gain, proves_dissipation
 from lipkit.errors import NoRuleError, ShapeError
 from lipkit.linalg.scan import simulate
-from lipkit.modules import HalfAbs, Recurrent, contraction, local_error
+from lipkit.modules import HalfAbs, Mean, Pad, Recurrent, contraction, local_error
+from lipkit.modules.recurrent import Outputs
 from lipkit.proof.arithmetic import FLOAT32, FLOAT64
 
 HALF = torch.tensor([[0.5, 1.0], [1.0, 0.0]], dtype=torch.float64)  # x+ = x / 2 + u, y = x: its gain is 2
@@ -195,6 +198,45 @@ def test_claims_hold_or_are_not_believed(name: str) -> None:
     with torch.no_grad():
         module.bias[0] = math.nan
     assert float(lipschitz(module)) == math.inf
+
+
+def test_blocks_of_a_phi_that_mixes_units_are_refused() -> None:
+    """The mean of two units has a constant of 1/sqrt(2), that of eight a smaller one: here the gain is 1."""
+    m = torch.zeros(10, 10, dtype=torch.float64)
+    m[0, 9] = m[1, 9] = m[9, 0] = 1
+    p, lam = 0.1 * torch.eye(1, dtype=torch.float64), torch.full((8,), 3.0, dtype=torch.float64)
+    for phi in (nn.Sequential(Mean(1, keepdim=True), Pad(0, 1)), nn.Softmax(1)):
+        module = Recurrent(m, torch.zeros(10).double(), p, lam, phi, 1, (8, 8), 2, 0.8, 0.9)
+        with pytest.raises(NoRuleError, match="a phi that acts on each unit alone, got blocks of 2"):
+            lipschitz(module)
+    assert float(module(torch.ones(1, 1, 1).double())) == 0.5
+
+
+def test_what_changes_a_network_of_torch_inside_is_refused() -> None:
+    class Tenfold(nn.RNN):
+        def forward(self, *given: Tensor) -> Any:
+            y, state = super().forward(*given)
+            return 10 * y, state
+
+    rnn = nn.RNN(2, 2, batch_first=True)
+    rnn.register_forward_hook(lambda m, x, y: (10 * y[0], y[1]))
+    for function in (lipschitz, export):
+        with pytest.raises(NoRuleError, match="forward hooks"):
+            function(Outputs(rnn), (3, 2))
+        with pytest.raises(NoRuleError, match=r"expected exactly an nn\.RNN, got Tenfold"):
+            function(Outputs(Tenfold(2, 2, batch_first=True)), (3, 2))
+
+
+@pytest.mark.thorough
+def test_a_network_of_torch_with_parametrizations_after_a_run() -> None:
+    torch.manual_seed(0)
+    rnn, u = nn.RNN(2, 2, batch_first=True), torch.randn(2, 4, 2)
+    parametrize.register_parametrization(rnn, "weight_hh_l0", nn.Softmax(1))
+    rnn(u)
+    plain = export(rnn, (4, 2))
+    assert torch.allclose(plain(u), rnn(u)[0], atol=1e-6)
+    assert float(lipschitz(plain)) == pytest.approx(float(lipschitz(rnn, (4, 2))), rel=1e-3)
+    assert torch.allclose(export(Outputs(rnn), (4, 2))(u), rnn(u)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

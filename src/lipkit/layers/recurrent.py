@@ -23,6 +23,7 @@ from lipkit.linalg.scan import simulate
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import HalfAbs, MaxMin, Recurrent, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.parametrised import settled
 from lipkit.modules.recurrent import unitwise
 
 
@@ -424,7 +425,8 @@ EPSILON = 1e-9
 
 def _bound(layer: RecurrentLayer, input_shape: Shape | None) -> float:
     """gamma, unless phi was replaced by what the layer does not hold for."""
-    guard(layer.phi)
+    for part in (layer.phi, *(getattr(layer, name) for name in ("read", "write", "through") if hasattr(layer, name))):
+        guard(settled(part))
     bound = 1.0 if type(layer) is LinearSystem else math.inf
     if isinstance(layer, R2dn) and layer.inner is not None:
         bound = float(lipschitz(layer.inner, (layer.units,)).detach())

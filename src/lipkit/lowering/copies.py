@@ -70,7 +70,8 @@ def computed_tensors(model: nn.Module) -> dict[int, object]:
     """Copies of the tensors that deepcopy refuses: results of a computation, as hook-based weights are."""
     memo: dict[int, object] = {}
     for module in model.modules():
-        for value in (*vars(module).values(), *module._parameters.values()):
+        run = vars(module).get("_flat_weights", ())  # of an nn.RNN with parametrizations, in its last run
+        for value in (*vars(module).values(), *module._parameters.values(), *run):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
     return memo

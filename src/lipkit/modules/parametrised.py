@@ -41,6 +41,9 @@ def settled(module: nn.Module) -> nn.Module:
     _check_still(module, name)
     # Not the attributes: inside of torch's `cached`, those of a copy are the original's.
     values = {key: one() for key, one in lists.items()}
+    kept = {key: parametrize._cache.get((id(module), key)) for key in lists}
+    if stale := [key for key, t in kept.items() if t is not None and not torch.equal(t, values[key])]:
+        raise NoRuleError(f"{name}: expected numbers that stay inside of parametrize.cached(), got other {stale} since")
     plain = base.__new__(base)
     vars(plain).update(vars(module))
     vars(plain)["_modules"] = {key: part for key, part in module._modules.items() if part is not lists}
@@ -53,7 +56,8 @@ def _check_still(module: nn.Module, name: str) -> None:
     """Raise ``NoRuleError`` unless the values, and the tensors that they are made from, stay as they are."""
     seen: list[dict[str, Tensor]] = []
     with torch.inference_mode(False):
-        lists: Any = copy.deepcopy(module)._modules["parametrizations"]
+        # Not the module: an nn.RNN keeps the values of its last run, which cannot be copied.
+        lists: Any = copy.deepcopy(module._modules["parametrizations"])
         state = [*lists.parameters(), *lists.buffers()]
         versions = [t._version for t in state]
         for graph in (False, True, False):

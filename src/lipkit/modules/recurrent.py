@@ -29,6 +29,7 @@ from lipkit.modules.guarding import guard
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error, nothing
 from lipkit.modules.network import Network
+from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.registry import export, lipschitz
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow
@@ -133,6 +134,11 @@ class Recurrent(nn.Module):
         """The system without its claims, and the multiplier."""
         guard(self.phi)
         nv = self.units[0]
+        if self.block < nv and not unitwise(self.phi):
+            raise NoRuleError(
+                f"Recurrent: expected one block, or a phi that acts on each unit alone, got blocks of {self.block} of "
+                f"{nv} units and {type(self.phi).__name__}, whose constant may depend on how many units it takes"
+            )
         bound = None if nv and slope_restricted(self.phi) else float(lipschitz(self.phi, (nv,) if nv else None))
         multiplier = self.multiplier if not nv or unitwise(self.phi) else self.multiplier[:1].expand(nv)
         return System(self.matrix, self.states, self.units, self.block, bound), multiplier
@@ -369,7 +375,10 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
 
 def _of_torch(module: nn.RNN | Outputs) -> tuple[Tensor, Tensor, System]:
     """M, b and the system of a network of torch, in float64: its states are the units of the step before."""
-    rnn = module.rnn if isinstance(module, Outputs) else module
+    rnn = settled(module.rnn) if isinstance(module, Outputs) else module
+    guard(rnn)
+    if type(rnn) is not nn.RNN:
+        raise NoRuleError(f"expected exactly an nn.RNN, got {type(rnn).__name__}, whose forward pass may differ")
     if not rnn.batch_first or rnn.bidirectional or (rnn.dropout and rnn.training):
         raise NoRuleError(
             "nn.RNN: expected batch_first=True, one direction and no dropout in training, got "
@@ -377,15 +386,15 @@ def _of_torch(module: nn.RNN | Outputs) -> tuple[Tensor, Tensor, System]:
         )
     n, layers, inputs = rnn.hidden_size, rnn.num_layers, rnn.input_size
     nx = n * layers
-    m = torch.zeros(2 * nx + n, 2 * nx + inputs, dtype=torch.float64, device=rnn.get_parameter("weight_ih_l0").device)
+    m = torch.zeros(2 * nx + n, 2 * nx + inputs, dtype=torch.float64, device=rnn.weight_ih_l0.device)
     b = m.new_zeros(len(m))
     for k in range(layers):
         own = slice(k * n, (k + 1) * n)
         given = slice(2 * nx, None) if k == 0 else slice((k - 1) * n, k * n)
-        m[own, given] = to_double(rnn.get_parameter(f"weight_ih_l{k}").detach())
-        m[own, nx + k * n : nx + (k + 1) * n] = to_double(rnn.get_parameter(f"weight_hh_l{k}").detach())
+        m[own, given] = to_double(getattr(rnn, f"weight_ih_l{k}").detach())
+        m[own, nx + k * n : nx + (k + 1) * n] = to_double(getattr(rnn, f"weight_hh_l{k}").detach())
         if rnn.bias:
-            both = (rnn.get_parameter(f"bias_{part}_l{k}").detach() for part in ("ih", "hh"))
+            both = (getattr(rnn, f"bias_{part}_l{k}").detach() for part in ("ih", "hh"))
             b[own] = sum(to_double(one) for one in both)
     m[nx : 2 * nx, :nx] = torch.eye(nx)
     m[2 * nx :, nx - n : nx] = torch.eye(n)
@@ -398,10 +407,10 @@ def _torch_constant(module: nn.RNN | Outputs, input_shape: Shape | None) -> floa
 
 
 def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
-    rnn = module.rnn if isinstance(module, Outputs) else module
+    rnn = settled(module.rnn) if isinstance(module, Outputs) else module
     if len(input_shape) != 2 or input_shape[1] != rnn.input_size:
         raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
-    (m, b, system), like = _of_torch(rnn), rnn.get_parameter("weight_ih_l0")
+    (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
     found, phi = least_gain(system), nn.ReLU() if rnn.nonlinearity == "relu" else nn.Tanh()
     m, b, p, lam = (t.to(like) for t in (m, b, found.metric, found.multiplier))
     made = Recurrent(m, b, p, lam, phi, *system[1:4], min(found.gain, 1e290), found.rate)
