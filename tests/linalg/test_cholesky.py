@@ -99,6 +99,16 @@ def test_rows_are_reflected_without_the_matrix(n: int, m: int, k: int, size: int
     torch.testing.assert_close(reflect(x, v, size), x @ block_reflector(v, size, k).mT, rtol=0, atol=exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_rows_are_those_of_the_matrix_where_columns_are_nearly_dependent(dtype: torch.dtype) -> None:
+    """A network must not depend on how many images it sees: columns as small as the root of the shift are halved."""
+    eps = torch.finfo(dtype).eps
+    v = torch.linalg.qr(torch.randn(16, 5, dtype=dtype))[0] * torch.tensor([1, 0.3, 2 * eps**0.5, eps**0.5, eps])
+    v, x = v.to(dtype), torch.eye(16, dtype=dtype)
+    assert 0.05 < float((block_reflector(v) @ v[:, 3] / eps**0.5 + v[:, 3] / eps**0.5).norm()) < 2
+    torch.testing.assert_close(reflect(x, v, 16), block_reflector(v).mT, rtol=0, atol=100 * eps)
+
+
 @pytest.mark.parametrize("noise", [0, 1e-6, 1e-3, 1e-1])
 def test_reflected_rows_do_not_grow_where_columns_are_nearly_dependent(noise: float) -> None:
     v = torch.randn(8, 16, 1, dtype=torch.complex64).expand(8, 16, 7) + noise * torch.randn(8, 16, 7)

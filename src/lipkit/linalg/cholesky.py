@@ -106,10 +106,9 @@ def block_reflector(v: Tensor, rows: int | None = None, columns: int | None = No
 def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
     r"""Rows times :func:`block_reflector`, which is not formed: cheaper for fewer rows than half of n.
 
-    .. math:: y = x - 2 Q (2 s - Q^* Q s), \qquad s = Q^* x, \qquad Q = V L^{-*}
+    .. math:: y = x - 2 Q S^2 Q^* x, \qquad S = \tfrac32 I - \tfrac12 Q^* Q, \qquad Q = V L^{-*}
 
-    The second projection takes back the shift of the Gram matrix: an eigenvalue p of :math:`QQ^*` becomes
-    :math:`1 - (1 - p)^2`, where the closing step of :func:`block_reflector` makes it :math:`p (3 - p)^2 / 4`.
+    S is the closing step of :func:`block_reflector`: both are the same function where V loses its rank, too.
 
     Args:
         x: ``(..., B, k)`` with k at most n, continued by zeros to n.
@@ -123,7 +122,8 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
         A contraction up to rounding, for every ``v``.
 
     Cost:
-        One Cholesky factorisation and one triangular solve of size m, one product of ``n m^2`` and four of ``B n m``.
+        One Cholesky factorisation and one triangular solve of size m, two products of ``n m^2``, two of ``B n m`` and
+        two of ``B m^2``.
 
     Raises:
         ShapeError: ``v`` is not a floating or complex matrix. OptionError: more columns than rows.
@@ -134,8 +134,9 @@ def reflect(x: Tensor, v: Tensor, size: int) -> Tensor:
     q = _directions(v)
     k = x.shape[-1]
     outwards, back = q.mT, q.conj().resolve_conj()
-    s = x @ back[..., :k, :]
-    s = 2 * s - (s @ outwards) @ back
+    s, gram = x @ back[..., :k, :], outwards @ back
+    for _ in range(2):
+        s = 1.5 * s - 0.5 * (s @ gram)
     padded = F.pad(x, [0, size - k]) if size > k else x[..., :size]
     return padded - 2 * s @ outwards[..., :size]
 
