@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
 from lipkit.certificates.certificate import pair_constants
+from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.measurement import float64_copy
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import OptionError
@@ -31,7 +32,7 @@ from lipkit.interop import write_onnx
 from lipkit.layers.aol import aol_matrix
 from lipkit.lowering import lipschitz
 from lipkit.modules import Affine, MaxMin, Network
-from lipkit.proof.roundoff import UNIT
+from lipkit.proof.roundoff import UNIT, grow, next_down, next_up
 from lipkit.shown import axes
 
 try:
@@ -273,8 +274,8 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         """Radii, in scaled units, within which the prediction cannot change: see `lipkit.certify`."""
         z = self._scaled(X)
         found = certify(self.export_, z, self._targets(y))
-        radius = found.radius - _room(z, 0.0) * (1 + found.radius)
-        return dataclasses.replace(found, radius=radius.clamp_min(0).nan_to_num(posinf=math.inf))
+        radius = found.radius * (1 - 16 * UNIT) - _room(z, 0.0)  # as _room(z, radius)
+        return dataclasses.replace(found, radius=radius.clamp_min(0))
 
     def predict_set(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
         """Sets (n, classes) of bool that hold the label with probability 1 - alpha, though X may have moved by eps.
@@ -287,7 +288,9 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def worst_case(self, X: Any, eps: float) -> Array:
         """Proved ends (n, classes, 2) of the probabilities that inputs within eps can get."""
+        check_eps(eps)
         z = self._scaled(X)
+        distance = eps + _room(z, eps)
         proof = prove(self.export_)
         assert proof.logits is not None
         with torch.no_grad():
@@ -295,9 +298,9 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         constants, rows = pair_constants(proof.chain, logits.values.shape[1])
         ends = []
         for k in range(logits.values.shape[1]):
-            error = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)[0]
-            moved = (error + constants[k] * (eps + _room(z, eps))) * (1 + 2.0**-40)
+            at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
             over = logits.values - logits.values[:, [k]]
+            moved = (at + (constants[k] + slope) * distance) * (1 + 2.0**-40) + 2.0**-50 * over.abs()
             ends.append(torch.stack([1 / torch.exp(over + s * moved).sum(1) * (1 - s * 2.0**-40) for s in (1, -1)], 1))
         found: Array = torch.stack(ends, 1).clamp(0, 1).numpy()
         return found
@@ -342,6 +345,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
     def certify(self, X: Any, y: Any, eps: float = 0.1) -> RegressionCertificate:
         """Deviations and worst errors for inputs within eps, see `lipkit.certificates.certify_regression`."""
+        check_eps(eps)
         z = self._scaled(X)
         return certify_regression(self.export_, z, self._targets(y), delta=eps + _room(z, eps))
 
@@ -356,10 +360,9 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
     def worst_case(self, X: Any, eps: float) -> Array:
         """Proved ends (n, 2) of the predictions that inputs within eps can get."""
-        z = self._scaled(X)
-        exact = Calibration(torch.zeros(1, 1, dtype=torch.float64), False, prove(self.export_))
-        found = exact.predict_interval(z, 0.5, eps + _room(z, eps))
-        return torch.cat((found.low, found.high), 1).numpy()
+        found = self.certify(X, np.zeros(len(X)), eps)
+        half = grow(found.moved + found.prediction_error + found.rounding_error)
+        return torch.cat((next_down(found.prediction - half), next_up(found.prediction + half)), 1).numpy()
 
 
 class _Trained(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit import export, layers
-from lipkit.certificates import dense, prove
+from lipkit.certificates import dense, dense_outputs, prove
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 
@@ -159,3 +159,61 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], kind: type[Exc
     given: dict[str, object] = {"x": x, "y": y, "eps": 0.1} | changes
     with pytest.raises(kind, match=words):
         dense(identity(3, 4), **given)  # type: ignore[arg-type]
+
+
+def linear(rows: list[list[float]], shape: tuple[int, ...]) -> Network:
+    layer = nn.Linear(len(rows[0]), len(rows), bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(rows))
+    return Network([layer], shape)
+
+
+def test_labels_that_read_the_same_features_turn_together() -> None:
+    y = torch.ones(1, 2, dtype=torch.int64)
+    found = dense(linear([[1.0], [1.0]], (1,)), torch.ones(1, 1), y, 1.1)  # a step of 1 turns both
+    assert [int(t) for t in (found.right, found.worst, found.alone)] == [2, 0, 0]
+    # Each label by its row; by the norm 3 of all outputs one of them could turn.
+    net, x = linear([[3.0, 0.0], [0.0, 1.0]], (2,)), torch.tensor([[1.0, 1.0]])
+    assert int(dense(net, x, y, 0.5).worst) == 2
+    assert int(dense(net, x, y[:, 0] * 0, 0.5).worst) == 1  # of one class each, without positions
+    with pytest.raises(ShapeError, match=r"shape \(1,\), or \(1, 2\)"):
+        dense(net, x, torch.zeros(2, 1, dtype=torch.int64), 0.5)
+
+
+def test_labels_at_positions_of_a_sequence_under_every_step() -> None:
+    torch.manual_seed(0)
+    net = linear(torch.randn(3, 2).tolist(), (2, 2))
+    x = torch.randn(4, 2, 2, dtype=torch.float64)
+    outputs = net(x)
+    for eps in (0.2, 0.5, 1.0):
+        found = dense(net, x, (outputs > 0).long(), eps, dim=-1)
+        steps = torch.randn(2000, 1, 2, 2, dtype=torch.float64)
+        steps = steps * (eps / steps.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
+        kept = (net((x + steps).flatten(0, 1)).view(2000, 4, 2, 3) * outputs > 0).sum((2, 3)).amin(0)
+        assert bool((found.worst <= kept).all())
+        assert bool((found.alone <= 6).all())
+
+
+def test_rows_of_the_last_layer_count_along_their_own_dimension_alone() -> None:
+    # Classes along the first dimension, which has as many entries: the rows, nearly equal, say nothing about them.
+    net, x = linear([[1.0, 0.0], [1.0, 0.001]], (2, 2)), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+    found = dense(net, x, torch.zeros(1, 2, dtype=torch.int64), 0.8)
+    assert int(found.right) == 2
+    assert int(found.worst) == 0
+    assert net(torch.tensor([[[0.49, 0.0], [0.5, 0.0]]], dtype=torch.float64)).argmax(1).tolist() == [[1, 1]]
+
+
+@pytest.mark.thorough
+def test_ratios_of_large_counts_are_compared_in_float64() -> None:
+    count, inside, free = 2**21, 2**20, 2**21 // 3
+    energy = torch.rand(count, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    leave, join = torch.full((2, 1, 1, count), math.inf, dtype=torch.float64)
+    leave[..., :inside], join[..., inside : inside + free] = energy[:inside], 2 * energy[inside : inside + free]
+    counts, union = torch.tensor([[inside]]), torch.tensor([[count - free]])
+    square = torch.tensor([32000.0], dtype=torch.float64)
+    decisions = dense_outputs._Decisions(counts[0], leave[0], leave[0], leave, join, counts, union)
+    away, more = (np.cumsum(np.sort(e[0, 0].numpy())) for e in (leave, join))
+    away, more = away[away <= 32000.0], more[more < math.inf]
+    joined = np.searchsorted(more, 32000.0 - away, side="right")
+    least = ((inside - 1 - np.arange(len(away))) / (count - free + joined)).min()
+    assert least * (1 - 2.0**-38) <= float(dense_outputs._worst_iou(decisions, square)) <= least

@@ -8,7 +8,8 @@ logits, which move towards each other), or :math:`m^2` (of one, with threshold 0
 
 decisions can turn, :math:`e_1 \le e_2 \le \dots` the energies of those that are right. A last layer that acts on each
 position alone, with rows :math:`w_i` behind a body of constant :math:`L_b`, gives
-:math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too; the better of both counts.
+:math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too; the better of both counts. Yes or
+no of several labels at one position read the same features, so there each label has that budget for itself.
 """
 
 from __future__ import annotations
@@ -137,22 +138,23 @@ def dense(
     outputs, labels = measured.outputs, y.cpu()
     if not -outputs.ndim <= dim < outputs.ndim or outputs.ndim < 2 or dim % outputs.ndim == 0:
         raise OptionError(f"dim: expected a dimension of the outputs {tuple(outputs.shape)} but the first, got {dim}")
+    budgets = _budgets(measured, dim % outputs.ndim, eps)
     outputs = outputs.movedim(dim, 1)
-    labels = labels.movedim(dim, 1) if labels.ndim == outputs.ndim else labels
+    several = labels.ndim == outputs.ndim
+    labels = labels.movedim(dim, 1) if several else labels
     _check_labels(outputs, labels, ignore_index)
-    budgets = _budgets(measured, outputs.shape[1], eps)
-    decide = _signs if labels.ndim == outputs.ndim else _classes
-    found = [
-        decide(outputs.flatten(2), labels.flatten(labels.ndim - outputs.ndim + 2), ignore_index, b) for b in budgets
-    ]
+    decide = _signs if several else _classes
+    outputs = outputs.reshape(*outputs.shape[:2], -1)
+    labels = labels.reshape(outputs.shape if several else (len(outputs), -1))
+    found = [decide(outputs, labels, ignore_index, b) for b in budgets]
     first = found[0]
     return DenseCertificate(
         eps=float(eps),
         positions=first.counts,
-        right=first.right.flatten(1).sum(1),
+        right=first.right.sum((1, 2)),
         worst=torch.stack([_kept(d.right, d.turn, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
         alone=torch.stack(
-            [(d.right & (d.turn > b.square[:, None])).sum(1) for d, b in zip(found, budgets, strict=True)]
+            [(d.right & (d.turn > b.square[:, None, None])).sum((1, 2)) for d, b in zip(found, budgets, strict=True)]
         ).amax(0),
         iou=first.intersection.sum(0).double() / first.union.sum(0),
         worst_iou=torch.stack([_worst_iou(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
@@ -162,17 +164,20 @@ def dense(
 
 class _Budget(NamedTuple):
     """How far all outputs, or what a last layer reads, can move together: the square (N,) of that distance; what a unit
-    of it can move a difference of two outputs (K, K), or one (K,); and the error (N,) of every output beside it.
+    of it can move a difference of two outputs (K, K), or one (K,); the error (N,) of every output beside it; and
+    whether the outputs of one position move together, by what they read.
     """
 
     square: Tensor
     pairs: Tensor
     single: Tensor
     error: Tensor
+    together: bool
 
 
 class _Decisions(NamedTuple):
-    """Decisions of N samples: how many count (N,), which are right (N, P), and the energy that turns them; for each
+    """Decisions of N samples: how many count (N,), which are right (N, G, P), and the energy that turns them, of G
+    groups that have the whole budget each; for each
     class (N, K, P) the energy that takes a decision out of the intersection, or adds it to the predictions, inf where
     none can; and counts (N, K) of intersection and union.
     """
@@ -186,9 +191,9 @@ class _Decisions(NamedTuple):
     union: Tensor
 
 
-def _budgets(measured: Measurement, classes: int, eps: float) -> list[_Budget]:
-    """That of the outputs and, for a last layer that acts on each position alone, that of its body."""
-    proof, chain = measured.proof, measured.proof.chain
+def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
+    """That of the outputs and, for a last layer that makes ``dim`` at each position alone, that of its body."""
+    proof, chain, classes = measured.proof, measured.proof.chain, measured.outputs.shape[dim]
     error = torch.zeros(len(measured.outputs), dtype=torch.float64)
     if measured.logits is not None:
         weight = None if chain.last is None else chain.last.weight.detach().cpu()
@@ -196,15 +201,16 @@ def _budgets(measured: Measurement, classes: int, eps: float) -> list[_Budget]:
     both = torch.full((classes, classes), root(2), dtype=torch.float64)
     one = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)
-    found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error))]
+    found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
     last = proof.network[-1]
     pointwise = type(last) is nn.Conv2d and {*last.kernel_size, *last.stride, last.groups} == {1}
     pointwise = pointwise and last.padding in ("valid", (0, 0))
-    if (pointwise or type(last) is nn.Linear) and last.weight.shape[0] == classes:
+    made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
+    if dim == made and last.weight.shape[0] == classes:
         rows = last.weight.detach().cpu().flatten(1)
         reach = torch.full_like(error, product(chain.prefixes[-2] * chain.slack, eps), dtype=torch.float64)
         alone = last_layer_constants(torch.cat((rows, torch.zeros_like(rows[:1]))), 1.0)
-        found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error))
+        found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error, True))
     return found
 
 
@@ -242,8 +248,8 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
     inside = labelled & right[:, None]
     return _Decisions(
         counts=counts.sum(1),
-        right=right,
-        turn=turn,
+        right=right[:, None],
+        turn=turn[:, None],
         leave=torch.where(inside, turn[:, None], math.inf),
         join=torch.where(counts[:, None] & ~labelled & ~chosen, over(predicted), math.inf),
         intersection=inside.sum(2),
@@ -259,11 +265,11 @@ def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _D
     norm = budget.single[None, :, None].expand_as(outputs)
     energy = _energy(outputs.abs(), budget.error[:, None, None], norm)
     turn = torch.where(right, energy, math.inf)
-    inside = right & yes
+    inside, groups = right & yes, outputs.shape[1] if budget.together else 1
     return _Decisions(
         counts=counts.flatten(1).sum(1),
-        right=right.flatten(1),
-        turn=turn.flatten(1),
+        right=right.reshape(len(right), groups, -1),
+        turn=turn.reshape(len(right), groups, -1),
         leave=torch.where(inside, energy, math.inf),
         join=torch.where(right & ~yes, energy, math.inf),
         intersection=inside.sum(2),
@@ -279,8 +285,8 @@ def _sums(energies: Tensor) -> Tensor:
 
 def _kept(right: Tensor, turn: Tensor, square: Tensor) -> Tensor:
     """How many of the right decisions are left in the worst case, (N,)."""
-    turned = (_sums(turn)[:, 1:] <= square[:, None]).sum(1)
-    return right.sum(1) - torch.minimum(turned, right.sum(1))
+    turned = (_sums(turn)[..., 1:] <= square[:, None, None]).sum(2)
+    return (right.sum(2) - torch.minimum(turned, right.sum(2))).sum(1)
 
 
 def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
@@ -292,7 +298,7 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         possible = away <= square[:, None]
         joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
         joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)
-        left = torch.arange(away.shape[1]).expand_as(away)
+        left, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
         inside, union = decisions.intersection[:, k], decisions.union[:, k]
         if int(union.sum() + joined[possible].sum()) == 0:  # nobody ever sees this class
             found.append(math.nan)

@@ -8,8 +8,6 @@ through activations that do not decrease (`ReLU`, `tanh`, `MaxMin`, ...). No num
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +33,7 @@ def monotone(network: Network) -> Tensor:
         Everywhere, not only in an input range; for the exact function of the stored numbers.
 
     Raises:
-        NoRuleError: another module.
+        NoRuleError: another module, or inputs that are no vectors.
 
     >>> net = Network([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[1.0, -1.0], [2.0, 3.0]])), net[2].weight.fill_(1.0)
@@ -43,13 +41,15 @@ def monotone(network: Network) -> Tensor:
     [[1, 0]]
     """
     guard(network)
-    count = math.prod(network.input_shape)
+    if len(network.input_shape) != 1:
+        raise NoRuleError(f"monotone: expected inputs that are vectors, got the shape {network.input_shape}")
+    (count,) = network.input_shape
     same = torch.eye(count, dtype=torch.bool)
     # (units, inputs): the unit does not decrease with the input, and does not increase with it.
     up, down = torch.ones_like(same), ~same
     for module in network:
         guard(module)
-        if type(module) is nn.Linear and len(network.input_shape) == 1:
+        if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()
             spoilt = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
             up, down = spoilt[0] == 0, spoilt[1] == 0
