@@ -8,8 +8,8 @@ logits, which move towards each other), or :math:`m^2` (of one, with threshold 0
 
 decisions can turn, :math:`e_1 \le e_2 \le \dots` the energies of those that are right. A last layer that acts on each
 position alone, with rows :math:`w_i` behind a body of constant :math:`L_b`, gives
-:math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too; the better of both counts. Yes or
-no of several labels at one position read the same features, so there each label has that budget for itself.
+:math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the budget :math:`(L_b\varepsilon)^2` too; the better of both counts.
+Yes or no of several labels at one position read the same features, so there each label has that budget for itself.
 """
 
 from __future__ import annotations
