@@ -12,9 +12,9 @@ from lipkit.errors import NoRuleError
 
 
 def test_every_module_has_one_line() -> None:
-    assert sorted([*KNOWN, *REASONS]) == sorted(classes())
     assert not {*KNOWN} & {*REASONS}
-    if torch.__version__.startswith("2.13."):
+    if torch.__version__.startswith("2.13."):  # the version of the page; others have more classes, or fewer
+        assert sorted([*KNOWN, *REASONS]) == sorted(classes())
         assert PAGE.read_text() == page(), "run: python -m benchmarks.torch_modules --keep"
 
 
@@ -26,7 +26,7 @@ def test_constants_are_what_lipschitz_says(name: str) -> None:
     assert float(value) * (1 - 1e-6) <= found <= float(value) * (1 + KNOWN[name].slack)
 
 
-@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("name", [name for name in REASONS if hasattr(nn, name)])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_the_others_are_refused(name: str) -> None:
     module = MADE.get(name, getattr(nn, name))().eval()

@@ -373,12 +373,12 @@ def _export(module: Recurrent, input_shape: Shape) -> nn.Module:
     return plain
 
 
-def _of_torch(module: nn.RNN | Outputs) -> tuple[Tensor, Tensor, System]:
+def _of_torch(module: Any) -> tuple[Tensor, Tensor, System]:
     """M, b and the system of a network of torch, in float64: its states are the units of the step before."""
-    rnn = settled(module.rnn) if isinstance(module, Outputs) else module
+    rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
     guard(rnn)
-    if type(rnn) is not nn.RNN:
-        raise NoRuleError(f"expected exactly an nn.RNN, got {type(rnn).__name__}, whose forward pass may differ")
+    if (kind := type(rnn)) is not nn.RNN:
+        raise NoRuleError(f"expected exactly an nn.RNN, got {kind.__name__}, whose forward pass may differ")
     if not rnn.batch_first or rnn.bidirectional or (rnn.dropout and rnn.training):
         raise NoRuleError(
             "nn.RNN: expected batch_first=True, one direction and no dropout in training, got "
@@ -407,7 +407,7 @@ def _torch_constant(module: nn.RNN | Outputs, input_shape: Shape | None) -> floa
 
 
 def _torch_export(module: nn.RNN | Outputs, input_shape: Shape) -> nn.Module:
-    rnn = settled(module.rnn) if isinstance(module, Outputs) else module
+    rnn: Any = settled(module.rnn) if isinstance(module, Outputs) else module
     if len(input_shape) != 2 or input_shape[1] != rnn.input_size:
         raise ShapeError(f"expected input of shape (T, {rnn.input_size}), got {input_shape}")
     (m, b, system), like = _of_torch(rnn), rnn.weight_ih_l0
