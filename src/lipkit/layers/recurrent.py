@@ -326,8 +326,8 @@ class Ren(RecurrentLayer):
     .. math:: H = X^\top X + \epsilon I + m_R^\top R^{-1} m_R + m_Q^\top m_Q / \gamma, \quad
               E = \tfrac12 (H_{11} + H_{33} / a^2 + Y - Y^\top), \quad \Lambda = \tfrac12 \mathrm{diag}(H_{22}),
 
-    .. math:: A = E^{-1} H_{31},\ B_1 = E^{-1} H_{32},\ B_2 \gets E^{-1} B_2,\ C_1 = -\Lambda^{-1} H_{21},\
-              D_{11} = -\Lambda^{-1} \mathrm{tril}(H_{22}, -1),\ D_{12} \gets \Lambda^{-1} D_{12} .
+    .. math:: A = E^{-1} H_{31},\ B_1 = E^{-1} H_{32},\ B_2 \leftarrow E^{-1} B_2,\ C_1 = -\Lambda^{-1} H_{21},
+              D_{11} = -\Lambda^{-1} \mathrm{tril}(H_{22}, -1),\ D_{12} \leftarrow \Lambda^{-1} D_{12} .
 
     The dissipation inequality holds with :math:`P = E^\top H_{33}^{-1} E`. The layer takes the coordinates
     :math:`L^{-1} E x` with :math:`L L^\top = H_{33}`, in which P is I.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
@@ -163,6 +164,7 @@ class Path:
 
         def __enter__(self) -> Path:
             monitoring = sys.monitoring
+            self._thread = threading.get_ident()  # the events are those of all threads
             self._tool = next(i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None)
             monitoring.use_tool_id(self._tool, "lipkit")
             monitoring.restart_events()  # of code that was foreign to another network
@@ -178,7 +180,8 @@ class Path:
         def _executed(self, code: CodeType, offset: int) -> Any:
             if code not in self._taken and not self._follows(sys._getframe(1)):
                 return sys.monitoring.DISABLE
-            self._taken.setdefault(code, []).append(offset)
+            if threading.get_ident() == self._thread:
+                self._taken.setdefault(code, []).append(offset)
             return None
 
     else:
