@@ -20,10 +20,11 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
-from lipkit.certificates import monotone
+from lipkit.certificates import certify, monotone
+from lipkit.errors import CertificateViolation, OptionError
 from lipkit.interop import onnx_runtime
 from lipkit.modules import MaxMin, Network
-from lipkit.sklearn import LipschitzClassifier, LipschitzRegressor
+from lipkit.sklearn import LipschitzClassifier, LipschitzRegressor, _check_signs
 
 SMALL = {"hidden_layer_sizes": (16,), "max_iter": 30, "learning_rate_init": 0.03, "random_state": 0}
 IRIS, CANCER, DIABETES = (load(return_X_y=True) for load in (load_iris, load_breast_cancer, load_diabetes))
@@ -93,6 +94,26 @@ def test_certificates_sets_and_worst_cases_hold_under_attack() -> None:
     for each in (model.predict_proba(X), model.predict_proba(moved)):
         assert ((low <= each) & (each <= high)).all()
     assert (high - low).max() < 1
+
+
+def test_signs_are_proved_and_an_input_that_is_not_read_has_both() -> None:
+    net = Network([nn.Linear(3, 1, bias=False)], (3,))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[2.0, -1.0, 0.0]]))
+    for last in (-1, 0, 1):
+        _check_signs(net, np.array([1, -1, last]))
+    for signs in ([-1, 0, 0], [0, 1, 0]):
+        with pytest.raises(CertificateViolation, match="slopes of the signs"):
+            _check_signs(net, np.array(signs))
+
+
+def test_rounding_of_the_scaling_counts_at_the_mean_and_eps_is_checked(iris: LipschitzClassifier) -> None:
+    mean, label = iris.mean_[None], iris.predict(iris.mean_[None])
+    plain = certify(iris.export_, torch.zeros(1, 4, dtype=torch.float64), torch.from_numpy(label))
+    assert float(iris.certify(mean, label).radius) <= float(plain.radius) * (1 - 8 * 2.0**-53)
+    for eps in (-1.0, math.nan, math.inf, True):
+        with pytest.raises(OptionError, match="eps: expected a finite number"):
+            iris.worst_case(mean, eps)
 
 
 def test_intervals_and_worst_cases_of_a_regression(diabetes: LipschitzRegressor) -> None:

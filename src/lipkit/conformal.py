@@ -217,7 +217,7 @@ class Calibration(Shown):
         deviation is bounded for all eps together (Dvoretzky, Kiefer & Wolfowitz; Massart 1990).
 
         Args:
-            x, y: m samples, neither trained on nor calibrated with.
+            x, y: m samples, neither trained on nor calibrated with, drawn independently as the new one is.
             eps: l2 radii.
             alpha: of the plain sets.
             delta: probability that the curve is too high somewhere, in (0, 0.5].

@@ -27,7 +27,7 @@ from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.measurement import float64_copy
 from lipkit.conformal import Calibration, calibrate
-from lipkit.errors import OptionError
+from lipkit.errors import CertificateViolation, OptionError
 from lipkit.interop import write_onnx
 from lipkit.layers.aol import aol_matrix
 from lipkit.lowering import lipschitz
@@ -106,8 +106,7 @@ class _LipschitzEstimator(BaseEstimator):
         self._train(trained, data, held, torch.Generator().manual_seed(int(seeds.randint(2**31))))
         self.export_ = trained.exported(float(unit), float(middle))
         self.lipschitz_ = float(lipschitz(self.export_))
-        proved = monotone(self.export_)[-1].numpy()
-        assert ((signs == 0) | (proved == signs)).all()
+        _check_signs(self.export_, signs)
 
     def _scales(self, X: Array, weights: Array) -> Array:
         if isinstance(self.scale, str) and self.scale == "std":
@@ -430,6 +429,15 @@ class _Trained(nn.Module):
             layer.bias.copy_(bias)
             modules += [layer, MaxMin()]
         return Network(modules[:-1], (self.free[0].shape[1],))
+
+
+def _check_signs(network: Network, signs: Array) -> None:
+    """Raise ``CertificateViolation`` unless the stored numbers prove these signs of the last output's slopes."""
+    # Of an output that does not depend on an input, either sign is right: each is asked by its own network.
+    turned = Network([*network, Affine(-torch.ones(1), torch.zeros(1))], network.input_shape)
+    rises, falls = (monotone(one)[-1].numpy() == 1 for one in (network, turned))
+    if (((signs > 0) & ~rises) | ((signs < 0) & ~falls)).any():
+        raise CertificateViolation(f"expected slopes of the signs {signs.tolist()}, got a network that proves others")
 
 
 def _room(z: Tensor, eps: float) -> float:

@@ -252,3 +252,13 @@ def test_the_command_line_answers(tmp_path, capsys) -> None:
     assert "nested too deep" in capsys.readouterr().err
     with pytest.raises(OptionError, match=r"deep.vnnlib: expected"):
         read_vnnlib(deep, lipkit.load(tmp_path / "net"))
+
+
+def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexample() -> None:
+    net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
+    found = verify_property(net, cases(box((0, 1)), 1, 2))
+    assert found.answer == "violated"
+    assert found.point is not None
+    assert 0 <= float(found.point) <= 1
+    # No float32 number lies in this box, so that only real inputs would do.
+    assert verify_property(net, cases(box((0.1, 0.1)), 1, 2), evaluator="float32").answer == "unknown"

@@ -68,3 +68,6 @@ def test_one_wrong_sign_is_seen() -> None:
     assert monotone(net).tolist() == [[1, 0]]
     with pytest.raises(NoRuleError, match="never fall"):
         monotone(Network([nn.Linear(2, 2), nn.GELU()], (2,)))
+    # Channels are sorted, not neighbours in memory: the first output falls with the third input.
+    with pytest.raises(NoRuleError, match=r"vectors, got the shape \(2, 2\)"):
+        monotone(Network([Affine(-torch.ones(1), torch.zeros(1)), GroupSort(2)], (2, 2)))
