@@ -131,3 +131,11 @@ def test_what_does_not_fit_is_refused() -> None:
         conformal.calibrate(classifier(), x, torch.full((9,), 3))
     with pytest.raises(OptionError, match="delta"):
         found.coverage_curve(x, torch.randint(3, (9,)), [0.1], delta=0.7)
+
+
+def test_samples_stay_as_they_are_where_a_module_works_in_place() -> None:
+    net = Network([nn.ReLU(inplace=True), nn.Linear(2, 2)], (2,))
+    x = torch.randn(30, 2, dtype=torch.float64)
+    kept = x.clone()
+    conformal.calibrate(net, x, torch.zeros(30, dtype=torch.int64)).predict_set(x, alpha=0.2)
+    assert torch.equal(x, kept)

@@ -31,7 +31,7 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, measure_by
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, evaluate, measure_by
 from lipkit.certificates.regression import output_constants
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
@@ -278,11 +278,7 @@ def _measured(proof: Proof, x: Samples) -> Measurement:
     x, _ = as_tensors(x, torch.empty(0))
     check_inputs(proof.network, x, _BATCH)
     proof.evaluator.check(proof.network)
-    assert proof.logits is not None
-    with torch.no_grad():
-        parts = [proof.logits(part.to(torch.float64)) for part in x.split(_BATCH)]
-    logits = sound.Logits.join(parts)
-    return Measurement(proof, logits.values, logits, proof.evaluator)
+    return evaluate(proof, x, proof.evaluator, _BATCH)
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
 from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.dense_outputs import check_eps
-from lipkit.certificates.measurement import float64_copy
+from lipkit.certificates.measurement import float64_copy, measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.interop import write_onnx
@@ -196,7 +196,10 @@ class _LipschitzEstimator(BaseEstimator):
         return ax
 
     def to_onnx(self, path: str | Path) -> Path:
-        """Write the network for unscaled features, in float32; its outputs are the logits, or the targets."""
+        """Write the network for unscaled features, in float32; its outputs are the logits, or the targets.
+
+        Certificates speak of ``export_`` in float64, not of the rounding of this scaling in float32.
+        """
         check_is_fitted(self)
         scaling = Affine(torch.from_numpy(1 / self.scale_).float(), torch.from_numpy(-self.mean_ / self.scale_).float())
         return write_onnx(Network([scaling, *self.export_], self.export_.input_shape), path)
@@ -290,11 +293,10 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         check_eps(eps)
         z = self._scaled(X)
         distance = eps + _room(z, eps)
-        proof = prove(self.export_)
-        assert proof.logits is not None
-        with torch.no_grad():
-            logits = proof.logits(z)
-        constants, rows = pair_constants(proof.chain, logits.values.shape[1])
+        measured = measure_by(self.export_, z, None)
+        logits = measured.logits
+        assert logits is not None  # of a proof with sound rounding
+        constants, rows = pair_constants(measured.proof.chain, logits.values.shape[1])
         ends = []
         for k in range(logits.values.shape[1]):
             at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)

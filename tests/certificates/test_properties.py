@@ -217,6 +217,8 @@ def test_boxes_of_cases() -> None:
     [
         ("(assert (<= X_0 1))", "a lowest and a highest value of each input, got none of X_0"),
         (box((0, 1)) + "(assert (<= Y_7 1))", "1 inputs X and 2 outputs Y, got Y_7"),
+        (box((0, 1)) + "(declare-const X_3 Real)", "1 inputs X and 2 outputs Y, got X_3"),
+        (box((0, 1)) + "(declare-const)", "expected a number or a variable"),
         (box((0, 1)) + "(assert (<= Y_0 X_0))", "that mixes variables"),
         (box((0, 1)) + "(assert (<= (* Y_0 Y_0) X_0))", "expected a linear term"),
         (box((0, 1)) + "(assert (<= (/ Y_0 2) 1))", "expected a linear term"),
@@ -262,3 +264,5 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
     assert 0 <= float(found.point) <= 1
     # No float32 number lies in this box, so that only real inputs would do.
     assert verify_property(net, cases(box((0.1, 0.1)), 1, 2), evaluator="float32").answer == "unknown"
+    with pytest.raises(OptionError, match="batch: expected at least 1, got 0"):
+        verify_property(net, cases(box((0, 1)), 1, 2), batch=0)

@@ -163,6 +163,17 @@ def test_older_numbers_that_cached_keeps_are_refused() -> None:
     assert float(lipschitz(layer).detach()) > 0
 
 
+def test_numbers_of_inference_mode_alone_are_refused() -> None:
+    class Deployed(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 10 * weight if torch.is_inference_mode_enabled() else weight
+
+    layer = nn.Linear(3, 2)
+    parametrize.register_parametrization(layer, "weight", Deployed())
+    with pytest.raises(NoRuleError, match="expected the same numbers at each evaluation"):
+        lipschitz(layer.eval())
+
+
 def test_other_modules_stay_as_they_are() -> None:
     layer = nn.Linear(2, 2)
     assert settled(layer) is layer

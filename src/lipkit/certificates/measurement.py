@@ -234,8 +234,15 @@ def measure(
     else:
         made_for = _asked(network, rounding, evaluator, device)[1]
         proof.check(network, rounding, made_for)
+    return evaluate(proof, x, made_for, batch_size, check)
+
+
+def evaluate(
+    proof: Proof, x: Tensor, made_for: Evaluator, batch_size: int, check: Callable[[Tensor], None] | None = None
+) -> Measurement:
+    """The network of a proof, evaluated in float64, batch by batch; arguments as `measure`, which checks them."""
     outputs, logits = [], []
-    with torch.no_grad(), inner_products_only(proof.device, rounding == "sound"):
+    with torch.no_grad(), inner_products_only(proof.device, proof.rounding == "sound"):
         for part in x.split(batch_size):
             part = part.to(device=proof.device, dtype=torch.float64, copy=True)  # modules may work in place
             if proof.logits is None:

@@ -176,7 +176,8 @@ def verify_property(
         outputs that this machine computed.
 
     Raises:
-        NoRuleError: no exported network. OptionError: settings of torch that break the evaluator's arithmetic.
+        NoRuleError: no exported network. OptionError: ``batch`` below 1; settings of torch that break the evaluator's
+            arithmetic.
 
     >>> from torch import nn; from lipkit.certificates.vnnlib import cases
     >>> net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
@@ -185,6 +186,8 @@ def verify_property(
     ['holds', 'violated']
     """
     check_network(network, "verify_property")
+    if batch < 1:
+        raise OptionError(f"batch: expected at least 1, got {batch}")
     end = time.monotonic() + seconds
     if evaluator is None:
         wide = any(t.dtype == torch.float64 for t in (*network.parameters(), *network.buffers()))

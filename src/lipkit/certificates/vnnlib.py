@@ -80,12 +80,15 @@ def cases(text: str, inputs: int, outputs: int) -> list[Case]:
             raise OptionError("expected a '(' for each ')', got one less")
     if len(stack) > 1:
         raise OptionError(f"expected a ')' for each '(', got {len(stack) - 1} less")
-    formulas = []
+    formulas, sizes = [], {"X": inputs, "Y": outputs}
     for term in stack[0]:
         if not isinstance(term, list) or term[:1] not in (["assert"], ["declare-const"], ["declare-fun"]):
             raise OptionError(f"expected (declare-const NAME Real) and (assert FORMULA), got {str(term)[:80]}")
-        formulas += term[1:] if term[0] == "assert" else []
-    found = (_case(clause, inputs) for clause in _normal(["and", *formulas], False, {"X": inputs, "Y": outputs}))
+        if term[0] == "assert":
+            formulas += term[1:]
+        else:
+            _linear(str(term[1:2] and term[1]), sizes)  # refuses variables of another network
+    found = (_case(clause, inputs) for clause in _normal(["and", *formulas], False, sizes))
     return [case for case in found if case is not None]
 
 

@@ -231,13 +231,17 @@ def _beside(call: Build, at: int, one: Operand, values: Sequence[int]) -> int:
     first, second = (_compared(call, value) for value in values) if len(values) == 2 else (None, None)
     if not first or not second or first[0] is second[0] or {*first[1:]} != {*second[1:]}:
         return call.add(Concatenate(at), *values)
-    swap = list(range(1, one.ndim))
+    both = _along(call, MaxMin(), call.add(Concatenate(at), *first[1:]), at, one.ndim)
+    return both if first[0] is Maximum else call.add(Roll(at, one.shape[at - 1]), both)
+
+
+def _along(call: Build, module: nn.Module, value: int, at: int, axes: int) -> int:
+    """A module of dimension 1, along dimension ``at`` of a value of so many, the batch included."""
+    if at == 1:
+        return call.add(module, value)
+    swap = list(range(1, axes))
     swap[0], swap[at - 1] = at, 1
-    turn: list[nn.Module] = [] if at == 1 else [Permute(*swap)]
-    result = call.add(Concatenate(at), *first[1:])
-    for module in (*turn, MaxMin(), *turn, *([] if first[0] is Maximum else [Roll(at, one.shape[at - 1])])):
-        result = call.add(module, result)
-    return result
+    return call.add(Permute(*swap), call.add(module, call.add(Permute(*swap), value)))
 
 
 @plain(torch.cat, torch.concat, torch.concatenate, place=along(1, default=0))
@@ -291,14 +295,10 @@ def _minimum(call: Build, x: Any, y: Any) -> int:
 def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
     """GroupSort of all entries along a dimension; whole numbers, which say where they were, have no value."""
     (at,) = call.dims(call.operand(x), dim)
-    swap = list(range(1, x.ndim))
-    swap[0], swap[at - 1] = at, 1
-    turn: list[nn.Module] = [] if at == 1 else [Permute(*swap)]
-    minus: list[nn.Module] = [] if descending else [Affine(-1 - call.like[None], call.like[None])]
-    result = x.number
-    for module in (*minus, *turn, GroupSort(None), *turn, *minus):
-        result = call.add(module, result)
-    return result, -1
+    if descending:
+        return _along(call, GroupSort(None), x.number, at, x.ndim), -1
+    minus = Affine(-1 - call.like[None], call.like[None])
+    return call.add(minus, _along(call, GroupSort(None), call.add(minus, x.number), at, x.ndim)), -1
 
 
 @plain(torch.mean, "mean", torch.sum, "sum", place=along(1))

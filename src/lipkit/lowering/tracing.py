@@ -165,7 +165,10 @@ class Path:
         def __enter__(self) -> Path:
             monitoring = sys.monitoring
             self._thread = threading.get_ident()  # the events are those of all threads
-            self._tool = next(i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None)
+            free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]
+            if not free:
+                raise NoRuleError("expected a free tool of sys.monitoring to watch the forward pass, got none of six")
+            self._tool = free[0]
             monitoring.use_tool_id(self._tool, "lipkit")
             monitoring.restart_events()  # of code that was foreign to another network
             monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, self._executed)

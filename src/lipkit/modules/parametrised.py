@@ -63,6 +63,8 @@ def _check_still(module: nn.Module, name: str) -> None:
         for graph in (False, True, False):
             with torch.set_grad_enabled(graph):
                 seen.append({key: one().detach().clone() for key, one in lists.items()})
+        with torch.inference_mode():  # where networks are often run
+            seen.append({key: one().clone() for key, one in lists.items()})
     same = all(bool(((t == one[key]) | (t != t)).all()) for one in seen[1:] for key, t in seen[0].items())
     if not same or versions != [t._version for t in state]:
         training = any(part.training for part in lists.modules())
