@@ -5,10 +5,10 @@
 
 The .ts files of JapaneseVowels, BasicMotions and ItalyPowerDemand lie inside the wheel of aeon (a zip), and are read
 from there: aeon itself needs numba. Networks have about 6,000 parameters each (the linear one as many as it takes);
-each has the same grid of settings, of which the best on a fifth of the training data (clean accuracy plus accuracy
-under PGD at the middle radius) trains five seeds on all of it. Radii are l2 in the units of the file, over the whole
-sequence; what stands behind its end is masked, or zero. Certified: `lipkit.certify` of the exports, one for each
-length, with rounding. PGD: 40 steps, margin loss. LSTM and GRU have no certificate.
+each has the same grid of settings. The best of them on a fifth of the training data (clean accuracy plus accuracy
+under PGD at the middle radius) is trained with five seeds on all of it. Radii are l2 in the units of the file, over
+the whole sequence; what stands behind its end is masked, or zero. Certified: `lipkit.certify` of the exports, one for
+each length, with rounding. PGD: 40 steps, margin loss. LSTM and GRU have no certificate.
 """
 
 from __future__ import annotations

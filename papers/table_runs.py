@@ -267,7 +267,7 @@ def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
 
 
 def slow(row: Row, record: AnyRecord | MeasurementRecord) -> bool:
-    """Whether a run saw less than nine tenths of the samples of its row's reference: its machine was slow or busy."""
+    """True if a run saw fewer than nine tenths of its reference's samples: its machine was slow or busy."""
     seen = getattr(record, "seen", None)
     return bool(seen and row.samples and seen.samples < 0.9 * row.samples)
 

@@ -74,7 +74,7 @@ def dissipation_matrix(
     Rows and columns are w, x, u, then the rows of N.
 
     Args:
-        metric: P ``(nx, nx)``, of which the lower triangle counts.
+        metric: P ``(nx, nx)``; only its lower triangle is read.
         multiplier: the diagonal of Lambda ``(nv,)``; one number, repeated, if phi acts on all units together.
         gain, rate: gamma and a.
 

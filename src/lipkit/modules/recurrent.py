@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
     Args:
         matrix: M ``(nv + nx + ny, nw + nx + nu)``. On and above the diagonal blocks of D11 its numbers do not count.
         bias: b ``(nv + nx + ny,)``.
-        metric: P ``(nx, nx)``, of which the lower triangle counts.
+        metric: P ``(nx, nx)``; only its lower triangle is read.
         multiplier: diagonal of Lambda ``(nv,)``.
         phi: a module on ``(B, nv)``: an activation, or any plain network with one block.
         states, units, block: nx, (nv, nw), and how many units are computed at once.
