@@ -1,4 +1,4 @@
-"""The independent checker's time: processor seconds of `python -m lipkit_check`, loading included, in docs/trust.md.
+"""Processor seconds of `python -m lipkit_check`, the independent checker, loading included (docs/lab/networks.md).
 
     python benchmarks/checker.py --root DATA [digits-cayley kwlarge-eco ...]
 

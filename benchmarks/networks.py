@@ -17,7 +17,7 @@ from papers.measures.networks import NETWORKS, Conv, measure
 
 from lipkit.bounds import METHODS
 
-# Those of docs/networks.md; the others by --networks.
+# Those of docs/lab/networks.md; the others by --networks.
 USUAL = ("AlexNet", "SqueezeNet", "ResNet-18", "DenseNet-121", "ResNet-50", "ResNet-152", "WRN-50-2", "VGG-16")
 
 

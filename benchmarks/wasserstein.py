@@ -1,4 +1,4 @@
-"""The tables of docs/wasserstein.md: estimates of W1 against closed forms, exact assignment and across families.
+"""The tables of docs/lab/wasserstein.md: estimates of W1 against closed forms, exact assignment and across families.
 
     python benchmarks/wasserstein.py [gauss] [spheres] [assignment] [coverage] [families]
 

@@ -38,7 +38,7 @@ def _first_cells(page: str, heading: str) -> list[str]:
         ("docs/guide/interop.md", "form", FORMS),
         ("docs/guide/evaluation.md", "file", RUN),
         ("docs/attacks.md", "attack", ATTACKS),
-        ("docs/reproduce.md", "table", TABLES),
+        ("docs/lab/reproduce.md", "table", TABLES),
         ("docs/layers.md", "family", FAMILIES),
     ],
 )
