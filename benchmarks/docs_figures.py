@@ -28,6 +28,7 @@ from lipkit.layers.families import FAMILIES
 from lipkit.layers.svcm import project
 from lipkit.linalg import bjorck
 from lipkit.linalg.exponential import skew_part, taylor, truncation_bound
+from lipkit.report.record import read_record
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 # Text stays text and identifiers do not change from run to run: small files, small differences.
@@ -246,9 +247,41 @@ def speed() -> plt.Figure:
     return figure
 
 
+# Certified accuracy at 36/255 after hours of an A100, the best of seven methods and four sizes: Prach, Brau, Buttazzo,
+# Lampert, "1-Lipschitz Layers Compared", CVPR 2024, table 9.
+A100_HOURS = {2: 0.616, 10: 0.660, 24: 0.663}
+
+
+def accuracy_by_time() -> plt.Figure:
+    """The rows of `records/budget` against the time of one CPU core, and published marks."""
+    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for path in sorted((FOLDER.parents[1] / "records" / "budget").glob("*/*.json")):
+        record = read_record(path)
+        amount, unit = re.fullmatch(r"([\d.]+)(s|h)", record.recipe["train"]["budget"]).groups()  # type: ignore[union-attr]
+        hours = float(amount) / (3600 if unit == "s" else 1)
+        name = "PatchNet" if "patchnet" in path.parent.name else "other networks"
+        runs.setdefault(name, []).append((hours, record.certified[0].share.value))
+    for (name, points), marker in zip(sorted(runs.items()), "os", strict=True):
+        axis.plot(*zip(*points, strict=True), marker, label=f"{name}, one CPU core", markersize=5)
+    mean = {hours: np.mean([y for x, y in runs["PatchNet"] if x == hours]) for hours, _ in runs["PatchNet"]}
+    axis.plot(sorted(mean), [mean[hours] for hours in sorted(mean)], color="C0", linewidth=1)
+    axis.plot(
+        *zip(*A100_HOURS.items(), strict=True), "^--", color="0.4", label="best of seven methods, A100 (CVPR 2024)"
+    )
+    axis.axhline(0.592, color="0.6", linewidth=1, linestyle=":")
+    axis.annotate("Cayley, 100 epochs of a GPU (ICLR 2021)", (0.015, 0.597), fontsize=8, color="0.4")
+    axis.set(xscale="log", xlabel="hours of training", ylabel="certified at 36/255", xlim=(0.012, 36), ylim=(0.2, 0.7))
+    axis.set(xticks=[1 / 60, 1 / 9, 1, 2, 10, 24], xticklabels=["1 min", "400 s", "1", "2", "10", "24"])
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
 DRAWN = (
     singular_values, real_transform, eco_frequencies, exponential, bcop, svcm, residual, lmi, certified_accuracy,
-    first_page, deblurring, speed,
+    first_page, deblurring, speed, accuracy_by_time,
 )  # fmt: skip
 FIGURES: dict[str, Callable[[], plt.Figure]] = {f.__name__: f for f in DRAWN}
 
