@@ -332,6 +332,4 @@ def _errors(measured: Measurement) -> Tensor:
 
 __all__ = ["Calibration", "CoverageCurve", "PredictionIntervals", "PredictionSets", "calibrate"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

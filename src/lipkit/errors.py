@@ -131,9 +131,7 @@ __all__ = [
     "suggestion",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy
 
 
 def warn_of_bytes(x: Tensor, remedy: str) -> None:

@@ -449,6 +449,4 @@ def _room(z: Tensor, eps: float) -> float:
 
 __all__ = ["LipschitzClassifier", "LipschitzRegressor"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

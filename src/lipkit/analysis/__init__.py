@@ -18,6 +18,4 @@ __all__ = [
     "lipschitz_lower_bound",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

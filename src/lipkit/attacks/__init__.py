@@ -23,6 +23,4 @@ __all__ = [
     "shrink",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -39,6 +39,4 @@ __all__ = [
     "symbol_sup_estimate",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

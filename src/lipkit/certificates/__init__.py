@@ -36,6 +36,4 @@ __all__ = [
     "verify_property",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

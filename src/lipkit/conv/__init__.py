@@ -27,6 +27,4 @@ __all__ = [
     "symbol_at",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -23,6 +23,4 @@ __all__ = [
     "random_flip",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -27,5 +27,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'lipkit.explorer' has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

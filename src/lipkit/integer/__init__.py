@@ -8,6 +8,4 @@ from lipkit.integer.quantisation import Builder, IntValue, integer_rule, quantis
 
 __all__ = ["Builder", "IntValue", "Program", "integer_rule", "quantise"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -30,6 +30,4 @@ __all__ = [
     "write_program",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -103,6 +103,4 @@ __all__ = [
     "register_after_step",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

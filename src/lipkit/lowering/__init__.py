@@ -11,6 +11,4 @@ from lipkit.modules.registry import export, lipschitz
 
 __all__ = ["export", "function_module", "lipschitz", "structure"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

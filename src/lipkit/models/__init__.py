@@ -126,6 +126,4 @@ __all__ = [
     "wrn_plain",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

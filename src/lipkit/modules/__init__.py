@@ -92,6 +92,4 @@ __all__ = [
     "sha256",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

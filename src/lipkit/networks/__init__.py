@@ -50,5 +50,4 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     return _FOLDER / name if not found.exists() and name in names() else found
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -22,6 +22,4 @@ __all__ = [
     "write_report",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

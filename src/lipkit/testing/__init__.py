@@ -31,6 +31,4 @@ __all__ = [
     "tolerance",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -9,6 +9,4 @@ from lipkit.wasserstein.samples import assignment
 
 __all__ = ["Estimate", "assignment", "distance", "hinge_kr_loss", "kr_loss", "wgan"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy
