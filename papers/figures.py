@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lipkit.report.plots import Curve, Panel, panels_svg
+from papers.panels import Curve, Panel, panels_svg
 from papers.table_runs import TableRecord, figures
 from papers.tables import Picture, Table, is_fraction
 

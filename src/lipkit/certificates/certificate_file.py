@@ -36,10 +36,7 @@ from lipkit.text import printable
 
 KIND, SCHEMA_VERSION = "lipkit certificate", "1.0"
 # What every file states in these words: a reader that finds others does not know what is certified.
-STATEMENTS = {
-    "task": "classification",
-    "norm": "l2",
-}
+STATEMENTS = {"task": "classification", "norm": "l2"}
 PROOF = "spectral norms by Cholesky factorisation in float64 with a-priori rounding bounds"
 LOCAL_PROOF = f"linear bounds around each sample in float64 with a-priori rounding bounds, or {PROOF}"
 # Of the lines of samples.

@@ -24,12 +24,7 @@ from lipkit.modules.blocked import BLOCK, blocked
 from lipkit.modules.convolutions import windows_overlap
 from lipkit.proof.arithmetic import FLOAT64, Arithmetic, arithmetic_of
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float32_blocked": torch.float32,
-    "integer": torch.int32,
-}
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32, "integer": torch.int32}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
 

@@ -24,15 +24,7 @@ from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
-from lipkit.certificates.measurement import (
-    Proof,
-    Samples,
-    as_tensors,
-    check_inputs,
-    dtype_name,
-    float64_copy,
-    measure,
-)
+from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, float64_copy, measure
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network

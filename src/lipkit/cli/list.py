@@ -19,13 +19,7 @@ KINDS = ("layers", "models", "datasets", "recipes", "networks")
 @click.argument("kind", type=click.Choice(KINDS))
 def command(kind: str) -> None:
     """List layers, models, datasets, recipes, or networks of lipkit.load."""
-    known = {
-        "layers": layers,
-        "models": models,
-        "datasets": datasets,
-        "recipes": recipes,
-        "networks": networks,
-    }
+    known = {"layers": layers, "models": models, "datasets": datasets, "recipes": recipes, "networks": networks}
     click.echo(table([], known[kind]()))
 
 

@@ -98,14 +98,7 @@ def train(
 
 
 def _train(
-    folder: Path,
-    recipe: Recipe,
-    data: Data,
-    model: nn.Module,
-    count: int,
-    fabric: Any,
-    display: Display,
-    resume: bool,
+    folder: Path, recipe: Recipe, data: Data, model: nn.Module, count: int, fabric: Any, display: Display, resume: bool
 ) -> Outcome | None:
     """The part of `train` that takes time."""
     start = time.perf_counter()
@@ -169,12 +162,7 @@ def _finished(folder: Path, display: Display) -> Outcome:
 
 
 def certify(
-    folder: str | Path,
-    recipe: Recipe,
-    *,
-    device: str = "cpu",
-    display: Display | None = None,
-    large_eps: bool = False,
+    folder: str | Path, recipe: Recipe, *, device: str = "cpu", display: Display | None = None, large_eps: bool = False
 ) -> Outcome:
     """Certify and attack the network of a run once more; record and report go beside the first ones.
 

@@ -110,12 +110,7 @@ def _normalize(
 
 @function_module(F.interpolate)
 def _interpolate(
-    call: Build,
-    input: Operand,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    **options: Any,
+    call: Build, input: Operand, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **options: Any
 ) -> nn.Module:
     call.constant([size, scale_factor], "size")
     if any(value not in (None, False) for value in options.values()):

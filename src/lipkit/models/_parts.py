@@ -16,11 +16,7 @@ from lipkit.layers.base import check_positive
 from lipkit.modules import GroupSort, HalfAbs, Shape
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "maxmin": MaxMin,
-    "halfabs": HalfAbs,
-    **BY_NAME,
-}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"maxmin": MaxMin, "halfabs": HalfAbs, **BY_NAME}
 
 
 def check_sizes(**sizes: Any) -> None:

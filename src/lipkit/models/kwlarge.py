@@ -68,12 +68,7 @@ def kwlarge(
 
 @architecture(input_shape=(1, 8, 8))
 def small(
-    image: Image,
-    layer: str = "cayley",
-    width: int = 1,
-    *,
-    kernel_size: int = 3,
-    **options: Any,
+    image: Image, layer: str = "cayley", width: int = 1, *, kernel_size: int = 3, **options: Any
 ) -> list[nn.Module]:
     """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between
     (for families whose layers contain their activation, none).

@@ -15,13 +15,7 @@ from lipkit.modules import Add, Graph
 
 
 @architecture(input_shape=(1, 8, 8))
-def convnet(
-    image: Image,
-    width: int = 1,
-    *,
-    batch_norm: bool = True,
-    **common: Unpack[Common],
-) -> list[nn.Module]:
+def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: Unpack[Common]) -> list[nn.Module]:
     """conv 16w, conv 32w /2, conv 32w /2, linear 64w, linear classes; 3 x 3 kernels, batch norm and ReLU between.
 
     Args:
@@ -48,12 +42,7 @@ def convnet(
 
 @architecture()
 def wrn_plain(
-    image: Image,
-    depth: int = 28,
-    widen: int = 10,
-    *,
-    dropout: float = 0.0,
-    **common: Unpack[Common],
+    image: Image, depth: int = 28, widen: int = 10, *, dropout: float = 0.0, **common: Unpack[Common]
 ) -> list[nn.Module]:
     """WRN-depth-widen with batch norm and ReLU, and no bound: a chain of torch's modules and graphs that add a skip.
 
@@ -95,10 +84,7 @@ def wrn_plain(
 
 @architecture(input_shape=(3, 224, 224), classes=1000)
 def resnet_plain(
-    image: Image,
-    blocks: Sequence[int] = (3, 4, 23, 3),
-    width: int = 64,
-    **common: Unpack[Common],
+    image: Image, blocks: Sequence[int] = (3, 4, 23, 3), width: int = 64, **common: Unpack[Common]
 ) -> list[nn.Module]:
     """ResNet of bottlenecks with batch norm and ReLU, and no bound: (3, 4, 23, 3) blocks are ResNet-101.
 

@@ -13,12 +13,7 @@ from lipkit.models.frame import Image, architecture
 
 @architecture()
 def resnet9(
-    image: Image,
-    layer: str = "cayley",
-    width: int = 64,
-    *,
-    kernel_size: int = 3,
-    **options: Any,
+    image: Image, layer: str = "cayley", width: int = 64, *, kernel_size: int = 3, **options: Any
 ) -> list[nn.Module]:
     """Six convolutions and two skips: w, 2w, pool, [2w, 2w], 4w, pool, 8w, pool, [8w, 8w], pool, two linear layers.
 

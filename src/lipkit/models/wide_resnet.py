@@ -14,13 +14,7 @@ from lipkit.models.frame import Image, architecture
 
 @architecture()
 def wide_resnet(
-    image: Image,
-    depth: int = 10,
-    widen: int = 10,
-    layer: str = "cayley",
-    *,
-    kernel_size: int = 3,
-    **options: Any,
+    image: Image, depth: int = 10, widen: int = 10, layer: str = "cayley", *, kernel_size: int = 3, **options: Any
 ) -> list[nn.Module]:
     """WRN-depth-widen: 16 channels, then three groups of (depth - 4) / 6 blocks with 16, 32, 64 times ``widen``.
 

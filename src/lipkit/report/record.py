@@ -132,9 +132,7 @@ def from_regression(
             for rmse, constant, deviation, steepest in zip(*columns, strict=True)
         ],
         search=SearchRecord(
-            **search,
-            x=found.x.flatten().tolist() if short else [],
-            y=found.y.flatten().tolist() if short else [],
+            **search, x=found.x.flatten().tolist() if short else [], y=found.y.flatten().tolist() if short else []
         ),
     )
 
