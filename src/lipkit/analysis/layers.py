@@ -128,13 +128,9 @@ def folded_bound(
     """Lipschitz bound of a linear layer W and a batch normalisation D: ``bound(D W)`` or ``bound(W D)`` plus rounding.
 
     Args:
-        linear: convolution, transposed convolution or linear layer, W.
-        norm: batch normalisation in evaluation mode, with the diagonal D of scales.
+        linear: convolution, transposed convolution or linear layer. norm: in evaluation mode, D its scales.
         norm_first: whether the normalisation comes before the linear layer (W D).
         bound: Lipschitz bound of one module.
-
-    Returns:
-        0-d float64.
 
     Guarantee:
         Upper, including rounding.

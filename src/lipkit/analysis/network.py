@@ -20,7 +20,8 @@ from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
 from lipkit.lowering.observe import Operand, sample, stays_float64
 from lipkit.lowering.tracing import Root
-from lipkit.modules.registry import Shape, checked_shape
+from lipkit.modules.network import checked_shape
+from lipkit.modules.registry import Shape
 from lipkit.shown import Shown, axes, upper
 from lipkit.text import table
 

@@ -91,7 +91,10 @@ class LBDN(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        sizes = _checked_sizes(sizes)
+        if not isinstance(sizes, Sequence) or len(sizes) < 2:
+            raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
+        sizes = tuple(sizes)
+        check_sizes(sizes=sizes)
         gamma = float(gamma)
         if not (math.isfinite(gamma) and gamma > 0):
             raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
@@ -149,13 +152,6 @@ class LBDN(nn.Module):
     def extra_repr(self) -> str:
         gamma = float(self.gamma().detach())
         return f"{list(self.sizes)}, gamma={gamma:.6g}, learnable_gamma={self.log_gamma is not None}"
-
-
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(sizes, Sequence) or len(sizes) < 2:
-        raise OptionError(f"sizes: expected inputs, hidden layers and outputs, got {sizes!r}")
-    check_sizes(sizes=tuple(sizes))
-    return tuple(sizes)
 
 
 @lipschitz_rule(LBDN)

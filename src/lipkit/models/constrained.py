@@ -124,14 +124,8 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
     r"""A matrix whose Cayley transform (``lipkit.linalg.cayley``) is the semi-orthogonal ``q``, or None.
 
     For a tall :math:`Q = [Q_1; Q_2]`: :math:`X = (Q_1 + I)/2`, :math:`V = -\tfrac12 Q_2 X^{-1}` and
-    :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`.
-
-    Args:
-        q: ``(m, n)`` with orthonormal columns (m >= n) or rows.
-
-    Returns:
-        ``(m, n)``; None where I + Q_1 is singular or nearly so: no Cayley transform comes near (every orthogonal
-        matrix of determinant -1, for instance).
+    :math:`U = \tfrac14 (X^{-1} - X^{-*})`, since :math:`X^{-1} = I + U - U^* + V^*V`. None where I + Q_1 is singular or
+    nearly so: no Cayley transform comes near (every orthogonal matrix of determinant -1, for instance).
 
     >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
     >>> from lipkit.linalg import cayley
@@ -155,7 +149,7 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
-    """Set the free parameters of a constrained layer from the weight of an ordinary one.
+    """Set the free parameters of a constrained layer from the weight of an ordinary one; returns what was done:
 
     =============================== ====================================================================================
     nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar
@@ -167,12 +161,8 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
     =============================== ====================================================================================
 
     Args:
-        layer: constrained, changed in place.
         weight: ``(out, in)``, or the kernel ``(cout, s^2 cin, kh, kw)`` after downsampling.
         size: height and width of the layer's input, before downsampling.
-
-    Returns:
-        The column of the table above.
 
     >>> layer = BjorckLinear(2, 2)
     >>> start_near(layer, torch.tensor([[0.0, -3.0], [2.0, 0.0]]))
@@ -185,7 +175,13 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
         return OWN
     with torch.no_grad():
         if type(layer) in (CayleyLinear, CayleyConv2d):
-            return _start_cayley(layer, weight)
+            raw = inverse_cayley(polar(weight.double().flatten(1))) if weight.shape[2:].numel() == 1 else None
+            if raw is None:
+                return OWN
+            # The transform reads scale * free / ||free||.
+            layer.get_parameter("free").copy_(raw.reshape(weight.shape))
+            layer.get_parameter("scale").copy_(torch.linalg.vector_norm(raw))
+            return NEAREST
         if isinstance(layer, SvcmConv2d):
             layer.free.copy_(weight)
             if size is not None:
@@ -203,18 +199,6 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
         else:
             free.copy_(weight)
         return NEAREST if exact else DIRECTION
-
-
-def _start_cayley(layer: nn.Module, weight: Tensor) -> str:
-    if weight.shape[2:].numel() != 1:
-        return OWN
-    raw = inverse_cayley(polar(weight.double().flatten(1)))
-    if raw is None:
-        return OWN
-    # The transform reads scale * free / ||free||.
-    layer.get_parameter("free").copy_(raw.reshape(weight.shape))
-    layer.get_parameter("scale").copy_(torch.linalg.vector_norm(raw))
-    return NEAREST
 
 
 def obstacle(conv: nn.Conv2d) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -118,44 +118,6 @@ def convert(
     1 layers converted, 0 kept that need a look
       converted  0: ParametrizedLinear -> Linear, the same function
     """
-    _check(model, layer, input_shape, forward, activation, skip, options)
-
-    def skipped(name: str) -> bool:
-        return any(name == s or name.startswith(f"{s}.") for s in skip)
-
-    rows: list[Converted] = []
-    if input_shape is None:
-        plain = copy.deepcopy(model, computed_tensors(model))
-    else:
-        plain, rows, errors = settled(model, input_shape, skipped)
-        if layer is None and errors:
-            raise errors[0]
-    if layer is None:
-        return Conversion(plain.eval(), tuple(rows), ())
-    if forward == "rebuild" and input_shape is not None:
-        builder = Builder(families.get(layer), options, activation)
-        made = builder.network(export(plain, input_shape))
-        return Conversion(made, tuple(builder.converted), tuple(builder.kept))
-    converter = Converter(families.get(layer), options)
-    result = _constrained(plain, converter, input_shape, skipped)
-    if input_shape is not None:
-        shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
-        if shapes[0] != shapes[1]:
-            raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
-    by_name = {row.name: row for row in (*rows, *converter.converted)}
-    return Conversion(result, tuple(by_name.values()), tuple(converter.kept))
-
-
-def _check(
-    model: nn.Module,
-    layer: str | None,
-    input_shape: Shape | None,
-    forward: str,
-    activation: str | None,
-    skip: Collection[str],
-    options: Mapping[str, Any],
-) -> None:
-    """Raise ``NoRuleError`` for a wrapper, ``OptionError`` for unknown options and combinations that do not fit."""
     for module in model.modules():
         refuse_wrapper(module, "convert")
     if layer is not None and families.get(layer).name in ("sll", "cpl"):
@@ -177,6 +139,31 @@ def _check(
         raise OptionError(f"activation: expected None where the forward pass is kept, got {activation!r}")
     if skip and new:
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
+
+    def skipped(name: str) -> bool:
+        return any(name == s or name.startswith(f"{s}.") for s in skip)
+
+    rows: list[Converted] = []
+    if input_shape is None:
+        plain = copy.deepcopy(model, computed_tensors(model))
+    else:
+        plain, rows, errors = settled(model, input_shape, skipped)
+        if layer is None and errors:
+            raise errors[0]
+    if layer is None:
+        return Conversion(plain.eval(), tuple(rows), ())
+    if new and input_shape is not None:
+        builder = Builder(families.get(layer), options, activation)
+        made = builder.network(export(plain, input_shape))
+        return Conversion(made, tuple(builder.converted), tuple(builder.kept))
+    converter = Converter(families.get(layer), options)
+    result = _constrained(plain, converter, input_shape, skipped)
+    if input_shape is not None:
+        shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
+        if shapes[0] != shapes[1]:
+            raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
+    by_name = {row.name: row for row in (*rows, *converter.converted)}
+    return Conversion(result, tuple(by_name.values()), tuple(converter.kept))
 
 
 def _constrained(
@@ -222,10 +209,7 @@ def rebuilt_network(
 ) -> nn.Module:
     """`convert` of a saved network, forward pass included: ``model: {name: rebuild, options: {network: RUN/network}}``.
 
-    Args:
-        network: a folder of `lipkit.save`, or the name of a network of the package.
-        input_shape, classes: of the data.
-        layer, activation, options: as of `convert`.
+    ``network`` is a folder of `lipkit.save`, or the name of a network of the package.
 
     Raises:
         OptionError: the network has other outputs. ShapeError, DataError: see `lipkit.export` and `lipkit.load`.

@@ -65,10 +65,7 @@ def architecture(
     """Turn a function ``(image, options) -> layers`` into a builder that takes the keywords of `Common` for the image.
 
     ``image`` is the first parameter, with one line in the docstring. An architecture that hands no options on to its
-    layers ends in ``**common: Unpack[Common]``, for type checkers alone.
-
-    Args:
-        input_shape, classes: the defaults of the architecture.
+    layers ends in ``**common: Unpack[Common]``, for type checkers alone. ``input_shape`` and ``classes`` are defaults.
 
     >>> @architecture(classes=2)
     ... def net(image, width=4):

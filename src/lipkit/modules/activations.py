@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.transforms import directly, transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import entries, proportional
 from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain
 from lipkit.modules.ranges import Range, around, monotone
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
+from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow
 from lipkit.proof.roundoff import to_double
 
 
@@ -164,23 +164,12 @@ SOFTMAX_EXP = 2 * 64.0
 def pointwise(
     a: float, b: float, jump: float, input_shape: Shape, arithmetic: Arithmetic, largest: float = 0.0
 ) -> Measure:
-    """A scalar function within ``u (a |h| + b) + jump`` on every number.
-
-    Args:
-        largest: modulus of the largest parameter that torch converts to the format; one beyond it breaks the function.
-    """
+    """A scalar function within ``u (a |h| + b) + jump`` on every number; ``largest``: modulus of its largest number."""
     root = math.sqrt(entries(input_shape))
     # Few operations: second-order terms and what is flushed to zero on the way stay below these.
     factor = grow(a * arithmetic.unit * (1 + 2.0**-10))
     constant = grow(root * (b * arithmetic.unit * (1 + 2.0**-10) + jump + 8 * (1 + a + b) * arithmetic.tiny))
-
-    def measure(x: torch.Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        found = reached.times(factor).plus(flat(reached.at, constant))
-        peak = reached.times(grow(4.0 + a)).plus(flat(reached.at, 8.0 + b + largest))
-        return Local(found, peak)
-
-    return measure
+    return proportional(factor, constant, grow(4.0 + a), 8.0 + b + largest)
 
 
 def _leaky_relu_error(module: nn.LeakyReLU | nn.PReLU, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -351,84 +340,39 @@ for _row in (
     Activation(nn.CELU, _celu, _celu_error, {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
     Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")),
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
-    Activation(
-        nn.Sigmoid,
-        0.25,
-        (1.0, LIBRARY + 4),
-        {},
-        True,
-        (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"),
-    ),
+    Activation(nn.Sigmoid, 0.25, (1.0, LIBRARY + 4), {}, True,
+               (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_")),
     # (x + 3) / 6 and its product by x inside (-3, 3); a rounded 1 / 6
     Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), (4.0, 8.0), {}, True, (F.hardsigmoid,)),
-    Activation(
-        nn.Softplus,
-        _softplus,
-        _softplus_error,
-        {"beta": real, "threshold": real},
-        lambda m: 0 < m.beta < math.inf and SOFTPLUS_THRESHOLD <= m.threshold < math.inf,
-        (F.softplus,),
-    ),
+    Activation(nn.Softplus, _softplus, _softplus_error, {"beta": real, "threshold": real},
+               lambda m: 0 < m.beta < math.inf and SOFTPLUS_THRESHOLD <= m.threshold < math.inf, (F.softplus,)),
     # x / (1 + |x|)
     Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,)),
     # min(0, x) - log1p(e^-|x|), with log1p <= log 2
     Activation(nn.LogSigmoid, 1.0, (2.0, 2 * LIBRARY + 4), {}, True, (F.logsigmoid,)),
-    Activation(
-        nn.Hardtanh,
-        _hardtanh,
-        _hardtanh_error,
-        {"min_val": real, "max_val": real},
-        lambda m: -math.inf < m.min_val <= m.max_val < math.inf,
-        (F.hardtanh, F.hardtanh_),
-    ),
-    Activation(
-        nn.Softshrink,
-        _softshrink,
-        _softshrink_error,
-        {"lambd": real},
-        lambda m: 0 <= m.lambd < math.inf,
-        (F.softshrink,),
-    ),
+    Activation(nn.Hardtanh, _hardtanh, _hardtanh_error, {"min_val": real, "max_val": real},
+               lambda m: -math.inf < m.min_val <= m.max_val < math.inf, (F.hardtanh, F.hardtanh_)),
+    Activation(nn.Softshrink, _softshrink, _softshrink_error, {"lambd": real},
+               lambda m: 0 <= m.lambd < math.inf, (F.softshrink,)),
     # x - tanh(x), |tanh(x)| <= |x|
     Activation(nn.Tanhshrink, 1.0, (LIBRARY + 4, 0.0), {}, True, (F.tanhshrink,)),
-    Activation(
-        nn.LeakyReLU,
-        lambda m: _at_least_one(m.negative_slope),
-        _leaky_relu_error,
-        {"negative_slope": real},
-        lambda m: 0 <= m.negative_slope <= 1,
-        (F.leaky_relu, F.leaky_relu_),
-    ),
-    Activation(
-        nn.ELU,
-        lambda m: _at_least_one(m.alpha),
-        _elu_error,
-        {"alpha": real},
-        lambda m: 0 <= m.alpha <= 1,
-        (F.elu, F.elu_),
-    ),
-    Activation(
-        nn.PReLU,
-        lambda m: to_double(m.weight).abs().amax().clamp_min(1.0),
-        _leaky_relu_error,
-        {"num_parameters": COUNT},
-    ),
+    Activation(nn.LeakyReLU, lambda m: _at_least_one(m.negative_slope), _leaky_relu_error, {"negative_slope": real},
+               lambda m: 0 <= m.negative_slope <= 1, (F.leaky_relu, F.leaky_relu_)),
+    Activation(nn.ELU, lambda m: _at_least_one(m.alpha), _elu_error, {"alpha": real},
+               lambda m: 0 <= m.alpha <= 1, (F.elu, F.elu_)),
+    Activation(nn.PReLU, lambda m: to_double(m.weight).abs().amax().clamp_min(1.0), _leaky_relu_error,
+               {"num_parameters": COUNT}),
     # 1.0508 x and 1.7581 (e^x - 1), the latter perhaps as a difference
     Activation(nn.SELU, 1.7580993409, (2 * LIBRARY + 8, 2 * LIBRARY + 8), functions=(F.selu,)),
     # x / 2 (1 + erf or tanh): the bracket is within (library + 8) u of its value, its argument within a few u
-    Activation(
-        nn.GELU,
-        lambda m: GELU_SLOPES[m.approximate],
-        (2 * LIBRARY + 16, 0.0),
-        {"approximate": either(None, "none", "tanh")},
-        functions=(F.gelu,),
-    ),
+    Activation(nn.GELU, lambda m: GELU_SLOPES[m.approximate], (2 * LIBRARY + 16, 0.0),
+               {"approximate": either(None, "none", "tanh")}, functions=(F.gelu,)),
     # x / (1 + e^-x) or x times the sigmoid
     Activation(nn.SiLU, 1.0998393202, (LIBRARY + 8, 0.0), functions=(F.silu,)),
     # x tanh(log1p(e^x)): the slope of tanh at s times s is below 1/2
     Activation(nn.Mish, 1.0884981618, (4 * LIBRARY + 8, 0.0), functions=(F.mish,)),
     Activation(nn.Hardswish, 1.5, (16.0, 0.0), functions=(F.hardswish,)),
-):
+):  # fmt: skip
     add_activation(_row)
 
 
@@ -454,13 +398,7 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     groups = math.sqrt(entries(input_shape) / n)
     each = arithmetic.gamma(2 * SOFTMAX_EXP + 2 * n + 8) + arithmetic.unit * math.sqrt(n)
     constant = grow(groups * each + 8 * math.sqrt(entries(input_shape)) * arithmetic.tiny)
-
-    def measure(x: torch.Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        peak = reached.times(4.0).plus(flat(reached.at, 4.0 * n))
-        return Local(Line(grow(flat(reached.at, constant).at), 0.0), peak)
-
-    return measure
+    return proportional(0.0, constant, 4.0, 4.0 * n)
 
 
 def _softmax_range(module: nn.Softmax, x: Range) -> Range:

@@ -29,11 +29,11 @@ from lipkit.modules.activations import LIBRARY, slope_restricted
 from lipkit.modules.configuration import COUNT, submodule
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Graph
-from lipkit.modules.machine import entries, local_error
-from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.machine import entries, local_error, proportional
+from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow, size
+from lipkit.proof.arithmetic import Arithmetic, grow
 from lipkit.proof.roundoff import to_double, up
 
 
@@ -160,13 +160,7 @@ def _attraction_error(module: Attraction, input_shape: Shape, arithmetic: Arithm
     floor = math.sqrt(entries(input_shape)) * 8 * (features + tokens) * arithmetic.tiny
     # Squares of differences must not overflow: beyond the cap, the peak leaves the range.
     rising = grow(arithmetic.room / (math.sqrt(arithmetic.largest) / 16))
-
-    def measure(x: Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        peak = reached.times(rising).plus(flat(reached.at, 2.0))
-        return Local(reached.times(2 * gamma).plus(flat(reached.at, floor)), peak)
-
-    return measure
+    return proportional(2 * gamma, floor, rising, 2.0)
 
 
 def _attraction_range(module: Attraction, x: Range) -> Range:

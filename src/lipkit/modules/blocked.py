@@ -8,15 +8,12 @@ block.
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 16
-
-_Blocked = TypeVar("_Blocked", "BlockedLinear", "BlockedConv2d")
 
 
 def pairwise(parts: Tensor) -> Tensor:
@@ -51,30 +48,16 @@ def blocked_product(x: Tensor, weight: Tensor, block: int) -> Tensor:
     return pairwise(parts).reshape(*x.shape[:-1], len(weight))
 
 
-def _twin(kind: type[_Blocked], layer: nn.Module, block: int) -> _Blocked:
-    """A copy of the layer as one of ``kind``, a class that adds nothing to its state but ``block``."""
-    twin = copy.deepcopy(layer)
-    twin.__class__ = kind
-    assert isinstance(twin, kind)
-    twin.block = block
-    return twin
-
-
 class BlockedLinear(nn.Linear):
     """``nn.Linear`` with its inner products in blocks.
 
     >>> layer = nn.Linear(100, 3)
     >>> x = torch.randn(2, 100)
-    >>> torch.allclose(BlockedLinear.of(layer)(x), layer(x), atol=1e-5)
+    >>> torch.allclose(blocked(layer)(x), layer(x), atol=1e-5)
     True
     """
 
     block = BLOCK
-
-    @classmethod
-    def of(cls, layer: nn.Linear, block: int = BLOCK) -> BlockedLinear:
-        """The blocked form of a layer, with a copy of its numbers."""
-        return _twin(cls, layer, block)
 
     def forward(self, x: Tensor) -> Tensor:
         y = blocked_product(x, self.weight, self.block)
@@ -86,16 +69,11 @@ class BlockedConv2d(nn.Conv2d):
 
     >>> layer = nn.Conv2d(5, 3, 3, padding=1, stride=2, padding_mode="circular")
     >>> x = torch.randn(2, 5, 6, 7)
-    >>> torch.allclose(BlockedConv2d.of(layer)(x), layer(x), atol=1e-5)
+    >>> torch.allclose(blocked(layer)(x), layer(x), atol=1e-5)
     True
     """
 
     block = BLOCK
-
-    @classmethod
-    def of(cls, layer: nn.Conv2d, block: int = BLOCK) -> BlockedConv2d:
-        """The blocked form of a layer, with a copy of its numbers."""
-        return _twin(cls, layer, block)
 
     def forward(self, x: Tensor) -> Tensor:
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
@@ -118,11 +96,10 @@ def blocked(module: nn.Module, block: int = BLOCK) -> nn.Module:
     >>> [type(m).__name__ for m in blocked(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))]
     ['BlockedLinear', 'ReLU']
     """
-    if type(module) is nn.Linear:
-        return BlockedLinear.of(module, block)
-    if type(module) is nn.Conv2d and module.groups == 1:
-        return BlockedConv2d.of(module, block)
     twin = copy.deepcopy(module)
+    if type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1):
+        twin.__class__, twin.block = BlockedLinear if type(module) is nn.Linear else BlockedConv2d, block
+        return twin
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else blocked(child, block)
     return twin

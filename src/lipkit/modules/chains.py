@@ -23,7 +23,7 @@ from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
-from lipkit.modules.plain import Measure, Plain, Shape, Stored, add_plain
+from lipkit.modules.plain import Plain, Shape, Stored, add_plain
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.arithmetic import Arithmetic
@@ -122,10 +122,6 @@ def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor,
     n, size = left.shape[-1], left.abs()
     bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()), 2 * n + 8)
     return times(left, right), bound + 4 * n * 2.0**-1074
-
-
-def _sequential(module: nn.Sequential, input_shape: Shape | None) -> Tensor:
-    return chain_constant(module, input_shape)
 
 
 def _network(module: Network, input_shape: Shape | None) -> Tensor:
@@ -257,10 +253,6 @@ def _export_sequential(module: nn.Sequential, input_shape: Shape) -> nn.Module:
     return nn.Sequential(*parts)
 
 
-def _sequential_error(module: nn.Sequential, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return chain_error(list(module), input_shape, arithmetic)
-
-
 def _made(modules: Any, input_shape: Any, multipliers: dict[str, int]) -> Network:
     given = {int(i): torch.zeros(operator.index(n)) for i, n in multipliers.items()}
     return Network(modules, input_shape, given)
@@ -274,5 +266,5 @@ def _read(network: Network) -> dict[str, Any]:
 
 _parts = Stored({"modules": submodules}, lambda m: {"modules": tuple(m)}, lambda modules: nn.Sequential(*modules))
 _whole = Stored({"modules": submodules, "input_shape": INTEGER, "multipliers": mapping}, _read, _made)
-add_plain(Plain(nn.Sequential, _sequential, _sequential_error, _parts, export=_export_sequential))
-add_plain(Plain(Network, _network, _sequential_error, _whole, export=_export_sequential))
+add_plain(Plain(nn.Sequential, chain_constant, chain_error, _parts, export=_export_sequential))
+add_plain(Plain(Network, _network, chain_error, _whole, export=_export_sequential))

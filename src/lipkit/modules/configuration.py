@@ -6,7 +6,6 @@ never imports or evaluates anything that a configuration says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -77,10 +76,6 @@ def stored_as(kind: type[nn.Module]) -> Stored | None:
     return stored if stored is None or isinstance(stored, Stored) else Stored(stored)
 
 
-def _attributes(module: Any, names: Iterable[str]) -> dict[str, Any]:
-    return {name: module.bias is not None if name == "bias" else getattr(module, name) for name in names}
-
-
 def describe(module: nn.Module) -> dict[str, Any]:
     """The configuration of one plain module, as JSON values.
 
@@ -98,7 +93,9 @@ def describe(module: nn.Module) -> dict[str, Any]:
             f"expected a plain module ({known}), got {kind.__module__}.{kind.__qualname__}; call lipkit.export first"
         )
     config: dict[str, Any] = {"type": kind.__name__}
-    for name, value in (entry.read(module) if entry.read else _attributes(module, entry.arguments)).items():
+    bias = {"bias": module.bias is not None} if "bias" in entry.arguments and not entry.read else {}
+    own = entry.read(module) if entry.read else {name: getattr(module, name) for name in entry.arguments} | bias
+    for name, value in own.items():
         if entry.arguments[name] is submodule:
             value = describe(value)
         elif entry.arguments[name] is submodules:

@@ -175,9 +175,7 @@ def _conv_error(module: _Conv, input_shape: Shape, arithmetic: Arithmetic) -> Me
         module.in_channels // groups * taps,
         entries(output_shape(module, input_shape)),
         arithmetic,
-        copies=1.0
-        if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
-        else padded_copies(module, input_shape),
+        copies=padded_copies(module, input_shape),
         blocked=type(module) is nn.Conv2d and groups == 1,
     )
 

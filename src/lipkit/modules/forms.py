@@ -21,12 +21,7 @@ from lipkit.proof.roundoff import to_double, up
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The sources that gains refer to.
-
-    Attributes:
-        pieces: their number.
-        whole: the value that they are the pieces of; None is the input of the network (one source).
-    """
+    """The sources that gains refer to: the ``pieces`` of the value ``whole`` (None: one, the network's input)."""
 
     pieces: int = 1
     whole: Form | None = None

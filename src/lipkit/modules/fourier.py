@@ -28,10 +28,10 @@ from lipkit.conv.phases import check_fits, distinct_frequencies
 from lipkit.conv.transform import transform_matrices
 from lipkit.errors import ShapeError
 from lipkit.modules.configuration import COUNT, INTEGER, flag, whole
-from lipkit.modules.machine import entries
-from lipkit.modules.plain import Local, Measure, Plain, Shape, add_plain
+from lipkit.modules.machine import entries, proportional
+from lipkit.modules.plain import Measure, Plain, Shape, add_plain
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, flat, grow, size
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import gamma, to_double, up
 
@@ -223,23 +223,14 @@ def relative_to_input(
 ) -> Measure:
     """Rounding rule of a linear map with the error ``relative ||h|| + floor``, and of adding a bias to each channel.
 
-    Args:
-        carried: relative error of the operations that the bias passes through after it is added.
+    ``carried`` is the relative error of the operations that the bias passes through after it is added.
     """
     shift = 0.0 if bias is None else size(bias.detach()[None]).item() * math.sqrt(outputs / len(bias))
     adding = 0.0 if bias is None else arithmetic.gamma(1 + arithmetic.stored)
     of_bias = 0.0 if bias is None else arithmetic.gamma(4 + arithmetic.stored) + carried
     shift, factor = grow(shift), grow(relative + adding * (gain + relative))
     constant = grow(floor + of_bias * shift + 4 * math.sqrt(outputs) * arithmetic.tiny)
-
-    def measure(x: Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        peak = reached.times(grow((2 + gain + relative) * math.sqrt(2.0)))
-        return Local(
-            reached.times(factor).plus(flat(reached.at, constant)), peak.plus(flat(reached.at, shift + constant))
-        )
-
-    return measure
+    return proportional(factor, constant, grow((2 + gain + relative) * math.sqrt(2.0)), shift + constant)
 
 
 def _symbol_error(module: FourierConv2d, input_shape: Shape, arithmetic: Arithmetic) -> Measure:

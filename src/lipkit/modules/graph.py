@@ -315,9 +315,7 @@ def forms_of(
 ) -> list[Form]:
     """The bound of every value of a wiring.
 
-    Args:
-        nodes, sources: as of `Graph`.
-        behind: maps the number of a module (no join) and the bounds so far to the bound of its output.
+    ``behind`` maps the number of a module (no join) and the bounds so far to the bound of its output.
     """
     pieces = _disjoint(nodes, sources)
     forms, cuts = [source()], dict[tuple[int, int], dict[range, Form]]()
@@ -402,7 +400,9 @@ class Wiring:
             part.append(value)
             # Everything passes through a value if nothing before it is read after it.
             if open_until <= value:
-                chain.append(self._link(begin, part))
+                first = self.modules[part[0] - 1]
+                alone = len(part) == 1 and self.sources[value - 1] == (begin,) and not isinstance(first, Join)
+                chain.append(first if alone else Graph(*self.part(part, begin)))
                 begin, part = value, []
             open_until = max(open_until, last.get(value, 0))
         return chain
@@ -412,12 +412,6 @@ class Wiring:
         number = {begin: 0} | {value: i + 1 for i, value in enumerate(values)}
         sources = [[number[value] for value in self.sources[after - 1]] for after in values]
         return [self.modules[value - 1] for value in values], sources
-
-    def _link(self, begin: int, part: Sequence[int]) -> nn.Module:
-        first = self.modules[part[0] - 1]
-        if len(part) == 1 and self.sources[part[0] - 1] == (begin,) and not isinstance(first, Join):
-            return first
-        return Graph(*self.part(part, begin))
 
 
 def export_graph(module: Graph, input_shape: Shape) -> nn.Module:

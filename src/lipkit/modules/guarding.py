@@ -56,22 +56,12 @@ def guard(module: nn.Module) -> None:
             class, parametrizations, weights that are not ordinary dense tensors, a mode of torch that sees its
             operations.
     """
-    _refuse_modes()
-    name = type_name(type(module))
-    _refuse_hooks(module, name)
-    _refuse_methods(module, name)
-    _refuse_weights(module, name)
-
-
-def _refuse_modes() -> None:
     for mode in active_modes():
         raise NoRuleError(
             f"expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
             f"{type_name(type(mode))}: leave it first"
         )
-
-
-def _refuse_hooks(module: nn.Module, name: str) -> None:
+    name = type_name(type(module))
     if parametrize.is_parametrized(module):
         raise NoRuleError(
             f"{name} has parametrizations on {sorted(module.parametrizations)}, "  # type: ignore[arg-type]
@@ -85,6 +75,8 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
         raise NoRuleError(
             f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
         )
+    _refuse_methods(module, name)
+    _refuse_weights(module, name)
 
 
 def _refuse_methods(module: nn.Module, name: str) -> None:

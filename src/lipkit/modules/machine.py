@@ -13,7 +13,7 @@ from lipkit.errors import NoRuleError
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.plain import ROWS, Local, Measure, Shape
 from lipkit.modules.registry import lipschitz, output_shape
-from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, grow, size
+from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, grow, size
 
 
 def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
@@ -36,6 +36,16 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
 def exact(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
     """Rounding rule of a module that only moves numbers, drops them or changes their signs: the error is 0."""
     return lambda x: Local(nothing(x), nothing(x))
+
+
+def proportional(error: float, floor: float, peak: float, least: float = 0.0) -> Measure:
+    """Rounding rule of an error of at most ``error ||h|| + floor``, with numbers of at most ``peak ||h|| + least``."""
+
+    def measure(x: Tensor) -> Local:
+        norms = Line(size(x), 1.0)
+        return Local(norms.times(error).plus(flat(norms.at, floor)), norms.times(peak).plus(flat(norms.at, least)))
+
+    return measure
 
 
 def nothing(x: Tensor) -> Line:
@@ -81,13 +91,9 @@ class ErrorBound(NamedTuple):
 
 
 def prove_module(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic, constant: Tensor) -> ProvedModule:
-    """Prove the constant and the rounding rules of one module of a chain.
+    """Prove the constant and the rounding rules of a module (float64) of a chain for the evaluator's ``arithmetic``.
 
-    Args:
-        module: in float64.
-        input_shape: of one input.
-        arithmetic: of the evaluator.
-        constant: of the module. It is enlarged by more than a Fourier layer's stored transform can fall short.
+    The constant is enlarged by more than a Fourier layer's stored transform can fall short.
     """
     gain = grow(float(constant.detach()) * (1 + 2.0**-44))
     machine = local_error(module, input_shape, arithmetic)

@@ -25,6 +25,19 @@ def _flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | Non
     return flat
 
 
+def checked_shape(input_shape: Iterable[int]) -> tuple[int, ...]:
+    """The shape as a tuple of positive sizes."""
+    try:
+        shape = tuple(operator.index(n) for n in input_shape)
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ShapeError(
+            f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
+        )
+    return shape
+
+
 class Network(nn.Sequential):
     """A constant network of plain modules: what is evaluated, certified, attacked and shipped.
 
@@ -59,12 +72,7 @@ class Network(nn.Sequential):
     ) -> None:
         flat = _flatten(modules)
         super().__init__(*(module for module, _ in flat))
-        try:
-            self.input_shape = tuple(operator.index(n) for n in input_shape)
-        except TypeError:
-            self.input_shape = ()
-        if not self.input_shape or min(self.input_shape) < 1:
-            raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
+        self.input_shape = checked_shape(input_shape)
         given = {i: m for i, (_, m) in enumerate(flat) if m is not None} | dict(multipliers or {})
         for i, values in sorted(given.items()):
             self.carry(i, values)

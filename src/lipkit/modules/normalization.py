@@ -14,7 +14,7 @@ from lipkit.linalg.matrices import check_positive
 from lipkit.modules.configuration import COUNT, INTEGER, flag, real
 from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import guard
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import entries, proportional
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import Range, around
 from lipkit.modules.registry import check_dims, export_copy, output_shape
@@ -64,9 +64,7 @@ def fold_norm(layer: nn.Module, norm: nn.Module, shape: Shape) -> nn.Module | No
     """The convolution or linear layer that computes ``norm(layer(x))``, rounded once; None if it is not one.
 
     Args:
-        layer: plain.
-        norm: the module behind it, a batch normalisation by running statistics.
-        shape: of one sample between both.
+        norm: a batch normalisation by running statistics. shape: of one sample between both.
 
     Raises:
         NoRuleError: as `running_affine`; a normalisation whose forward pass may not be that of its type.
@@ -353,13 +351,7 @@ def _unit_norm_error(module: UnitNorm, input_shape: Shape, arithmetic: Arithmeti
     wrong = arithmetic.gamma(terms + 8) + 2 * math.sqrt((terms + 2) * arithmetic.tiny) / module.eps
     lost = 2 * wrong * math.sqrt(numbers / terms) + math.sqrt(numbers) * arithmetic.tiny
     error = grow(lost) if wrong < 0.25 else math.inf
-
-    def measure(x: Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        peak = reached.times(grow(math.sqrt(arithmetic.room)))
-        return Local(flat(reached.at, error), peak.plus(flat(reached.at, 2.0 + 2 * module.eps)))
-
-    return measure
+    return proportional(0.0, error, grow(math.sqrt(arithmetic.room)), 2.0 + 2 * module.eps)
 
 
 def _layer_center(module: LayerCenter, input_shape: Shape | None) -> float:
@@ -372,13 +364,7 @@ def _layer_center_error(module: LayerCenter, input_shape: Shape, arithmetic: Ari
     # The mean of n numbers is wrong by gamma(n + 2) of the mean of their moduli, n times, and the difference by a unit:
     # together gamma(n + 5) |x| in the l2 norm, since |mean| sqrt(n) <= |x|.
     error, floor = arithmetic.gamma(terms + 5), math.sqrt(entries(input_shape)) * (terms + 4) * arithmetic.tiny
-
-    def measure(x: Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        lost = reached.times(error).plus(flat(reached.at, floor))
-        return Local(lost, reached.times(float(terms + 2)))
-
-    return measure
+    return proportional(error, floor, float(terms + 2))
 
 
 def _batch_lip_norm(module: BatchLipNorm, input_shape: Shape | None) -> Tensor:

@@ -16,10 +16,8 @@ from lipkit.modules.guarding import type_name
 def settled(module: nn.Module) -> nn.Module:
     """The module, its parametrised tensors (those of parts apart) as parameters of their present values.
 
-    The values have the derivatives of the parametrizations. All else is shared with the module, which stays as it is.
-
-    Returns:
-        A module of the type that was parametrised; ``module`` itself if it has no parametrizations.
+    The values have the derivatives of the parametrizations. All else is shared with the module, which stays as it is,
+    and is the answer itself if it has no parametrizations.
 
     Raises:
         NoRuleError: a value that is not the same at each evaluation, as of spectral normalisation in training mode; a

@@ -12,7 +12,7 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules.activations import comparing
 from lipkit.modules.configuration import COUNT, INTEGER, either, flag
-from lipkit.modules.machine import entries
+from lipkit.modules.machine import entries, proportional
 from lipkit.modules.plain import Local, Measure, Plain, Shape, Stored, add_plain
 from lipkit.modules.ranges import monotone, one_sign
 from lipkit.modules.registry import check_dims, export_plain, lipschitz, output_shape
@@ -272,14 +272,8 @@ def _l2_pool_error(module: L2NormPool2d, input_shape: Shape, arithmetic: Arithme
     # Half the relative error of the sum of squares, and that of the root; a square below the range loses its number.
     error = arithmetic.gamma(terms + 4)
     floor = grow(math.sqrt(outputs) * 2 * math.sqrt((terms + 2) * arithmetic.tiny))
-
-    def measure(x: Tensor) -> Local:
-        reached = Line(size(x), 1.0)
-        found = reached.times(error).plus(flat(reached.at, floor))
-        # A norm of at most the root of the range has squares within it: n^2 <= n sqrt(room) up to there.
-        return Local(found, reached.times(grow(math.sqrt(arithmetic.room))))
-
-    return measure
+    # A norm of at most the root of the range has squares within it: n^2 <= n sqrt(room) up to there.
+    return proportional(error, floor, grow(math.sqrt(arithmetic.room)))
 
 
 add_plain(Plain(L2NormPool2d, 1.0, _l2_pool_error, {"kernel_size": either(COUNT, None)}))

@@ -50,10 +50,6 @@ def shift(x: Tensor, moved: int) -> Tensor:
 
     A permutation, so an isometry: between pointwise layers it lets neighbours meet, without a product.
 
-    Args:
-        x: ``(B, C, H, W)`` with C >= 4 ``moved``.
-        moved: channels of each direction, at least 1.
-
     >>> x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2).repeat(1, 4, 1, 1)
     >>> shift(x, 1)[0, :, 0].tolist()  # a single row has no other to move to
     [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [2.0, 1.0]]

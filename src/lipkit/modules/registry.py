@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from lipkit.errors import NoRuleError, OptionError, ShapeError, first_line, interval, lacks_memory
 from lipkit.linalg.precision import SERIAL, check_underflow, without_autocast
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
-from lipkit.modules.network import Network
+from lipkit.modules.network import Network, checked_shape
 from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import ROWS, Shape, bounded, rules
 
@@ -96,19 +95,6 @@ _LIMITS: dict[str, Callable[..., Any]] = {}
 
 # The multipliers of LipSDP: "tight" of an exported network (`lipkit.certificates.gains`).
 _TIGHT: dict[str, Callable[[Network], Network]] = {}
-
-
-def checked_shape(input_shape: Shape) -> Shape:
-    """The shape as a tuple of positive sizes."""
-    try:
-        shape = tuple(operator.index(n) for n in input_shape)
-    except TypeError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ShapeError(
-            f"input_shape: expected positive sizes without the batch, such as (3, 32, 32), got {input_shape}"
-        )
-    return shape
 
 
 def check_dims(module: nn.Module, input_shape: Shape | None, least: int, most: int = 9) -> None:
