@@ -30,7 +30,7 @@ QUICK = [
 def asked(monkeypatch):
     """The recipes and keywords that the command line hands to the pipeline."""
     calls = []
-    monkeypatch.setattr(pipeline, "open_fabric", lambda recipe: None)
+    monkeypatch.setattr(pipeline, "make_fabric", lambda options: None)
     monkeypatch.setattr(pipeline, "train", lambda recipe, **options: calls.append((recipe, options)))
     return calls
 

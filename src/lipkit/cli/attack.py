@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,33 +55,12 @@ def command(
     """
     if name == "cw" and norm == "linf":
         raise click.UsageError("expected --norm l2 for --attack cw, got linf")
-    from lipkit.cli.console import display
-
-    with display() as show:
-        text = attack_run(
-            run, name, norm, eps=eps, samples=samples, steps=steps, restarts=restarts, seed=seed, images=images,
-            batch_size=batch_size, root=root, device=device, large_eps=large_eps, allow_code=allow_code, note=show.note,
-        )  # fmt: skip
-    click.echo(text)
-
-
-def attack_run(
-    folder: Path, name: str, norm: str, *, eps: str | None, samples: int | None, steps: int | None,
-    restarts: int | None, seed: int, images: int, batch_size: int, root: Path | None, device: str,
-    large_eps: bool, allow_code: bool, note: Callable[[str], None],
-) -> str:  # fmt: skip
-    """Attack, compare with the certificate and write the files; return the text to print.
-
-    Raises:
-        RunError: the folder has no exported network, or it is a regression.
-        OptionError: a radius is implausibly large for these data.
-        CertificateViolation: an adversarial example lies inside a certified radius.
-    """
     import dataclasses
     import time
 
     from lipkit.certificates import certify
     from lipkit.certificates.intervals import check_radii
+    from lipkit.cli.console import display
     from lipkit.cli.train import data_root
     from lipkit.errors import RunError
     from lipkit.evaluation import Attack, attack_samples, choose_samples
@@ -92,31 +70,34 @@ def attack_run(
     from lipkit.text import printable
     from lipkit.training.devices import device_here
 
-    recipe = read_recipe(folder, [] if root is None else [data_root(root)], allow_code=allow_code, build=False)
-    if recipe.task != "classification":
-        raise RunError(f"expected a run of a classification, got {folder}, which is a {recipe.task}")
-    network = load_network(folder)
-    radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
-    device_here(device)
-    data = load_data(recipe)
-    box = data.input_range
-    name_of_radii = "certify.eps" if eps is None else "--eps"
-    check_radii(radii, data.input_shape, box, name=name_of_radii, norm=norm, large=large_eps)
-    numbers = choose_samples(len(data.test), samples, seed)
-    x, y = data.test.batch(numbers)
-    attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)
-    note(f"certifying and attacking {len(x)} of {len(data.test)} test samples")
-    certificate = certify(network, x, y, batch_size=batch_size, device=device)
-    start = time.perf_counter()
-    attempt = attack_samples(
-        network, certificate, x, y, dataclasses.replace(attack, samples=None),
-        batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
-    )  # fmt: skip
-    path = save_attack(
-        folder, attempt, attack, certificate, numbers, x, data=data.name, classes=data.classes, images=images,
-        seconds=time.perf_counter() - start, device=device,
-    )  # fmt: skip
-    return f"{table(attempt, attack)}\n\nfigures  {printable(path)}\nimages   {printable(path.with_suffix('.html'))}"
+    with display() as show:
+        recipe = read_recipe(run, [] if root is None else [data_root(root)], allow_code=allow_code, build=False)
+        if recipe.task != "classification":
+            raise RunError(f"expected a run of a classification, got {run}, which is a {recipe.task}")
+        network = load_network(run)
+        radii = read_radii(eps) if eps is not None else recipe.certify.eps if norm == "l2" else (8 / 255,)
+        device_here(device)
+        data = load_data(recipe)
+        box = data.input_range
+        name_of_radii = "certify.eps" if eps is None else "--eps"
+        check_radii(radii, data.input_shape, box, name=name_of_radii, norm=norm, large=large_eps)
+        numbers = choose_samples(len(data.test), samples, seed)
+        x, y = data.test.batch(numbers)
+        attack = Attack(tuple(radii), steps, restarts, samples, box, seed, name, norm)
+        show.note(f"certifying and attacking {len(x)} of {len(data.test)} test samples")
+        certificate = certify(network, x, y, batch_size=batch_size, device=device)
+        start = time.perf_counter()
+        attempt = attack_samples(
+            network, certificate, x, y, dataclasses.replace(attack, samples=None),
+            batch_size=batch_size, confidence=recipe.certify.confidence, device=device, numbers=numbers,
+        )  # fmt: skip
+        path = save_attack(
+            run, attempt, attack, certificate, numbers, x, data=data.name, classes=data.classes, images=images,
+            seconds=time.perf_counter() - start, device=device,
+        )  # fmt: skip
+    click.echo(
+        f"{table(attempt, attack)}\n\nfigures  {printable(path)}\nimages   {printable(path.with_suffix('.html'))}"
+    )
 
 
 def read_radii(text: str) -> tuple[float, ...]:

@@ -64,14 +64,7 @@ def command(
 
 
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
-    """The confirmed figures, all computed here; below them the file's claims that nobody can confirm.
-
-    Args:
-        file: what was verified.
-        confirmed: what `lipkit.certificates.certificate_file.verify` returned for it.
-        data: name of the samples, as the caller gave it.
-        radii: for certified accuracies.
-    """
+    """The confirmed figures, all computed here; below them the file's claims that nobody can confirm."""
     from lipkit.certificates import format_radius
     from lipkit.certificates.certificate_file import unchecked
     from lipkit.text import printable

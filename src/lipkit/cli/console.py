@@ -24,11 +24,7 @@ WAIT = 10.0  # seconds after which a log shows a step inside an epoch, ten of th
 
 
 class Lines:
-    """One plain line per epoch, and up to ten inside a long one, for logs and pipes.
-
-    Args:
-        stream: where to; None is stderr at the time of writing.
-    """
+    """One plain line per epoch, and up to ten inside a long one, for logs and pipes; by default on stderr."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -110,12 +106,8 @@ def progress_bar(console: Console) -> Bar:
 def fitted(parts: tuple[str, str, str, str], width: int) -> dict[str, Any]:
     """As many of (loss, accuracy, certified accuracy, time left) as fit after the epoch, certified accuracy first.
 
-    Args:
-        parts: in the order of the line; empty where there is none.
-        width: columns that are left of the terminal's.
-
-    Returns:
-        Fields of the line: ``text``, ``left``, and ``room``, the columns left for the bar.
+    ``parts`` stand in that order, empty where there is none; ``width`` columns are left of the terminal's, ``room`` for
+    the bar.
 
     >>> line = ("loss 0.1234", "accuracy 95.0 %", "certified(36/255) 92.0 %", "0:07 left")
     >>> fitted(line, 29)

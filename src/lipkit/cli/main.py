@@ -32,12 +32,7 @@ def no_command(name: str, known: Sequence[str]) -> str:
 
 
 def no_option(error: click.NoSuchOption, given: Sequence[str]) -> str:
-    """The message for an unknown option: how to write it where it is a key of the recipe.
-
-    Args:
-        error: as click raised it.
-        given: the arguments of the command line.
-    """
+    """The message for an unknown option: how to write it where it is a key of the recipe."""
     command = None if error.ctx is None else error.ctx.command
     if command is None or not any("KEY=VALUE" in (p.metavar or "") for p in command.params):
         return error.format_message()
@@ -114,11 +109,7 @@ def cli(debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code, see `run`.
-
-    Args:
-        arguments: without the program's name; None takes them from ``sys.argv``.
-    """
+    """Run the command line and return its exit code, see `run`; ``arguments`` are without the program's name."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and given[:1] == ["train"]:
         keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
@@ -126,14 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(command: click.Command, arguments: Sequence[str], name: str) -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code; ``--debug`` anywhere shows the traceback of an error.
 
     0: done. 2: wrong usage or input, one line on stderr. 1: an error that lipkit does not know. 130: interrupted.
-
-    Args:
-        command: the program.
-        arguments: without the program's name; ``--debug`` anywhere shows the traceback of an error.
-        name: of the program.
     """
     given = list(arguments)
     end = given.index("--") if "--" in given else len(given)

@@ -12,10 +12,7 @@ import lipkit
 
 
 class Source:
-    """The text of one module of the package.
-
-    Args:
-        module: its full name.
+    """The text of one module of the package, named in full.
 
     >>> Source("lipkit.models").keys("MODELS")[:3]
     ['bronet', 'convnet', 'kwlarge']

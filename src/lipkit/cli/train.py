@@ -62,7 +62,14 @@ def command(
             "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"
         )
     else:
-        _resume(resume, placed, large_eps, allow_code)
+        from lipkit.cli.console import display
+        from lipkit.experiments import run as pipeline
+
+        with display() as show:
+            recipe = pipeline.read_recipe(resume, placed, allow_code=allow_code)
+            outcome = pipeline.train(recipe, resume=resume, display=show, large_eps=large_eps)
+        if outcome is not None:
+            click.echo(result(outcome))
 
 
 def started(name: str | None, resume: Path | None) -> str:
@@ -87,7 +94,7 @@ def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> Non
     outcomes = []
     with display() as show:
         with importing():
-            fabric = pipeline.open_fabric(recipe)
+            fabric = pipeline.make_fabric(recipe.train)
         for seed in range(first, first + (seeds or 1)):
             outcome = pipeline.train(
                 pipeline.seeded(recipe, seed), out=out, display=show, fabric=fabric, large_eps=large_eps
@@ -103,17 +110,6 @@ def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> Non
         click.echo(f"{to_text(settings(folders))}\n\nruns  {', '.join(printable(folder) for folder in folders)}")
     elif outcomes:
         click.echo(result(outcomes[0]))
-
-
-def _resume(folder: Path, placed: Sequence[str], large_eps: bool, allow_code: bool) -> None:
-    from lipkit.cli.console import display
-    from lipkit.experiments import run as pipeline
-
-    with display() as show:
-        recipe = pipeline.read_recipe(folder, placed, allow_code=allow_code)
-        outcome = pipeline.train(recipe, resume=folder, display=show, large_eps=large_eps)
-    if outcome is not None:
-        click.echo(result(outcome))
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

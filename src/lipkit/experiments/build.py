@@ -17,9 +17,8 @@ from lipkit.certificates.intervals import check_radii
 from lipkit.data.registry import imported, is_code
 from lipkit.errors import LipkitError, OptionError, RecipeError, ShapeError, first_line, lacks_memory
 from lipkit.experiments.recipe import Recipe
-from lipkit.experiments.recipe_schema import AdversarySection, AugmentSection, PenaltySection
+from lipkit.experiments.recipe_schema import AugmentSection
 from lipkit.lowering import export, lipschitz
-from lipkit.training import LipschitzPenalty, PgdAdversary
 
 
 def load_data(recipe: Recipe) -> datasets.Data:
@@ -69,10 +68,9 @@ def build_model(recipe: Recipe, data: datasets.Data) -> nn.Module:
     outputs = len(data.classes) if data.task == "classification" else int(data.train.y.shape[1])
     given = {"input_shape": data.input_shape, "classes": outputs}
     factory = imported(name) if is_code(name) else functools.partial(models.build, name)
-    if not is_code(name) or _takes_all(factory):
-        accepted = given
-    else:
-        accepted = {key: value for key, value in given.items() if key in inspect.signature(factory).parameters}
+    known = inspect.signature(factory).parameters
+    takes_all = not is_code(name) or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    accepted = {key: value for key, value in given.items() if takes_all or key in known}
     if "input_shape" in options:
         options["input_shape"] = tuple(options["input_shape"])
         if options["input_shape"] != data.input_shape:
@@ -98,18 +96,6 @@ def augmentation(section: AugmentSection, data: datasets.Data) -> Callable[[Tens
     if len(data.input_shape) != 3:
         raise RecipeError(f"expected images (C, H, W) to augment, got samples of shape {data.input_shape}")
     return functools.partial(augment, crop=section.crop, flip=section.flip)
-
-
-def penalty(section: PenaltySection | None) -> LipschitzPenalty | None:
-    """The recipe's regularisation, or None."""
-    return None if section is None else LipschitzPenalty(section.method, section.weight, section.l1)
-
-
-def adversary(section: AdversarySection | None, data: datasets.Data) -> PgdAdversary | None:
-    """The recipe's training attack, or None; it stays in the range of the data."""
-    if section is None:
-        return None
-    return PgdAdversary(**section.model_dump(), box=data.input_range)
 
 
 def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> Tensor:
@@ -146,7 +132,3 @@ def _check_model(model: nn.Module, name: str, input_shape: tuple[int, ...], outp
         raise ShapeError(
             f"model {name}: expected outputs of shape (n, {outputs}), got (n, {', '.join(map(str, shape[1:]))})"
         )
-
-
-def _takes_all(factory: Callable[..., Any]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())

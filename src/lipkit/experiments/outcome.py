@@ -95,73 +95,38 @@ def finish(
         CertificateViolation: the certificate was disproved.
     """
     facts = {**facts, "latency": latency(network), "recipe": recipe.plain()}
-    certify = _regression if recipe.task == "regression" else _classification
-    outcome = certify(folder, recipe, network, data, facts, display, device)
-    write_report(outcome.folder)
-    return outcome
-
-
-def _classification(
-    folder: Path,
-    recipe: Recipe,
-    network: modules.Network,
-    data: Data,
-    facts: Facts,
-    display: Display,
-    device: torch.device,
-) -> Outcome:
-    section = recipe.certify
-    attacked = min(len(data.test), section.attack_samples or len(data.test))
-    display.note(f"certifying {len(data.test)} test samples, attacking {attacked}")
-    # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
-    x, y = data.test.batch(slice(None))
-    test = Split(x, y)
-    attack = Attack(
-        eps=section.attack_eps,
-        steps=section.attack_steps,
-        restarts=section.attack_restarts,
-        samples=section.attack_samples,
-        box=data.input_range,
-        seed=recipe.train.seed,
-    )
-    evaluation = evaluate(
-        network,
-        test,
-        method=section.method,
-        eps=section.eps,
-        attack=attack,
-        classes=data.classes,
-        confidence=section.confidence,
-        batch_size=section.batch_size,
-        device=device,
-        large_eps=data.input_range is not None,  # then whoever read the recipe has checked its radii
-    )
-    target, name = place(folder, recipe)
-    record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
-    write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
-    write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
-    save_evaluation(target, evaluation, test, record)
-    return Outcome(target, record.metrics(), record)
-
-
-def _regression(
-    folder: Path,
-    recipe: Recipe,
-    network: modules.Network,
-    data: Data,
-    facts: Facts,
-    display: Display,
-    device: torch.device,
-) -> Outcome:
-    section = recipe.certify
-    search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
-    display.note(f"certifying {len(data.test)} test samples, searching for steep secants from {search['restarts']}")
-    evaluation = evaluate_regression(
-        network, data.test, delta=section.delta, batch_size=section.batch_size, device=device, **search
-    )
-    target, name = place(folder, recipe)
-    record = from_regression(evaluation, name=name, data=data.name, search=search, **facts)
-    save_regression(target, evaluation, network, data.test, record)
+    section, split = recipe.certify, data.test
+    record: Record | RegressionRecord
+    if recipe.task == "regression":
+        search = {"restarts": section.search_restarts, "steps": section.search_steps, "seed": recipe.train.seed}
+        display.note(f"certifying {len(split)} test samples, searching for steep secants from {search['restarts']}")
+        found = evaluate_regression(
+            network, split, delta=section.delta, batch_size=section.batch_size, device=device, **search
+        )
+        target, name = place(folder, recipe)
+        record = from_regression(found, name=name, data=data.name, search=search, **facts)
+        save_regression(target, found, network, split, record)
+    else:
+        attacked = min(len(split), section.attack_samples or len(split))
+        display.note(f"certifying {len(split)} test samples, attacking {attacked}")
+        # Decode once for evaluation, examples and certificate file: image files are decoded at every access.
+        x, y = split.batch(slice(None))
+        split = Split(x, y)
+        attack = Attack(
+            eps=section.attack_eps, steps=section.attack_steps, restarts=section.attack_restarts,
+            samples=section.attack_samples, box=data.input_range, seed=recipe.train.seed,
+        )  # fmt: skip
+        evaluation = evaluate(
+            network, split, method=section.method, eps=section.eps, attack=attack, classes=data.classes,
+            confidence=section.confidence, batch_size=section.batch_size, device=device,
+            large_eps=data.input_range is not None,  # then whoever read the recipe has checked its radii
+        )  # fmt: skip
+        target, name = place(folder, recipe)
+        record = from_evaluation(evaluation, name=name, data=data.name, classes=data.classes, **facts)
+        write_certificate(describe(evaluation.certificate, network, x, y, data.name), target / CERTIFICATE)
+        write_atomic(target / CHECKER, (Path(lipkit.__file__).parents[1] / CHECKER).read_bytes())
+        save_evaluation(target, evaluation, split, record)
+    write_report(target)
     return Outcome(target, record.metrics(), record)
 
 

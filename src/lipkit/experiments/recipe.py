@@ -76,11 +76,7 @@ def load_recipe(name_or_path: str | Path = DEFAULT, overrides: Sequence[str] = (
 
 
 def check(content: dict[str, Any], origin: str) -> Recipe:
-    """Check the content of a recipe.
-
-    Args:
-        content: nested mappings as YAML gives them.
-        origin: what to call the recipe in an error.
+    """Check the content of a recipe, nested mappings as YAML gives them; ``origin`` names it in an error.
 
     Raises:
         RecipeError: with one sentence about the first thing that is wrong, and one that names all missing keys.

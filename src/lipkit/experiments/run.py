@@ -28,7 +28,7 @@ from lipkit import modules
 from lipkit.data import Data, Split
 from lipkit.errors import RunError, ShapeError
 from lipkit.evaluation import Attack, evaluate
-from lipkit.experiments.build import adversary, augmentation, build_model, check_eps, load_data, penalty
+from lipkit.experiments.build import augmentation, build_model, check_eps, load_data
 from lipkit.experiments.outcome import RECIPE, Display, Outcome, Silent, duration, finish
 from lipkit.experiments.recipe import Recipe, load_recipe, names, to_yaml
 from lipkit.experiments.recipe_schema import TrainSection
@@ -37,7 +37,7 @@ from lipkit.lowering import export, lipschitz
 from lipkit.report import read_record, write_report
 from lipkit.report.html import REPORT, flatten
 from lipkit.report.record import RECORD, Facts, seen
-from lipkit.training import TrainOptions, checkpoints, fit, losses, schedules
+from lipkit.training import LipschitzPenalty, PgdAdversary, TrainOptions, checkpoints, fit, losses, schedules
 from lipkit.training.devices import device_here, make_fabric, on_first, threads_for
 from lipkit.training.options import Numbers
 
@@ -80,66 +80,64 @@ def train(
     data = load_data(recipe)
     check_eps(recipe, data, large_eps)
     model = build_model(recipe, data)
-    fabric = fabric or open_fabric(recipe)
+    fabric = fabric or make_fabric(recipe.train)
     folder = _open_folder(recipe, Path(out), folder, None if resume is None else Path(resume), fabric)
     if resume is not None and (folder / RECORD).exists():
-        return _finished(folder, display) if fabric.is_global_zero else None
+        if not fabric.is_global_zero:
+            return None
+        display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
+        record = read_record(folder)
+        if not (folder / REPORT).exists():
+            write_report(folder)
+        return Outcome(folder, record.metrics(), record)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if fabric.is_global_zero:
         display.note(
             f"{folder}: {recipe.name}, {len(data.train)} training samples, {count} parameters, {fabric.device}"
         )
 
-    batch = recipe.train.batch_size * math.prod(data.input_shape)
-    with ExitStack() as held:
-        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
-        held.enter_context(threads_for(fabric, count, batch))
-        return _train(folder, recipe, data, model, count, fabric, display, resume is not None)
-
-
-def _train(
-    folder: Path, recipe: Recipe, data: Data, model: nn.Module, count: int, fabric: Any, display: Display, resume: bool
-) -> Outcome | None:
-    """The part of `train` that takes time."""
-    start = time.perf_counter()
     section = recipe.train
     again = f"lipkit train --resume {folder}{' --allow-code' if recipe.code() else ''}"
-    try:
-        options = training_options(recipe, data).changed(progress=display.progress)
-        run = fit(model, data.train, options, run_dir=folder, resume=resume, fabric=fabric)
-    except KeyboardInterrupt:
-        display.note(f"interrupted: {again} continues")
-        raise
-    if not fabric.is_global_zero:
-        return None
-    if not run.finished:
-        display.note(
-            f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
-            f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
-        )
-        return None
-    seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
-    display.note(_pace(run.history, seconds))
+    with ExitStack() as held:
+        on_first(fabric, lambda: held.enter_context(checkpoints.locked(folder)))
+        held.enter_context(threads_for(fabric, count, section.batch_size * math.prod(data.input_shape)))
+        start = time.perf_counter()
+        try:
+            options = training_options(recipe, data).changed(progress=display.progress)
+            run = fit(model, data.train, options, run_dir=folder, resume=resume is not None, fabric=fabric)
+        except KeyboardInterrupt:
+            display.note(f"interrupted: {again} continues")
+            raise
+        if not fabric.is_global_zero:
+            return None
+        if not run.finished:
+            display.note(
+                f"stopped after {section.max_minutes:g} minutes with {run.epochs_done}"
+                f"{'' if section.epochs is None else f' of {section.epochs}'} epochs done: {again} continues"
+            )
+            return None
+        seconds = max(time.perf_counter() - start, sum(row.get("seconds", 0.0) for row in run.history))
+        display.note(_pace(run.history, seconds))
 
-    network = export(run.result, data.input_shape)
-    network.input_range = data.input_range
-    modules.save(network, folder / NETWORK)
-    facts: Facts = {
-        "claimed": float(lipschitz(run.result, data.input_shape).detach()),
-        "parameters": count,
-        "seed": section.seed,
-        "train_samples": len(data.train),
-        "seen": seen(run.history, len(data.train)),
-        "times": {"train": seconds},
-        "device": str(fabric.device),
-        "changed": list(changed(recipe)),
-    }
-    return finish(folder, recipe, network, data, facts, display, fabric.device)
+        network = export(run.result, data.input_shape)
+        network.input_range = data.input_range
+        modules.save(network, folder / NETWORK)
+        facts: Facts = {
+            "claimed": float(lipschitz(run.result, data.input_shape).detach()),
+            "parameters": count,
+            "seed": section.seed,
+            "train_samples": len(data.train),
+            "seen": seen(run.history, len(data.train)),
+            "times": {"train": seconds},
+            "device": str(fabric.device),
+            "changed": list(changed(recipe)),
+        }
+        return finish(folder, recipe, network, data, facts, display, fabric.device)
 
 
 def training_options(recipe: Recipe, data: Data) -> TrainOptions:
     """The options of ``lipkit.fit`` that a recipe describes."""
-    section = recipe.train
+    section, penalty, adversary = recipe.train, recipe.penalty, recipe.adversary
     numbers = {name: getattr(section, name) for name in Numbers.model_fields if name != "schedule"}
     return TrainOptions(
         **numbers,
@@ -147,18 +145,9 @@ def training_options(recipe: Recipe, data: Data) -> TrainOptions:
         schedule=schedules.build(section.schedule.name, **section.schedule.options),
         augment=augmentation(recipe.augment, data),
         evaluate=_monitor(recipe, data),
-        penalty=penalty(recipe.penalty),
-        adversary=adversary(recipe.adversary, data),
+        penalty=None if penalty is None else LipschitzPenalty(penalty.method, penalty.weight, penalty.l1),
+        adversary=None if adversary is None else PgdAdversary(**adversary.model_dump(), box=data.input_range),
     )
-
-
-def _finished(folder: Path, display: Display) -> Outcome:
-    """The outcome of a run that has its record, from which a missing report page is made again."""
-    display.note(f"{folder} was finished before; lipkit certify {folder} measures it once more")
-    record = read_record(folder)
-    if not (folder / REPORT).exists():
-        write_report(folder)
-    return Outcome(folder, record.metrics(), record)
 
 
 def certify(
@@ -207,13 +196,9 @@ def certify_network(
     display: Display | None = None,
     large_eps: bool = False,
 ) -> Outcome:
-    """Certify and attack a network from elsewhere; it becomes a run of its own, without a training.
+    """Certify and attack an exported network from elsewhere; it becomes a run of its own in ``out``, not trained.
 
-    Args:
-        network: exported.
-        recipe: names data and network, and says how to certify; ``train`` is not read.
-        out: folder of the runs.
-        device, display, large_eps: as `certify`.
+    The recipe names data and network, and says how to certify; its ``train`` is not read.
 
     Raises:
         ShapeError: the network does not take the samples of the data, or has other outputs.
@@ -280,11 +265,6 @@ def read_recipe(
                 f"{spec.partition(':')[0]}: read that module, then give --allow-code (allow_code=True)"
             )
     return recipe
-
-
-def open_fabric(recipe: Recipe) -> Any:
-    """A launched Fabric as the recipe says."""
-    return make_fabric(recipe.train)
 
 
 def _open_folder(recipe: Recipe, out: Path, asked: str | Path | None, resume: Path | None, fabric: Any) -> Path:
