@@ -781,23 +781,16 @@ def _gates() -> Iterator[tuple[Any, Callable[[], nn.Module]]]:
 
 # Versions above these are unknown; below version 7 operators have other meanings.
 OPERATORS: dict[str, Row] = {
-    **{
-        kind: Row(_each(function), versions, moves=False)
-        for versions, functions in {
-            (6, 13): {
-                "Ceil": torch.ceil,
-                "Exp": torch.exp,
-                "Floor": torch.floor,
-                "Log": torch.log,
-                "Reciprocal": torch.reciprocal,
-                "Sqrt": torch.sqrt,
-            },
-            (7, 22): {"Cos": torch.cos, "Sin": torch.sin},
-            (9, 13): {"Erf": torch.erf},
-            (1,): {"Not": torch.logical_not},
-        }.items()
-        for kind, function in functions.items()
-    },
+    "Ceil": Row(_each(torch.ceil), (6, 13), moves=False),
+    "Cos": Row(_each(torch.cos), (7, 22), moves=False),
+    "Erf": Row(_each(torch.erf), (9, 13), moves=False),
+    "Exp": Row(_each(torch.exp), (6, 13), moves=False),
+    "Floor": Row(_each(torch.floor), (6, 13), moves=False),
+    "Log": Row(_each(torch.log), (6, 13), moves=False),
+    "Not": Row(_each(torch.logical_not), (1,), moves=False),
+    "Reciprocal": Row(_each(torch.reciprocal), (6, 13), moves=False),
+    "Sin": Row(_each(torch.sin), (7, 22), moves=False),
+    "Sqrt": Row(_each(torch.sqrt), (6, 13), moves=False),
     "And": Row(_elementwise(torch.logical_and), (7,), moves=False),
     "Greater": Row(_elementwise(torch.gt), (7, 9, 13), moves=False),
     "Less": Row(_elementwise(torch.lt), (7, 9, 13), moves=False),

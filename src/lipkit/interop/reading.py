@@ -48,8 +48,7 @@ def load(
 class Budget(TorchFunctionMode):
     """Limits memory: runs every call of torch on the meta device first, and refuses it beyond `VALUES` numbers in all.
 
-    Args:
-        batch: number of samples that count as one.
+    ``batch`` samples count as one.
     """
 
     def __init__(self, batch: int = 1) -> None:

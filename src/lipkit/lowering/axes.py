@@ -22,13 +22,6 @@ from lipkit.lowering.tracing import flat
 from lipkit.modules.activations import ACTIVATIONS
 
 
-def _dimension(call: Build, x: Operand, d: Any) -> int:
-    """Index of dimension ``d``, not the batch, after the batch has been moved to the front."""
-    expected = f"expected dimensions other than the batch (dimension {x.axis}), got {d}: it mixes samples"
-    call.require(type(d) is int and d % x.rank != x.axis, expected)
-    return x.plain(d % x.rank)
-
-
 def _beside(call: Build, value: Any) -> Any:
     """An argument of an elementwise call: operands must share the result's batch, constants drop its dimension."""
     out = call.results[0]
@@ -87,7 +80,10 @@ def along(at: int, name: str = "dim", default: Any = None) -> Callable[[Build], 
         x = next(v for v in flat(args) if isinstance(v, Operand))
         given = args[at] if len(args) > at else kwargs.get(name, default)
         dims = given if isinstance(given, (tuple, list)) else [given]
-        plain = [_dimension(call, x, d) for d in dims]
+        for d in dims:
+            expected = f"expected dimensions other than the batch (dimension {x.axis}), got {d}: it mixes samples"
+            call.require(type(d) is int and d % x.rank != x.axis, expected)
+        plain = [x.plain(d % x.rank) for d in dims]
         gone = sum(d % x.rank < x.axis for d in dims) if out.rank < x.rank else 0
         call.require((x.axis - gone, x.inner) == (out.axis, out.inner))
         if len(args) > at:

@@ -225,17 +225,15 @@ def _overwritten(
             continue
         if not any(t.untyped_storage().data_ptr() in memory for t in tensors(value)):
             continue
-        if not (isinstance(value, Tensor) and isinstance(result, Tensor) and _same_view(value, result)):
+        both = isinstance(value, Tensor) and isinstance(result, Tensor)
+        views = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (value, result)] if both else [0, 1]
+        if views[0] != views[1]:
             raise NoRuleError(
                 f"analyze: the in-place call {node.name!r}{where(node)} changes the tensor {other.name!r}"
                 f"{where(other)} that is read again later: expected a call that leaves its input as it is "
                 "(inplace=False, or the function without the underscore)"
             )
         yield other
-
-
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
 def _summary(value: Any, dependent: bool) -> Any:
@@ -296,11 +294,9 @@ def check_outputs(
     """Compare the runs of the graph with the network itself, for other batches and in the other modes of torch.
 
     Args:
-        root: the copy that was traced.
-        observed: the runs of its graph.
-        input_shape: of one input.
-        model: the original of ``root``. It runs once, and only after everything that could change it was refused.
-        other_way: of `traced`.
+        root: the copy that was traced; ``model`` is its original. It runs once, and only after everything that could
+            change it was refused.
+        observed, other_way: the runs of its graph; of `traced`.
 
     Raises:
         NoRuleError: the network draws random numbers, changes what it keeps, mixes samples, asks for the size of the

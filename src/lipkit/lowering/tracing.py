@@ -13,6 +13,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partialmethod
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -328,17 +329,15 @@ class _Proxy(fx.Proxy):
 
     __int__ = __float__ = _number
 
+    def _changed(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    __iadd__, __isub__ = partialmethod(_changed, operator.iadd), partialmethod(_changed, operator.isub)
+    __imul__, __itruediv__ = partialmethod(_changed, operator.imul), partialmethod(_changed, operator.itruediv)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         # The tensor changes: found, like every other change in place, when the graph is run.
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-
-def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, other: x.tracer.create_proxy("call_function", function, (x, other), {})
-
-
-for _name in ("iadd", "isub", "imul", "itruediv"):
-    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class _Tracer(fx.Tracer):

@@ -44,22 +44,11 @@ def save_attack(
 
     The hash covers the attack's settings, the data and the network. Existing files are never replaced. If the same
     settings gave the same result, nothing is written; if they gave another one (on another device or changed data), the
-    name ends in ``-2``, and so on.
+    name ends in ``-2``, and so on. The answer is the path of the JSON file.
 
     Args:
-        folder: the run folder.
-        attempt, attack: the result and the settings of the attack.
-        certificate: of the samples ``x``.
-        numbers: (N,) their numbers in the test set.
-        x: (N, *input_shape), the samples that were attacked.
-        data: name of the data set.
-        classes: class names.
+        certificate: of the samples ``x`` (N, *input_shape) that were attacked; ``numbers`` are theirs in the test set.
         images: how many examples are shown and kept, those nearest to their certified radius first.
-        seconds: how long the attack took.
-        device: where it ran.
-
-    Returns:
-        The path of the JSON file.
     """
     settings: dict[str, Any] = {
         "attack": attack.name,
@@ -88,7 +77,11 @@ def save_attack(
         }
         for i, number in enumerate(examples.index)
     ]
-    order = sorted(range(len(rows)), key=lambda i: _ratio(rows[i]))[:images]
+
+    def ratio(i: int) -> float:
+        return rows[i]["l2"] / rows[i]["radius"] if rows[i]["radius"] > 0 else math.inf
+
+    order = sorted(range(len(rows)), key=ratio)[:images]
     record = {
         "schema_version": SCHEMA_VERSION,
         "run": folder.name,
@@ -107,9 +100,17 @@ def save_attack(
         "versions": versions(),
         "kept": len(order),
     }
-    path, known = _place(stem, record)
-    if known:
-        return path
+    told = json.loads(json.dumps({name: value for name, value in record.items() if name not in _INCIDENTAL}))
+    for number in itertools.count(1):
+        path = stem.with_name(stem.name + (f"-{number}" if number > 1 else "") + ".json")
+        if not path.exists():
+            break
+        try:
+            there = json.loads(read_bytes(path, MAX_TEXT))
+        except (OSError, ValueError, RecursionError):
+            continue  # also another program's file is not replaced
+        if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
+            return path
     tensors = {
         "image": x[[place[int(examples.index[i])] for i in order]].cpu().float(),
         "adversarial": examples.point[order],
@@ -125,22 +126,6 @@ def save_attack(
     write_atomic(path.with_suffix(".html"), page.encode())
     write_atomic(path, json.dumps(record, indent=2, allow_nan=False).encode() + b"\n")
     return path
-
-
-def _place(stem: Path, record: Mapping[str, Any]) -> tuple[Path, bool]:
-    """The JSON file for a record, and whether one with the same figures is there already."""
-    told = json.loads(json.dumps({key: value for key, value in record.items() if key not in _INCIDENTAL}))
-    for number in itertools.count(1):
-        path = stem.with_name(stem.name + (f"-{number}" if number > 1 else "") + ".json")
-        if not path.exists():
-            return path, False
-        try:
-            there = json.loads(read_bytes(path, MAX_TEXT))
-        except (OSError, ValueError, RecursionError):
-            continue  # also another program's file is not replaced
-        if isinstance(there, dict) and {k: v for k, v in there.items() if k not in _INCIDENTAL} == told:
-            return path, True
-    raise AssertionError("unreachable")
 
 
 def render(

@@ -50,10 +50,7 @@ class Setting:
 
 
 def settings(paths: Sequence[Path]) -> list[Setting]:
-    """The runs grouped by setting, in the order of their first run.
-
-    Args:
-        paths: folders of runs, or folders that hold such folders.
+    """The runs in these folders, or in folders of such, grouped by setting, in the order of their first run.
 
     Raises:
         RunError: a folder holds no run, or a record cannot be read.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from safetensors.torch import save
 from torch import Tensor
@@ -116,7 +115,13 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     rise = float(curve.sample_y.max() - curve.sample_y.min())
     reach = zoom(rise, record.lipschitz.computed, float(curve.sample_x.max() - curve.sample_x.min()))
     near = np.abs(x - centre) <= reach
-    _cone(close, centre, float(np.interp(centre, x, y[:, steepest])), record.outputs[steepest].constant, reach)
+    slope, top = record.outputs[steepest].constant, float(np.interp(centre, x, y[:, steepest]))
+    ends = np.array([centre - reach, centre, centre + reach])
+    lower, upper = top - slope * np.abs(ends - centre), top + slope * np.abs(ends - centre)
+    label = f"proved slope {slope:.4g}"
+    close.fill_between(ends, lower, upper, color=SERIES[2], alpha=0.15, linewidth=0, label=label, gid="cone")
+    for sign in (-1, 1):
+        close.plot(ends, top + sign * slope * (ends - centre), color=SERIES[2], linewidth=0.8, linestyle="--")
     for axis, chosen in ((whole, np.ones_like(near)), (close, near)):
         for j in range(outputs):
             colour = SERIES[j % len(SERIES)]
@@ -139,12 +144,3 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     legend(whole)
     legend(close)
     return figure
-
-
-def _cone(axis: Axes, x: float, y: float, slope: float, reach: float) -> None:
-    ends = np.array([x - reach, x, x + reach])
-    fall = slope * np.abs(ends - x)
-    label = f"proved slope {slope:.4g}"
-    axis.fill_between(ends, y - fall, y + fall, color=SERIES[2], alpha=0.15, linewidth=0, label=label, gid="cone")
-    for sign in (-1, 1):
-        axis.plot(ends, y + sign * slope * (ends - x), color=SERIES[2], linewidth=0.8, linestyle="--")

@@ -43,10 +43,7 @@ def is_image(shape: tuple[int, ...]) -> bool:
 
 
 def png(image: Tensor) -> bytes:
-    """An 8-bit greyscale or RGB PNG.
-
-    Args:
-        image: (H, W), (1, H, W) or (3, H, W), values in [0, 1]; others are clipped, NaN becomes 0.
+    """An 8-bit greyscale or RGB PNG of (H, W), (1, H, W) or (3, H, W), clipped to [0, 1]; NaN becomes 0.
 
     Raises:
         ShapeError: another shape.

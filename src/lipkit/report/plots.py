@@ -192,11 +192,11 @@ def _apart(labels: Sequence[str], places: Sequence[float], narrow: bool) -> list
 def training_curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Loss and accuracies against the epoch, side by side; an empty string where nothing was seen at two epochs.
 
-    Args:
-        series: (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
+    ``series`` are (epoch, value) pairs by name. Losses and squared errors go left, accuracies right.
     """
     losses = [name for name in series if "loss" in name.lower() or name.endswith("mse")]
-    accuracies = [name for name in series if name not in losses and _is_accuracy(name, series[name])]
+    shares = [name for name, points in series.items() if all(0 <= value <= 1 for _, value in points)]
+    accuracies = [name for name in shares if name not in losses and _ACCURACY.search(name)]
     panels = [(title, names) for title, names in (("loss", losses), ("accuracy", accuracies)) if names]
     if all(len(series[name]) < 2 for _, names in panels for name in names):
         return ""
@@ -224,19 +224,11 @@ def _training(
         if title == "accuracy":
             axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         elif all(value > 0 for name in names for _, value in series[name]):
-            _log_scale(axis, [value for name in names for _, value in series[name]])
+            # Ticks as plain numbers: powers have exponents too small to read on a phone.
+            seen = [value for name in names for _, value in series[name]]
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(seen) < 30 * min(seen) else (1,)))
+            axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.yaxis.set_minor_formatter(NullFormatter())
         legend(axis)
     return figure
-
-
-def _log_scale(axis: Axes, values: Sequence[float]) -> None:
-    """Ticks as plain numbers: powers have exponents too small to read on a phone."""
-    axis.set_yscale("log")
-    few = max(values) < 30 * min(values)
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _is_accuracy(name: str, points: Sequence[tuple[float, float]]) -> bool:
-    return _ACCURACY.search(name) is not None and all(0 <= value <= 1 for _, value in points)

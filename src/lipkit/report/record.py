@@ -60,15 +60,7 @@ _MOST_NUMBERS = 64
 def from_evaluation(
     evaluation: Evaluation, *, name: str, data: str, classes: Sequence[str] = (), **facts: Unpack[Facts]
 ) -> Record:
-    """The record of a classification and of the run that led to it.
-
-    Args:
-        evaluation: from `lipkit.evaluation.evaluate`.
-        name: of the run.
-        data: name of the data set.
-        classes: class names.
-        facts: of the run, see `Facts`.
-    """
+    """The record of a classification and of the run that led to it."""
     certificate, attack = evaluation.certificate, evaluation.attack
     ignored = evaluation.certified_ignored or (None,) * len(evaluation.eps)
     return Record(
@@ -105,12 +97,7 @@ def from_regression(
 ) -> RegressionRecord:
     """The record of a regression and of the run that led to it.
 
-    Args:
-        evaluation: from `lipkit.evaluation.evaluate_regression`.
-        name: of the run.
-        data: name of the data set.
-        search: ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
-        facts: of the run, see `Facts`.
+    ``search`` holds ``restarts``, ``steps`` and ``seed`` of the search for the steepest pair of inputs.
     """
     certificate, found = evaluation.certificate, evaluation.search
     columns = (
