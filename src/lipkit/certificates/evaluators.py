@@ -53,8 +53,7 @@ class Evaluator:
     def check(self, network: nn.Module | None = None) -> None:
         """Raise unless an evaluation under the present settings of torch is one that the certificate speaks about.
 
-        Args:
-            network: what is evaluated; None takes one with convolutions.
+        ``network`` is what is evaluated; None takes one with convolutions.
 
         Raises:
             OptionError: another version of torch, or settings that break the model; the message names them.

@@ -43,12 +43,7 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     r"""Two-sided Clopper-Pearson interval of a binomial fraction: it covers the true one with at least ``confidence``.
 
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
-    ``Beta(k + 1, n - k)``, for k of n; 0 and 1 where k is 0 or n.
-
-    Args:
-        count: k, how many of the samples.
-        total: n, how many samples, drawn independently.
-        confidence: between 0 and 1.
+    ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.
 
     Raises:
         OptionError: not ``0 <= count <= total``, or ``confidence`` outside (0, 1).
@@ -107,12 +102,9 @@ def check_radii(
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf.
 
     Args:
-        radii: in units of the input.
-        input_shape: of one input.
+        radii: in units of the input; ``name`` is theirs in a message.
         input_range: (low, high) of every entry; None for inputs without limits, of which nothing is known.
         seen: (low, high) of the samples: without an ``input_range``, large radii beside it are warned of.
-        name: of the radii in a message.
-        norm: l2 or linf.
         large: whether a radius above LARGE (times ``high - low``) is meant.
 
     Raises:

@@ -79,13 +79,10 @@ def _chained(graph: Graph, shape: Shape) -> Graph:
 def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] | Sequence[Tensor]) -> bool:
     """True if these multipliers prove, in floating point, that the whole network has gain at most ``gamma``.
 
-    Args:
-        network: result of ``lipkit.export``.
-        gamma: the gain to prove.
-        multipliers: positive diagonals ``(n_{k+1},)``, by place, or for a chain in the order of the activations.
+    True is a proof for the stored weights in exact arithmetic; False says nothing.
 
-    Returns:
-        True is a proof for the stored weights in exact arithmetic; False says nothing.
+    Args:
+        multipliers: positive diagonals ``(n_{k+1},)``, by place, or for a chain in the order of the activations.
 
     Raises:
         ShapeError, OptionError: multipliers that do not fit or are not positive.

@@ -32,12 +32,7 @@ def predictions(logits: Tensor) -> Tensor:
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     r"""Signed margins ``y_t - max_{i != t} y_i``: positive exactly where the label wins alone.
 
-    Args:
-        logits: (N, K) with K >= 2.
-        labels: (N,) integers in [0, K).
-
-    Returns:
-        (N,) float64; NaN where a logit is NaN or infinite.
+    (N,) float64 of logits (N, K) and labels (N,); NaN where a logit is NaN or infinite.
 
     Raises:
         ShapeError: the shapes are not (N, K >= 2) and (N,).
@@ -55,14 +50,9 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def global_constants(constant: float, classes: int) -> Tensor:
-    r"""``K_ti = sqrt(2) L`` for every pair of classes of an L-Lipschitz network, rounded up.
+    r"""``K_ti = sqrt(2) L`` for every pair of the K classes of an L-Lipschitz network, rounded up; the diagonal is 0.
 
-    Args:
-        constant: L >= 0, a proved upper bound; ``inf`` (nothing is known) gives radius 0.
-        classes: K >= 2.
-
-    Returns:
-        (K, K) float64 with a zero diagonal.
+    L is a proved upper bound; with ``inf`` (nothing is known) radii are 0.
 
     Raises:
         OptionError: ``constant`` is negative or NaN.
@@ -98,15 +88,10 @@ def row_distances(weight: Tensor) -> Tensor:
 
 
 def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
-    r"""``K_ti = L_b ||w_t - w_i||`` for a network that ends in a linear layer, rounded up.
+    r"""``K_ti = L_b ||w_t - w_i||`` for a network that ends in a linear layer, (K, K), rounded up.
 
-    Args:
-        weight: (K, n), the rows ``w_i`` of the last layer.
-        body_constant: L_b >= 0, a proved upper bound for everything before the last layer.
-
-    Returns:
-        (K, K) float64 with a zero diagonal; also zero where two rows are equal: then the difference of the two logits
-        is the same for every input.
+    ``w_i`` are the rows of the last layer's ``weight`` and L_b a proved upper bound for everything before it. 0 on the
+    diagonal, and where two rows are equal: then the difference of the two logits is the same for every input.
 
     Raises:
         ShapeError: ``weight`` is not a matrix.
@@ -125,7 +110,7 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
 
 
 def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
-    r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``.
+    r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``, (N,) float64 in units of the input's l2 norm.
 
     **Guarantee.** A lower bound of the distance to the nearest input that is classified differently, if ``K_ti`` are
     proved Lipschitz constants of the logit differences and the logits are exact: the prediction is constant on the
@@ -136,12 +121,7 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     ``y_t - y_i`` is positive, and none otherwise; 0/0 does not occur.
 
     Args:
-        logits: (N, K).
-        labels: (N,) integers in [0, K).
         constants: (K, K), from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
-
-    Returns:
-        (N,) float64, in units of the input's l2 norm.
 
     Raises:
         ShapeError: the shapes do not fit together.

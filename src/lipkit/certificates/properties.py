@@ -98,11 +98,7 @@ def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.flo
 
 
 class _Group:
-    """The cases of one box: rows of all their conditions, and which case has which.
-
-    Args:
-        cases: with the same box. network: that the evaluator runs, of this ``dtype``. outputs: how many it has.
-    """
+    """The cases of one box: rows of all their conditions, and which case has which."""
 
     def __init__(self, cases: Sequence[Case], network: Network, dtype: torch.dtype, outputs: int) -> None:
         self.cases, self.network, self.dtype, shape = cases, network, dtype, network.input_shape

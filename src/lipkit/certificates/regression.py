@@ -242,18 +242,14 @@ def _grown(values: Tensor) -> Tensor:
 
 
 def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple[Tensor, str]:
-    """Constants of the outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
+    """Constants of the d outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
 
     Output j alone is the network with row j of the last layer only; its bound, by the LMI where the network carries
-    multipliers, by the product of norms (``L_body ||w_j||``) otherwise, times the scale of the output.
-
-    Args:
-        network: exported, in float64.
-        outputs: d.
-        proof: of the network; no output's constant is above that of the whole.
+    multipliers, by the product of norms (``L_body ||w_j||``) otherwise, times the scale of the output. None is above
+    that of the whole network, whose ``proof`` it is.
 
     Returns:
-        ((d,) float64, ``"outputs"``), or all the whole's constant and ``"global"`` for other networks.
+        ``((d,) float64, "outputs")``, or all the whole's constant and ``"global"`` for other networks.
     """
     modules = list(network)
     tail = modules[-1] if modules else None

@@ -119,11 +119,8 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
     """Radii of the module docstring, (N,) float64, rounded down; 0 where nothing is certified.
 
     Args:
-        logits: from `Evaluation`.
-        labels: (N,) int64.
         constants: (K, K) proved constants of the differences.
         rows: (K, K) norms of the differences of the last layer's rows, rounded up; None without such a layer.
-        arithmetic: of the evaluator.
     """
     values = logits.values
     difference = next_down(values.gather(1, labels[:, None]) - values)

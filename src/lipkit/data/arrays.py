@@ -20,14 +20,11 @@ SHOWN = 20  # names that a message lists
 
 
 def load_npz(path: Path, limits: tuple[float, float] | None = None) -> Data:
-    """Load a .npz file with the arrays `x_train`, `y_train`, `x_test`, `y_test`.
+    """Load a .npz file with the arrays `x_train`, `y_train`, `x_test`, `y_test`; no pickled array in it is read.
 
     Integer `y` of shape (N,) is classification, with an optional array `classes` of names; floating-point
     `y` of shape (N,) or (N, d) is regression. Images are channels first, uint8 or floating point in [0, 1];
     uint8 of shape (N, H, W) gets a channel axis. Other samples of shape (C, H, W) need `limits`, see `Data`.
-
-    Args:
-        path: the file. No pickled array in it is read.
 
     Raises:
         DataError: if an array is missing, has another form, or claims a size that the file cannot hold.
@@ -83,9 +80,6 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
 
 def read_npy(path: Path) -> np.ndarray:
     """Read an array of numbers in NumPy's .npy format; no pickled object in it is read.
-
-    Args:
-        path: the file.
 
     Raises:
         DataError: the file is missing, is no such array, or its header claims another size than the file has.

@@ -85,10 +85,7 @@ CIFAR100 = Cifar(
 def load_cifar(root: Path, variant: Cifar) -> Data:
     """Load CIFAR-10 or CIFAR-100: 50 000 training and 10 000 test RGB images of 32 x 32, uint8.
 
-    Args:
-        root: the data root, with the folder of the binary version or that of the python version, whose pickles are
-            read by `read_pickle`.
-        variant: CIFAR10 or CIFAR100.
+    The data root has the folder of the binary version or that of the python version, whose pickles `read_pickle` reads.
 
     Raises:
         DataError: if a file is missing, corrupt, or names anything but arrays.
@@ -107,12 +104,7 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
 def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
     """Read one file of the binary version: per image its label bytes, then 1024 red, green and blue bytes each.
 
-    Args:
-        path: the file.
-        variant: CIFAR10 or CIFAR100.
-
-    Returns:
-        (images, labels): uint8 of shapes (n, 3072) and (n,).
+    The answer is (images, labels), uint8 of shapes (n, 3072) and (n,).
 
     Raises:
         DataError: if the size is not a positive multiple of one image's, or a label is too large.
@@ -133,12 +125,7 @@ def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
 def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
     """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list of labels.
 
-    Args:
-        path: the file.
-        variant: CIFAR10 or CIFAR100.
-
-    Returns:
-        (images, labels): uint8 of shapes (n, 3072) and (n,).
+    The answer is that of `read_binary`.
 
     Raises:
         DataError: if the pickle is not of that form (see `read_pickle`), or a label is out of range.

@@ -20,11 +20,8 @@ SPLIT_SEED = 0
 def load_digits(root: Path | None = None) -> Data:
     """Load the digits: 1438 training and 359 test images of shape (1, 8, 8), float32 in {0, 1/16, ..., 1}.
 
-    The split is stratified 80/20 with a fixed seed, and made here, so it does not depend on the version of
-    scikit-learn: see `stratified_split`.
-
-    Args:
-        root: not used; the data lies inside scikit-learn.
+    The data lie inside scikit-learn (`root` is not used). The split is stratified 80/20 with a fixed seed, and made
+    here, so it does not depend on the version of scikit-learn: see `stratified_split`.
 
     Raises:
         DataError: if scikit-learn is not installed.
@@ -70,13 +67,7 @@ def _table() -> np.ndarray:
 def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split 0..N-1 so that each class gives `test_share` of its samples, rounded, to the test part.
 
-    Args:
-        labels: integer labels of shape (N,).
-        test_share: between 0 and 1.
-        seed: of the permutation that chooses the test samples.
-
-    Returns:
-        (train, test): ascending, disjoint indices that cover 0..N-1.
+    The answer is (train, test): ascending, disjoint indices that cover 0..N-1.
 
     Example:
         >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)

@@ -23,9 +23,6 @@ def load_folder(path: Path) -> Data:
     (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded when a
     batch asks for them; `load` decodes a small data set at once.
 
-    Args:
-        path: the folder.
-
     Raises:
         DataError: if a folder is missing or empty, or the first file is not a readable image; or if Pillow is not
             installed. Another file that is no image, has more than MAX_PIXELS pixels or differs from the first one in
@@ -41,14 +38,8 @@ def load_folder(path: Path) -> Data:
 def load_images(path: Path, size: int, *, name: str | None = None, layout: str = LAYOUT) -> Data:
     """Folders as of `load_folder` with images of any size, as ImageNet's: RGB of (3, size, size), resized and cropped.
 
-    The short side becomes 256/224 times `size`, then a square is cut out of the centre; grey, CMYK and transparent
-    images become RGB.
-
-    Args:
-        path: the folder.
-        size: side of the images, 1 to MAX_SIDE.
-        name: of the data set.
-        layout: what to add to the message when a folder is missing.
+    The short side becomes 256/224 times `size` (1 to MAX_SIDE), then a square is cut out of the centre; grey, CMYK and
+    transparent images become RGB. `layout` is what to add to the message when a folder is missing.
 
     Raises:
         OptionError: a size out of range. DataError: as `load_folder`, but for the sizes and channels of images.
@@ -110,10 +101,7 @@ SOURCE = (
 
 
 def load_imagenet(root: Path) -> Data:
-    """Load ImageNet: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
-
-    Args:
-        root: the data root; the folders are `root/imagenet/train/WNID` and `root/imagenet/val/WNID`.
+    """Load `imagenet/{train,val}/WNID`: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
 
     Raises:
         DataError: see `load_images`.

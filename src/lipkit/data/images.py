@@ -115,10 +115,7 @@ class ImageFiles:
 def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False) -> np.ndarray:
     """Decode one image file to uint8 (C, H, W), turned as its EXIF data say; its size is checked before it is decoded.
 
-    Args:
-        file: of one of SUFFIXES.
-        fit: (H, W) to resize and crop to; see `ImageFiles`.
-        convert: to RGB; see `ImageFiles`.
+    ``fit`` and ``convert`` are those of `ImageFiles`.
 
     Raises:
         DataError: it is not a readable image, or claims more than MAX_PIXELS; or Pillow is not installed.

@@ -28,9 +28,7 @@ SOURCE = (
 def load_mnist(root: Path) -> Data:
     """Load MNIST: 60 000 training and 10 000 test images of 28 x 28 handwritten digits, uint8.
 
-    Args:
-        root: the data root; the files are `root/MNIST/raw/*-ubyte`, or the same names with `.gz`. A raw file
-            is taken before a gzipped one.
+    The files are `root/MNIST/raw/*-ubyte`, or the same names with `.gz`. A raw file is taken before a gzipped one.
 
     Raises:
         DataError: if a file is missing or is not what its header says.
@@ -46,10 +44,9 @@ def load_mnist(root: Path) -> Data:
 
 
 def load_idx(folder: Path) -> Data:
-    """Load grey images from four files that are named as MNIST's, such as Fashion-MNIST, KMNIST or EMNIST.
+    """Load grey images from the four files in a folder that are named as MNIST's: Fashion-MNIST, KMNIST or EMNIST.
 
-    Args:
-        folder: holds them. There are as many classes as the largest training label says, named by their numbers.
+    There are as many classes as the largest training label says, named by their numbers.
 
     Raises:
         DataError: if a file is missing or is not what its header says, or test data have other labels or sizes.
@@ -90,12 +87,8 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
     The sizes are compared with the file before memory is taken, and decompression stops at the claimed size.
 
     Args:
-        path: the file.
         ndim: the number of dimensions it must have: 1 for labels, 3 for images.
         source: what to add to the message when the file is missing.
-
-    Returns:
-        uint8 tensor of the sizes in the header.
 
     Raises:
         DataError: if the file is missing, has another magic number, is truncated, or has trailing bytes.

@@ -39,14 +39,10 @@ _OPCODES = _REUSABLE | _TUPLES | _PUTS | _GETS | {
 
 
 def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]:
-    """Read a pickled dict of uint8 arrays, numbers, strings and lists of these.
+    """Read a pickled dict of uint8 arrays, numbers, strings and lists of these, from a file of at most MAX_FILE_BYTES.
 
     Reads what Python 2 and Python 3 write in the binary protocols 2 to 5. Strings of Python 2 come back as
-    bytes, the keys of the outer dict as str.
-
-    Args:
-        path: the file, at most MAX_FILE_BYTES.
-        source: what to add to the message when the file is missing.
+    bytes, the keys of the outer dict as str. `source` is what to add to the message when the file is missing.
 
     Raises:
         DataError: if the file is missing, is not such a pickle, or names anything but a uint8 NumPy array.

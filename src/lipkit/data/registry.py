@@ -117,13 +117,10 @@ def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[...,
 
 
 def load_custom(spec: str, limits: tuple[float, float] | None = None) -> Data:
-    """Import `pkg.mod`, call `factory()` and turn what it returns into a Data.
+    """Import `pkg.mod`, call `factory()` and turn what it returns into a Data. Use only a module whose code you trust.
 
     The factory takes no arguments and returns a Data, or a pair (train, test) of which each is a Split, a
     pair (x, y) of tensors or arrays, or a map-style torch Dataset of such pairs (see `as_split`).
-
-    Args:
-        spec: `pkg.mod:factory`. It runs the code of that module: use only what you trust.
 
     Raises:
         DataError: if it cannot be imported, fails, or returns something else.

@@ -31,10 +31,7 @@ def square_wave(x: Tensor) -> Tensor:
 def load_square_wave(root: Path | None = None) -> Data:
     """300 training and 200 test points, uniform in [-2, 2], with the value of `square_wave`; both (N, 1) float32.
 
-    The points are the same on every machine: see `uniform_points`.
-
-    Args:
-        root: not used; the data is made by a formula.
+    The points are the same on every machine: see `uniform_points`. `root` is not used.
 
     Example:
         >>> data = load_square_wave()

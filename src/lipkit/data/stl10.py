@@ -25,9 +25,7 @@ _PIXELS = 3 * 96 * 96
 def load_stl10(root: Path) -> Data:
     """Load STL-10: 5000 training and 8000 test RGB images of 96 x 96, uint8.
 
-    Args:
-        root: the data root; the files are `root/stl10_binary/{train,test}_{X,y}.bin`. They are mapped into memory,
-            so only what is used is read.
+    The files are `root/stl10_binary/{train,test}_{X,y}.bin`; they are mapped into memory, so only what is used is read.
 
     Raises:
         DataError: a file is missing or has another size, or a label is not 1 to 10.
@@ -55,8 +53,7 @@ def _split(folder: Path, part: str) -> Split:
 def read_images(path: Path) -> Tensor:
     """Map a file of images: red, green and blue planes of 96 x 96 bytes, each stored column by column.
 
-    Returns:
-        uint8 (N, 3, 96, 96), a view of the file; writing to it does not change the file.
+    The answer, uint8 (N, 3, 96, 96), is a view of the file; writing to it does not change the file.
 
     Raises:
         DataError: the size is not a positive multiple of 27648.

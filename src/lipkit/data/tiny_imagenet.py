@@ -26,11 +26,8 @@ def load_tiny_imagenet(root: Path) -> Data:
     """Load Tiny-ImageNet: 100 000 training and 10 000 validation images, RGB (grey ones become RGB), uint8.
 
     The classes are the WordNet numbers of `wnids.txt`, sorted; the validation images are the test split (the test
-    images have no labels).
-
-    Args:
-        root: the data root; reads `root/tiny-imagenet-200/wnids.txt`, `train/WNID/images/*`,
-            `val/val_annotations.txt` and `val/images/*`.
+    images have no labels). Reads `wnids.txt`, `train/WNID/images/*`, `val/val_annotations.txt` and `val/images/*` of
+    `root/tiny-imagenet-200`.
 
     Raises:
         DataError: a file or folder is missing, a line is not as it should be, or a class is unknown.

@@ -120,12 +120,7 @@ def evaluate_regression(
 
 
 def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tensor) -> None:
-    """Compare slopes that were seen with the constants that were proved.
-
-    Args:
-        certificate: of the network.
-        lower: slope of the whole network between two inputs.
-        slopes: (d,) slopes of each output.
+    """Compare slopes that were seen, of the whole network and of each output (d,), with the constants that were proved.
 
     Raises:
         CertificateViolation: one is above its constant by more than rounding.

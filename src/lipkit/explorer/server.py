@@ -76,12 +76,7 @@ def authorities(host: str, port: int) -> set[str]:
 
 
 class Guard:
-    """ASGI middleware: 403 for a foreign Host, Origin or site (DNS rebinding, other pages), and the headers above.
-
-    Args:
-        app: what answers.
-        allowed: values of the Host header, from :func:`authorities`.
-    """
+    """ASGI middleware: 403 for a foreign Host, Origin or site (DNS rebinding, other pages), and the headers above."""
 
     def __init__(self, app: App, allowed: Collection[str]) -> None:
         self.app, self.allowed = app, frozenset(allowed)

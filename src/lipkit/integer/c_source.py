@@ -274,13 +274,7 @@ class Radii(NamedTuple):
 
 
 def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix: str) -> tuple[str, str]:
-    """The C file and its header.
-
-    Args:
-        sha256: of the network.
-        header: the name of the header's file.
-        prefix: of the names that the header declares.
-    """
+    """The C file and its header; ``prefix`` starts the names that the header declares."""
     tables, calls, work = _calls(program)
     low, high = program.ends
     values = {

@@ -112,7 +112,9 @@ def frozen(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     >>> frozen(net, (2,)) is net
     True
     """
-    if not any(_builds_weights(module) for module in model.modules()):
+    # Modules of lipkit build their weights from their own parameters in every forward pass.
+    ours = (m for m in model.modules() if type(m).__module__.startswith(("lipkit.layers.", "lipkit.models.")))
+    if all(next(module.parameters(recurse=False), None) is None for module in ours):
         return model
     try:
         return export(model, input_shape)
@@ -131,9 +133,3 @@ def attacked_batch(
     if getattr(adversary, "beside", False):
         return torch.cat((x, attacked)), torch.cat((y, y))
     return attacked, y
-
-
-def _builds_weights(module: nn.Module) -> bool:
-    """True for a lipkit module that builds its weights from its own parameters in every forward pass."""
-    home = type(module).__module__.startswith(("lipkit.layers.", "lipkit.models."))
-    return home and next(module.parameters(recurse=False), None) is not None

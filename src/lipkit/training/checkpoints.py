@@ -159,16 +159,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint after ``epoch`` epochs and ``step`` steps, then delete all but the last ``keep``.
 
-    Args:
-        folder: the run's folder.
-        epoch: number of epochs done.
-        model: its state_dict, tensors only, goes to safetensors.
-        state: plain containers, numbers and tensors: what ``torch.load(weights_only=True)`` accepts.
-        step: steps done in the epoch after those.
-        keep: number of checkpoints left, at least 1.
-
-    Returns:
-        the checkpoint's folder.
+    The model's tensors go to safetensors. ``state`` is plain containers, numbers and tensors: what
+    ``torch.load(weights_only=True)`` accepts. Returns the checkpoint's folder.
 
     Raises:
         RunError: the model's state_dict holds something that is not a tensor.

@@ -47,8 +47,7 @@ class Budget:
     checkpoint of an interrupted part do not count, because they are made again.
 
     Args:
-        text: see `parse_budget`.
-        used: seconds or samples used by earlier parts.
+        text: see `parse_budget`. used: by earlier parts, of what it names.
         now: the clock, in seconds; None for the one that ``text`` names.
 
     >>> budget = Budget("10s", used=4.0, now=iter([0.0, 1.0]).__next__)
@@ -91,9 +90,7 @@ Request = Literal["", "save", "stop"]
 class Clock:
     """Wall-clock limits of one call of ``fit``; the first process decides for all.
 
-    Args:
-        max_minutes: after which training stops at a checkpoint; None for no limit.
-        checkpoint_seconds: between checkpoints in the middle of an epoch; None for none there.
+    ``max_minutes`` stops training at a checkpoint; None, here and for ``checkpoint_seconds``, is no limit.
 
     >>> Clock(max_minutes=None, checkpoint_seconds=60).own_request()
     ''

@@ -22,9 +22,6 @@ def make_fabric(options: Numbers) -> Any:
 
     Under torchrun the number of processes is torchrun's: ``devices`` and ``nodes`` may then be left at 1.
 
-    Args:
-        options: accelerator, devices, strategy and precision are Fabric's.
-
     Raises:
         OptionError: what Fabric refuses, or a precision in which constraints do not hold.
     """
@@ -53,12 +50,8 @@ def threads_for(fabric: Any, parameters: int, numbers: int) -> contextlib.Abstra
     """A context for training: one thread on the CPU if steps are small.
 
     Pooled threads spin until all are done with an operation. If operations take microseconds they wait more than they
-    work, above all if another process uses one of their cores. A setting of ``OMP_NUM_THREADS`` has priority.
-
-    Args:
-        fabric: a launched Fabric.
-        parameters: of the network.
-        numbers: in a batch of inputs; below its grain size torch uses one thread anyway.
+    work, above all if another process uses one of their cores. A setting of ``OMP_NUM_THREADS`` has priority. With few
+    ``numbers`` in a batch of inputs, below its grain size, torch uses one thread anyway.
     """
     import torch
 
@@ -120,10 +113,6 @@ def under_torchrun(devices: int | str | list[int], nodes: int, strategy: str) ->
 
 def on_first(fabric: Any, act: Callable[[], T]) -> T:
     """The result of ``act()`` in the first process, handed to all; its error is raised in all, so that none waits.
-
-    Args:
-        fabric: a launched Fabric.
-        act: run in the first process alone.
 
     Raises:
         what ``act`` raises in the first process; RunError with its message in the others.

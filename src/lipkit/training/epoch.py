@@ -35,10 +35,9 @@ class Objective:
     """The objective of a step.
 
     Attributes:
-        loss: mean over a batch, of (outputs, targets).
-        penalty: of the network, added to the loss; None for none.
-        adversary: makes the examples that are trained on; None for none.
-        grad_clip: largest l2 norm of the gradient; None for no limit.
+        loss: mean over a batch, of (outputs, targets); ``penalty``, of the network, is added to it.
+        adversary: makes the examples that are trained on.
+        grad_clip: largest l2 norm of the gradient.
         pieces: how many parts of a process' part of the batch go through the network one after the other.
     """
 
@@ -55,14 +54,12 @@ def take_step(
     r"""Change the parameters once, by the gradient of the mean loss of the whole batch.
 
     .. math:: \frac{1}{n} \sum_i \ell(x_i, y_i) = \frac{1}{R} \sum_r \sum_p \frac{R \, n_{rp}}{n} \,
-        \text{mean}_{i \in (r, p)} \ell(x_i, y_i)
+              \text{mean}_{i \in (r, p)} \ell(x_i, y_i)
 
     over the pieces p of the R processes r, whose gradients are averaged over r. So the step is that of one process with
     the batch in one piece, up to rounding, also where the processes do not divide the batch.
 
     Args:
-        session: the network.
-        objective: what is lowered.
         x, y: this process' part of the batch, on its device.
         size: n, samples of the batch over all processes.
         counted: number of samples of x in the batch: all, or 0 if this process only keeps step with the others.
@@ -98,16 +95,13 @@ def take_step(
                 sums[-1] = sums[-1] + _sums(extra.detach(), None, None, counted)
                 value = value + extra
             fabric.backward(value)
-    _finish(session, objective)
-    return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
-
-
-def _finish(session: Session, objective: Objective) -> None:
-    fabric, optimizer = session.fabric, session.optimizer
     if objective.grad_clip is not None:
-        fabric.clip_gradients(session.wrapped, optimizer, max_norm=objective.grad_clip, error_if_nonfinite=False)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        fabric.clip_gradients(
+            session.wrapped, session.optimizer, max_norm=objective.grad_clip, error_if_nonfinite=False
+        )
+    session.optimizer.step()
+    session.optimizer.zero_grad(set_to_none=True)
+    return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
 
 
 def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) -> Tensor:
@@ -129,13 +123,10 @@ class Plan:
     """The settings that all epochs share.
 
     Attributes:
-        options: of training.
         data: the training set.
         rate: the factor of the learning rate, from the fraction of training done.
-        objective: what a step lowers.
         folder: of the run; None writes nothing.
         clock: ends training, or asks for a checkpoint.
-        budget: of time or samples; None for none.
         input_shape: of one input as the model gets it, if a layer needs it after a step; else None.
     """
 
@@ -172,13 +163,9 @@ class Plan:
 
 
 def run_epoch(network: Session, plan: Plan, epoch: int, state: Mapping[str, Any]) -> tuple[Totals, Ended]:
-    """Train for one epoch, or for what is left of it, or until time is up.
+    """Train for one epoch (counted from 0), or for what is left of it, or until time is up.
 
-    Args:
-        network: changed in place.
-        plan: of all epochs.
-        epoch: counted from 0.
-        state: of the checkpoint to continue from, in this epoch or at its start; empty for none.
+    ``state`` is that of the checkpoint to continue from, in this epoch or at its start; empty for none.
 
     Returns:
         (sums of the epoch, how it ended: "" at its last step, "stop" by the clock at a checkpoint, "end" because the
@@ -225,14 +212,9 @@ def run_epoch(network: Session, plan: Plan, epoch: int, state: Mapping[str, Any]
             return totals, "end" if fraction >= 1 else ""
         request = plan.clock.request(fabric) if read else ""
         if request and (plan.folder is not None or request == "stop"):
+            told = totals.state()
             saving.save(
-                network,
-                plan.folder,
-                epoch=epoch,
-                step=step,
-                used=plan.used,
-                totals=totals.state(),
-                generators=generators,
+                network, plan.folder, epoch=epoch, step=step, used=plan.used, totals=told, generators=generators
             )
             plan.clock.saved()
             if request == "stop":

@@ -7,16 +7,15 @@ only decide what is learnt.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.errors import OptionError
+from lipkit.training.schedules import named
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -29,8 +28,6 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
     It is zero exactly when every sample is certified at radius ``eps0`` by the global constant L.
 
     Args:
-        outputs: (N, K).
-        targets: (N,) int64.
         eps0: l2 radius to train for, in units of the input; positive.
         lipschitz: L, positive.
 
@@ -78,7 +75,6 @@ def offset_cross_entropy(
 
     Args:
         outputs: (N, K), or (N, 1) for two classes: of the class 1 against 0, which is the logistic loss.
-        targets: (N,) int64.
         temperature: T, positive.
         offset: u, in units of the outputs; not negative. ``sqrt(2) L eps0`` asks for the radius eps0 (``L eps0`` of one
             output).
@@ -103,8 +99,6 @@ def cross_entropy(outputs: Tensor, targets: Tensor, *, smoothing: float = 0.0) -
     """Cross-entropy with the softmax, averaged over the samples.
 
     Args:
-        outputs: (N, K).
-        targets: (N,) int64.
         smoothing: s in [0, 1): the target is ``1 - s`` for the label plus ``s / K`` for every class.
 
     >>> round(cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item(), 4)
@@ -124,7 +118,6 @@ def certificate_regularized_cross_entropy(
 
     Args:
         outputs: (N, K), K >= 2.
-        targets: (N,) int64.
         weight: of the radius; not negative.
         lipschitz: L, positive.
 
@@ -138,9 +131,7 @@ def certificate_regularized_cross_entropy(
     """
     _positive(lipschitz=lipschitz)
     _not_negative(weight=weight)
-    true = outputs.gather(1, targets[:, None])[:, 0]
-    others = outputs.scatter(1, targets[:, None], -math.inf).amax(dim=1)
-    radius = F.relu(true - others) / (math.sqrt(2) * lipschitz)
+    radius = F.relu(_margins(outputs, targets)) / (math.sqrt(2) * lipschitz)
     return F.cross_entropy(outputs, targets) - weight * radius.mean()
 
 
@@ -243,7 +234,6 @@ def hkr(outputs: Tensor, targets: Tensor, *, alpha: float = 0.9, min_margin: flo
 
     Args:
         outputs: (N, K), or (N, 1) for two classes, of a network with a known constant.
-        targets: (N,) int64.
         alpha: weight of the hinge, in [0, 1]; 0 keeps the Wasserstein part only.
         min_margin: m, positive.
 
@@ -442,16 +432,10 @@ def build(name: str, **options: float) -> Loss:
     >>> build("hinge", eps0=36 / 255)(torch.tensor([[1.0, 0.0]]), torch.tensor([0])).item()
     0.0
     """
-    if name not in LOSSES:
-        raise OptionError(f"expected loss as one of {', '.join(LOSSES)}, got {name!r}")
-    function = LOSSES[name]
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    bound: Loss = named("loss", LOSSES, name, options)
     for option, value in options.items():
-        if option not in known:
-            raise OptionError(f"expected options of loss {name!r} among {', '.join(known) or '(none)'}, got {option!r}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise OptionError(f"expected {option} of loss {name!r} as a finite number, got {value!r}")
-    bound: Loss = partial(function, **options)
     sample = torch.zeros(2, 3)
     bound(sample, sample if name in REGRESSION else torch.zeros(2, dtype=torch.int64))  # runs the range checks
     return bound

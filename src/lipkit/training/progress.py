@@ -55,12 +55,8 @@ class Divergence(RunError):
 class Totals:
     """Loss and accuracy of one epoch, summed over steps and devices; stops at a loss that is not finite.
 
-    Args:
-        fabric: a launched Fabric.
-        epoch: the epoch in progress, counted from 0.
-        steps: of one epoch.
-        progress: told every few steps.
-        before: the `state` of an interrupted epoch that is continued.
+    ``epoch`` counts from 0; ``progress`` is told every few of its ``steps``; ``before`` is the `state` of an
+    interrupted epoch that is continued.
     """
 
     def __init__(
@@ -84,17 +80,13 @@ class Totals:
         self.read = self.start
 
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
-        """Add one step.
+        """Add one step; True if the sums were read back from the device.
 
         Args:
-            step: counted from 1.
+            step: counted from 1. size: of the batch over all processes.
             sums: (2,), sum of the losses and number of correct answers in this process.
-            size: of the batch over all processes.
             labelled: whether targets are labels, so that there is an accuracy.
             fraction: of training done, 1 at its last step.
-
-        Returns:
-            whether the sums were read back from the device.
 
         Raises:
             Divergence: a loss read back is NaN or infinite; in all processes.

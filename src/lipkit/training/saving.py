@@ -30,20 +30,14 @@ def save(
     totals: Mapping[str, float] | None = None,
     generators: Generators | None = None,
 ) -> Path | None:
-    """Write a checkpoint; all processes must call it.
+    """Write a checkpoint; all processes must call it. The first one gets its folder.
 
     Args:
-        network: in training.
         folder: the run's; None writes nothing.
         epoch: epochs done.
         step: steps done in the unfinished epoch after those; ``totals`` and ``generators`` belong to it.
         used: seconds of the budget.
         final: training is over: optimiser and random numbers are left out, older checkpoints deleted.
-        totals: sums of the epoch in progress.
-        generators: the streams of random numbers of the epoch in progress.
-
-    Returns:
-        the checkpoint's folder, in the first process.
 
     Raises:
         Divergence: a weight is NaN or infinite; nothing is then written.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,15 +112,19 @@ def build(name: str, **options: Any) -> Schedule:
     >>> build("multistep", milestones=[0.5])(0.75)
     0.1
     """
-    if name not in SCHEDULES:
-        raise OptionError(f"expected schedule as one of {', '.join(SCHEDULES)}, got {name!r}")
-    function = SCHEDULES[name]
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    bound: Schedule = named("schedule", SCHEDULES, name, options)
+    bound(0.5)
+    return bound
+
+
+def named(kind: str, table: Mapping[str, Callable[..., Any]], name: str, options: Mapping[str, Any]) -> Any:
+    """The function of this name in a table of losses or schedules, its keywords bound; ``OptionError`` for others."""
+    if name not in table:
+        raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")
+    known = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:
             raise OptionError(
-                f"expected options of schedule {name!r} among {', '.join(known) or '(none)'}, got {option!r}"
+                f"expected options of {kind} {name!r} among {', '.join(known) or '(none)'}, got {option!r}"
             )
-    bound: Schedule = partial(function, **options)
-    bound(0.5)
-    return bound
+    return partial(table[name], **options)

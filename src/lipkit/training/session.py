@@ -42,13 +42,7 @@ class Session:
 
 
 def prepare(fabric: Any, model: nn.Module, options: TrainOptions) -> Session:
-    """Place, wrap and compile ``model``, and make its optimiser.
-
-    Args:
-        fabric: a launched Fabric.
-        model: on any device; moved in place.
-        options: of training.
-    """
+    """Place (in place), wrap and compile ``model``, and make its optimiser."""
     if options.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     wrapped = fabric.setup_module(torch.compile(model) if options.compile else model)
@@ -119,12 +113,7 @@ def load_average(session: Session, values: Mapping[str, Tensor]) -> None:
 
 
 def measured_model(session: Session, finish: Callable[[nn.Module], None]) -> nn.Module:
-    """The module that is evaluated: the network, or a copy with its averages.
-
-    Args:
-        session: in training.
-        finish: applied to the copy, whose averages no projection has seen.
-    """
+    """The module that is evaluated: the network, or a copy with its averages, which no projection has seen."""
     average = average_by_name(session)
     if average is None:
         return session.model
@@ -148,17 +137,9 @@ def update(average: Sequence[Tensor], parameters: Sequence[Tensor], decay: float
 
     .. math:: a_s = d_s \, a_{s-1} + (1 - d_s) \, \theta_s, \qquad d_s = \min(d, (1 + s) / (10 + s))
 
-    Until :math:`d_s` reaches d, about step 9 / (1 - d), the average forgets its start faster, so that a short run
-    is not held at its initial values.
-
-    Args:
-        average: :math:`a_{s-1}`, becomes :math:`a_s`.
-        parameters: :math:`\theta_s`, as many tensors of the same shapes.
-        decay: d, in (0, 1).
-        step: s, counted from 1.
-
-    Cost:
-        One fused pass over the parameters, without waiting for the device.
+    Until :math:`d_s` reaches d = ``decay``, about step 9 / (1 - d), the average forgets its start faster, so that a
+    short run is not held at its initial values. Steps s count from 1. The price is one fused pass over the parameters,
+    without waiting for the device.
 
     >>> a = [torch.zeros(1)]
     >>> update(a, [torch.ones(1)], 0.9, step=8)

@@ -103,9 +103,7 @@ class Source(Protocol):
 class DatasetSource:
     """A map-style torch Dataset of (x, y) items, collated one batch at a time in this process.
 
-    Args:
-        dataset: has ``len`` and integer indexing; items are pairs (x, y). uint8 x is divided by 255, as in
-            data.Split.
+    It has ``len`` and integer indexing; its items are pairs (x, y). uint8 x is divided by 255, as in data.Split.
 
     Raises:
         DataError: it is empty, has no length, or its items are not pairs.
@@ -183,14 +181,7 @@ def batches(length: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
     Every rank draws the same permutation and takes every ``ranks``-th index of each batch, so the union
     over the ranks is the batch that one device would see, each index once; see `own_part`. If a last batch has no
     index left for a rank, the rank gets its first index, uncounted: all ranks must take the same number of steps.
-
-    Args:
-        length: number of samples.
-        batch_size: of all ranks together; the last batch of an epoch may be smaller.
-        seed: not negative.
-        epoch: counted from 0.
-        rank: in [0, ranks).
-        ranks: number of processes.
+    ``batch_size`` counts all ranks together; the last batch of an epoch may be smaller.
 
     >>> [len(b) for b in batches(10, 4, seed=0, epoch=0)]
     [4, 4, 2]

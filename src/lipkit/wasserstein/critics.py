@@ -22,12 +22,8 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
 
     Vectors, and images whose sides are not even: dense layers of 64, 64 and 1 units. Images (C, H, W) of even sides:
     a 3 x 3 convolution to 16 channels, one of stride 2 to 32 (smaller kernels where the family takes no others),
-    dense layers of 128 and 1 units. MaxMin between, or the family's own activation.
-
-    Args:
-        input_shape: shape of one sample.
-        family: acronym (``lipkit list layers``).
-        options: of the family's convolution, or dense layer.
+    dense layers of 128 and 1 units. MaxMin between, or the family's own activation. ``options`` are those of the
+    family's convolution, or dense layer.
 
     Raises:
         OptionError: unknown family. ShapeError: sizes that are not positive.

@@ -43,14 +43,6 @@ POINTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _at(case: Case, point: Callable[[Tensor], Tensor]) -> nn.Module:
-    layer = case.moved(case.layer(dtype=torch.float64))
-    with case.random(31), torch.no_grad():
-        for p in layer.parameters():
-            p.copy_(point(p.detach().clone()))
-    return layer
-
-
 def _finite(layer: nn.Module, x: Tensor, where: str) -> None:
     x = x.clone().requires_grad_()
     y = layer(x)
@@ -84,7 +76,10 @@ def gradients(case: Case) -> dict[str, float]:
     """Law 9, in float64: gradcheck at random weights and repeated singular values; finite there and at zero."""
     x = case.x(batch=2, dtype=torch.float64)
     for where, point in POINTS.items():
-        layer = _at(case, point)
+        layer = case.moved(case.layer(dtype=torch.float64))
+        with case.random(31), torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(point(p.detach().clone()))
         _finite(layer, x, where)
         if where.startswith("random") or (where.startswith("repeated") and case.smooth):
             _right(layer, x, where)

@@ -68,10 +68,6 @@ def _observe(case: Case, option: str, value: Any) -> list[Tensor] | None:
     return seen
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
-
-
 def options_act(case: Case) -> dict[str, float]:
     """Law 8: any two values of an option differ in an output or a claim, to the last bit, or one is refused."""
     refused = 0
@@ -83,27 +79,19 @@ def options_act(case: Case) -> dict[str, float]:
         require(bool(accepted), f"option {option}: expected at least one value that is accepted, got none of {values}")
         for (v, a), (w, b) in combinations(accepted, 2):
             require(
-                not _same(a, b),
+                not all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True)),
                 f"option {option}: expected {v!r} and {w!r} to act differently (or to be refused), "
                 "got the same outputs and claims",
             )
     return {"options": float(len(case.options)), "refused": float(refused)}
 
 
-def _other_size(case: Case) -> Refusal:
-    shape = case.shape
-    other = (*shape[:-1], shape[-1] + 1)
-    return Refusal(
-        f"the layer exported for {shape} called on {other}",
-        lambda make: export(make(), shape)(case.x(other)),
-        ShapeError,
-        (str(shape[-1]), str(shape[-1] + 1)),
-    )
-
-
 def refusals(case: Case) -> dict[str, float]:
     """Law 13: each bad argument raises its error, whose message has "expected ..., got ..." and both values."""
-    table = (_other_size(case), *case.refusals)
+    shape, other = case.shape, (*case.shape[:-1], case.shape[-1] + 1)
+    what, words = f"the layer exported for {shape} called on {other}", (str(shape[-1]), str(other[-1]))
+    other_size = Refusal(what, lambda make: export(make(), shape)(case.x(other)), ShapeError, words)
+    table = (other_size, *case.refusals)
 
     def make(**options: Any) -> nn.Module:
         return case.layer(**options)

@@ -90,12 +90,6 @@ def pure(case: Case) -> dict[str, float]:
     return {"repeated": same, "train against eval": gap}
 
 
-def _saved(layer: nn.Module) -> dict[str, torch.Tensor]:
-    buffer = io.BytesIO()
-    torch.save(layer.state_dict(), buffer)
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
 def _independent(case: Case, copied: nn.Module, original: nn.Module, what: str) -> None:
     x, eps = case.x(), case.eps()
     y = forward(original, x)
@@ -115,7 +109,9 @@ def round_trips(case: Case) -> dict[str, float]:
     y = layer(x).detach()  # with a graph, as in training: a weight kept from it could not be copied
     worst = require_same(forward(unused, x), y, eps, "deepcopy made before a forward pass")
     fresh = case.layer(extra=7)
-    fresh.load_state_dict(_saved(layer))
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    fresh.load_state_dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
     worst = max(worst, require_same(forward(fresh, x), y, eps, "fresh layer with the saved state_dict"))
     loaded = pickle.loads(pickle.dumps(layer))  # the bytes made here, in this process
     for copied, what in ((copy.deepcopy(layer), "deepcopy"), (loaded, "pickled copy")):
