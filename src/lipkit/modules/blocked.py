@@ -8,6 +8,7 @@ block.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,7 @@ def blocked(module: nn.Module, block: int = BLOCK) -> nn.Module:
     >>> [type(m).__name__ for m in blocked(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))]
     ['BlockedLinear', 'ReLU']
     """
-    twin = copy.deepcopy(module)
+    twin: Any = copy.deepcopy(module)
     if type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1):
         twin.__class__, twin.block = BlockedLinear if type(module) is nn.Linear else BlockedConv2d, block
         return twin

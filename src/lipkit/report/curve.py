@@ -118,8 +118,8 @@ def _curve(record: RegressionRecord, curve: Curve, narrow: bool) -> Figure:
     slope, top = record.outputs[steepest].constant, float(np.interp(centre, x, y[:, steepest]))
     ends = np.array([centre - reach, centre, centre + reach])
     lower, upper = top - slope * np.abs(ends - centre), top + slope * np.abs(ends - centre)
-    label = f"proved slope {slope:.4g}"
-    close.fill_between(ends, lower, upper, color=SERIES[2], alpha=0.15, linewidth=0, label=label, gid="cone")
+    proved = f"proved slope {slope:.4g}"
+    close.fill_between(ends, lower, upper, color=SERIES[2], alpha=0.15, linewidth=0, label=proved, gid="cone")
     for sign in (-1, 1):
         close.plot(ends, top + sign * slope * (ends - centre), color=SERIES[2], linewidth=0.8, linestyle="--")
     for axis, chosen in ((whole, np.ones_like(near)), (close, near)):
