@@ -337,17 +337,15 @@ def _exponent(x):
     return x.numerator.bit_length() - x.denominator.bit_length() if x else 0
 
 
-def _turn(n):
-    """2 pi n / 2^200 in integers that count 2^-200 is what ``cosines`` needs: pi by Machin's formula."""
-    one = 1 << 200
+def arctan(inverse):
+    """The angle of tangent 1 / ``inverse``, in integers that count 2^-200."""
+    term, total, k = (1 << 200) // inverse, 0, 1
+    while term:
+        total, term, k = total + (term // k if k % 4 == 1 else -(term // k)), term // (inverse * inverse), k + 2
+    return total
 
-    def arctan(inverse):
-        term, total, k = one // inverse, 0, 1
-        while term:
-            total, term, k = total + (term // k if k % 4 == 1 else -(term // k)), term // (inverse * inverse), k + 2
-        return total
 
-    return 2 * n * 4 * (4 * arctan(5) - arctan(239))
+TURN = 8 * (4 * arctan(5) - arctan(239))  # 2 pi by Machin's formula
 
 
 def wave(angle):
@@ -363,8 +361,7 @@ def cosines(turns, n):
     """cos and sin of 2 pi ``turns`` / n, turns an integer array, as integers that count 2^-62."""
     which, place = np.unique(turns % n, return_inverse=True)
     spend(len(which) << 8, "the angles of a transform")
-    turn = _turn(1)
-    waves = [wave(turn * k // n) for k in which.tolist()]
+    waves = [wave(TURN * k // n) for k in which.tolist()]
     table = np.array(waves, object).reshape(-1, 2)[place.reshape(-1)]
     return table[:, 0].reshape(turns.shape), table[:, 1].reshape(turns.shape)
 
@@ -456,12 +453,9 @@ def complex_blocks(real, imaginary):
     return np.concatenate((np.concatenate((real, -imaginary), 2), np.concatenate((imaginary, real), 2)), 1)
 
 
-def _copies(count, left, right, mode):
-    index = np.pad(np.arange(count), (left, right), mode=mode)
-    return int(np.bincount(index).max())
-
-
 PAD = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
+PLAIN = {"type": "Conv2d", "stride": [1, 1], "padding": "same", "padding_mode": "zeros", "dilation": [1, 1],
+         "groups": 1, "bias": False}  # fmt: skip
 
 
 def geometry(config, shape):
@@ -495,7 +489,8 @@ def convolution(config, get, shape):
     disjoint &= mode == "zeros" or not any(map(any, pads))
     repeated, blocks = 1, None
     if mode in ("reflect", "replicate"):
-        repeated = math.prod(_copies(side, *pad, PAD[mode]) for side, pad in zip(sides, pads, strict=True))
+        indices = [np.pad(np.arange(n), pad, mode=PAD[mode]) for n, pad in zip(sides, pads, strict=True)]
+        repeated = math.prod(int(np.bincount(index).max()) for index in indices)
     if disjoint:
         norm = spectral(w, error)
         blocks = (w, error, 1, "window" if taps > 1 or stride != [1, 1] else "point") if g == 1 else None
@@ -541,8 +536,8 @@ def transposed(config, get, shape):
     wide = grown(cin, *(n + left + right for n, (left, right) in zip(apart, edges, strict=True)))
     out = tuple(n - d * (k - 1) for n, d, k in zip(wide[1:], dilation, kernel, strict=True))
     stored = get("weight", (cin, cout // g, *(kernel[1:] if flat else kernel))).reshape(g, cin // g, cout // g, *kernel)
-    turned = {"type": "Conv2d", "in_channels": cout, "out_channels": cin, "kernel_size": kernel, "stride": stride,
-              "padding": pads, "dilation": dilation, "groups": g, "padding_mode": "zeros", "bias": False}  # fmt: skip
+    turned = PLAIN | {"in_channels": cout, "out_channels": cin, "kernel_size": kernel, "stride": stride}
+    turned |= {"padding": pads, "dilation": dilation, "groups": g}
     adjoint = convolution(turned, Tensors({"weight": stored.reshape(cin, cout // g, *kernel)}), (cout, *out))
     need(min(more) >= 0 and adjoint.shape == shape, f"an output padding below the stride, got {more}")
     tensors = {"weight": stored.swapaxes(1, 2)[..., ::-1, ::-1].reshape(cout, cin // g, *kernel)}
@@ -644,9 +639,8 @@ def taylor(config, get, shape):
     need(shape[0] == cin and all(k % 2 == 1 for k in kernel) and 1 <= terms <= 100, "a polynomial of this form")
     inner, sides = max(cin, cout), shape[1:]
     stored = get("kernel", (inner, inner, *kernel))
-    geometry = {"in_channels": inner, "out_channels": inner, "kernel_size": kernel, "stride": [1, 1], "padding": "same"}
-    geometry |= {"dilation": [1, 1], "groups": 1, "padding_mode": "zeros", "bias": False}
-    step = convolution({"type": "Conv2d", **geometry}, Tensors({"weight": stored}), (inner, *sides))
+    plain = PLAIN | {"in_channels": inner, "out_channels": inner, "kernel_size": kernel}
+    step = convolution(plain, Tensors({"weight": stored}), (inner, *sides))
     (w, error), circle = ops.of(stored), [n + k - 1 for n, k in zip(sides, kernel, strict=True)]
     twice = w + w.swapaxes(0, 1)[:, :, ::-1, ::-1]  # the symmetric part
     error, uneven = 2 * error + ops.rounding(1) * largest(twice), Fraction(0)
@@ -725,10 +719,6 @@ def leaky(config, get, shape):
     return node
 
 
-def _erf(c):
-    return np.array([math.erf(v) for v in c.flat]).reshape(c.shape)
-
-
 def _sigmoid(c, _=None):
     return np.exp(-np.logaddexp(0, -c))
 
@@ -736,7 +726,7 @@ def _sigmoid(c, _=None):
 def _gelu(c, config):
     if config["approximate"] == "tanh":
         return 0.5 * c * (1 + np.tanh(math.sqrt(2 / math.pi) * (c + 0.044715 * c**3)))
-    return 0.5 * c * (1 + _erf(c / math.sqrt(2)))
+    return 0.5 * c * (1 + np.array([math.erf(v / math.sqrt(2)) for v in c.flat]).reshape(c.shape))
 
 
 def _elu(c, alpha):
@@ -933,11 +923,16 @@ def _windows(n, k, s, p, d, ceil):
     return np.arange(out) * s - p
 
 
-def mean(config, get, shape):
-    dims, keep = config["dims"], config["keepdim"]
+def _together(config, shape):
+    """The dimensions of a sample that a module takes together, and how many numbers they hold."""
+    dims = config["dims"]
     need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
+    return tuple(dims), math.prod(shape[d - 1] for d in dims)
+
+
+def mean(config, get, shape):
+    (dims, n), keep = _together(config, shape), config["keepdim"]
     rest = [d for d in range(1, len(shape) + 1) if d not in dims]
-    n = math.prod(shape[d - 1] for d in dims)
     spend(16 * n, f"a mean of {n} numbers")
     table, tau = ops.table(np.array([[(1 << 62) // n] * n], object))
     out = tuple(1 if d in dims else shape[d - 1] for d in range(1, len(shape) + 1) if keep or d not in dims)
@@ -951,23 +946,20 @@ def mean(config, get, shape):
 
 def layer_center(config, get, shape):
     """An orthogonal projection: the mean of n numbers is taken off each of them."""
-    dims = config["dims"]
     need(isinstance(ops, Floats), "LayerCenter, in floating point")
-    need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
-    n = math.prod(shape[d - 1] for d in dims)
+    dims, n = _together(config, shape)
     # The mean is wrong by gamma(n + 2) of that of the moduli, n times; |mean| sqrt(n) <= |x|.
-    return Node(shape, 1, lambda c: c - c.mean(tuple(dims), keepdims=True), ops.rounding(n + 2), ops.unit)
+    return Node(shape, 1, lambda c: c - c.mean(dims, keepdims=True), ops.rounding(n + 2), ops.unit)
 
 
 def unit_norm(config, get, shape):
     """The projection onto the ball of radius eps, divided by eps."""
-    dims, eps = config["dims"], Fraction(config["eps"])
+    eps = Fraction(config["eps"])
     need(isinstance(ops, Floats) and eps > Fraction(1, 1 << 400), "UnitNorm with eps above 2^-400, in floating point")
-    need(dims and len(set(dims)) == len(dims) and all(1 <= d <= len(shape) for d in dims), f"dimensions {dims}")
-    size, n = math.prod(shape), math.prod(shape[d - 1] for d in dims)
+    (dims, n), size = _together(config, shape), math.prod(shape)
 
     def forward(c):
-        return c / np.maximum(np.sqrt((c * c).sum(tuple(dims), keepdims=True)), float(config["eps"]))
+        return c / np.maximum(np.sqrt((c * c).sum(dims, keepdims=True)), float(config["eps"]))
 
     # Results have norm 1 in each group at most; squares that underflow lose less than 2^-500 of the norm.
     return Node(shape, 1 / eps, forward, 0, 4 * ops.rounding(n + 8) * root(Fraction(size)))
@@ -1414,19 +1406,9 @@ def spread(config, get, shape):
     first = build(config["first"], get.at("first"), shape)
     (n, h, w), m, kernel = shape, config["out_channels"], config["kernel_size"]
     need(first.shape == shape and first.blocks and first.blocks[3] == (h, w), "a Fourier layer that keeps the shape")
-    need(
-        m >= n and len(kernel) == 2 and all(1 <= k <= side for k, side in zip(kernel, (h, w), strict=True)), "a kernel"
-    )
-    plain = {
-        "type": "Conv2d",
-        "in_channels": n,
-        "out_channels": m,
-        "kernel_size": kernel,
-        "stride": [1, 1],
-        "groups": 1,
-    }
-    plain |= {"padding": "same", "dilation": [1, 1], "padding_mode": "circular", "bias": config["bias"]}
-    second = convolution(plain, get, shape)
+    need(m >= n and len(kernel) == 2 and 1 <= kernel[0] <= h and 1 <= kernel[1] <= w, "a kernel")
+    plain = PLAIN | {"in_channels": n, "out_channels": m, "kernel_size": kernel}
+    second = convolution(plain | {"padding_mode": "circular", "bias": config["bias"]}, get, shape)
     widths = [(0, 0), (0, m - n), (0, 0), (0, 0)]
     embedded = Node(second.shape, 1, lambda c: np.pad(c, widths))
     node = wired(shape, [chain([first, second]), embedded, added([second.shape] * 2, [1, -1])], [[0], [0], [1, 2]])
@@ -1992,13 +1974,13 @@ def main(arguments=None):
     try:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
             return int(check(given.run, given.data, given.root, given.samples, given.exact)[1] > 0)
-    except Refused as reason:
-        print(f"REFUSED  {reason}".encode("ascii", "replace").decode()[:300])
+    except Refused as error:
+        reason = f"{error}"
     except OSError as error:
-        print(f"REFUSED  {error.filename}: {error.strerror}".encode("ascii", "replace").decode()[:300])
+        reason = f"{error.filename}: {error.strerror}"
     except Exception as error:  # whatever a file makes fail is not confirmed
-        kind = "missing entry" if isinstance(error, KeyError) else type(error).__name__
-        print(f"REFUSED  {kind}: {error}".encode("ascii", "replace").decode()[:300])
+        reason = f"{'missing entry' if isinstance(error, KeyError) else type(error).__name__}: {error}"
+    print(f"REFUSED  {reason}".encode("ascii", "replace").decode()[:300])
     return 1
 
 
