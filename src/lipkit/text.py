@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lipkit.errors import ShapeError
@@ -89,3 +91,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: boo
         rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
         lines.insert(1, f"|{'|'.join(rules)}|" if markdown else "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    r"""Rows as CSV, numbers as Python writes them, so that they read back exactly.
+
+    >>> csv_text([["a", "b"], [1, 0.1]])
+    'a,b\n1,0.1\n'
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -2,10 +2,8 @@ r"""Certificates of an exported network: radii from bounds recomputed in float64
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules.chains import ChainProof
 from lipkit.shown import Shown, axes, upper
-from lipkit.text import table
+from lipkit.text import csv_text, table
 
 METHODS = ("global", "local", "best")
 
@@ -111,13 +109,9 @@ class Certificate(Shown):
 
         Columns: ``index,label,prediction,correct,radius,margin,radius_ignored``.
         """
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        columns = self._columns()
-        writer.writerow(["index", *columns])
-        columns["correct"] = self.correct.long()
-        writer.writerows(zip(range(len(self)), *(column.tolist() for column in columns.values()), strict=True))
-        write_atomic(Path(path), text.getvalue().encode())
+        columns = self._columns() | {"correct": self.correct.long()}
+        rows = zip(range(len(self)), *(column.tolist() for column in columns.values()), strict=True)
+        write_atomic(Path(path), csv_text([["index", *columns], *rows]).encode())
 
     def _columns(self) -> dict[str, Tensor]:
         names = ("label", "prediction", "correct", "radius", "margin", "radius_ignored")
@@ -249,7 +243,7 @@ def certify(
     _check_labels(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
-        check=_check_outputs,
+        check=lambda outputs: margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64)),
     )  # fmt: skip
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
@@ -300,10 +294,6 @@ def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | No
     weight = proof.last.weight.detach().cpu()
     body = margins.last_layer_constants(weight, proof.body_constant * proof.slack)
     return torch.minimum(constants, body), margins.last_layer_constants(weight, 1.0)
-
-
-def _check_outputs(outputs: Tensor) -> None:
-    margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64))
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

@@ -6,9 +6,7 @@ constant ``K_j <= L`` of its own. Both hold at every input, not only at the samp
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 import os
 from pathlib import Path
@@ -32,6 +30,7 @@ from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import grow, product, up
 from lipkit.shown import Shown, upper
+from lipkit.text import csv_text
 
 # An output's own constant by the LMI takes a few factorisations of the size of the network for each output.
 _MOST_LMI_OUTPUTS = 64
@@ -89,7 +88,7 @@ class RegressionCertificate(Shown):
     @property
     def output_deviation(self) -> Tensor:
         """(d,) the same for each output, from `moved`, in units of that output."""
-        return _grown(self.moved + 2 * self.rounding_error.amax(dim=0))
+        return sound.grown(self.moved + 2 * self.rounding_error.amax(dim=0))
 
     @property
     def error(self) -> Tensor:
@@ -121,13 +120,11 @@ class RegressionCertificate(Shown):
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write ``index``, then ``target_j,prediction_j,worst_error_j`` for each output j, one row a sample."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
         names = ("target", "prediction", "worst_error")
-        writer.writerow(["index", *(f"{name}_{j}" for j in range(self.target.shape[1]) for name in names)])
+        header = ["index", *(f"{name}_{j}" for j in range(self.target.shape[1]) for name in names)]
         columns = torch.stack((self.target, self.prediction, self.worst_error), dim=2).flatten(1)
-        writer.writerows([i, *row] for i, row in enumerate(columns.tolist()))
-        write_atomic(Path(path), text.getvalue().encode())
+        rows = [[i, *row] for i, row in enumerate(columns.tolist())]
+        write_atomic(Path(path), csv_text([header, *rows]).encode())
 
 
 def certify_regression(
@@ -234,11 +231,6 @@ def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tens
         return otherwise
     terms = grow(matrix * sensors.flatten() * slack).nan_to_num(nan=math.inf, posinf=math.inf)
     return up(terms.sum(1), terms.shape[1])
-
-
-def _grown(values: Tensor) -> Tensor:
-    """Rounded up, but a 0 stays 0."""
-    return torch.where(values == 0, 0.0, grow(values))
 
 
 def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple[Tensor, str]:

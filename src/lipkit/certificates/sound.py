@@ -126,7 +126,7 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
     difference = next_down(values.gather(1, labels[:, None]) - values)
     at, slope = margin_errors(logits, labels, rows)
     top = next_down(difference - at)
-    bottom = _grown(constants[labels] + slope)
+    bottom = grown(constants[labels] + slope)
     fits = (top > 0) & bottom.isfinite()
     moving = fits & (bottom > 0)
     quotient = next_down(top / torch.where(moving, bottom, 1.0))
@@ -153,7 +153,7 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
         at = grow(_both(logits.own64, labels) + _both(logits.own_at, labels))
         at = grow(at + pair * spread.at[:, None])
         at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
-        slope = _grown(_grown(pair * spread.slope) + _grown(apart * walk.error.slope))
+        slope = grown(grown(pair * spread.slope) + grown(apart * walk.error.slope))
     return at, slope
 
 
@@ -192,6 +192,6 @@ def _both(each: Tensor, labels: Tensor) -> Tensor:
     return each.gather(1, labels[:, None]) + each
 
 
-def _grown(values: Tensor) -> Tensor:
+def grown(values: Tensor) -> Tensor:
     """Enlarged, but an exact 0 stays 0: what does not move never will."""
     return torch.where(values > 0, grow(values), values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,7 @@ import click
 from lipkit.cli.main import ALLOW_CODE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lipkit.interop.check import Runtime
-    from lipkit.modules import Network
 
 FORMS = ("onnx", "torch", "c", "safetensors", "hub", "robustbench")
 
@@ -63,26 +59,24 @@ def command(
     check = check_runtime(network, runtime, x, y, eps=recipe.certify.eps)
     click.echo(check)
     if form == "c":
-        _certify_integer(network, x, y, recipe.certify.eps)
+        from lipkit.certificates import certify, format_radius
+        from lipkit.integer.c_source import compiler
+
+        if compiler() is None:
+            click.echo("no C compiler here (cc, gcc, clang): its operations were evaluated by torch")
+        certificate = certify(network, x, y, evaluator="integer")
+        for eps in recipe.certify.eps:
+            share = 100 * certificate.accuracy(eps, large_eps=True)
+            click.echo(f"certified({format_radius(eps)})  {share:.2f} % for the C program, its rounding included")
     click.echo(f"written {printable(target)}")
-
-
-def _certify_integer(network: Network, x: Tensor, y: Tensor, eps: Sequence[float]) -> None:
-    """Say what is certified for the C program."""
-    from lipkit.certificates import certify, format_radius
-    from lipkit.integer.c_source import compiler
-
-    if compiler() is None:
-        click.echo("no C compiler here (cc, gcc, clang): its operations were evaluated by torch")
-    certificate = certify(network, x, y, evaluator="integer")
-    for value in eps:
-        share = 100 * certificate.accuracy(value, large_eps=True)
-        click.echo(f"certified({format_radius(value)})  {share:.2f} % for the C program, its rounding included")
 
 
 def _write(run: Path, form: str, out: Path | None, licence: str | None, network: object) -> tuple[Path, Runtime]:
     """Write one form; the path, and what runs it."""
     from lipkit import interop, modules
+    from lipkit.errors import OptionError
+    from lipkit.files import write_atomic
+    from lipkit.report import Record, read_record
 
     assert isinstance(network, modules.Network)
     folder = run / "export"
@@ -103,7 +97,11 @@ def _write(run: Path, form: str, out: Path | None, licence: str | None, network:
         path = _write_hub(run, out or folder / "hub", licence)
         return path, interop.module_runtime(modules.load(path / "network"))
     path = modules.save(network, out or folder / "robustbench")
-    _write_info(run, path)
+    record = read_record(run)
+    if not isinstance(record, Record):
+        raise OptionError("expected a run of a classification for robustbench, got a regression")
+    info = json.dumps(interop.robustbench_info(record), indent=1)
+    write_atomic(path / "model_info.json", (info + "\n").encode())
     return path, interop.module_runtime(interop.RobustBenchModel(modules.load(path)))
 
 
@@ -136,15 +134,3 @@ def _write_hub(run: Path, folder: Path, licence: str | None) -> Path:
         classes=data.classes,
         card=interop.model_card(read_record(run), folder=folder.name, licence=licence),
     )
-
-
-def _write_info(run: Path, folder: Path) -> None:
-    from lipkit.errors import OptionError
-    from lipkit.files import write_atomic
-    from lipkit.interop import robustbench_info
-    from lipkit.report import Record, read_record
-
-    record = read_record(run)
-    if not isinstance(record, Record):
-        raise OptionError("expected a run of a classification for robustbench, got a regression")
-    write_atomic(folder / "model_info.json", (json.dumps(robustbench_info(record), indent=1) + "\n").encode())

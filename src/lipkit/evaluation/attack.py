@@ -252,7 +252,8 @@ def attack_samples(
         parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
     rows = []
     for eps, alive in zip(radii, survived, strict=True):
-        reach = eps if attack.norm == "l2" else _diagonal(eps, x[0].numel())
+        # The l2 radius of the ball around a cube of half side eps, rounded up.
+        reach = eps if attack.norm == "l2" else product(root(x[0].numel()), eps)
         certified = certificate.certified(reach)
         check_accuracy(certificate, chosen, alive, reach, numbers)
         rows.append(Attacked(eps, share(alive[chosen], confidence), share(certified[chosen], confidence)))
@@ -291,11 +292,6 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
             break
         result = torch.where(right.view(-1, *[1] * (clean.ndim - 1)), ahead, result)
     return result
-
-
-def _diagonal(eps: float, entries: int) -> float:
-    """The l2 radius of the ball around a cube of half side ``eps``, rounded up."""
-    return product(root(entries), eps)
 
 
 def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import statistics
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from lipkit.report.record import RECORD, read_record
 from lipkit.report.run_files import read_radii
 from lipkit.report.schema import AnyRecord
 from lipkit.shown import upper
-from lipkit.text import table
+from lipkit.text import csv_text, table
 
 # Keys in which runs of one setting may differ, and the most columns of keys: beyond, runs go by their names.
 SAME = re.compile(
@@ -120,14 +118,12 @@ def to_csv(found: Sequence[Setting]) -> str:
     """CSV with a line for each run: run, the keys in which settings differ, seed, figures that read back exactly."""
     figures = dict.fromkeys(name for one in found for record in one.records for name in record.metrics())
     keys = dict.fromkeys(key for one in found for key in one.keys)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", *(key for key in keys if key != "run"), "seed", *figures])
+    lines: list[list[object]] = [["run", *(key for key in keys if key != "run"), "seed", *figures]]
     for one in found:
         for run, record in zip(one.runs, one.records, strict=True):
             apart = [one.keys.get(key, "") for key in keys if key != "run"]
-            writer.writerow([run, *apart, record.seed, *(record.metrics().get(name, "") for name in figures)])
-    return text.getvalue().rstrip("\n")
+            lines.append([run, *apart, record.seed, *(record.metrics().get(name, "") for name in figures)])
+    return csv_text(lines).rstrip("\n")
 
 
 def to_latex(found: Sequence[Setting]) -> str:
