@@ -129,13 +129,20 @@ def test_the_checker_finds_the_same(
         np.testing.assert_allclose(got, layer(x).detach().numpy(), atol=float(error), rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_second_part_is_a_circular_convolution(shape: tuple[int, int, int, int, tuple[int, int]]) -> None:
+def test_the_second_part_is_a_circular_convolution(
+    shape: tuple[int, int, int, int, tuple[int, int]], dtype: torch.dtype
+) -> None:
     torch.manual_seed(6)
-    layer, x = spread(*shape, torch.float64), torch.randn(2, shape[0], *shape[2:4], dtype=torch.float64)
+    layer, x = spread(*shape, dtype), torch.randn(2, shape[0], *shape[2:4], dtype=dtype)
     expected = circular_conv2d(layer.first(x), layer.weight, layer.bias)
     expected[:, : shape[0]] -= x
-    torch.testing.assert_close(layer(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(torch.vmap(layer)(x[:, None])[:, 0], expected)
+    # With a gradient and under vmap it is a product.
+    torch.testing.assert_close(layer(x.requires_grad_()), expected)
 
 
 @pytest.mark.parametrize(

@@ -328,5 +328,7 @@ def apply_symbol(symbol: Symbol, x: Tensor, matrices: list[Tensor] | None = None
         matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     if torch.compiler.is_compiling() or x.dtype != symbol.real.dtype:
         return _plain(symbol.real, symbol.pair, bias, x, matrices)
+    if not torch.is_grad_enabled() and not transformed():
+        return _applied(symbol.real, symbol.pair, bias, x, matrices)
     y: Tensor = (_Apply if transformed() else _ApplyDirectly).apply(symbol.real, symbol.pair, bias, x, *matrices)
     return y
