@@ -44,7 +44,7 @@ windows that share an input. What only moves numbers: sqrt of the most copies of
 1: v* W2 D W1 u = sum d p q <= sum max(p q, 0) <= |p + q|^2 / 4 <= || [l W1 | W2* / l] ||^2 / 2.
 
 **Theorem 7 (residual).** y = x + W2 s(W1 x), E = W2 + W1* l^2: I - W1* l^2 D W1 has norm <= max(1, ||l W1||^2 - 1),
-so the constant is at most that plus ||E|| ||W1||.
+so the constant is at most that plus ||E|| ||W1||. Parts of maps, as zero padding takes them, have no larger norms.
 
 **Theorem 8 (run of dense layers, LMI).** z_0 = x, z_k = D_k W_k-1 z_k-1, y = W_N z_N, l_k > 0 diagonal. From z_k' l_k
 (W_k-1 z_k-1 - z_k) >= 0: if g |z_0|^2 - |W_N z_N|^2 / g - 2 sum z_k' l_k (W_k-1 z_k-1 - z_k) >= 0 for all z, the gain
@@ -505,8 +505,9 @@ def convolution(config, get, shape):
         split = w.reshape(g, cout // g, cin // g, *kernel)
         stack, wave_error = symbol(split, error, circle, [p for p, _ in pads], dilation, strides)
         norm = root(spectral(stack, wave_error) ** 2 / math.prod(strides))
-        if mode == "circular" and g == 1 and out == list(sides) and stride == [1, 1]:
-            blocks = (stack, wave_error, 2, ("rows first", *sides))
+        if mode in ("circular", "zeros") and g == 1 and out == list(sides) and stride == [1, 1]:
+            kind = "rows first" if mode == "circular" else "a part of rows first"
+            blocks = (stack, wave_error, 2, (kind, *circle))
     widths = [(0, 0), (0, 0), *pads]
     final = (cout, out[1]) if flat else (cout, *out)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import lipkit_check
 from lipkit import export, lipschitz
 from lipkit.bounds import symbol_sup
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import MaxMin, base
 from lipkit.layers.sll import CplConv2d, CplLinear, SllConv2d, SllLinear, cpl_multiplier
 from lipkit.modules import Network, load, save
+from lipkit.modules.configuration import describe
 from lipkit.modules.residual import SlopeResidual
 
 DENSE = (SllLinear, CplLinear)
@@ -61,22 +65,55 @@ def test_dense_jacobians_and_bounds(kind: type[nn.Module], cin: int, cout: int, 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize("kind", CONV)
 @pytest.mark.parametrize(
     ("cin", "cout", "size", "k", "stride"),
     [(3, 8, (5, 9), 3, 1), (8, 3, (7, 7), 3, 1), (2, 3, (6, 6), 3, 2), (2, 2, (1, 1), 3, 1), (2, 2, (4, 4), 5, 1)],
 )
 def test_conv_jacobians_and_bounds(
-    kind: type[nn.Module], cin: int, cout: int, size: tuple[int, int], k: int, stride: int
+    kind: type[nn.Module], cin: int, cout: int, size: tuple[int, int], k: int, stride: int, mode: str
 ) -> None:
     torch.manual_seed(2)
-    layer = kind(cin, cout, k, stride, dtype=torch.float64)
+    layer = kind(cin, cout, k, stride, padding_mode=mode, dtype=torch.float64)
     with torch.no_grad():
         layer.free.mul_(3)
     x = torch.randn(4, cin, *size, dtype=torch.float64)
     plain = export(layer, (cin, *size))
     assert torch.allclose(layer(x), plain(x), atol=1e-12)
     assert 0.5 < largest_jacobian(layer, x) <= float(lipschitz(plain)) <= 1 + 1e-11
+
+
+@pytest.mark.parametrize("kind", CONV)
+def test_zero_padding_is_a_convolution_and_its_adjoint(kind: type[nn.Module]) -> None:
+    torch.manual_seed(10)
+    layer = kind(3, 3, (3, 5), padding_mode="zeros", hidden=4, dtype=torch.float64).eval()
+    x = torch.randn(2, 3, 2, 6, dtype=torch.float64)
+    inside = torch.relu(F.conv2d(x, layer.free, layer.bias, padding=(1, 2))) * layer.multiplier()[:, None, None]
+    expected = x - F.conv_transpose2d(inside, layer.free, padding=(1, 2))
+    torch.testing.assert_close(layer(x), expected)
+    (block,) = plain = export(layer, (3, 2, 6))
+    torch.testing.assert_close(plain(x), expected)
+    assert 1 <= float(lipschitz(block, (3, 2, 6))) <= 1 + 1e-11
+    numbers = lipkit_check.Tensors({name: t.detach().numpy() for name, t in block.state_dict().items()})
+    assert 1 <= lipkit_check.build(describe(block), numbers, (3, 2, 6)).norm <= 1 + Fraction(1, 10**6)
+    # The parts of one border and of another are no adjoints.
+    block.second.padding_mode = "circular"
+    block.second._reversed_padding_repeated_twice = [2, 2, 1, 1]
+    assert float(lipschitz(block, (3, 4, 6))) > 1.5
+    with pytest.raises(OptionError, match="padding_mode: expected 'circular' or 'zeros', got 'reflect'"):
+        kind(3, 3, 3, padding_mode="reflect")
+
+
+def test_a_border_of_zeros_has_frequencies_of_its_own() -> None:
+    # The norm of this kernel is 2 on a circle of 3 pixels, and 1 + sqrt(2) with zeros around them.
+    first, second = (nn.Conv2d(1, 1, (1, 3), padding="same", dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for part, sign in ((first, 1.0), (second, -0.5)):
+            part.weight.copy_(sign * torch.tensor([-1.0, 1.0, -1.0]))
+    block = SlopeResidual(first, nn.ReLU(), second, torch.full((1,), 0.5)).requires_grad_(False)
+    truth = (1 + 2**0.5) ** 2 / 2 - 1
+    assert truth <= float(lipschitz(block, (1, 1, 3))) <= 1.5 * truth
 
 
 @pytest.mark.parametrize("kind", CONV)

@@ -252,7 +252,7 @@ class ConstrainedConv2d(Biased, ABC):
         padding: 'same', or the integer that preserves the size.
         dilation, groups: 1.
         bias: whether a bias is added.
-        padding_mode: 'circular'.
+        padding_mode: 'circular', or another of ``padding_modes`` (odd kernels).
         device, dtype: of the parameters (float32 or float64).
         options: keyword options of the subclass, handed to :meth:`make_parameters`.
 
@@ -262,6 +262,8 @@ class ConstrainedConv2d(Biased, ABC):
     Raises:
         OptionError: an argument that is not supported. ShapeError: an input that does not fit.
     """
+
+    padding_modes: tuple[str, ...] = ("circular",)
 
     def __init__(
         self,
@@ -310,11 +312,14 @@ class ConstrainedConv2d(Biased, ABC):
         return self.out_channels
 
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        """Raise ``OptionError`` unless padding keeps the size and is circular."""
-        if padding_mode != "circular":
-            raise OptionError(f"padding_mode: expected 'circular', got {padding_mode!r}")
+        """Raise ``OptionError`` unless padding keeps the size and has a mode of this layer."""
+        odd = all(k % 2 for k in kernel)
+        modes = self.padding_modes if odd else ("circular",)
+        if padding_mode not in modes:
+            raise OptionError(f"padding_mode: expected {' or '.join(map(repr, modes))}, got {padding_mode!r}")
+        self.padding_mode = padding_mode
         sizes = (padding, padding) if isinstance(padding, int) else padding
-        same = tuple((k - 1) // 2 for k in kernel) if all(k % 2 for k in kernel) else None
+        same = tuple((k - 1) // 2 for k in kernel) if odd else None
         if padding != "same" and (same is None or tuple(sizes) != same):
             keeps = "'same'" if same is None else f"'same' or {same}"
             raise OptionError(f"padding: expected {keeps} for kernel_size {kernel}, got {padding!r}")
@@ -322,7 +327,7 @@ class ConstrainedConv2d(Biased, ABC):
     def extra_repr(self) -> str:
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}" + f", padding_mode={self.padding_mode!r}" * (len(self.padding_modes) > 1)
         )
 
     @property
@@ -342,6 +347,17 @@ class ConstrainedConv2d(Biased, ABC):
         """The input after invertible downsampling, its shape checked."""
         self.check_input(x)
         return downsample(x, self.stride)
+
+    def fitted(self, kernel: Tensor, height: int, width: int) -> Tensor:
+        """A kernel as it acts on this image size: taps that reach around a circular image are added up."""
+        return fold(kernel, height, width) if self.padding_mode == "circular" else kernel
+
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The size-preserving convolution with the padding of this layer."""
+        kernel = self.fitted(kernel, *x.shape[-2:])
+        if self.padding_mode == "circular":
+            return circular_conv2d(x, kernel, bias)
+        return F.conv2d(x, kernel, bias, padding="same")
 
     def on_patches(self, x: Tensor, matrix: Tensor) -> Tensor:
         """``matrix`` (out_channels, s^2 in_channels) on each patch, plus bias: a layer with a 1 x 1 kernel."""
@@ -396,5 +412,5 @@ class KernelConv2d(ConstrainedConv2d):
             return self.on_patches(x, kernel.flatten(1))
         x = self.resample(x)
         with autocast_off(x):
-            kernel = fold(self.kernel_in_use(), *x.shape[-2:])
-        return circular_conv2d(x, kernel, self.bias_as(kernel))
+            kernel = self.kernel_in_use()
+        return self.convolve(x, kernel, self.bias_as(kernel))

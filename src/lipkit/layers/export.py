@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipkit.conv import Symbol, fold, kernel_symbol
+from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.patches import patch_kernel
 from lipkit.conv.spectrum import as_complex
 from lipkit.errors import OptionError, ShapeError
@@ -157,12 +157,12 @@ def _module(kernel: Tensor, bias: Tensor | None, **options: Any) -> nn.Conv2d:
 
 
 def export_kernel_conv(layer: KernelConv2d, input_shape: Shape) -> nn.Module:
-    """Pixel-unshuffle and a circular ``nn.Conv2d`` with the present kernel; if pointwise one strided ``nn.Conv2d``."""
+    """Pixel-unshuffle and a padded ``nn.Conv2d`` with the present kernel; if pointwise one strided ``nn.Conv2d``."""
     size = resampled_size(layer, input_shape)
     if layer.pointwise:
         return patch_module(exactly(layer, lambda made: [made.kernel().flatten(1)])[0], layer.stride, layer.bias)
-    (kernel,) = exactly(layer, lambda made: [fold(made.kernel(), *size)])
-    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias))
+    (kernel,) = exactly(layer, lambda made: [made.fitted(made.kernel(), *size)])
+    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias, layer.padding_mode))
 
 
 def register_one_lipschitz(*types: type[nn.Module]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.layers import definitions
 from lipkit.layers.base import (
@@ -15,15 +14,13 @@ from lipkit.layers.base import (
     KernelConv2d,
     always_proved,
     check_positive,
-    half_through_float32,
     proved_norm,
     training_norm,
 )
 from lipkit.layers.bro import near_identity, residual_parameters
 from lipkit.layers.cholesky import CholeskyLinear
-from lipkit.layers.export import circular_module, exactly, export_kernel_conv, stride_modules
+from lipkit.layers.export import export_kernel_conv
 from lipkit.linalg import at_least_float32
-from lipkit.linalg.precision import autocast_off
 from lipkit.modules import Shape, export_rule, lipschitz_rule
 
 
@@ -65,15 +62,13 @@ class LiResConv2d(KernelConv2d):
         the loss).
     """
 
+    padding_modes = ("circular", "zeros")
+
     def make_parameters(self, device: Any, dtype: Any, *, depth: int = 1) -> None:
         check_positive(depth=depth)
         self.depth = depth
         shape = (self.out_channels, self.inner_channels, *self.kernel_size)
         self.free, self.scale = residual_parameters(shape, device, dtype)
-
-    def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        self.zeros = padding_mode == "zeros" and all(k % 2 for k in kernel)
-        super().check_padding(kernel, padding, "circular" if self.zeros else padding_mode)
 
     def kernel(self) -> Tensor:
         """The kernel of norm at most 1; zero stays zero."""
@@ -91,18 +86,6 @@ class LiResConv2d(KernelConv2d):
         r"""The kernel above :math:`\beta`, in float32 or better."""
         return near_identity(at_least_float32(self.free), at_least_float32(self.scale), self.depth)
 
-    @half_through_float32
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.zeros:
-            return super().forward(x)
-        x = self.resample(x)
-        with autocast_off(x):
-            kernel = self.kernel_in_use()
-        return F.conv2d(x, kernel, self.bias_as(kernel), padding="same")
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, padding_mode={'zeros' if self.zeros else 'circular'}"
-
 
 @lipschitz_rule(LiResConv2d)
 @torch.no_grad()
@@ -114,12 +97,7 @@ def _lires(layer: LiResConv2d, input_shape: Shape | None) -> float:
     return 1.0 if proved <= used else proved / used * (1 + 1e-15)
 
 
-@export_rule(LiResConv2d)
-def _export_lires(layer: LiResConv2d, input_shape: Shape) -> nn.Module:
-    if not layer.zeros:
-        return export_kernel_conv(layer, input_shape)
-    (kernel,) = exactly(layer, lambda made: [made.kernel()])
-    return nn.Sequential(*stride_modules(layer), circular_module(kernel, layer.bias, padding_mode="zeros"))
+export_rule(LiResConv2d)(export_kernel_conv)
 
 
 LIRESNET = Family(

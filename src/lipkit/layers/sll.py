@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.bounds import spectral_norm
-from lipkit.conv import adjoint, circular_conv2d, fold
+from lipkit.conv import adjoint
 from lipkit.conv.block import autocorrelation
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import definitions
@@ -96,7 +96,10 @@ class SlopeResidualLinear(Biased, ABC):
 
 
 class SlopeResidualConv2d(ConstrainedConv2d):
-    """Circular ``x - F^* (Lambda act(F x + b))``; missing input channels are zeros, surplus outputs are dropped."""
+    """``x - F^* (Lambda act(F x + b))`` by convolutions; missing inputs are zeros, surplus outputs are dropped."""
+
+    # Zero padding takes a part of the convolution F of the plane and, for odd kernels, the same part of F^*.
+    padding_modes = ("circular", "zeros")
 
     def make_parameters(
         self, device: Any, dtype: Any, *, hidden: int | None = None, activation: str | nn.Module = "relu"
@@ -134,9 +137,8 @@ class SlopeResidualConv2d(ConstrainedConv2d):
             x = x.to(kernel.dtype)
             if self.inner != self.inner_channels:
                 x = F.pad(x, [0, 0, 0, 0, 0, self.inner - self.inner_channels])
-            inside = circular_conv2d(x, fold(kernel, *x.shape[-2:]), self.bias_as(kernel))
-            back = adjoint(multiplier[:, None, None, None] * kernel)
-            y = x - circular_conv2d(self.activation(inside), fold(back, *x.shape[-2:]))
+            inside = self.activation(self.convolve(x, kernel, self.bias_as(kernel)))
+            y = x - self.convolve(inside, adjoint(multiplier[:, None, None, None] * kernel))
         return y[:, : self.out_channels]
 
 
@@ -156,11 +158,12 @@ def export_residual_linear(layer: SlopeResidualLinear, input_shape: Shape) -> nn
 
 
 def export_residual_conv(layer: SlopeResidualConv2d, input_shape: Shape) -> nn.Module:
-    """The layer at one image size as two circular convolutions around its activation, after its downsampling."""
+    """The layer at one image size as two convolutions around its activation, after its downsampling."""
     size = resampled_size(layer, input_shape)
     kernel, multiplier = at_least_float32(layer.free), layer.multiplier()
-    first = circular_module(fold(kernel, *size), layer.bias)
-    second = circular_module(fold(adjoint(-multiplier[:, None, None, None] * kernel), *size), None)
+    back = layer.fitted(adjoint(-multiplier[:, None, None, None] * kernel), *size)
+    first = circular_module(layer.fitted(kernel, *size), layer.bias, layer.padding_mode)
+    second = circular_module(back, None, layer.padding_mode)
     block = SlopeResidual(first, slope_activation(layer.activation), second, multiplier)
     resized = _resized(layer.inner_channels, layer.inner, layer.out_channels, block, 2)
     return nn.Sequential(*stride_modules(layer), resized)
@@ -274,10 +277,11 @@ class CplLinear(SlopeResidualLinear):
 
 
 class SllConv2d(SlopeResidualConv2d):
-    """SDP-based Lipschitz layer, circular convolution of odd kernel size.
+    """SDP-based Lipschitz layer, convolution of odd kernel size.
 
-    Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' circular padding); ``hidden``: channels of F
-    (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F, ``log_q`` and ``bias`` (hidden,).
+    Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' padding, circular or with zeros); ``hidden``:
+    channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F, ``log_q`` and
+    ``bias`` (hidden,).
 
     Guarantee:
         1-Lipschitz for every image size.
@@ -302,10 +306,11 @@ class SllConv2d(SlopeResidualConv2d):
 
 
 class CplConv2d(SlopeResidualConv2d):
-    """Convex potential layer, circular convolution of odd kernel size.
+    """Convex potential layer, convolution of odd kernel size.
 
-    Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' circular padding); ``hidden``: channels of F
-    (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F and ``bias`` (hidden,).
+    Args: as ``nn.Conv2d`` (stride by invertible downsampling, 'same' padding, circular or with zeros); ``hidden``:
+    channels of F (default max of the two); ``activation``: slope in [0, 1]. Parameters ``free`` F and ``bias``
+    (hidden,).
 
     Guarantee:
         1-Lipschitz for every image size: the norm is proved, within 2 % of the supremum over all frequencies. One

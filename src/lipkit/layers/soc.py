@@ -141,13 +141,12 @@ class SocConv2d(ConstrainedConv2d):
         Singla & Feizi, "Skew Orthogonal Convolutions", ICML 2021, theorems 2 to 4 and algorithm 1.
     """
 
+    padding_modes = ("circular", "zeros")
+
     def check_padding(self, kernel: tuple[int, ...], padding: Any, padding_mode: str) -> None:
-        if padding_mode not in ("circular", "zeros"):
-            raise OptionError(f"padding_mode: expected 'circular' or 'zeros', got {padding_mode!r}")
         if not all(k % 2 for k in kernel):
             raise OptionError(f"kernel_size: expected odd sizes (a skew kernel has a centre), got {kernel}")
-        super().check_padding(kernel, padding, "circular")
-        self.padding_mode = padding_mode
+        super().check_padding(kernel, padding, padding_mode)
 
     def make_parameters(self, device: Any, dtype: Any, *, train_terms: int = 5, eval_terms: int = 10) -> None:
         check_terms(train_terms, "train_terms")
@@ -202,7 +201,7 @@ class SocConv2d(ConstrainedConv2d):
 
     def extra_repr(self) -> str:
         terms = f"train_terms={self.train_terms}, eval_terms={self.eval_terms}"
-        return f"{super().extra_repr()}, padding_mode={self.padding_mode!r}, {terms}"
+        return f"{super().extra_repr()}, {terms}"
 
 
 @lipschitz_rule(SocConv2d)

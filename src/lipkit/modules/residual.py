@@ -29,7 +29,7 @@ class SlopeResidual(nn.Module):
     :math:`W_2 = -W_1^\top \Lambda` and :math:`\|\Lambda^{1/2} W_1\|^2 \le 2` proves that y is 1-Lipschitz.
 
     Args:
-        first, second: both ``nn.Linear``, or both ``nn.Conv2d`` (circular, stride 1).
+        first, second: both ``nn.Linear``, or both ``nn.Conv2d`` (circular or with zeros, stride 1).
         activation: a scalar activation.
         multiplier: diagonal of Lambda, ``(hidden,)``.
 
@@ -80,16 +80,21 @@ def slope_residual_bound(w1: Tensor, w2: Tensor, multiplier: Tensor, entry_error
     return up(1 + forward * (gap + excess * (spectral_norm(back) + rounding + largest * entry_error)), 12)
 
 
-def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float] | None:
-    """Matrices of a circular 'same' convolution at the frequencies of the image, and their rounding error."""
-    plain = layer.padding == "same" and layer.padding_mode == "circular" and layer.groups == 1
+def _convolution_matrices(layer: nn.Conv2d, shape: Shape) -> tuple[Tensor, float, tuple[int, int]] | None:
+    """Matrices of a 'same' convolution at the frequencies of a circular image, their rounding error, and its size.
+
+    With zero padding the layer is a part of that convolution, on an image that is larger by the border.
+    """
+    plain = layer.padding == "same" and layer.padding_mode in ("circular", "zeros") and layer.groups == 1
     if not plain or tuple(layer.stride) != (1, 1) or tuple(layer.dilation) != (1, 1) or len(shape) != 3:
         return None
-    _, h, w = shape
-    if h < layer.kernel_size[0] or w < layer.kernel_size[1]:
+    (kh, kw), (h, w) = layer.kernel_size, shape[1:]
+    if layer.padding_mode == "zeros":
+        h, w = h + kh - 1, w + kw - 1
+    if h < kh or w < kw:
         return None
     kernel = to_double(layer.weight)
-    return symbol(kernel, h, w).flatten(0, 1), float(symbol_error(kernel))
+    return symbol(kernel, h, w).flatten(0, 1), float(symbol_error(kernel)), (h, w)
 
 
 def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
@@ -106,7 +111,8 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
         return torch.minimum(product, slope_residual_bound(to_double(one.weight), to_double(two.weight), lam))
     if type(one) is nn.Conv2d and type(two) is nn.Conv2d and input_shape and one.out_channels == len(lam):
         first, second = (_convolution_matrices(layer, input_shape) for layer in (one, two))
-        if first is not None and second is not None:
+        same = one.padding_mode == two.padding_mode
+        if first is not None and second is not None and same and first[2] == second[2]:
             error = max(first[1], second[1])
             return torch.minimum(product, slope_residual_bound(first[0], second[0], lam, error))
     return product
