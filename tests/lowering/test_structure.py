@@ -697,6 +697,39 @@ def test_a_copy_that_is_another_network_is_refused() -> None:
             export(nn.Sequential(network), (2,))
 
 
+SIZES = [3, 4, 2]
+
+
+class Configured(nn.Module):
+    """Its sizes are an object that its code reads, too, in a default and in a global: no copy shares them."""
+
+    kept = [1, 2]  # noqa: RUF012
+
+    def __init__(self, sizes: list[int] = SIZES, options: dict[str, int] = {}) -> None:  # noqa: B006
+        super().__init__()
+        self.sizes, self.options, self.own = sizes, options, [Configured.kept, SIZES]
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+def test_what_a_module_shares_with_its_code_is_no_other_network() -> None:
+    network = Configured()
+    x = torch.randn(2, 3)
+    assert torch.allclose(export(network, (3,))(x), network(x))
+
+    class Changing(Configured):
+        def forward(self, x: Tensor) -> Tensor:
+            SIZES.append(len(SIZES))
+            return super().forward(x) * len(self.sizes)
+
+    with pytest.raises(NoRuleError, match="changes"):
+        export(Changing(), (3,))
+    del SIZES[3:]
+
+
 def test_a_wrong_maker_is_found() -> None:
     @function_module(F.hardshrink)
     def _(call: Any, x: Any, lambd: float = 0.5) -> nn.Module:

@@ -158,6 +158,8 @@ def test_a_trained_network_with_its_own_forward_pass() -> None:
 def test_gates_are_refused_by_their_names(kind: type[nn.Module], gates: str) -> None:
     with pytest.raises(NoRuleError, match=rf"{kind.__name__}: its {gates} gates multiply values"):
         lipschitz(kind(2, 3, batch_first=True))
+    with pytest.raises(NoRuleError, match="RNNCell: one step has no gain over a sequence"):
+        lipschitz(nn.RNNCell(2, 3))
 
 
 CASES = {

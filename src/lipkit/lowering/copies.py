@@ -115,7 +115,7 @@ _PLAIN = vars(nn.Module()).keys() - {"training"}
 def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
     """Copies, by name, of the attributes of all modules and of the globals their code reads; types for ``known``."""
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {id(module): module for module in (*root.modules(), *known)}
+    seen = {id(module): (module, type(module)) for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
         own: dict[str, Any] = {}
         for kind in reversed(type(module).__mro__):
@@ -126,15 +126,22 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
     return found
 
 
-def contents(value: Any, seen: dict[int, Any]) -> Any:
-    """All numbers, strings and tensors inside a value (containers, objects, functions), copied into nested lists."""
+def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """All numbers, strings and tensors inside a value (containers, objects, functions), copied into nested lists.
+
+    Args:
+        seen: by id, the values met before, with what they hold; inside themselves they are their type. A value that two
+            places share holds the same in both, as its copies do.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, (int, float, complex, str, bytes)):
         return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
-    if id(value) in seen or isinstance(value, (type, ModuleType)):
+    if isinstance(value, (type, ModuleType)):
         return type(value)
-    seen[id(value)] = value
+    if id(value) in seen:
+        return seen[id(value)][1]
+    seen[id(value)] = value, type(value)
     parts: Any
     try:
         if isinstance(value, FunctionType):
@@ -152,12 +159,19 @@ def contents(value: Any, seen: dict[int, Any]) -> Any:
             parts = [list(p) if hasattr(p, "__next__") else p for p in reduced]
     except Exception:  # what cannot be copied is not looked into
         return type(value)
-    return [contents(part, seen) for part in parts]
+    found = [contents(part, seen) for part in parts]
+    seen[id(value)] = value, found
+    return found
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
+    """True if two contents are equal; lists that were compared before are ``known``."""
+    known = set() if known is None else known
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(equal, a, b))
+        if (id(a), id(b)) not in known:
+            known.add((id(a), id(b)))
+            return len(a) == len(b) and all(equal(x, y, known) for x, y in zip(a, b, strict=True))
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
             return type(a) is type(b)  # refused wherever it holds a weight

@@ -23,6 +23,8 @@ def what_is_missing(module: nn.Module) -> str | None:
     kind = type_name(type(module))
     if bounded(type(module)):
         return None
+    if kind.endswith(".RNNCell"):
+        return "one step has no gain over a sequence: take an nn.RNN(batch_first=True), which runs over all of them"
     if kind.startswith("torch.nn.modules.rnn."):
         gates = "reset and update gates" if "GRU" in kind else "input, forget, cell and output gates"
         return (
