@@ -266,3 +266,21 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
     assert verify_property(net, cases(box((0.1, 0.1)), 1, 2), evaluator="float32").answer == "unknown"
     with pytest.raises(OptionError, match="batch: expected at least 1, got 0"):
         verify_property(net, cases(box((0, 1)), 1, 2), batch=0)
+
+
+def test_cases_of_another_network_are_refused() -> None:
+    box = "(assert (>= X_0 0)) (assert (<= X_0 1))"
+    one, two = (lipkit.export(nn.Linear(1, outputs), (1,)) for outputs in (1, 2))
+    unsafe = cases(box + "(assert (>= Y_1 9))", 1, 2)
+    assert verify_property(two, unsafe).answer == "holds"
+    for network, given, message in (
+        (one, unsafe, r"1 inputs and 1 outputs, got some with 1 inputs and Y_1"),
+        (lipkit.export(nn.Linear(2, 2), (2,)), unsafe, r"2 inputs and 2 outputs, got some with 1 inputs"),
+        (two, "prop.vnnlib", r"read_vnnlib\(path, network\), got a sequence of str"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            verify_property(network, given)  # type: ignore[arg-type]
+    empty = cases("(assert (>= X_0 1)) (assert (<= X_0 0)) (assert (>= Y_0 9))", 1, 1)
+    assert verify_property(one, empty).describe() == "holds\nfor any network: no input meets the conditions"
+    with pytest.raises(OptionError, match="FORMULA"):
+        cases(box + "(assert)", 1, 1)

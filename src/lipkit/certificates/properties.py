@@ -61,6 +61,8 @@ class Answer(Shown):
         if self.point is not None and self.outputs is not None:
             x, y = (", ".join(f"{v!r}" for v in t.flatten().tolist()) for t in (self.point, self.outputs))
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
+        if self.answer == "holds" and not self.boxes:
+            return "holds\nfor any network: no input meets the conditions"
         real = (
             f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on {self.boxes} boxes"
         )
@@ -145,6 +147,20 @@ class _Group:
         return None
 
 
+def _check_cases(cases: Sequence[Case], inputs: int, outputs: int) -> None:
+    """Raise unless these are cases of a network of that many inputs and outputs."""
+    for case in cases:
+        if not isinstance(case, Case):
+            got = type(case).__name__
+            raise OptionError(f"cases: expected those of read_vnnlib(path, network), got a sequence of {got}")
+        last = max((i for atom in case.outputs for (_, i), _ in atom.factors), default=-1)
+        if len(case.box) != inputs or last >= outputs:
+            raise OptionError(
+                f"cases: expected those of a network with {inputs} inputs and {outputs} outputs, got some with "
+                f"{len(case.box)} inputs" + (f" and Y_{last}" if last >= 0 else "")
+            )
+
+
 def verify_property(
     network: Network,
     cases: Sequence[Case],
@@ -172,8 +188,8 @@ def verify_property(
         outputs that this machine computed.
 
     Raises:
-        NoRuleError: no exported network. OptionError: ``batch`` below 1; settings of torch that break the evaluator's
-            arithmetic.
+        NoRuleError: no exported network. OptionError: no cases, or those of another network; ``batch`` below 1;
+            settings of torch that break the evaluator's arithmetic.
 
     >>> from torch import nn; from lipkit.certificates.vnnlib import cases
     >>> net = Network([nn.Linear(1, 2), nn.ReLU()], (1,))
@@ -191,11 +207,13 @@ def verify_property(
     made_for = evaluator_of(evaluator, "cpu", network)
     bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
+    outputs = math.prod(bounds.circuit.shape(out))
+    _check_cases(cases, math.prod(shape), outputs)
     dtype = torch.float64 if evaluator == "float64" else torch.float32
     by_box: dict[object, list[Case]] = {}
     for case in cases:
         by_box.setdefault(case.box, []).append(case)
-    groups = [_Group(each, run, dtype, math.prod(bounds.circuit.shape(out))) for each in by_box.values()]
+    groups = [_Group(each, run, dtype, outputs) for each in by_box.values()]
     boxes, volume = 0, 0.0
 
     def answer(name: str, found: tuple[Tensor, Tensor] | None = None) -> Answer:

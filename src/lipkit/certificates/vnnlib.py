@@ -82,7 +82,8 @@ def cases(text: str, inputs: int, outputs: int) -> list[Case]:
         raise OptionError(f"expected a ')' for each '(', got {len(stack) - 1} less")
     formulas, sizes = [], {"X": inputs, "Y": outputs}
     for term in stack[0]:
-        if not isinstance(term, list) or term[:1] not in (["assert"], ["declare-const"], ["declare-fun"]):
+        known = isinstance(term, list) and term[:1] in (["assert"], ["declare-const"], ["declare-fun"])
+        if not known or term == ["assert"]:
             raise OptionError(f"expected (declare-const NAME Real) and (assert FORMULA), got {str(term)[:80]}")
         if term[0] == "assert":
             formulas += term[1:]
