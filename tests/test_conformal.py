@@ -131,6 +131,17 @@ def test_what_does_not_fit_is_refused() -> None:
         conformal.calibrate(classifier(), x, torch.full((9,), 3))
     with pytest.raises(OptionError, match="delta"):
         found.coverage_curve(x, torch.randint(3, (9,)), [0.1], delta=0.7)
+    with pytest.raises(OptionError, match="eps: expected radii"):
+        found.coverage_curve(x, torch.randint(3, (9,)), 0.1)  # type: ignore[arg-type]
+    sets, labels = found.predict_set(x, 0.2), torch.randint(3, (9,))
+    assert sets.coverage(labels.numpy()) == sets.coverage(labels)
+    for wrong, error in ((labels[:3], ShapeError), (labels.float(), OptionError), (labels + 3, OptionError)):
+        with pytest.raises(error, match="expected"):
+            sets.coverage(wrong)
+    intervals = conformal.calibrate(classifier(), x, torch.randn(9, 3)).predict_interval(x, 0.2)
+    assert intervals.coverage(intervals.low.numpy()) == 1.0
+    with pytest.raises(ShapeError, match="expected targets of shape"):
+        intervals.coverage(intervals.low.T)
 
 
 def test_samples_stay_as_they_are_where_a_module_works_in_place() -> None:

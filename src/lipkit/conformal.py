@@ -61,9 +61,16 @@ class PredictionSets(Shown):
         """Mean number of classes in a set."""
         return float(self.sets.double().sum(1).mean())
 
-    def coverage(self, y: Tensor) -> float:
-        """Fraction of the labels (N,) that are in their sets: measured, while ``1 - alpha`` is proved."""
-        return float(self.sets.gather(1, y[:, None]).double().mean())
+    def coverage(self, y: Samples) -> float:
+        """Fraction of the labels (N,) that are in their sets: measured, while ``1 - alpha`` is proved.
+
+        Raises:
+            ShapeError, OptionError: labels that are not (N,) whole numbers from 0 to K - 1.
+        """
+        labels = as_tensors(y, y)[1].cpu()
+        labels = labels if labels.is_floating_point() else labels.long()
+        margins.check_logits(self.sets.double(), labels)
+        return float(self.sets.gather(1, labels[:, None]).double().mean())
 
     def describe(self) -> str:
         """The promise, and the mean size of the sets."""
@@ -90,9 +97,11 @@ class PredictionIntervals(Shown):
         """Mean width over samples and outputs."""
         return float((self.high - self.low).mean())
 
-    def coverage(self, y: Tensor) -> float:
+    def coverage(self, y: Samples) -> float:
         """Fraction of the targets (N,) or (N, d) inside their intervals."""
-        y = y.reshape(self.low.shape)
+        y = _columns(as_tensors(y, y)[1].cpu())
+        if y.shape != self.low.shape:
+            raise ShapeError(f"expected targets of shape {tuple(self.low.shape)}, got {tuple(y.shape)}")
         return float(((self.low <= y) & (y <= self.high)).double().mean())
 
     def describe(self) -> str:
@@ -227,6 +236,8 @@ class Calibration(Shown):
         """
         if not 0 < delta <= 0.5:
             raise OptionError(f"delta: expected a number in (0, 0.5], got {delta!r}")
+        if not hasattr(eps, "__iter__"):
+            raise OptionError(f"eps: expected radii, such as [0, 0.1], got {eps!r}")
         q, (x, y) = self.quantile(alpha), as_tensors(x, y)
         measured = _measured(self.proof, x)
         found = []

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,7 +176,7 @@ def test_accuracy_counts_radii_strictly_above() -> None:
     eps = float(certificate.radius.median())
     assert certificate.accuracy(eps) == float((certificate.radius > eps).double().mean())
     assert certificate.accuracy(math.inf) == 0
-    with pytest.raises(OptionError, match="expected a radius >= 0, got -1"):
+    with pytest.raises(OptionError, match="expected a radius >= 0, such as 36 / 255, got -1"):
         certificate.accuracy(-1)
     with pytest.raises(OptionError, match="got nan"):
         certificate.accuracy(math.nan)
@@ -326,6 +327,15 @@ def test_loaders_are_refused_with_the_remedy() -> None:
             certify(network, other, y)
     with pytest.raises(OptionError, match="numpy arrays of numbers, got NoneType"):
         certify(network, x)
+
+
+@pytest.mark.parametrize("eps", ["36/255", None, math.nan])
+def test_what_is_no_radius_is_refused(eps: Any) -> None:
+    network = linear_network()
+    found = certify(network, *samples(network))
+    for function in (found.accuracy, found.certified):
+        with pytest.raises(OptionError, match="expected a radius >= 0, such as 36 / 255, got "):
+            function(eps)
 
 
 def test_refuses_an_empty_batch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -241,3 +242,21 @@ def test_rounding_of_products_is_inside_the_gain(seed: int) -> None:
     for network in (Network([inner, outer], (1,)), Network([inner, nn.ReLU(), outer], (1,))):
         assert exact <= local_gain(network, (0.0, 1.0))
         assert exact <= float(gain_matrix(network, (0.0, 1.0))) <= 2.0
+
+
+@pytest.mark.parametrize("function", [local_gain, gain_matrix])
+def test_gains_are_those_of_exported_networks(function: Callable[..., object]) -> None:
+    with pytest.raises(NoRuleError, match=r"expected an exported network.*: (local_gain|gain_matrix) lipkit\.export"):
+        function(nn.Linear(2, 2), (0, 1))
+
+
+@pytest.mark.parametrize(("first", "last"), [(1e-300, 1e300), (1e-160, 1e-160), (1e-320, 1.0)])
+def test_weights_at_the_ends_of_float64_have_a_bound(first: float, last: float) -> None:
+    network = mlp([3, 3, 2], nn.ReLU)
+    with torch.no_grad():
+        network[0].weight.mul_(first)
+        network[2].weight.mul_(last)
+    plain, found = (lipkit.analyze(network, (3,), restarts=0, tight=tight) for tight in (False, True))
+    x = torch.randn(20, 3, dtype=torch.float64)
+    assert float(derivatives(network, x).norm(dim=(1, 2)).max()) <= 2 * found.upper <= 2 * plain.upper
+    assert found.describe().startswith("L <= ")

@@ -71,3 +71,9 @@ def test_one_wrong_sign_is_seen() -> None:
     # Channels are sorted, not neighbours in memory: the first output falls with the third input.
     with pytest.raises(NoRuleError, match=r"vectors, got the shape \(2, 2\)"):
         monotone(Network([Affine(-torch.ones(1), torch.zeros(1)), GroupSort(2)], (2, 2)))
+    broken = Network([nn.Linear(2, 2)], (2,))
+    broken[0].weight[0, 0] = torch.nan
+    with pytest.raises(NoRuleError, match="expected finite numbers"):
+        monotone(broken)
+    with pytest.raises(NoRuleError, match="expected an exported network"):
+        monotone(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -307,7 +307,9 @@ class Constants:
     def _table(self, total: Tensor) -> tuple[LayerBound, ...]:
         constants = [constant for _, constant in self._rows]
         slopes: list[float] = [1.0] * len(constants)
-        finite = 0 < float(total.detach()) < math.inf
+        # A derivative with respect to a constant near the end of float64 leaves its range.
+        finite = 2.0**-1000 < float(total.detach()) < math.inf
+        finite = finite and not any(0 < float(c.detach()) < 2.0**-1000 for c in constants)
         if finite and constants and total.requires_grad:
             found = torch.autograd.grad(total.log(), constants, allow_unused=True)
             slopes = [0.0 if g is None else float(g * c.detach()) for g, c in zip(found, constants, strict=True)]

@@ -205,6 +205,8 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
         if weights[-1].shape[1] > weights[-2].shape[0]:  # y reads x directly, too
             joint[inputs:, :inputs] += weights[-1][:, :inputs]
             joint[:inputs, inputs:] += weights[-1][:, :inputs].mT
+        if not bool(joint.isfinite().all()):
+            return math.inf
         guess = float(torch.linalg.eigvalsh(joint)[-1])
     else:
         guess = float(torch.linalg.matrix_norm(weights[0], 2))

@@ -87,8 +87,8 @@ class Certificate(Shown):
         Raises:
             OptionError: a negative eps, or a sound radius asked of a certificate that ignored rounding.
         """
-        if not eps >= 0:
-            raise OptionError(f"expected a radius >= 0, got {eps}")
+        if eps is None or isinstance(eps, str) or not eps >= 0:
+            raise OptionError(f"expected a radius >= 0, such as 36 / 255, got {eps!r}")
         wanted = self.rounding if rounding is None else check_rounding(rounding)
         if wanted == "sound" and self.rounding != "sound":
             raise OptionError("expected a certificate with rounding='sound', got one with rounding='ignore'")
@@ -101,8 +101,9 @@ class Certificate(Shown):
             OptionError: see `certified`; or an ``eps`` that the range of the inputs makes a slip (36 for 36/255), see
                 `lipkit.certificates.intervals.check_radii`: ``large_eps`` asks for a large one.
         """
+        found = self.certified(eps, rounding=rounding)
         check_radii([eps], self.input_shape, self.input_range, seen=self.sample_range, large=large_eps)
-        return float(self.certified(eps, rounding=rounding).double().mean())
+        return float(found.double().mean())
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row a sample, numbers that read back exactly.

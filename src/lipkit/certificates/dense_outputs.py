@@ -317,7 +317,7 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
 def check_eps(eps: float) -> None:
     """Raise ``OptionError`` unless eps is a finite number >= 0."""
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
-        raise OptionError(f"eps: expected a finite number >= 0, got {eps!r}")
+        raise OptionError(f"eps: expected a finite number >= 0 (int or float), got {eps!r}")
 
 
 def _check_labels(outputs: Tensor, labels: Tensor, ignored: int) -> None:

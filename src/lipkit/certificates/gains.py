@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import Barrier, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
+from lipkit.certificates.measurement import check_network
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
@@ -96,6 +97,7 @@ def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
     >>> round(local_gain(net, (2.0, 3.0)), 6), round(local_gain(net, (-1.0, 1.0)), 6)  # 1 - tanh(2)^2
     (0.070651, 1.0)
     """
+    check_network(network, "local_gain")
     everywhere = float(lipschitz(network))
     if not math.isfinite(everywhere):
         return everywhere
@@ -123,6 +125,7 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     >>> [round(value, 9) for value in gain_matrix(net)[0].tolist()]
     [3.0, 4.0]
     """
+    check_network(network, "gain_matrix")
     everywhere = float(lipschitz(network))
     parts = _parts(network, (-math.inf, math.inf) if box is None else box, None)
     if len(parts) != 1 or not parts[0].weights:

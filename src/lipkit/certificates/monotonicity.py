@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lipkit.certificates.measurement import check_network
 from lipkit.errors import NoRuleError
 from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
@@ -33,13 +34,14 @@ def monotone(network: Network) -> Tensor:
         Everywhere, not only in an input range; for the exact function of the stored numbers.
 
     Raises:
-        NoRuleError: another module, or inputs that are no vectors.
+        NoRuleError: another module, numbers that are not finite, or inputs that are no vectors.
 
     >>> net = Network([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[1.0, -1.0], [2.0, 3.0]])), net[2].weight.fill_(1.0)
     >>> monotone(net).tolist()
     [[1, 0]]
     """
+    check_network(network, "monotone")
     guard(network)
     if len(network.input_shape) != 1:
         raise NoRuleError(f"monotone: expected inputs that are vectors, got the shape {network.input_shape}")
@@ -49,6 +51,8 @@ def monotone(network: Network) -> Tensor:
     up, down = torch.ones_like(same), ~same
     for module in network:
         guard(module)
+        if not all(bool(t.isfinite().all()) for t in (*module.parameters(), *module.buffers())):
+            raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")
         if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()
             spoilt = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
