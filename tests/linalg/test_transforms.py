@@ -125,6 +125,7 @@ NAMES = {
     "torch.autograd.forward_ad._current_level": "no public way; dual numbers count as not at work",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "no public way; no proofs inside of torch.func",
     "torch._C._functorch.is_gradtrackingtensor": "no public way; no proofs inside of torch.func",
+    "torch._C._functorch.is_legacy_batchedtensor": "no public way; a batch of gradients then fails in torch",
     "torch._C._functorch.is_batchedtensor": "no public way; no proofs inside of torch.func",
     "torch._C._functorch.get_unwrapped": "no public way; no proofs inside of torch.func",
     "torch._C._get_nnpack_enabled": "torch.backends.nnpack.set_flags returns it, but sets it; NNPACK counts as enabled",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lipkit
 from lipkit.conv import kernel_symbol
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import (
@@ -18,6 +19,7 @@ from lipkit.modules import (
     FourierConv2d,
     GroupSort,
     MaxMin,
+    MaxMinShift2d,
     Network,
     Shift2d,
     group_sort,
@@ -269,3 +271,28 @@ def test_gradients_of_maxmin_are_exchanged_to_the_bit(dtype: torch.dtype) -> Non
     p, q = g.chunk(2, 1)
     assert x.grad is not None
     assert torch.equal(x.grad, torch.cat((torch.where(a >= b, p, q), torch.where(a >= b, q, p)), 1))
+
+
+@pytest.mark.parametrize(("channels", "moved"), [(16, 1), (16, 2), (12, 2), (8, 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_maxmin_and_shift_in_one_pass_are_the_two_to_the_bit(channels: int, moved: int, dtype: torch.dtype) -> None:
+    fused, generator = MaxMinShift2d(channels, moved), torch.Generator().manual_seed(0)
+    x = torch.randn(3, channels, 4, 3, generator=generator).to(dtype).requires_grad_()
+    a, b = x.chunk(2, 1)
+    y, apart = fused(x), Shift2d(channels, moved)(torch.cat((torch.maximum(a, b), torch.minimum(a, b)), 1))
+    assert torch.equal(y, apart)
+    assert torch.equal(fused(x.detach()), apart)
+    g = torch.randn(y.shape, generator=generator).to(dtype)
+    found = torch.autograd.grad(y, x, g, retain_graph=True)[0]
+    assert torch.equal(found, torch.autograd.grad(apart, x, g)[0])
+    assert torch.equal(torch.autograd.grad(y, x, torch.stack((g, g)), is_grads_batched=True)[0][1], found)
+
+
+def test_maxmin_and_shift_in_one_pass_can_be_differentiated_twice_and_are_exported_apart() -> None:
+    x = torch.randn(1, 8, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(MaxMinShift2d(8, 1), (x,), check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(MaxMinShift2d(8, 1), (x,))
+    exported = lipkit.export(nn.Sequential(MaxMinShift2d(8, 1)), (8, 2, 3))
+    assert [type(m) for m in exported] == [MaxMin, Shift2d]
+    with pytest.raises(ShapeError, match="Shift2d: expected images"):
+        MaxMinShift2d(8, 1)(x[:, :6])

@@ -55,8 +55,8 @@ def has_global_hooks() -> bool:
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
-def transformed() -> bool:
-    """True inside ``torch.func`` (vmap, jvp, grad, ...), a batch of gradients or forward-mode differentiation.
+def transformed(gradient: Tensor | None = None) -> bool:
+    """True inside ``torch.func`` (vmap, jvp, grad, ...) or forward-mode differentiation, or for a batch of gradients.
 
     They follow torch's operations, but not writes into preallocated memory: pure functions take another path there.
 
@@ -64,7 +64,9 @@ def transformed() -> bool:
     (False, tensor([1., 1.]))
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0
+    # ``torch.autograd.grad(..., is_grads_batched=True)`` has a batching of its own, which only its tensors show.
+    legacy = gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 
 
 def directly(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

@@ -11,7 +11,7 @@ from lipkit.errors import OptionError
 from lipkit.layers import NormalizedLinear, StiefelConv2d, StiefelLinear
 from lipkit.models._parts import check_sizes, make_activation
 from lipkit.models.frame import Common, Image, architecture
-from lipkit.modules import PositionCode, Shift2d
+from lipkit.modules import MaxMinShift2d, PositionCode, Shift2d
 
 
 @architecture()
@@ -54,8 +54,8 @@ def patchnet(
         OptionError: sizes that are not as above. ShapeError: another input shape.
 
     >>> net = patchnet(2, [(16, 2), (32, 1)], narrow=8, dense=[16], input_shape=(1, 8, 8))
-    >>> [type(m).__name__ for m in net][:6]
-    ['StiefelConv2d', 'MaxMin', 'Shift2d', 'StiefelConv2d', 'MaxMin', 'Shift2d']
+    >>> [type(m).__name__ for m in net][:4]
+    ['StiefelConv2d', 'MaxMinShift2d', 'StiefelConv2d', 'MaxMinShift2d']
     >>> net[-1]
     NormalizedLinear(16, 10, bias=True)
 
@@ -81,10 +81,11 @@ def patchnet(
             layers.append(StiefelConv2d(width, wide, 1, stride))
             if position and not number and not block:
                 layers.append(PositionCode(wide, *image.divided(patch)))
-            layers.append(make_activation(activation))
-            width = wide
-            if (each := int(wide * moved)) > 0:
-                layers.append(Shift2d(wide, each))
+            width, each = wide, int(wide * moved)
+            if each and activation is None:
+                layers.append(MaxMinShift2d(wide, each))
+            else:
+                layers += [make_activation(activation), *([Shift2d(wide, each)] if each else [])]
     if narrow is not None:
         layers += [StiefelConv2d(width, narrow, 1), make_activation(activation)]
         width = narrow

