@@ -22,6 +22,7 @@ from lipkit.integer.quantisation import quantise
 from lipkit.linalg.precision import check_underflow
 from lipkit.modules.chains import ChainProof, prove_chain
 from lipkit.modules.guarding import guard, refuse_wrapper
+from lipkit.modules.storage import Contents, contents, same_contents
 from lipkit.proof.arithmetic import Arithmetic
 from lipkit.shown import Shown, upper
 
@@ -42,6 +43,7 @@ class Proof(Shown):
         chain: constants and rounding errors, module by module.
         arithmetic: of the evaluator.
         network: the copy in float64, on `device`.
+        stored: a copy of all that is stored (`lipkit.modules.storage.contents`), to know the network again.
         program: of the evaluator ``"integer"``; else None.
         logits: inputs in float64 to outputs with their rounding errors; None where rounding is ignored.
     """
@@ -54,6 +56,7 @@ class Proof(Shown):
     chain: ChainProof = dataclasses.field(repr=False)
     arithmetic: Arithmetic = dataclasses.field(repr=False)
     network: modules.Network = dataclasses.field(repr=False)
+    stored: Contents = dataclasses.field(repr=False)
     device: torch.device = dataclasses.field(repr=False)
     program: Program | None = dataclasses.field(repr=False)
     logits: Callable[[Tensor], sound.Logits] | None = dataclasses.field(repr=False)
@@ -79,10 +82,10 @@ class Proof(Shown):
         """
         for module in network.modules():
             guard(module)
-        found = modules.sha256(network)
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
-        if (found, wanted) != (self.network_sha256, got):
+        if wanted != got or not same_contents(contents(network), self.stored):
+            found = modules.sha256(network)
             raise OptionError(
                 f"proof: expected one of the network with sha256 {found} for {_words(*wanted)}, got one of "
                 f"{self.network_sha256} for {_words(*got)}: prove this network with lipkit.prove"
@@ -131,7 +134,7 @@ def prove(
     """Prove once what every certificate of a network needs, to be given to `lipkit.certify` again and again.
 
     **Guarantee.** As of `lipkit.certify`: the constants are proved in float64 from the stored numbers and rounded up.
-    Whoever takes the proof computes the hash of the network anew and refuses a proof of other numbers, of another
+    Whoever takes the proof compares the network with it, byte by byte, and refuses a proof of other numbers, of another
     structure, or for another evaluator. A certificate is the same with the proof and without.
 
     Args:
@@ -143,7 +146,7 @@ def prove(
         `lipkit.certificates.Proof`.
 
     Cost:
-        The bounds of all layers, and memory for three float64 numbers for each one of the network.
+        The bounds of all layers, and memory for three float64 numbers and a copy of each one of the network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
@@ -168,7 +171,8 @@ def prove(
             program = quantise(exact, chain)
         logits = functools.partial(sound.integer_logits, program)
     elif rounding == "sound":
-        logits = sound.Evaluation(chain, arithmetic)
+        zero = torch.zeros(1, *network.input_shape, dtype=torch.float64, device=where)
+        logits = sound.Evaluation(chain, arithmetic, zero)
     return Proof(
         constant=chain.constant,
         body_constant=chain.body_constant,
@@ -178,6 +182,7 @@ def prove(
         chain=chain,
         arithmetic=arithmetic,
         network=exact,
+        stored=[(text, numbers.copy()) for text, numbers in contents(network)],
         device=where,
         program=program,
         logits=logits,

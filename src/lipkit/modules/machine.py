@@ -141,6 +141,54 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
+def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> ErrorBound:
+    """What each norm adds to the bounds of `by_norms`; entry 0 is added to every sample, entry k + 1 is of module k.
+
+    Around 0 the error of a module is ``own(0) + slope ||h||`` for every h; errors of modules only add up on their way.
+
+    Args:
+        zero: (1, *input_shape) zeros in float64.
+    """
+    count = len(steps) + 1
+    factors = start(zero.new_zeros(count, 1))
+
+    def apart(line: Line, place: int) -> Line:
+        at = zero.new_zeros(count)
+        at[0], at[place] = line.at[0], line.slope
+        return Line(at, line.slope)
+
+    with torch.no_grad():
+        for place, step in enumerate(steps, 1):
+            own = Local(*(apart(line, place) for line in step.machine(torch.zeros_like(zero))))
+            factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
+            zero = step.module(zero)
+    return factors
+
+
+def by_norms(steps: Sequence[ProvedModule], factors: ErrorBound, x: Tensor) -> tuple[ErrorBound, Tensor]:
+    """`through` in float64 arithmetic with norms for the errors of all modules but one, which adds most of them.
+
+    Returns:
+        The bounds, and how much lower (N,) those of `through` can be at most.
+    """
+    most = int(factors.error.at[1:].argmax()) + 1
+    norms, x = [x.new_ones(len(x))], x.clone()  # modules may work in place
+    measured = norms[0]
+    with torch.no_grad():
+        for place, step in enumerate(steps, 1):
+            norms.append(size(x))
+            if place == most:
+                own = step.machine(x).error
+                measured = torch.minimum(grow(own.at / max(own.slope, 2.0**-1000)), norms[-1])
+            x = step.module(x)
+    beside = torch.stack(norms, 1) * (1 + FLOAT64.gamma(len(norms) + 4))
+    errors = torch.stack((factors.error.at, factors.centre_error), 1)
+    loss = torch.cat((beside[:, :most], beside[:, most + 1 :]), 1) @ torch.cat((errors[:most], errors[most + 1 :]))
+    error, centre = grow(loss + measured[:, None] * errors[most]).unbind(1)
+    move, peak = Line(nothing(x).at, factors.move.slope), Line(grow(beside @ factors.peak.at), factors.peak.slope)
+    return ErrorBound(x, centre, Line(error, factors.error.slope), move, peak), loss.sum(1)
+
+
 def reach(bound: ErrorBound) -> Line:
     """Bound of the norm of the machine's output: ``||centre|| + spread``."""
     return bound.spread.plus(Line(grow(size(bound.centre)), 0.0))
