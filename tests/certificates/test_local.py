@@ -20,7 +20,7 @@ import lipkit_check
 from lipkit import modules
 from lipkit.certificates import certify, local, relaxation
 from lipkit.certificates.certificate_file import describe, read_certificate, verify, write_certificate
-from lipkit.certificates.circuit import Circuit, Leaf, Linear, Noise, circuit_rule
+from lipkit.certificates.circuit import _RULES, Circuit, Leaf, Linear, Noise, circuit_rule
 from lipkit.certificates.local import Ball, Bounds
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import CertificateViolation, DataError, NoRuleError, OptionError
@@ -518,23 +518,23 @@ def test_what_has_no_rule_is_a_ball_by_its_constant() -> None:
     assert Circuit(images(0).double(), FLOAT32).leaves is False
 
 
-def test_a_module_from_outside_joins_by_one_row() -> None:
+def test_a_module_from_outside_joins_by_one_rule() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + x
 
-    def twice(circuit: Circuit, module: Twice, value: int) -> int:
+    @circuit_rule(Twice)
+    def _(circuit: Circuit, module: Twice, value: int) -> int:
         return circuit.total((value, value), (1.0, 1.0), Noise(depth=1, terms=2))
 
-    error = lambda module, *at: modules.local_error(nn.ReLU(), *at)  # noqa: E731
-    modules.add_plain(modules.Plain(Twice, 2.0, error, circuit=twice))
+    modules.add_plain(modules.Plain(Twice, 2.0, lambda module, *at: modules.local_error(nn.ReLU(), *at)))
     try:
         network = modules.Network([nn.Linear(3, 3), Twice(), nn.ReLU(), nn.Linear(3, 2)], (3,)).double()
         assert not Circuit(network, FLOAT64).leaves
         with pytest.raises(NoRuleError, match="already has a rule"):
             circuit_rule(nn.ReLU)(lambda circuit, module, value: value)
     finally:
-        del modules.ROWS[Twice]
+        del _RULES[Twice], modules.ROWS[Twice]
 
 
 def test_modules_that_work_in_place_change_nothing() -> None:

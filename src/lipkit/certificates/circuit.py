@@ -25,12 +25,11 @@ from lipkit.errors import NoRuleError
 from lipkit.modules.activations import ACTIVATIONS, GroupSort, MaxMin
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Maximum
-from lipkit.modules.guarding import guard, type_name
+from lipkit.modules.guarding import guard, remember, type_name
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import local_error
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import LayerCenter
-from lipkit.modules.plain import ROWS, CircuitRule, fill
 from lipkit.modules.pooling import Mean, window_terms
 from lipkit.modules.rearrange import Shift2d
 from lipkit.modules.registry import Shape, output_shape
@@ -155,10 +154,9 @@ class Circuit:
             NoRuleError: it, or a part of it, has no rule.
         """
         guard(module)
-        rule = ROWS[type(module)].circuit if type(module) in ROWS else None
-        if rule is None:
+        if type(module) not in _RULES:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
-        return rule(self, module, *values)
+        return _RULES[type(module)](self, module, *values)
 
     def linear(self, value: int, linear: Linear) -> int:
         """A linear map of a value."""
@@ -192,6 +190,11 @@ class Circuit:
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
 
+CircuitRule = Callable[..., int]
+
+_RULES: dict[type[nn.Module], CircuitRule] = {}
+
+
 def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule]:
     """Register ``rule(circuit, module, *values) -> value`` for exactly these types: what a module is made of.
 
@@ -199,9 +202,18 @@ def circuit_rule(*types: type[nn.Module]) -> Callable[[CircuitRule], CircuitRule
     ...     def forward(self, x): return x + x
     >>> @circuit_rule(Twice)
     ... def _(circuit, module, value): return circuit.total((value, value), (1.0, 1.0), Noise(depth=1, terms=2))
-    >>> del ROWS[Twice]  # only so that the example leaves the table as it was
+    >>> del _RULES[Twice]  # only so that the example leaves the table as it was
     """
-    return fill("circuit", types)
+
+    def put(rule: CircuitRule) -> CircuitRule:
+        for kind in types:
+            if kind in _RULES:
+                raise NoRuleError(f"{type_name(kind)} already has a rule of local bounds; expected one for each type")
+            _RULES[kind] = rule
+            remember(kind)
+        return rule
+
+    return put
 
 
 def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

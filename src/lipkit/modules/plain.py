@@ -74,9 +74,8 @@ ExportRule = Callable[[Any, Shape], nn.Module]
 RoundingRule = Callable[[Any, Shape, Arithmetic], Measure]
 RangeRule = Callable[[Any, Range], Range]
 IntegerRule = Callable[[Any, Any, Any, float], Any]
-CircuitRule = Callable[..., int]
 
-Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule, CircuitRule)
+Rule = TypeVar("Rule", LipschitzRule, ExportRule, IntegerRule)
 
 
 class Plain(NamedTuple):
@@ -90,7 +89,6 @@ class Plain(NamedTuple):
         stored: what its constructor takes, by name, or a `Stored`; a module that is stored exports as a copy.
         range: its values for inputs in a `Range`; by default the centre's, and the constant times the radius around it.
         integer: ``integer(builder, module, value, gain)``, its program in int32 (`lipkit.integer.Builder`).
-        circuit: ``circuit(circuit, module, *values)``, its value for local bounds (`lipkit.certificates.circuit`).
         export: ``export(module, input_shape)``, plain modules that compute the same, where it is none itself.
         dims: dimensions of a sample, at least and at most: with fewer, torch takes the batch for channels or pixels.
     """
@@ -101,7 +99,6 @@ class Plain(NamedTuple):
     stored: Mapping[str, Accepts] | Stored | None = None
     range: RangeRule | None = None
     integer: IntegerRule | None = None
-    circuit: CircuitRule | None = None
     export: ExportRule | None = None
     dims: tuple[int, int] = (0, 9)
 
