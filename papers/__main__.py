@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from lipkit.cli.console import display
-from lipkit.cli.main import run
+from lipkit.cli.main import main as program
 from lipkit.cli.train import data_root, split_arguments
 from lipkit.errors import OptionError, suggestion
 from lipkit.experiments.outcome import Display
@@ -188,8 +188,8 @@ def cores() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code, see `lipkit.cli.main.run`."""
-    return run(command, arguments, "python -m papers")
+    """Run the command and return its exit code, see `lipkit.cli.main.main`."""
+    return program(arguments, command, "python -m papers")
 
 
 if __name__ == "__main__":

@@ -108,20 +108,15 @@ def cli(debug: bool) -> None:
     """Lipschitz-bounded neural networks: train, certify, report."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code, see `run`; ``arguments`` are without the program's name."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and given[:1] == ["train"]:
-        keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
-    return run(cli, given, "lipkit")
-
-
-def run(command: click.Command, arguments: Sequence[str], name: str) -> int:
+def main(arguments: Sequence[str] | None = None, command: click.Command = cli, name: str = "lipkit") -> int:
     """Run a command and return its exit code; ``--debug`` anywhere shows the traceback of an error.
 
     0: done. 2: wrong usage or input, one line on stderr. 1: an error that lipkit does not know. 130: interrupted.
+    ``arguments`` are without the program's name.
     """
-    given = list(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and given[:1] == ["train"]:
+        keep_freed_memory()  # this process is the program's own, and takes the same large tensors again and again
     end = given.index("--") if "--" in given else len(given)
     debug = "--debug" in given[:end]
     given = [a for i, a in enumerate(given) if a != "--debug" or i > end]

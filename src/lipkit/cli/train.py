@@ -18,7 +18,6 @@ from lipkit.memory import importing
 from lipkit.text import printable
 
 if TYPE_CHECKING:
-    from lipkit.experiments.recipe import Recipe
     from lipkit.experiments.run import Outcome
 
 
@@ -56,20 +55,40 @@ def command(
         with importing():
             from lipkit.experiments.recipe import DEFAULT, load_recipe
 
-        _train(load_recipe(name or DEFAULT, overrides + placed), seeds, out or Path("runs"), large_eps)
+        recipe = load_recipe(name or DEFAULT, overrides + placed)
     elif name is not None or overrides or seeds is not None or out is not None:
         raise click.UsageError(
             "--resume takes all from the run: expected no RECIPE, KEY=VALUE, --seeds, --out or --root"
         )
-    else:
+    with importing():
         from lipkit.cli.console import display
-        from lipkit.experiments import run as pipeline
+        from lipkit.experiments import run as pipeline  # slow to import: after the recipe was found to be right
 
-        with display() as show:
+    outcomes: list[Outcome] = []
+    with display() as show:
+        if resume is not None:
             recipe = pipeline.read_recipe(resume, placed, allow_code=allow_code)
             outcome = pipeline.train(recipe, resume=resume, display=show, large_eps=large_eps)
-        if outcome is not None:
-            click.echo(result(outcome))
+            outcomes += [] if outcome is None else [outcome]
+        else:
+            with importing():
+                fabric = pipeline.make_fabric(recipe.train)
+            for seed in range(recipe.train.seed, recipe.train.seed + (seeds or 1)):
+                again = pipeline.seeded(recipe, seed)
+                outcome = pipeline.train(
+                    again, out=out or Path("runs"), display=show, fabric=fabric, large_eps=large_eps
+                )
+                if outcome is not None:
+                    outcomes.append(outcome)
+                    if seeds:
+                        show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
+    if seeds and outcomes:
+        from lipkit.report.comparison import settings, to_text
+
+        folders = [outcome.folder for outcome in outcomes]
+        click.echo(f"{to_text(settings(folders))}\n\nruns  {', '.join(printable(folder) for folder in folders)}")
+    elif outcomes:
+        click.echo(result(outcomes[0]))
 
 
 def started(name: str | None, resume: Path | None) -> str:
@@ -83,33 +102,6 @@ def started(name: str | None, resume: Path | None) -> str:
         return f"continuing {printable(resume)}" if resume.is_dir() else ""
     name = name or ast.literal_eval(ast.unparse(Source("lipkit.experiments.recipe").find("DEFAULT")))
     return known.get(name, printable(name) if Path(name).is_file() else "")
-
-
-def _train(recipe: Recipe, seeds: int | None, out: Path, large_eps: bool) -> None:
-    with importing():
-        from lipkit.cli.console import display
-        from lipkit.experiments import run as pipeline  # slow to import: after the recipe was found to be right
-
-    first = recipe.train.seed
-    outcomes = []
-    with display() as show:
-        with importing():
-            fabric = pipeline.make_fabric(recipe.train)
-        for seed in range(first, first + (seeds or 1)):
-            outcome = pipeline.train(
-                pipeline.seeded(recipe, seed), out=out, display=show, fabric=fabric, large_eps=large_eps
-            )
-            if outcome is not None:
-                outcomes.append(outcome)
-                if seeds:
-                    show.note(f"seed {seed}: {', '.join(f'{k} {v:.4f}' for k, v in outcome.metrics.items())}")
-    if seeds and outcomes:
-        from lipkit.report.comparison import settings, to_text
-
-        folders = [outcome.folder for outcome in outcomes]
-        click.echo(f"{to_text(settings(folders))}\n\nruns  {', '.join(printable(folder) for folder in folders)}")
-    elif outcomes:
-        click.echo(result(outcomes[0]))
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
