@@ -137,13 +137,17 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
         raise ShapeError(f"expected constants of shape {(classes, classes)}, got {tuple(constants.shape)}")
     logits = logits.double()
     difference = next_down(logits.gather(1, labels[:, None]) - logits)
-    lipschitz = constants.double().to(logits.device)[labels]
-    positive = (difference > 0) & lipschitz.isfinite()
-    moving = positive & (lipschitz > 0)
-    quotient = next_down(difference / torch.where(moving, lipschitz, 1.0))
-    pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
-    radius = pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    radius = nearest(difference, constants.double().to(logits.device)[labels], labels)
     return torch.where(logits.isfinite().all(dim=1), radius, 0.0)
+
+
+def nearest(gap: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
+    """The smallest ``gap / slope`` (N, K) of the classes other than the label, rounded down, with `radii`'s zeros."""
+    positive = (gap > 0) & slope.isfinite()
+    moving = positive & (slope > 0)
+    quotient = next_down(gap / torch.where(moving, slope, 1.0))
+    pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
+    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
 
 
 def check_logits(logits: Tensor, labels: Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lipkit.certificates import margins
 from lipkit.integer.program import Program
 from lipkit.modules.chains import ChainProof
 from lipkit.modules.dense import last_layer
@@ -150,13 +151,7 @@ def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None
     values = logits.values
     difference = next_down(values.gather(1, labels[:, None]) - values)
     at, slope = margin_errors(logits, labels, rows)
-    top = next_down(difference - at)
-    bottom = grown(constants[labels] + slope)
-    fits = (top > 0) & bottom.isfinite()
-    moving = fits & (bottom > 0)
-    quotient = next_down(top / torch.where(moving, bottom, 1.0))
-    pair_radius = torch.where(moving, quotient, torch.where(fits, math.inf, 0.0)).clamp_min(0.0)
-    radius = pair_radius.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    radius = margins.nearest(next_down(difference - at), grown(constants[labels] + slope), labels)
     room = arithmetic.room - logits.peak.at
     cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
     known = values.isfinite().all(dim=1) & (room > 0)

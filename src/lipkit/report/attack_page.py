@@ -148,10 +148,6 @@ def render(
     return environment().get_template("attack.html.j2").render(record=record, rows=rows, figures=figures)
 
 
-def _ratio(row: Mapping[str, float]) -> float:
-    return row["l2"] / row["radius"] if row["radius"] > 0 else math.inf
-
-
 def _number(value: float) -> float | str:
     """The value; NaN and infinities, which JSON lacks, as texts, as in the record of a run."""
     if math.isfinite(value):
