@@ -167,9 +167,6 @@ def analyze(
         tight: bound runs of dense layers by LipSDP, too (`lipkit.certificates.tight`); None does so for at most 600
             hidden units.
 
-    Returns:
-        :class:`NetworkBound`.
-
     Guarantee:
         ``upper`` bounds the function that the stored weights define in exact arithmetic, rounding of the computation
         of the bound included, for inputs of this shape and batches of any size. There a cast to a format that holds

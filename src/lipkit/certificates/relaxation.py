@@ -51,10 +51,6 @@ def _at(*joints: float) -> Callable[[Any], tuple[float | Tensor, ...]]:
     return lambda module: joints
 
 
-def _thresholds(module: NActivation) -> tuple[float | Tensor, ...]:
-    return module.thresholds.amin(0), module.thresholds.amax(0)
-
-
 # Where s'' of SiLU vanishes: z tanh(z / 2) = 2.
 _SILU = 2.3993572805154
 
@@ -65,7 +61,7 @@ CURVES: dict[type[nn.Module], Curve] = {
     nn.Softshrink: Curve(lambda m: (-m.lambd, m.lambd), (0, 0, 0)),
     nn.Hardsigmoid: Curve(_at(-3.0, 3.0), (0, 0, 0)),
     nn.Hardswish: Curve(_at(-3.0, 3.0), (0, 1, 0)),
-    NActivation: Curve(_thresholds, (0, 0, 0)),
+    NActivation: Curve(lambda m: (m.thresholds.amin(0), m.thresholds.amax(0)), (0, 0, 0)),
     **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softsign), Curve(_at(0.0), (1, -1))),
     nn.Tanhshrink: Curve(_at(0.0), (-1, 1)),
     nn.Softplus: Curve(_at(), (1,)),

@@ -26,7 +26,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except _BROKEN as error:
-        raise DataError(f"{path}: expected a readable, complete file, got {_reason(error)}") from error
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"{path}: expected a readable, complete file, got {type(error).__name__}: {text}") from error
 
 
 def file_size(path: Path, source: str) -> int:
@@ -77,8 +78,3 @@ def read_exactly(stream: io.BufferedIOBase, size: int, path: Path) -> bytearray:
     if stream.read(1):
         raise DataError(f"{path}: expected {size} bytes of data, got more (trailing bytes)")
     return buffer
-
-
-def _reason(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{type(error).__name__}: {text}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -214,14 +213,11 @@ class Program:
 
     def run(self, q: Tensor) -> Tensor:
         """Integers (N, n) in the box to the integer outputs (N, K): int64 tensors of numbers that fit into int32."""
-        return _last(self.operations, [q])
+        values = [q]
+        for operation, reads in self.operations:
+            values.append(operation(*(values[i] for i in reads)))
+        return values[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Inputs (N, *input_shape) to outputs (N, K) in float64, which holds them exactly."""
         return self.run(self.quantise(x).cpu()).double() * 2.0**-self.fraction
-
-
-def _last(operations: Iterable[tuple[Operation, tuple[int, ...]]], values: list[Tensor]) -> Tensor:
-    for operation, reads in operations:
-        values.append(operation(*(values[i] for i in reads)))
-    return values[-1]

@@ -331,10 +331,6 @@ def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return found
 
 
-def _group_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
-    return nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), epsilon, device="meta")
-
-
 # Pools: those of sequences as those of images of one row.
 
 
@@ -385,10 +381,6 @@ def _average_pool(c: Call, x: Any, kernel: list[int], strides: list[int], dilati
         return y
     inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), around)
     return y * (1 / F.avg_pool2d(inside, kernel, strides))
-
-
-def _global_average(c: Call) -> Any:
-    return nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True)
 
 
 # Activations.
@@ -692,10 +684,6 @@ def _squeeze(c: Call) -> Any:
     return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
 
 
-def _unsqueeze(c: Call) -> Any:
-    return reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.moved)
-
-
 def _concat(c: Call) -> Any:
     axis = c.axis(c.get("axis", 1), max(t.ndim for t in c.operands))
     if not c.moving or len(c.moving) == len(c.operands):
@@ -816,8 +804,12 @@ OPERATORS: dict[str, Row] = {
     "Gather": Row(_gather, (1, 11, 13), copies=True),
     "Gelu": Row(lambda c: nn.GELU(c.get("approximate", b"none").decode()), (20,)),
     "Gemm": Row(_gemm, (7, 9, 11, 13)),
-    "GlobalAveragePool": Row(_global_average, (1, 22)),
-    "GroupNormalization": Row(_normalised(_group_norm), (18, 21)),
+    "GlobalAveragePool": Row(
+        lambda c: nn.AdaptiveAvgPool2d(1) if c.rank == 4 else c.x.mean(list(range(2, c.rank)), keepdim=True), (1, 22)
+    ),
+    "GroupNormalization": Row(
+        _normalised(lambda c, _, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")), (18, 21)
+    ),
     "HardSigmoid": Row(_hard_sigmoid, (6, 22)),
     "HardSwish": Row(activation(nn.Hardswish), (14, 22)),
     "Identity": Row(activation(nn.Identity), (1, 13, 14, 16, 19, 21, 23, 24, 25), copies=True, rowwise=True),
@@ -863,7 +855,11 @@ OPERATORS: dict[str, Row] = {
     "Transpose": Row(
         lambda c: c.moved.permute(list(c.get("perm", range(c.rank)[::-1]))), (1, 13, 21, 23, 24, 25), copies=True
     ),
-    "Unsqueeze": Row(_unsqueeze, (1, 11, 13, 21, 23, 24, 25), copies=True),
+    "Unsqueeze": Row(
+        lambda c: reduce(lambda x, axis: x.unsqueeze(axis), c.axes(more=1), c.moved),
+        (1, 11, 13, 21, 23, 24, 25),
+        copies=True,
+    ),
     "Upsample": Row(_enlarge, (7, 9, 10)),
     "Where": Row(lambda c: torch.where(*c.operands), (9, 16), moves=False, copies=True),
 }

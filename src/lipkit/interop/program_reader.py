@@ -41,16 +41,6 @@ def _function(name: str) -> Callable[..., Any]:
     return found
 
 
-def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn: bool
-) -> Tensor:
-    return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
-
-
-def _slice(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
-    return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
-
-
 def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
     if scale != 1 or input_scale != 1:
         raise NoRuleError(f"aten.elu: expected scale and input_scale 1, got {scale} and {input_scale}")
@@ -74,7 +64,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 } | {
     # Those with arguments of another order, or more of them.
     "avg_pool2d.default": lambda x, size, stride=(), *args: F.avg_pool2d(x, size, stride or None, *args),
-    "batch_norm.default": _batch_norm,
+    "batch_norm.default": lambda x, weight, bias, mean, var, training, momentum, eps, cudnn: F.batch_norm(
+        x, mean, var, weight, bias, training, momentum, eps
+    ),
     "cat.default": lambda tensors, dim=0: torch.cat(tensors, dim),
     "clone.default": lambda x, memory_format=None: x.clone(),
     "contiguous.default": lambda x, memory_format=None: x.contiguous(),
@@ -90,7 +82,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "log_sigmoid.default": lambda x: F.logsigmoid(x),
     "max_pool2d.default": lambda x, size, stride=(), *args: F.max_pool2d(x, size, stride or None, *args),
     "silu_.default": lambda x: F.silu(x, inplace=True),
-    "slice.Tensor": _slice,
+    "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
+        (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
+    ],
     "softmax.int": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=dtype),
     "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
     "sym_size.int": lambda x, dim: x.size(dim),

@@ -109,14 +109,6 @@ def convert(
       converted  0: Conv2d -> LotConv2d, nearest; zero padding became circular
       converted  4: Linear -> OrthogonalLinear, nearest
       kept       1: BatchNorm2d: its constant depends on its statistics: leave it out, or use forward="rebuild"
-    >>> print(convert(net.eval(), "lot", input_shape=(3, 8, 8), forward="rebuild", activation="maxmin"))
-    2 layers converted, 0 kept that need a look
-      converted  0: Conv2d -> LotConv2d, nearest; zero padding became circular
-      converted  3: Linear -> OrthogonalLinear, nearest
-    >>> net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), nn.ReLU())
-    >>> print(convert(net, None, input_shape=(4,)))
-    1 layers converted, 0 kept that need a look
-      converted  0: ParametrizedLinear -> Linear, the same function
     """
     for module in model.modules():
         refuse_wrapper(module, "convert")

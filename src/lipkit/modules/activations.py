@@ -266,15 +266,6 @@ def _softplus_error(module: nn.Softplus, input_shape: Shape, arithmetic: Arithme
     return measure
 
 
-def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    # The limits are rounded to the format.
-    return pointwise(0.0, max(abs(module.min_val), abs(module.max_val)), 0.0, input_shape, arithmetic)
-
-
-def _softshrink_error(module: nn.Softshrink, input_shape: Shape, arithmetic: Arithmetic) -> Measure:
-    return pointwise(2.0, 4 * abs(module.lambd), 0.0, input_shape, arithmetic)
-
-
 def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> None:
     value = getattr(module, name)
     if not (math.isfinite(value) and value > 0 and value >= least):
@@ -284,14 +275,6 @@ def _positive(module: nn.Module, name: str, why: str, least: float = 0.0) -> Non
 
 def _at_least_one(slope: float) -> float:
     return math.inf if math.isnan(slope) else max(1.0, abs(slope))
-
-
-def _hardtanh(module: nn.Hardtanh) -> float:
-    return 1.0 if -math.inf < module.min_val <= module.max_val < math.inf else math.inf
-
-
-def _softshrink(module: nn.Softshrink) -> float:
-    return 1.0 if 0 <= module.lambd < math.inf else math.inf
 
 
 def _celu(module: nn.CELU) -> float:
@@ -403,9 +386,13 @@ for _row in (
     Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,)),
     # min(0, x) - log1p(e^-|x|), with log1p <= log 2
     Activation(nn.LogSigmoid, 1.0, (2.0, 2 * LIBRARY + 4), {}, True, (F.logsigmoid,)),
-    Activation(nn.Hardtanh, _hardtanh, _hardtanh_error, {"min_val": real, "max_val": real},
+    # The limits are rounded to the format.
+    Activation(nn.Hardtanh, lambda m: 1.0 if -math.inf < m.min_val <= m.max_val < math.inf else math.inf,
+               lambda m, *at: pointwise(0.0, max(abs(m.min_val), abs(m.max_val)), 0.0, *at),
+               {"min_val": real, "max_val": real},
                lambda m: -math.inf < m.min_val <= m.max_val < math.inf, (F.hardtanh, F.hardtanh_)),
-    Activation(nn.Softshrink, _softshrink, _softshrink_error, {"lambd": real},
+    Activation(nn.Softshrink, lambda m: 1.0 if 0 <= m.lambd < math.inf else math.inf,
+               lambda m, *at: pointwise(2.0, 4 * abs(m.lambd), 0.0, *at), {"lambd": real},
                lambda m: 0 <= m.lambd < math.inf, (F.softshrink,)),
     # x - tanh(x), |tanh(x)| <= |x|
     Activation(nn.Tanhshrink, 1.0, (LIBRARY + 4, 0.0), {}, True, (F.tanhshrink,)),
@@ -455,9 +442,13 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     return proportional(0.0, constant, 4.0, 4.0 * n)
 
 
-def _softmax_range(module: nn.Softmax, x: Range) -> Range:
-    return Range(torch.zeros_like(x.low), torch.ones_like(x.high))
-
-
 # Its Jacobian diag(p) - p p^T has norm at most 1/2.
-add_plain(Plain(nn.Softmax, 0.5, _softmax_error, {"dim": either(INTEGER, None)}, _softmax_range))
+add_plain(
+    Plain(
+        nn.Softmax,
+        0.5,
+        _softmax_error,
+        {"dim": either(INTEGER, None)},
+        lambda module, x: Range(torch.zeros_like(x.low), torch.ones_like(x.high)),
+    )
+)

@@ -198,10 +198,6 @@ def _over(gain: float, rate: float, input_shape: Shape | None) -> float:
     return product(gain, *[rate] * (input_shape[0] - 1)) if input_shape[0] < 2000 else math.inf
 
 
-def _constant(module: Recurrent, input_shape: Shape | None) -> float:
-    return _over(_gain(module), module.rate, input_shape)
-
-
 class _Numbers(NamedTuple):
     """Of ||x|| / ||x||_P and its inverse; of (x, u) to v; of D11; of r to w = phi(r + D11 w); of B1 and D21."""
 
@@ -350,11 +346,6 @@ def _total(steps: list[_Step]) -> Local:
     return Local(error, peak)
 
 
-def _read(module: Recurrent) -> dict[str, Any]:
-    names = ("in_features", "out_features", "states", "units", "block", "phi", "gain", "rate")
-    return {name: getattr(module, name) for name in names}
-
-
 def _made(in_features: int, out_features: int, units: Any, states: int, **rest: Any) -> Recurrent:
     nv, nw = units
     matrix = torch.zeros(nv + states + out_features, nw + states + in_features)
@@ -431,7 +422,8 @@ class Outputs(nn.Module):
 
 
 _sizes = {"in_features": COUNT, "out_features": COUNT, "states": COUNT, "units": whole(0, count=2), "block": COUNT}
-_stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, _read, _made)
-add_plain(Plain(Recurrent, _constant, _rounding, _stored, export=_export, dims=(2, 2)))
+_stored = Stored({**_sizes, "phi": submodule, "gain": real, "rate": real}, make=_made)
+_bound = lambda module, shape: _over(_gain(module), module.rate, shape)  # noqa: E731
+add_plain(Plain(Recurrent, _bound, _rounding, _stored, export=_export, dims=(2, 2)))
 for _kind in (nn.RNN, Outputs):
     add_plain(Plain(_kind, _torch_constant, export=_torch_export, dims=(2, 2)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,7 +63,7 @@ def render(folder: Path) -> str:
 def environment() -> jinja2.Environment:
     """The jinja environment of a run's pages: their templates, and how figures are written in them."""
     made = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_template),
+        loader=jinja2.PackageLoader("lipkit.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=visible,
@@ -90,10 +89,6 @@ def _breakable(name: str) -> markupsafe.Markup:
     for mark in "._":
         escaped = escaped.replace(mark, markupsafe.Markup(f"{mark}<wbr>"))
     return escaped
-
-
-def _template(name: str) -> str:
-    return importlib.resources.files("lipkit.report").joinpath(f"templates/{name}").read_text("utf-8")
 
 
 def _results(folder: Path, record: AnyRecord) -> dict[str, Any]:

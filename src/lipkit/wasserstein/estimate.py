@@ -137,9 +137,6 @@ def distance(
         seed: of the parts, initial weights and batches. torch's global random state is left as it was.
         device: where to train.
 
-    Returns:
-        `Estimate`.
-
     Raises:
         DataError, ShapeError: samples that are not as above, or further apart than ``diameter``.
         OptionError: options outside their ranges, or a critic that does not have one output.

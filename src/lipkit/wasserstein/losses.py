@@ -25,9 +25,6 @@ def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
         fx: f on samples of P, any shape.
         fy: f on samples of Q, any shape.
 
-    Returns:
-        0-d tensor.
-
     >>> import torch
     >>> kr_loss(torch.tensor([2.0, 4.0]), torch.tensor([1.0])).item()
     -2.0
@@ -51,9 +48,6 @@ def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float 
         fy: f on samples of Q, any shape.
         alpha: weight of the hinge; not negative.
         margin: m, in units of f; positive.
-
-    Returns:
-        0-d tensor.
 
     Raises:
         OptionError: ``alpha`` or ``margin`` outside these ranges.

@@ -151,23 +151,17 @@ def _optimiser_step(case: Case, layer: nn.Module) -> None:
     optimiser.zero_grad()
 
 
-def _load(case: Case, layer: nn.Module) -> None:
-    layer.load_state_dict(case.moved(case.layer(extra=19), extra=19).state_dict())
-
-
-def _in_place(case: Case, layer: nn.Module) -> None:
-    case.moved(layer, extra=23)
-
-
 def _data(case: Case, layer: nn.Module) -> None:
     for p, q in zip(layer.parameters(), case.moved(case.layer(extra=29), extra=29).parameters(), strict=True):
         p.data = q.data.clone()
 
 
-CHANGES: dict[str, Callable[[Case, nn.Module], None]] = {
+CHANGES: dict[str, Callable[[Case, nn.Module], object]] = {
     "an optimiser step": _optimiser_step,
-    "load_state_dict": _load,
-    "an in-place edit": _in_place,
+    "load_state_dict": lambda case, layer: layer.load_state_dict(
+        case.moved(case.layer(extra=19), extra=19).state_dict()
+    ),
+    "an in-place edit": lambda case, layer: case.moved(layer, extra=23),
     "an assignment of .data": _data,
 }
 
