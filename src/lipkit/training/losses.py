@@ -1,8 +1,9 @@
 r"""Training losses: pure functions of (outputs, targets), and the table that names them.
 
 Notation: ``y`` (N, K) outputs, ``t`` (N,) labels, ``M_n = y_nt - max_{i != t} y_ni`` the margin of sample
-n, L the Lipschitz constant that the network was built for. None of these takes part in a certificate: they
-only decide what is learnt.
+n, L = ``lipschitz`` > 0 the Lipschitz constant that the network was built for, ``eps`` or ``eps0`` > 0 the l2 radius
+to train for, in units of the input. K is at least 2. None of these takes part in a certificate: they only decide what
+is learnt.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
 
     It is zero exactly when every sample is certified at radius ``eps0`` by the global constant L.
 
-    Args:
-        eps0: l2 radius to train for, in units of the input; positive.
-        lipschitz: L, positive.
-
     >>> hinge(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), eps0=0.5).item()
     0.0
     >>> round(hinge(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), eps0=2**0.5).item(), 6)
@@ -45,11 +42,6 @@ def hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: flo
 
 def largest_hinge(outputs: Tensor, targets: Tensor, *, eps0: float = 0.5, lipschitz: float = 1.0) -> Tensor:
     r"""Hinge loss of the margin: like `hinge`, of the strongest rival alone: ``mean_n max(0, sqrt(2) L eps0 - M_n)``.
-
-    Args:
-        outputs: (N, K), K >= 2. targets: (N,) int64.
-        eps0: l2 radius to train for, in units of the input; positive.
-        lipschitz: L, positive.
 
     >>> largest_hinge(torch.tensor([[1.0, 0.0, 0.5]]), torch.tensor([0]), eps0=0.5**0.5).item()
     0.5
@@ -117,9 +109,7 @@ def certificate_regularized_cross_entropy(
         CE(y, t) - weight mean_n max(0, M_n) / (sqrt(2) L)
 
     Args:
-        outputs: (N, K), K >= 2.
         weight: of the radius; not negative.
-        lipschitz: L, positive.
 
     >>> y, t = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     >>> gain = cross_entropy(y, t) - certificate_regularized_cross_entropy(y, t, weight=1.0)
@@ -147,9 +137,7 @@ def emma(
     until they tie, so that samples beyond reach do not dominate. No gradient flows through e.
 
     Args:
-        eps: l2 radius to train for, in units of the input; positive.
         temperature: T, positive.
-        lipschitz: L, positive.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
     >>> round(emma(y, t, eps=2.0).item(), 4) == round(math.log(2), 4)  # in reach: raised to a tie
@@ -175,8 +163,6 @@ def gloro(outputs: Tensor, targets: Tensor, *, eps: float = 36 / 255, lipschitz:
     gradient lowers it where it costs least.
 
     Args:
-        outputs: ``(N, K)``, K >= 2. targets: ``(N,)``.
-        eps: l2 radius to train for, in units of the input; positive.
         lipschitz: L, positive; for a network without constraints ``lipkit.lipschitz(network, input_shape)``.
 
     >>> y, t = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
@@ -267,7 +253,6 @@ def soft_hkr(
     :math:`\tau m / \max(m, \text{mean} |y|)`, which gets no gradient.
 
     Args:
-        outputs: (N, K), K >= 2. targets: (N,) int64.
         alpha: share of the hinge, in [0, 1].
         min_margin: m, positive.
         temperature: tau, positive; a larger one puts more weight on the strongest rival.
@@ -307,7 +292,7 @@ def lse_hkr(
     so that l is above the largest of the others by at most m p / 2.
 
     Args:
-        outputs: (N, K), K >= 3. targets: (N,) int64.
+        outputs: (N, K), K >= 3.
         alpha: share of the hinge, in [0, 1].
         min_margin: m, positive.
         temperature: factor of the outputs, positive.
@@ -338,10 +323,7 @@ def cosine(
         c_k = \Bigl(\varepsilon - \frac{y_t - y_k}{\sqrt2 L}\Bigr)_+, \; q = \mathrm{softmax}(c)
 
     Args:
-        outputs: (N, K), K >= 2. targets: (N,) int64.
         share: gamma, in [0, 1]: weight of the penalty c on radii below eps.
-        eps: l2 radius to train for, in units of the input; positive.
-        lipschitz: L, positive.
 
     >>> y, t = torch.tensor([[3.0, 4.0]]), torch.tensor([0])
     >>> round(cosine(y, t).item(), 4), round(cosine(y, t, share=1.0, eps=1.0, lipschitz=0.5**0.5).item(), 4)
