@@ -106,8 +106,8 @@ def test_krylov_estimate_is_the_dense_norm_of_small_kernels(shape, size, dtype):
     assert abs(float(krylov_lower_estimate(kernel, *size, 8)) - truth) <= room * truth
 
 
-# 80 frequencies of which few go on; wide, square and tall.
-SCREENED = [(48, 40), (40, 40), (40, 48)]
+# 84 frequencies of which not all go on, found from a quarter of them; wide, square and tall.
+SCREENED = [(64, 56), (56, 56), (56, 64)]
 
 
 def norm_by_its_definition(kernel, h, w):
@@ -130,14 +130,14 @@ def test_few_channels_need_no_steps(channels):
 @pytest.mark.usefixtures("by_steps")
 @pytest.mark.parametrize("channels", SCREENED)
 def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
-    assert max(CANDIDATES, ENTRIES // (40 * 40)) < 10 * 6
-    torch.manual_seed(0)
+    assert max(CANDIDATES, ENTRIES // (56 * 56)) < 12 * 7
+    torch.manual_seed(1)
     kernel = torch.randn(*channels, 3, 3, dtype=torch.float64, requires_grad=True)
-    truth = norm_by_its_definition(kernel, 10, 10)
+    truth = norm_by_its_definition(kernel, 12, 12)
     (expected,) = torch.autograd.grad(truth, kernel)
     errors = []
     for iterations in (2, 8, 24):
-        estimate = krylov_lower_estimate(kernel, 10, 10, iterations)
+        estimate = krylov_lower_estimate(kernel, 12, 12, iterations)
         (found,) = torch.autograd.grad(estimate, kernel)
         # A lower estimate whose error is of second order in that of the vectors.
         errors.append((float((1 - estimate / truth).detach()), float((found - expected).norm() / expected.norm())))
@@ -151,9 +151,9 @@ def test_krylov_estimate_and_its_gradient_converge_to_the_norm(channels):
 @pytest.mark.usefixtures("by_steps")
 def test_krylov_estimate_takes_steps_better_than_the_power_method():
     torch.manual_seed(1)
-    kernel = torch.nn.init.orthogonal_(torch.empty(40, 40))[:, :, None, None] + 0.03 * torch.randn(40, 40, 3, 3) / 20
-    truth = float(circular(kernel, 10, 10))
-    krylov, power = (float(f(kernel, 10, 10, 16)) for f in (krylov_lower_estimate, farnia_lower_estimate))
+    kernel = torch.nn.init.orthogonal_(torch.empty(56, 56))[:, :, None, None] + 0.03 * torch.randn(56, 56, 3, 3) / 20
+    truth = float(circular(kernel, 12, 12))
+    krylov, power = (float(f(kernel, 12, 12, 16)) for f in (krylov_lower_estimate, farnia_lower_estimate))
     assert power < krylov <= truth * (1 + 1e-5)
 
 
