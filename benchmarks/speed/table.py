@@ -14,7 +14,7 @@ from benchmarks.speed.ratios import geometric_mean, median, ratio
 from benchmarks.speed.run import rates_of
 from benchmarks.speed.shapes import parse
 from benchmarks.speed.targets import AUTOCAST, TARGETS, Verdict, verdicts
-from benchmarks.speed.work import COMPILED, HALF, LAST, MAKERS, REFERENCE
+from benchmarks.speed.work import COMPILED, HALF, LAST, MAKERS, PADDED, REFERENCE
 
 from lipkit.errors import OptionError
 from lipkit.files import write_atomic
@@ -23,7 +23,7 @@ Result = Mapping[str, Any]
 PHASE_NAMES = {"train": "training step", "forward": "exported forward"}
 # The plain convolution with TF32 and in bfloat16 is timed on CUDA only.
 PLAIN = ("zero", f"{REFERENCE} {LAST}", "conv tf32", "conv bf16")
-MEMBERS = ("lipkit", LAST, HALF, COMPILED, *(maker for maker in MAKERS if maker != "lipkit"))
+MEMBERS = ("lipkit", LAST, PADDED, HALF, COMPILED, *(maker for maker in MAKERS if maker != "lipkit"))
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

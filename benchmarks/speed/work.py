@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from benchmarks.speed import rivals, textbook
@@ -24,6 +24,8 @@ MAKERS = ("lipkit", "textbook", *rivals.LIBRARIES)
 LAST = "channels last"
 """A further maker: lipkit's layer on tensors in the ``channels_last`` memory format, where it returns that format."""
 LAST_FAMILIES = ("eco",)
+PADDED = "with zeros"
+"""A further maker: lipkit's layer with zero padding, in families that have both; its reference is still circular."""
 HALF = "bfloat16 weights"
 """A further maker under autocast: lipkit's exported layer in bfloat16, on images in bfloat16."""
 COMPILED = "compiled"
@@ -85,9 +87,9 @@ def tensors(shape: Shape, batch: int, device: str) -> tuple[Tensor, Tensor]:
     return x.to(device), gradient.to(device)
 
 
-def make(family: Family, shape: Shape) -> nn.Module:
+def make(family: Family, shape: Shape, **options: Any) -> nn.Module:
     """The convolution of a family at this shape."""
-    return family.conv(shape.cin, shape.cout, shape.kernel, stride=shape.stride)
+    return family.conv(shape.cin, shape.cout, shape.kernel, stride=shape.stride, **options)
 
 
 def accepts(family: Family, shape: Shape) -> bool:
@@ -164,6 +166,11 @@ def contenders(
             found[f"{name}:lipkit"] = work(layer, partial(_same, exported))
             if name in LAST_FAMILIES:
                 found[f"{name}:{LAST}"] = work(layer, partial(_same, exported), *last)
+            if "zeros" in getattr(family.conv, "padding_modes", ()) and shape.kernel > 1:
+                padded = make(family, shape, padding_mode="zeros").to(device)
+                fixed = export(padded, shape.input_shape)
+                check_timed(family, shape, padded, fixed, x)
+                found[f"{name}:{PADDED}"] = work(padded, partial(_same, fixed))
             if autocast and phase == "forward":
                 images = (last[0] if name in LAST_FAMILIES else x).bfloat16()
                 found[f"{name}:{HALF}"] = work(layer, partial(copy.deepcopy, exported), images)

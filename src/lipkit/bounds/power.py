@@ -238,9 +238,9 @@ def krylov_lower_estimate(kernel: Tensor, h: int, w: int, iterations: int = 20) 
               v \in \mathrm{span}\{x,\, F^*F x,\, \dots,\, (F^*F)^k x\}, \quad \|v\| = 1
 
     where F(f) is the symbol. A fixed image takes four steps of the power method, which are as many at each frequency;
-    of few taps every second frequency of an axis, for their symbol is smooth. The frequencies of the largest quotients, at
-    least 16 of them, take four steps by Krylov spaces, and the best three the rest; the best counts. Their error falls
-    with the root of the gap between singular values, that of powers with the gap. Few channels need no steps:
+    of few taps every second frequency of an axis, as their symbol is smooth. The frequencies of the largest quotients,
+    at least 16 of them, take four steps by Krylov spaces, and the best three the rest; the best counts. Their error
+    falls with the root of the gap between singular values, that of powers with the gap. Few channels need no steps:
     eigenvalues at all frequencies tell the best one.
 
     Args:
