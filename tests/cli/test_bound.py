@@ -39,6 +39,8 @@ def unknown():
 def nothing():
     return 3
 
+trained = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+
 def policy():
     torch.manual_seed(1)
     layers = [nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
@@ -95,6 +97,11 @@ def test_a_factory(module, capsys):
     assert lines[-1].startswith("next: lipkit certify")
     assert "conv + norm" in out
     assert "skip connections" in out
+
+
+def test_a_network_that_a_module_holds(module, capsys):
+    assert main(["bound", f"{module}:trained", "--input-shape", "1,2,2"]) == 0
+    assert capsys.readouterr().out.startswith("L <= ")
 
 
 def test_a_folder(tmp_path, capsys):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lipkit
@@ -43,7 +44,23 @@ def encoder(first: bool, layers: int = 0, **options: Any) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, nn.LayerNorm(4), enable_nested_tensor=False) if layers else layer
 
 
+class Fused(Net):
+    """The function of torch that computes heads at once, with keys and values of their own sizes."""
+
+    def __init__(self, heads: int = 2, **options: Any) -> None:
+        super().__init__(self_attention, 4, 2)
+        self.heads, self.options = heads, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, self.attention.in_proj_weight, self.attention.in_proj_bias).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q[:, 1:], k, v))
+        found = F.scaled_dot_product_attention(q, key=k, value=v, **self.options)
+        return found.transpose(1, 2).flatten(2)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "fused": Fused,
+    "fused, scaled": lambda: Fused(1, scale=1.5, dropout_p=0.0, is_causal=False),
     "batch first": lambda: Net(self_attention, 4, 2, batch_first=True),
     "batch behind": lambda: Net(of_a_batch_behind, 4, 2),
     "one head, no bias": lambda: Net(self_attention, 4, 1, batch_first=True, bias=False),
@@ -80,7 +97,7 @@ def test_the_same_function_on_a_box(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_without_a_box_the_product_is_named(name: str) -> None:
     for verb in (lipkit.export, lipkit.lipschitz):
-        with pytest.raises(NoRuleError, match=r"matmul.*box=\(0, 1\)"):
+        with pytest.raises(NoRuleError, match=r"(matmul|scaled_dot_product).*box=\(0, 1\)"):
             verb(NETWORKS[name]().eval(), SHAPE)
 
 
@@ -92,6 +109,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "the batch as tokens": (lambda: Net(self_attention, 4, 2), SHAPE, "mixes the batch|one row per sample"),
     "vectors": (lambda: Net(self_attention, 4, 2), (4,), "take the batch for a sequence"),
     "encoder of a batch behind": (lambda: nn.TransformerEncoderLayer(4, 2, 8), SHAPE, "mixes the batch|row per sample"),
+    "a fused mask": (lambda: Fused(attn_mask=MASK[1:]), SHAPE, "scaled_dot_product_attention: expected no mask"),
+    "a fused causal one": (lambda: Fused(is_causal=True), SHAPE, "expected no mask"),
+    "fused dropout": (lambda: Fused(dropout_p=0.5), SHAPE, "without random numbers|expected no mask, dropout"),
     "a chain": (lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), SHAPE, r"attention\(x, x, x\)\[0\]"),
     "a decoder": (lambda: nn.Sequential(nn.TransformerDecoderLayer(4, 2)), SHAPE, "on a box only"),
 }  # fmt: skip

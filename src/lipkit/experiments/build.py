@@ -107,7 +107,8 @@ def augment(x: Tensor, generator: torch.Generator, *, crop: int, flip: bool) -> 
 
 def _call(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
     try:
-        model = factory(**options)
+        # What is imported may be the network itself.
+        model = factory if isinstance(factory, nn.Module) else factory(**options)
     except LipkitError:
         raise
     except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from lipkit.lowering.axes import along, behind, indexed, joined, multiplied, ordered, viewed
 from lipkit.lowering.build import FUNCTIONS, Build, Function, Rule, Value, function_rule
@@ -197,6 +197,18 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
     order[-2:] = order[:-3:-1]
     turned = call.add(layer, call.add(Permute(*order), moving))
     return call.add(Permute(*order), turned)
+
+
+@plain(F.scaled_dot_product_attention)
+def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale: Any = None, **options: Any) -> int:
+    if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
+        raise call.refuse("expected no mask, dropout or grouped heads, and is_causal=False, got one: -inf has no range")
+    n, d = call.operand(query).shape[-2:]
+    turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))
+    scaled = call.add(Affine(call.like[None] + (d**-0.5 if scale is None else scale), call.like[None]), query)
+    products = call.add(call.named(MatrixProduct(n, d, key.shape[-2])), scaled, turned)
+    weights = call.add(nn.Softmax(-1), products)
+    return call.add(call.named(MatrixProduct(n, key.shape[-2], value.shape[-1])), weights, call.operand(value))
 
 
 # Several values beside each other, and reductions.

@@ -92,7 +92,10 @@ class Interpreter:
             (last,) = node.args
             output = self._known[last] if isinstance(last, fx.Node) else last
             if not isinstance(output, (Operand, Tensor, Varies)):
-                raise NoRuleError(f"analyze: expected one output tensor, got {type(output).__name__}")
+                got = type(output).__name__.removeprefix("immutable_")
+                several = isinstance(output, list | tuple | dict)
+                what = f"{got}: bound a module of yours that returns one of them" if several else got
+                raise NoRuleError(f"analyze: expected one output tensor, got {what}")
         if isinstance(output, Operand) and output.place[:2] != (0, 1):
             raise self._refuse(last, f"{MIXED}, or puts another dimension first")
         return output if isinstance(output, Operand) else None
