@@ -157,11 +157,13 @@ def test_main_refuses_what_is_no_input(network: modules.Network, source: Path, t
 
 
 @needs_compiler
-def test_pixels_become_the_nearest_numbers(source: Path, tmp_path: Path) -> None:
+def test_pixels_become_the_nearest_numbers_and_no_label_has_no_radius(source: Path, tmp_path: Path) -> None:
     main = tmp_path / "main.c"
     main.write_text(
         f'#include <stdio.h>\n#include "{source}"\nint main(void) {{ int i; for (i = 0; i < 256; i++)'
-        ' printf("%ld\\n", (long)lipkit_input(i, 255)); return 0; }\n'
+        ' printf("%ld\\n", (long)lipkit_input(i, 255)); {\n'
+        "    static int32_t logits[LIPKIT_CLASSES]; logits[0] = 1 << 20; if (lipkit_radius(logits, 0) > 0)\n"
+        "    return lipkit_radius(logits, -1) || lipkit_radius(logits, LIPKIT_CLASSES); return 1; } }\n"
     )
     fraction = int(re.findall(r"INPUT_FRACTION (\d+)", source.with_suffix(".h").read_text())[0])
     subprocess.run([COMPILERS[0], "-std=c99", str(main), "-o", str(tmp_path / "main")], check=True)

@@ -163,7 +163,8 @@ int32_t {p}input(int32_t value, int32_t full);
 int {p}classify(const int32_t *x, int32_t *logits, int32_t *work);
 
 /* For every real input closer to x (l2) than this, clamped to the box and rounded to the nearest numbers, the program
-   gives the class `label` a larger logit than any other: proved, rounded down; INT64_MAX where nothing changes it. */
+   gives the class `label` a larger logit than any other: proved, rounded down; INT64_MAX where nothing changes it;
+   0 for a label that is none, as -1. */
 int64_t {p}radius(const int32_t *logits, int label);
 
 #endif
@@ -193,6 +194,8 @@ int64_t {p}radius(const int32_t *logits, int label)
 {{
     int64_t radius = INT64_MAX;
     int i;
+    if (label < 0 || label >= {P}CLASSES)
+        return 0;
     for (i = 0; i < {P}CLASSES; i++) {{
         const int pair = label * {P}CLASSES + i;
         const int64_t margin = (int64_t)logits[label] - logits[i] - margin_error[pair];
