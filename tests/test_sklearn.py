@@ -228,6 +228,29 @@ def test_sets_need_a_calibration_that_is_large_enough(iris: LipschitzClassifier)
         model.calibrate(X[:1], [7])
 
 
+@pytest.mark.parametrize("kind", [LipschitzClassifier, LipschitzRegressor])
+def test_a_new_fit_drops_the_calibration_of_the_old_network(kind: type) -> None:
+    X, y = SCALED[0][:60], (SCALED[1][:60] > 140).astype(int)
+    model = kind(hidden_layer_sizes=(), max_iter=2, random_state=0).fit(X, y).calibrate(X, y)
+    predict = model.predict_set if kind is LipschitzClassifier else model.predict_interval
+    predict(X)
+    with pytest.raises(OptionError, match="eps: expected"):
+        predict(X, 0.1, "1")
+    model.fit(X, 1 - y)
+    with pytest.raises(NotFittedError, match="calibrate"):
+        predict(X)
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e100, 1e300, 1e307])
+def test_worst_cases_of_huge_inputs_hold(iris: LipschitzClassifier, scale: float) -> None:
+    X = IRIS[0][::15] * scale
+    low, high = np.moveaxis(iris.worst_case(X, 0.1), -1, 0)
+    found = iris.predict_proba(X)
+    # Probabilities are positive, however small.
+    assert ((low <= np.nan_to_num(found, nan=0.5)) & (found <= high) | np.isnan(found)).all()
+    assert ((low >= 0) & (high > 0) & (low <= high)).all()
+
+
 def test_constant_features_do_not_count() -> None:
     X, y = CANCER
     model = LipschitzClassifier(**SMALL).fit(np.column_stack((X, np.full(len(X), 0.1))), y)

@@ -106,6 +106,7 @@ class _LipschitzEstimator(BaseEstimator):
         self._train(trained, data, held, torch.Generator().manual_seed(int(seeds.randint(2**31))))
         self.export_ = trained.exported(float(unit), float(middle))
         self.lipschitz_ = float(lipschitz(self.export_))
+        vars(self).pop("conformity_scores_", None)  # of another network
         _check_signs(self.export_, signs)
 
     def _scales(self, X: Array, weights: Array) -> Array:
@@ -284,6 +285,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
         Needs `calibrate`. See `lipkit.conformal`.
         """
+        check_eps(eps)
         calibration, z = self._calibration(), self._scaled(X)
         found: Array = calibration.predict_set(z, alpha, eps + _room(z, eps)).sets.numpy()
         return found
@@ -302,7 +304,9 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
             at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
             over = logits.values - logits.values[:, [k]]
             moved = (at + (constants[k] + slope) * distance) * (1 + 2.0**-40) + 2.0**-50 * over.abs()
-            ends.append(torch.stack([1 / torch.exp(over + s * moved).sum(1) * (1 - s * 2.0**-40) for s in (1, -1)], 1))
+            low, high = (1 / torch.exp(over + s * moved).sum(1) * (1 - s * 2.0**-40) for s in (1, -1))
+            # Behind an exponential that overflows the probability is not 0; behind logits that do it is unknown.
+            ends.append(torch.stack([low.nan_to_num(0.0), high.nan_to_num(1.0) + 2.0**-1000], 1))
         found: Array = torch.stack(ends, 1).clamp(0, 1).numpy()
         return found
 
@@ -355,6 +359,7 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
         Needs `calibrate`. See `lipkit.conformal`.
         """
+        check_eps(eps)
         calibration, z = self._calibration(), self._scaled(X)
         found = calibration.predict_interval(z, alpha, eps + _room(z, eps))
         return torch.cat((found.low, found.high), 1).numpy()
