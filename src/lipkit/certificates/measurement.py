@@ -80,8 +80,7 @@ class Proof(Shown):
                 (`training`, `inplace`), or for the integer program another ``input_range``.
             NoRuleError: a module whose forward pass may not be that of its type.
         """
-        for module in network.modules():
-            guard(module)
+        guard(*network.modules())
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or not same_contents(contents(network), self.stored):

@@ -78,20 +78,24 @@ class Evaluation:
     """
 
     def __init__(self, proof: ChainProof, arithmetic: Arithmetic, zero: Tensor) -> None:
-        self.factors = norm_factors(proof.steps, zero) if arithmetic == FLOAT64 and proof.steps else None
         self.steps, self.last = proof.steps, proof.last
         if self.last is not None:
             self.machine = last_layer(self.last, arithmetic)
             self.double = self.machine if arithmetic == FLOAT64 else last_layer(self.last, FLOAT64)
             self.largest, rows = self.last.weight.abs().amax(), size(self.last.weight)
             self.norm = float(rows.amax()) if bool(self.largest > 0) else 0.0
+        self.factors = norm_factors(self.steps, zero) if arithmetic == FLOAT64 and self.steps else None
+        if self.factors is not None:
+            features = self.factors.origin.centre
+            values = features if self.last is None else self.last(features)
+            self.factors = self.factors if values.ndim == 2 and values.shape[1] > 1 else None
 
     def __call__(self, x: Tensor) -> Logits:
         if self.factors is None:
             return _to_cpu(self._logits(through(self.steps, x)))
-        walk, loss = by_norms(self.steps, self.factors, x)
+        walk, far = by_norms(self.steps, self.factors, x, self._spare)
         found = self._logits(walk)
-        rows = (~self._negligible(found, loss)).nonzero()[:, 0]
+        rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]
         if len(rows):
             near = self._logits(through(self.steps, x[rows]))
             apart = [logits._replace(own_slope=None) for logits in (found, near)]
@@ -99,13 +103,11 @@ class Evaluation:
             found = merged._replace(own_slope=found.own_slope)
         return _to_cpu(found)
 
-    def _negligible(self, logits: Logits, loss: Tensor) -> Tensor:
-        """(N,) True where ``loss`` is small against the difference of the two largest outputs, and no number is large."""
-        if logits.values.ndim != 2 or logits.values.shape[1] < 2:
-            return torch.zeros(len(loss), dtype=torch.bool, device=loss.device)
-        first, second = logits.values.topk(2).values.unbind(1)
-        apart = 2.0 if self.last is None else 2 * self.norm
-        return (loss * apart < (first - second) * 2.0**-30) & (logits.peak.at < FLOAT64.room * 2.0**-40)
+    def _spare(self, features: Tensor) -> Tensor:
+        """(N,) errors of the features that move the difference of the two largest outputs by 2^-30 of itself."""
+        values = features if self.last is None else self.last(features)
+        first, second = values.topk(2).values.unbind(1)
+        return (first - second) * (2.0**-30 / (2.0 if self.last is None else max(2 * self.norm, 2.0**-1000)))
 
     def _logits(self, walk: ErrorBound) -> Logits:
         if self.last is None:

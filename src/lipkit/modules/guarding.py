@@ -48,20 +48,33 @@ def _methods(kind: type) -> dict[str, object]:
     return {name: value for name, value in own.items() if callable(value) or hasattr(type(value), "__get__")}
 
 
-def guard(module: nn.Module) -> None:
-    """Refuse a module whose forward pass may not be the one that its type names.
+def guard(*modules: nn.Module) -> None:
+    """Refuse modules whose forward pass may not be the one that their types name.
 
     Raises:
         NoRuleError: forward hooks or pre-hooks (of the module or global), methods replaced on the instance or on a
             class, parametrizations, weights that are not ordinary dense tensors, a mode of torch that sees its
             operations.
     """
+    _refuse_modes()
+    for module in modules:
+        name = type_name(type(module))
+        _refuse_hooks(module, name)
+        _refuse_attributes(module, name)
+        _refuse_weights(module, name)
+    for kind in dict.fromkeys(map(type, modules)):
+        _refuse_methods(kind, type_name(kind))
+
+
+def _refuse_modes() -> None:
     for mode in active_modes():
         raise NoRuleError(
             f"expected no TorchFunctionMode or TorchDispatchMode, which can change every operation, got "
             f"{type_name(type(mode))}: leave it first"
         )
-    name = type_name(type(module))
+
+
+def _refuse_hooks(module: nn.Module, name: str) -> None:
     if parametrize.is_parametrized(module):
         raise NoRuleError(
             f"{name} has parametrizations on {sorted(module.parametrizations)}, "  # type: ignore[arg-type]
@@ -75,11 +88,9 @@ def guard(module: nn.Module) -> None:
         raise NoRuleError(
             f"global forward hooks are installed, which can change the output of {name}, expected none: remove them"
         )
-    _refuse_methods(module, name)
-    _refuse_weights(module, name)
 
 
-def _refuse_methods(module: nn.Module, name: str) -> None:
+def _refuse_attributes(module: nn.Module, name: str) -> None:
     kind = type(module)
     for attribute, value in vars(module).items():
         if attribute == "_compiled_call_impl" and value is not None:
@@ -92,6 +103,9 @@ def _refuse_methods(module: nn.Module, name: str) -> None:
                 f"{name} has an instance-level {attribute!r} that hides the method of its class, expected none: "
                 "make it a subclass with its own rule"
             )
+
+
+def _refuse_methods(kind: type[nn.Module], name: str) -> None:
     for base in kind.__mro__[:-1]:
         known = _METHODS.get(base)
         now = None if known is None else _methods(base)

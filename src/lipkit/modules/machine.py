@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,52 +141,75 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
     return bound
 
 
-def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> ErrorBound:
-    """What each norm adds to the bounds of `by_norms`; entry 0 is added to every sample, entry k + 1 is of module k.
+class NormFactors(NamedTuple):
+    """What `by_norms` knows of a chain of K modules beforehand.
 
-    Around 0 the error of a module is ``own(0) + slope ||h||`` for every h; errors of modules only add up on their way.
+    Attributes:
+        errors: (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``.
+        slopes: of the modules' own errors.
+        origin: the bounds around the input 0.
+    """
+
+    errors: Tensor
+    slopes: list[float]
+    origin: ErrorBound
+
+
+def norm_factors(steps: Sequence[ProvedModule], zero: Tensor) -> NormFactors:
+    """Factors of a chain. Around 0 a module's error is ``own(0) + slope ||h||`` for every h; later ones only add to it.
 
     Args:
         zero: (1, *input_shape) zeros in float64.
     """
-    count = len(steps) + 1
-    factors = start(zero.new_zeros(count, 1))
-
-    def apart(line: Line, place: int) -> Line:
-        at = zero.new_zeros(count)
-        at[0], at[place] = line.at[0], line.slope
-        return Line(at, line.slope)
-
+    origin, factors, slopes = through(steps, zero), start(zero.new_zeros(len(steps) + 1, 1)), list[float]()
     with torch.no_grad():
         for place, step in enumerate(steps, 1):
-            own = Local(*(apart(line, place) for line in step.machine(torch.zeros_like(zero))))
+            line = step.machine(torch.zeros_like(zero)).error
+            slopes.append(line.slope)
+            at = torch.zeros_like(factors.centre_error)
+            at[0], at[place] = line.at[0], line.slope
+            own = Local(Line(at, line.slope), nothing(at))
             factors = advance(factors, ProvedModule(nn.Identity(), step.gain, *[lambda _, own=own: own] * 2))
             zero = step.module(zero)
-    return factors
+    return NormFactors(torch.stack((factors.error.at, factors.centre_error), 1), slopes, origin)
 
 
-def by_norms(steps: Sequence[ProvedModule], factors: ErrorBound, x: Tensor) -> tuple[ErrorBound, Tensor]:
-    """`through` in float64 arithmetic with norms for the errors of all modules but one, which adds most of them.
+def by_norms(
+    steps: Sequence[ProvedModule], factors: NormFactors, x: Tensor, spare: Callable[[Tensor], Tensor]
+) -> tuple[ErrorBound, Tensor]:
+    """`through` in float64 arithmetic, with the norms of values for the errors of modules.
+
+    Args:
+        spare: maps outputs to the error that does not matter (N,). For samples that have more, the modules that add
+            most are measured.
 
     Returns:
-        The bounds, and how much lower (N,) those of `through` can be at most.
+        The bounds, and of which samples (N,) those of `through` could be lower by more than ``spare``.
     """
-    most = int(factors.error.at[1:].argmax()) + 1
-    norms, x = [x.new_ones(len(x))], x.clone()  # modules may work in place
-    measured = norms[0]
+    errors, slopes, origin = factors
+    most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()
+    norms, before, x = [x.new_ones(len(x))], dict[int, Tensor](), x.clone()  # modules may work in place
+    reached = grow(size(x) * origin.peak.slope) if origin.peak.slope else 0.0
     with torch.no_grad():
-        for place, step in enumerate(steps, 1):
-            norms.append(size(x))
-            if place == most:
-                own = step.machine(x).error
-                measured = torch.minimum(grow(own.at / max(own.slope, 2.0**-1000)), norms[-1])
+        for place, step in enumerate(steps):
+            norms.append(size(x) if slopes[place] else norms[0])
+            if most[place]:
+                before[place] = x.clone()
             x = step.module(x)
     beside = torch.stack(norms, 1) * (1 + FLOAT64.gamma(len(norms) + 4))
-    errors = torch.stack((factors.error.at, factors.centre_error), 1)
-    loss = torch.cat((beside[:, :most], beside[:, most + 1 :]), 1) @ torch.cat((errors[:most], errors[most + 1 :]))
-    error, centre = grow(loss + measured[:, None] * errors[most]).unbind(1)
-    move, peak = Line(nothing(x).at, factors.move.slope), Line(grow(beside @ factors.peak.at), factors.peak.slope)
-    return ErrorBound(x, centre, Line(error, factors.error.slope), move, peak), loss.sum(1)
+    total, enough = beside @ errors, spare(x)
+    far = ~(total.sum(1) < enough)
+    if len(rows := far.nonzero()[:, 0]):
+        measured = torch.zeros_like(beside[rows])
+        for place, value in before.items():
+            at = steps[place].machine(value[rows]).error.at
+            measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
+        rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
+        total[rows] = rest + grow(measured) @ errors
+        far[rows] = ~(rest.sum(1) < enough[rows])
+    error, centre = grow(total).unbind(1)
+    error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
+    return ErrorBound(x, centre, error_line, move, Line(grow(origin.peak.at + reached), origin.peak.slope)), far
 
 
 def reach(bound: ErrorBound) -> Line:
