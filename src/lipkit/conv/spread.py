@@ -10,7 +10,7 @@ outputs from t. The forms of :mod:`lipkit.conv.cayley_conv` transform the output
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from lipkit.conv.circular import circular_conv2d, circular_pads
 from lipkit.conv.spectrum import Symbol, as_complex, as_pair, kernel_symbol
 from lipkit.conv.symbol import centred, check_kernel, symbol
 from lipkit.conv.transform import is_dense
-from lipkit.linalg.matrices import eye_like
+from lipkit.linalg.matrices import at_least_float32, eye_like
 from lipkit.linalg.precision import autocast_off
 from lipkit.linalg.transforms import transformed
 
@@ -101,53 +101,45 @@ def _adjoint(g: Tensor, kernel: Tensor) -> Tensor:
     cout, cin, kh, kw = kernel.shape
     b, _, h, w = g.shape
     by_tap = kernel.permute(2, 3, 1, 0).reshape(1, -1, cout).expand(b, -1, -1)
-    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh * kw, cin, h, w).unbind(1)
     # Sum the taps, and transform the sum, in float32 at least.
-    exact = torch.promote_types(g.dtype, torch.float32)
-    sums = torch.zeros(b, cin, h + kh - 1, w + kw - 1, dtype=exact, device=g.device)
-    for tap, part in enumerate(taps):
-        i, j = divmod(tap, kw)
-        sums[:, :, i : i + h, j : j + w].add_(part)
-    # What went beyond the border enters at the opposite one; rows before columns, so that corners take both steps.
-    left, right, top, bottom = circular_pads(kh, kw)
-    sums[:, :, h : h + top].add_(sums[:, :, :top])
-    sums[:, :, top : top + bottom].add_(sums[:, :, top + h :])
-    sums[..., w : w + left].add_(sums[..., :left])
-    sums[..., left : left + right].add_(sums[..., left + w :])
-    return sums[:, :, top : top + h, left : left + w]
+    taps = torch.bmm(by_tap, g.flatten(2)).view(b, kh, kw, cin, h, w)
+    up, left = _centre(kernel)
+    return _turned_sum(_turned_sum(at_least_float32(taps), up, -2), left, -1)
 
 
-class _Spectra(NamedTuple):
-    """The transforms of both parts of a kernel at the ``h x (w // 2 + 1)`` frequencies of a real one, ``(.., m, n)``.
-
-    Attributes:
-        own: :math:`W_1`.
-        rest: :math:`W_2` up to a phase, which cancels from :math:`W_2^* W_2`.
-    """
-
-    own: Tensor
-    rest: Tensor
+def _turned_sum(taps: Tensor, centre: int, dim: int) -> Tensor:
+    """The taps (dimension 1) turned to their places along ``dim`` and added to the one in the centre, in place."""
+    parts = taps.unbind(1)
+    for tap, part in enumerate(parts):
+        if tap != centre:
+            parts[centre].add_(part.roll(tap - centre, dim))
+    return parts[centre]
 
 
 def _centre(kernel: Tensor) -> tuple[int, int]:
     return (kernel.shape[2] - 1) // 2, (kernel.shape[3] - 1) // 2
 
 
-def _spectra(kernel: Tensor, h: int, w: int) -> _Spectra:
-    n, (kh, kw) = kernel.shape[1], kernel.shape[2:]
-    up, left = _centre(kernel)
-    own = F.pad(kernel[:n], (0, w - kw, 0, h - kh)).roll((-up, -left), (2, 3))
-    both = torch.fft.rfft2(own), torch.fft.rfft2(kernel[n:], s=(h, w))
+def _spectra(kernel: Tensor, h: int, w: int) -> Tensor:
+    """The transform ``(h (w // 2 + 1), cout, cin)`` of a kernel at the frequencies of a real one."""
+    (kh, kw), (up, left) = kernel.shape[2:], _centre(kernel)
+    placed = F.pad(kernel, (0, w - kw, 0, h - kh)).roll((-up, -left), (2, 3))
     # A cross-correlation multiplies by the conjugate of its kernel's transform.
-    return _Spectra(*(part.conj().permute(2, 3, 0, 1) for part in both))
+    return torch.fft.rfft2(placed).conj_physical_().permute(2, 3, 0, 1).flatten(0, 1)
 
 
-def _kernel_of(spectra: _Spectra, like: Tensor, h: int, w: int) -> Tensor:
+def _kernel_of(spectra: Tensor, like: Tensor, h: int, w: int) -> Tensor:
     """The adjoint of :func:`_spectra` over all ``h w`` frequencies, divided by ``h w``; the rest are conjugates."""
-    kh, kw = like.shape[2:]
-    up, left = _centre(like)
-    own, rest = (torch.fft.irfft2(part.conj().permute(2, 3, 0, 1), s=(h, w)) for part in spectra)
-    return torch.cat((own.roll((up, left), (2, 3))[..., :kh, :kw], rest[..., :kh, :kw]))
+    (kh, kw), (up, left) = like.shape[2:], _centre(like)
+    made = torch.fft.irfft2(spectra.view(h, -1, *like.shape[:2]).conj().permute(2, 3, 0, 1), s=(h, w))
+    return made.roll((up, left), (2, 3))[..., :kh, :kw]
+
+
+def _wrapped(x: Tensor, kernel: Tensor) -> Tensor:
+    """Circular padding in few calls, for few channels."""
+    (h, w), (left, right, top, bottom) = x.shape[2:], circular_pads(*kernel.shape[2:])
+    x = torch.cat((x[:, :, h - top :], x, x[:, :, :bottom]), 2)
+    return torch.cat((x[..., w - left :], x, x[..., :right]), 3)
 
 
 class _Convolved(torch.autograd.Function):
@@ -159,27 +151,28 @@ class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         n, (h, w) = x.shape[1], x.shape[-2:]
-        own, rest = _spectra(kernel, h, w)
-        normal = own - own.mH + rest.mH @ rest
+        spectra = _spectra(kernel, h, w)
+        own, rest = spectra[:, :n], spectra[:, n:]
+        normal = torch.baddbmm(own - own.mH, rest.mH, rest)
         normal.diagonal(dim1=-2, dim2=-1).add_(1)
         inverse = torch.linalg.inv(normal)
-        solution = (2 * inverse).permute(2, 3, 0, 1).contiguous()
+        solution = (2 * inverse).view(h, -1, n, n).permute(2, 3, 0, 1).contiguous()
         spectrum = torch.fft.rfft2(x)
         t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
         # One kernel maps t to both parts [t; -W_2 t] of the outputs; x is taken off the first part below.
         outputs = -kernel
         outputs[:n] = _identity(kernel)
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
-        t, outputs = t.to(dtype), outputs.to(dtype)
-        y = circular_conv2d(t, outputs, None if bias is None else bias.to(dtype))
+        padded, outputs = _wrapped(t.to(dtype), kernel), outputs.to(dtype)
+        y = F.conv2d(padded, outputs, None if bias is None else bias.to(dtype))
         y[:, :n].sub_(x)
-        ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, t, outputs)
+        ctx.save_for_backward(kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
-        kernel, x, bias, rest, inverse, solution, spectrum, t, outputs = ctx.saved_tensors
+        kernel, x, bias, rest, inverse, solution, spectrum, padded, outputs = ctx.saved_tensors
         with torch.autocast(g.device.type, enabled=False):
             if torch.is_grad_enabled() or transformed():
                 # A second derivative, or a batch of gradients, needs differentiable operations.
@@ -194,13 +187,13 @@ class _Convolved(torch.autograd.Function):
                 back = (solution.conj() * along[:, :, None]).sum(1)
                 for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
             if ctx.needs_input_grad[0]:
-                padded = F.pad(t, circular_pads(*kernel.shape[2:]), mode="circular")
                 # The half-spectrum suffices: the real inverse transform adds the conjugate at -f to each f.
-                for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).permute(2, 3, 0, 1)
+                for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
                 adjoint = inverse.mH
-                for_normal = (adjoint @ for_solution @ adjoint).mul_(-2)
-                spectra = _Spectra(for_normal - for_normal.mH, rest @ (for_normal + for_normal.mH))
-                for_kernel = _kernel_of(spectra, kernel, h, w)
+                for_normal = torch.bmm(torch.bmm(adjoint, for_solution), adjoint).mul_(-2)
+                mirrored = for_normal.mH
+                for_rest = torch.bmm(rest, for_normal + mirrored)
+                for_kernel = _kernel_of(torch.cat((for_normal - mirrored, for_rest), 1), kernel, h, w)
                 # The outputs -W_2 t depend on W_2 twice: through t, and directly.
                 for_kernel[n:].sub_(conv2d_weight(padded, kernel.shape, g)[n:])
             for_bias = g.sum((0, 2, 3)).to(x.dtype) if ctx.needs_input_grad[2] else None

@@ -24,6 +24,7 @@ from lipkit.layers.export import (
 )
 from lipkit.linalg import at_least_float32, cayley
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
+from lipkit.linalg.transforms import transformed
 from lipkit.modules import FourierConv2d, Shape, SpreadConv2d, export_rule, lipschitz_rule
 
 
@@ -47,7 +48,38 @@ def rescaled(free: Tensor, scale: Tensor) -> Tensor:
     [[6.0, 8.0]]
     """
     free, scale = at_least_float32(free), at_least_float32(scale)
+    if torch.compiler.is_compiling() or transformed():
+        return _plain_rescaled(free, scale)
+    made: Tensor = _Rescaled.apply(free, scale)
+    return made
+
+
+def _plain_rescaled(free: Tensor, scale: Tensor) -> Tensor:
     return free * (scale / frobenius(free).clamp_min(_SMALLEST))
+
+
+class _Rescaled(torch.autograd.Function):
+    """:func:`rescaled` with its derivative in seven operations.
+
+    Gain (AMD EPYC): FILL
+    """
+
+    @staticmethod
+    def forward(ctx: Any, free: Tensor, scale: Tensor) -> Tensor:
+        norm = frobenius(free).clamp_min_(_SMALLEST)
+        factor = scale / norm
+        ctx.save_for_backward(free, scale, norm, factor)
+        return free * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (g,), (free, scale, norm, factor) = grads, ctx.saved_tensors
+        if torch.is_grad_enabled() or transformed(g):
+            # A second derivative, or a batch of gradients, needs differentiable operations.
+            found: tuple[Tensor, Tensor] = torch.func.vjp(_plain_rescaled, free, scale)[1](g)
+            return found
+        for_scale = (g * free).sum() / norm
+        return (g - free * (for_scale / norm)).mul_(factor), for_scale
 
 
 def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:

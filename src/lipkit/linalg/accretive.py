@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Matrices of fewer rows go to LAPACK, whose calls then cost less than products of their blocks.
 SMALL = 32
+# So it is with fewer numbers in all: a single matrix of up to 45 rows.
+FEW = 2**11
 # Errors grow with the square of the norm without pivots, with the norm with them. Up to this root mean square of the
 # singular values both stay below what layers promise. In float32, n from 32 to 256, the worst skew parts found (of
 # rank 2, one block, a few entries) cost 7e-5, dense ones 4e-6: no more than pivoted factors.
@@ -28,13 +30,13 @@ TAME = 10.0
 def blocks_pay(n: Tensor) -> bool:
     """True if :func:`inverse_by_blocks` is safe for every matrix of ``(..., n, n)``, and faster than LAPACK.
 
-    >>> n = 5 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]]).kron(torch.eye(16)) + torch.eye(32)
+    >>> n = 5 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]]).kron(torch.eye(32)) + torch.eye(64)
     >>> blocks_pay(n), blocks_pay(20 * n)
     (True, False)
     """
     side = n.shape[-1]
     # On an accelerator the test would wait for all queued work.
-    if side < SMALL or n.numel() == 0 or n.device.type != "cpu":
+    if side < SMALL or n.numel() < FEW or n.device.type != "cpu":
         return False
     reals = torch.view_as_real(n.resolve_conj()) if n.is_complex() else n
     squares = torch.linalg.vector_norm(reals.reshape(n.shape[:-2].numel(), -1), dim=1).square().amax()
@@ -96,4 +98,5 @@ def _invert(n: Tensor, out: Tensor) -> None:
 
 
 def _blocks(n: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return n[:, :half, :half], n[:, :half, half:], n[:, half:, :half], n[:, half:, half:]
+    upper, lower = n.tensor_split([half], 1)
+    return (*upper.tensor_split([half], 2), *lower.tensor_split([half], 2))

@@ -120,8 +120,9 @@ def _gradient(w: Tensor, x: Tensor, g: Tensor) -> Tensor:
         return normal - normal.mH
     v, below = w[..., n:, :], g[..., n:, :]
     normal = (adjoint @ (g[..., :n, :] - v.mH @ below) @ adjoint).mul_(-2)
-    beside = v @ (normal + normal.mH) - 2 * (below @ adjoint)
-    return torch.cat((normal - normal.mH, beside), dim=-2)
+    mirrored = normal.mH
+    beside = (v @ (normal + mirrored)).sub_(below @ adjoint, alpha=2)
+    return torch.cat((normal - mirrored, beside), dim=-2)
 
 
 class Factors(NamedTuple):

@@ -136,15 +136,16 @@ def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transp
             [14., 50.]])
     """
     c = out.shape[-1]
-    step = max(PANEL, -(-c // 4))
+    step = -(-c // (4 if c >= 8 * PANEL else 2))
     if c < 4 * PANEL or torch.compiler.is_compiling() or x.device.type != "cpu":
         return torch.matmul(x, y, out=out)
     for first in range(0, c, step):
         last = min(first + step, c)
         # A panel of rows from its diagonal block on; what lies right of that block is mirrored below it.
         torch.matmul(x[..., first:last, :], y[..., first:], out=out[..., first:last, first:])
-        above = out[..., first:last, last:].mT
-        if mirror != "transpose":
-            above = above.neg() if mirror == "negative" else above.conj()
-        out[..., last:, first:last] = above
+        if last < c:
+            above = out[..., first:last, last:].mT
+            if mirror != "transpose":
+                above = above.neg() if mirror == "negative" else above.conj()
+            out[..., last:, first:last] = above
     return out

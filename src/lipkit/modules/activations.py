@@ -72,9 +72,10 @@ class _MaxMinShift(torch.autograd.Function):
         ctx.save_for_backward(ordered)
         top, bottom = y.chunk(2, dim=1)
         torch.maximum(a, b, out=top)
-        torch.minimum(a[:, :kept], b[:, :kept], out=bottom[:, :kept])
         if moved:
             bottom[:, kept:] = shift(torch.minimum(a[:, kept:], b[:, kept:]), moved)
+            a, b, bottom = a[:, :kept], b[:, :kept], bottom[:, :kept]
+        torch.minimum(a, b, out=bottom)
         return y
 
     @staticmethod
@@ -83,14 +84,13 @@ class _MaxMinShift(torch.autograd.Function):
         if g.dtype is torch.float16 or torch.is_grad_enabled() or transformed(g):
             return _exchanged(ordered, shift(g, moved, -1) if moved else g), None
         made, weight, kept = torch.empty_like(g), ordered.to(g.dtype), ordered.shape[1] - 4 * moved
-        (a, b), (first, second) = g.chunk(2, dim=1), made.chunk(2, dim=1)
-        parts = [(slice(kept), b[:, :kept])]
+        rows = [(*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1))]
         if moved:
-            parts.append((slice(kept, None), shift(b[:, kept:], moved, -1)))
-        for channels, below in parts:
-            above, share = a[:, channels], weight[:, channels]
-            torch.lerp(below, above, share, out=first[:, channels])
-            torch.lerp(above, below, share, out=second[:, channels])
+            rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]
+            rows.append([last[0], shift(last[1], moved, -1), *last[2:]])
+        for above, below, share, first, second in rows:
+            torch.lerp(below, above, share, out=first)
+            torch.lerp(above, below, share, out=second)
         return made, None
 
 

@@ -70,8 +70,9 @@ def take_step(
     """
     fabric, model = session.fabric, session.model
     pieces = min(objective.pieces, max(1, size // fabric.world_size))  # the same number in every process
+    parts = [(x, y)] if pieces == 1 else zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True)
     sums = []
-    for number, (part, targets) in enumerate(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True), 1):
+    for number, (part, targets) in enumerate(parts, 1):
         last, rows = number == pieces, len(part)
         own = rows if counted else 0
         if objective.adversary is not None:
@@ -86,7 +87,10 @@ def take_step(
                 if clear or not (found := mistake(part, outputs, targets, objective.loss)):
                     raise
                 raise DataError(found) from error
-            sums.append(_sums(value.detach(), outputs.detach()[-rows:], targets[-rows:], own))
+            seen = outputs.detach()
+            if len(targets) > rows:  # the last ones are the adversary's
+                seen, targets = seen[-rows:], targets[-rows:]
+            sums.append(_sums(value.detach(), seen, targets, own))
             weight = own * fabric.world_size / size
             if weight != 1:
                 value = value * weight
@@ -100,7 +104,8 @@ def take_step(
             session.wrapped, session.optimizer, max_norm=objective.grad_clip, error_if_nonfinite=False
         )
     session.optimizer.step()
-    session.optimizer.zero_grad(set_to_none=True)
+    for p in session.parameters:
+        p.grad = None
     return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
 
 
@@ -109,7 +114,7 @@ def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) ->
     total = loss.float() * count
     if outputs is None or y is None or y.is_floating_point():
         return torch.stack([total, torch.zeros_like(total)])
-    return torch.stack([total, (outputs.argmax(dim=1) == y).sum().float() * (count > 0)])
+    return torch.stack([total, (outputs.argmax(dim=1) == y).sum() * (count > 0)])
 
 
 def set_rate(optimizer: Any, peaks: Sequence[float], factor: float) -> None:
