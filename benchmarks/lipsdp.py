@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lipkit.bounds.lmi import lmi_matrix, proves_gain
-from lipkit.bounds.lmi_solver import Barrier, newton
+from lipkit.bounds.lmi_solver import GainProgram, newton
 from lipkit.certificates import lipsdp
 from lipkit.modules import Network
 
@@ -79,7 +79,7 @@ def one_step(sizes: list[int]) -> tuple[float, float]:
     weights = [m.weight for m in network if isinstance(m, nn.Linear)]
     ones = [torch.ones(n, dtype=torch.float64) for n in sizes[1:-1]]
     _, check = timed(lambda: proves_gain(weights, ones, 1e3))
-    barrier = Barrier([w / torch.linalg.matrix_norm(w, 2) for w in weights])
+    barrier = GainProgram([w / torch.linalg.matrix_norm(w, 2) for w in weights])
     start = torch.ones(1 + sum(sizes[1:-1]), dtype=torch.float64)
     start[0] = 1.1
     _, step = timed(lambda: newton(barrier, start, float(barrier.size), 2))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.lmi_solver import Barrier, balance, repaired
+from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
@@ -41,18 +41,19 @@ Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
 
 UNITS = 600
-"""Most hidden units in one LMI by default."""
+"""Most hidden units in one LMI by default, and of a network for which `analyze` tries one unasked."""
 
 # Inputs, units and outputs in one LMI; entries of a matrix that have a proof each, and units of one made for it.
 _MOST_ROWS, _MOST_ENTRIES, _MOST_UNITS = 3000, 256, 100
 
 
-def tight(network: Network, *, units: int = UNITS) -> Network:
+def tight(network: Network, *, units: int = 2048) -> Network:
     """The network with the multipliers of LipSDP for every run of dense layers: ``lipschitz`` of it is the tight gain.
 
     Args:
         network: result of ``lipkit.export``.
-        units: most hidden units in one LMI; wider runs are bounded piece by piece, a wider layer by its norm.
+        units: most hidden units in one LMI (2,048 take two minutes); a run with more is bounded piece by piece, and a
+            wider layer by its norm: ``docs/lipsdp.md`` has the loss.
 
     Guarantee:
         As ``lipschitz``, which proves what the multipliers say; never above the gain without them.
@@ -210,11 +211,11 @@ class _Run(NamedTuple):
             start.insert(0, share * mu)
             mu *= norm**2
         start = [values for values in start if len(values)]
-        barrier = Barrier(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
+        program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
         x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))
-        if not math.isfinite(barrier.value(x)):
+        if not program.inside(x):
             return self.constant, []
-        x, _ = barrier.minimum(x, accuracy, 300)
+        x, _ = program.minimum(x, accuracy, 300)
         found = list((x[1:] * scale).split([len(values) for values in start]))
         gain, found = repaired(weights, found, [values * scale for values in start], errors)
         return min(self.constant, gain), found
