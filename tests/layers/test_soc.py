@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,6 +217,38 @@ def test_the_quick_norm_steps_back_where_it_cannot_prove() -> None:
     assert batched == pytest.approx(float(reshaped_norm(kernel)), rel=0.03)
     with torch.device("meta"):
         assert float(soc._norm(kernel.reshape(12, -1))) == pytest.approx(float(expected), rel=0.03)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_step_whose_estimate_misses_the_norm_has_a_larger_proved_constant(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = SocConv2d(12, 12, size, bias=False, dtype=torch.float64)
+    usual, evaluated = float(lipschitz(layer)), singular_values(layer.eval(), (12, 3, 3), torch.float64)
+    estimate = soc.quick_norm_estimate
+
+    def low(matrix: torch.Tensor) -> Any:
+        found = estimate(matrix)
+        return found._replace(bound=found.bound / 3)
+
+    monkeypatch.setattr(soc, "quick_norm_estimate", low)
+    reached = singular_values(layer.train(), (12, 3, 3), torch.float64).max()
+    assert 1.002 < reached <= float(lipschitz(layer))
+    assert usual < 1.001 < reached
+    assert np.array_equal(singular_values(layer.eval(), (12, 3, 3), torch.float64), evaluated)
+    assert float(lipschitz(layer)) < 1 + 2e-8
+    assert float(lipschitz(export(layer.train(), (12, 3, 3)))) < 1 + 1e-6
+
+
+@pytest.mark.usefixtures("large")
+def test_training_divides_by_what_the_proof_tries_first() -> None:
+    layer = SocConv2d(40, 40, 3, train_terms=10, dtype=torch.float64)
+    kernels = [layer.generator(proved).detach() for proved in (True, False)]
+    torch.testing.assert_close(*kernels, rtol=1e-7, atol=0)
+    with torch.no_grad():
+        layer.free[0, 0] = torch.nan
+    assert layer(torch.ones(1, 40, 3, 3)).isnan().all()
 
 
 def test_taylor_module_bound_of_a_kernel_that_is_not_skew() -> None:

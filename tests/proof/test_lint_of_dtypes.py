@@ -77,6 +77,7 @@ EXCEPTIONS = {
     "lipkit/lowering/build.py:Build.number": STORED,
     "lipkit/proof/norms.py:_lanczos": GUESSES,
     "lipkit/proof/norms.py:quick_spectral_norm": GUESSES,
+    "lipkit/proof/norms.py:quick_norm_estimate": GUESSES,
     "lipkit/proof/roundoff.py:to_double": "both formats are wide",
     "lipkit_check.py:numbers": DATA,
     "lipkit_check.py:load_samples": DATA,

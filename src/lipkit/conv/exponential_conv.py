@@ -100,6 +100,21 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
     return y
 
 
+def taylor_rows(rows: Tensor, a: Tensor, terms: int, outputs: int, scale: Tensor | float = 1.0) -> Tensor:
+    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, by Horner's scheme.
+
+    Args:
+        rows: ``(..., n, given)``; missing entries of x are zeros.
+        a: ``(..., c, c)``, c >= given. terms: T. scale: s.
+    """
+    full, z = F.pad(rows, (0, a.shape[-1] - rows.shape[-1])), rows
+    for i in range(terms, 0, -1):
+        m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]
+        m = m[..., :outputs, :] if i == 1 and outputs < a.shape[-1] else m
+        z = full[..., : m.shape[-2]] + z @ m.mT / (i * scale)
+    return z
+
+
 def taylor_norm(angle: float, error: float, terms: int) -> float:
     r"""Upper bound of :math:`\|p_T(S + E)\|` for a skew S of norm at most ``angle`` and any E of at most ``error``.
 
@@ -202,8 +217,7 @@ def exponential_conv2d(
         return apply_symbol(symbol, x)
 
     def powers(a: Tensor, rows: Tensor) -> Tensor:
-        rows = F.pad(rows, (0, c - given))
-        return taylor_features(rows, lambda term: term @ a.mT, terms)[..., :outputs]
+        return taylor_rows(rows, a, terms, outputs)
 
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     spectrum = analyse(x, matrices)

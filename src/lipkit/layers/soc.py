@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv import Symbol, downsample, exponential_conv2d, kernel_symbol
-from lipkit.conv.exponential_conv import skew, taylor_features, taylor_norm
+from lipkit.conv.exponential_conv import skew, taylor_features, taylor_norm, taylor_rows
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import OptionError
 from lipkit.layers import definitions
@@ -24,17 +24,18 @@ from lipkit.linalg.precision import autocast_off, flushes
 from lipkit.linalg.transforms import transformed
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 from lipkit.modules.taylor import TaylorConv2d
-from lipkit.proof.norms import quick_spectral_norm
+from lipkit.proof.norms import quick_norm_estimate, quick_spectral_norm
 
 
-def reshaped_norm(kernel: Tensor) -> Tensor:
+def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
     r"""Upper bound of the norm of a convolution with zero or circular padding, from two reshapings of its kernel.
 
     .. math:: \sqrt{k_h k_w}\; \min\big( \|K\|_{c \times c k_h k_w},\; \|K\|_{c k_h \times c k_w} \big)
 
     The value depends on the device: large matrices on a CPU get a bound within 0.1 % of the norm by Lanczos steps
     (:func:`lipkit.proof.norms.quick_spectral_norm`), where an accelerator, ``torch.func`` and ``torch.compile`` take
-    :func:`lipkit.linalg.gram_norm.gram_norm`, within 3 %. Second derivatives are always those of ``gram_norm``.
+    :func:`lipkit.linalg.gram_norm.gram_norm`, within 3 %. Second derivatives are always those of ``gram_norm``. Unless
+    ``proved``, the former is the number that its proof tries first: the same but for rounding unless Lanczos misses.
 
     (Two of the "Fantastic Four"; for skew kernels the other two have the same norms.) The matrix symbol is
     :math:`F(w) = K (I \otimes a)` with :math:`\|a\| = \sqrt{k_h k_w}` for the first, and
@@ -44,12 +45,12 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
         Singla & Feizi, "Fantastic Four", ICLR 2021, theorem 1.
     """
     c, n, kh, kw = kernel.shape
-    flat = _norm(kernel.reshape(c, n * kh * kw))
+    flat = _norm(kernel.reshape(c, n * kh * kw), proved)
     if 1 in (kh, kw):
         # With one row of taps both reshapings are the same matrix; with one column, a skew kernel gives the same norm.
         return flat * (math.sqrt(kh * kw) * (1 + 1e-12))
     # Rows (output, vertical tap), columns (input, horizontal tap).
-    half = _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw))
+    half = _norm(kernel.transpose(1, 2).reshape(c * kh, n * kw), proved)
     return torch.minimum(flat, half) * (math.sqrt(kh * kw) * (1 + 1e-12))
 
 
@@ -57,28 +58,28 @@ def reshaped_norm(kernel: Tensor) -> Tensor:
 LARGE = 128
 
 
-def _norm(matrix: Tensor) -> Tensor:
-    """Proved bound of the norm of a matrix, at least 1e-3.
+def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
+    """Bound of the norm of a matrix, at least 1e-3.
 
-    On a CPU, large matrices use Lanczos steps and one proof, which takes less than half of the time. Accelerators,
+    On a CPU, large matrices use Lanczos steps and one proof, in less than half of the time, or none. Accelerators,
     traces, transforms and compiled graphs use `gram_norm`, which consists of products only.
     """
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
         return gram_norm(matrix)
-    bound: Tensor = _QuickNorm.apply(matrix)[0]
+    bound: Tensor = _QuickNorm.apply(matrix, proved)[0]
     return bound
 
 
 class _QuickNorm(torch.autograd.Function):
-    """:func:`lipkit.proof.norms.quick_spectral_norm`, with second derivatives of :func:`gram_norm`.
+    """`quick_spectral_norm`, or its estimate unless ``proved``, with second derivatives of :func:`gram_norm`.
 
     Gain over it (AMD EPYC): 0.96 to 3.6 by itself; a training step of SOC 1.29 at 256@8, 1.02 to 1.03 at smaller ones.
     """
 
     @staticmethod
-    def forward(matrix: Tensor) -> tuple[Tensor, ...]:
-        bound, *rest = quick_spectral_norm(matrix)
+    def forward(matrix: Tensor, proved: bool) -> tuple[Tensor, ...]:
+        bound, *rest = (quick_spectral_norm if proved else quick_norm_estimate)(matrix)
         return bound.clamp_min(SMALLEST), *rest
 
     @staticmethod
@@ -88,14 +89,14 @@ class _QuickNorm(torch.autograd.Function):
         ctx.save_for_backward(inputs[0], *output)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, *unused: None) -> Tensor | None:
+    def backward(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, None]:
         matrix, bound, u, v, ratio = ctx.saved_tensors
         if g is None:
-            return None
+            return None, None
         if torch.is_grad_enabled() or transformed():
-            return torch.func.vjp(gram_norm, matrix)[1](g)[0]
+            return torch.func.vjp(gram_norm, matrix)[1](g)[0], None
         factor = torch.where(bound > SMALLEST, g * ratio, 0.0)
-        return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype))
+        return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype)), None
 
 
 class SocConv2d(ConstrainedConv2d):
@@ -120,7 +121,10 @@ class SocConv2d(ConstrainedConv2d):
     Guarantee:
         :math:`\max_{|\theta| \le 1} |p_T(i\theta)|`-Lipschitz, 1.0009 for T = 5 and 1 + 2e-8 for T = 10; ``lipschitz``
         returns it for the present mode. If out_channels >= s^2 in_channels, the singular values are 1 up to the
-        truncation error :math:`1/(T+1)!`.
+        truncation error :math:`1/(T+1)!`. One exception: in training mode on a CPU, where B is a norm of 128 rows and
+        columns or more, a step takes the number that its proof tries first. It is the same, but for rounding, unless
+        Lanczos steps miss the norm; then this step has a larger constant, which ``lipschitz`` proves. Evaluation and
+        export divide by proved bounds.
 
     Cost:
         Circular: T convolutions with c x c channels, or at most as many products in Fourier space, the cheapest by
@@ -161,12 +165,21 @@ class SocConv2d(ConstrainedConv2d):
         """The highest power in the present mode."""
         return self.train_terms if self.training else self.eval_terms
 
-    def generator(self) -> Tensor:
-        """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better."""
+    def generator(self, proved: bool = True) -> Tensor:
+        """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better.
+
+        Args:
+            proved: whether its norm is; else it is so unless Lanczos steps miss it (:func:`reshaped_norm`).
+        """
+        kernel, bound = self._quotient(proved)
+        return kernel / bound
+
+    def _quotient(self, proved: bool) -> tuple[Tensor, Tensor]:
+        """Numerator and denominator of the exponent."""
         kernel = skew(at_least_float32(self.free))
-        # First to unit Frobenius norm, so that nothing underflows on the way to the bound.
-        kernel = kernel / torch.linalg.vector_norm(kernel).clamp_min(1e-12)
-        return kernel / reshaped_norm(kernel).to(kernel.dtype)
+        # First to unit Frobenius norm, so that nothing underflows on the way to the bound. This factor cancels.
+        kernel = kernel / torch.linalg.vector_norm(kernel.detach()).clamp_min(1e-12)
+        return kernel, reshaped_norm(kernel, proved).to(kernel.dtype)
 
     def matrix(self, terms: int) -> Tensor:
         """The matrix (out_channels, s^2 in_channels) of a 1 x 1 kernel, the same with either padding."""
@@ -180,18 +193,18 @@ class SocConv2d(ConstrainedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         with autocast_off(x):
-            kernel = self.generator()
+            kernel, bound = self._quotient(not self.training)
             terms, rows = self.terms, x.numel() // self.inner_channels
             # The polynomial of the matrix, unless T products with few patches cost less.
-            made = self.pointwise and terms * rows > taylor_products(terms) * len(kernel)
-            matrix = self.polynomial(kernel, terms) if made else None
+            few = self.pointwise and terms * rows <= taylor_products(terms) * len(kernel)
+            kernel = kernel if few else kernel / bound
+            matrix = self.polynomial(kernel, terms) if self.pointwise and not few else None
         if matrix is not None:
             return self.on_patches(x, matrix)
         x = downsample(x, self.stride)
-        if self.pointwise:
-            patches = F.pad(x.movedim(1, -1), (0, len(kernel) - self.inner_channels))
-            y = taylor_features(patches, lambda term: F.linear(term, kernel[:, :, 0, 0]), terms)
-            return self.add_bias(y[..., : self.out_channels].movedim(-1, 1))
+        if few:
+            y = taylor_rows(x.movedim(1, -1), kernel.flatten(1), terms, self.out_channels, bound)
+            return self.add_bias(y.movedim(-1, 1))
         if self.padding_mode == "circular":
             return self.add_bias(exponential_conv2d(kernel, x.to(kernel.dtype), self.terms, self.out_channels))
         half = [k // 2 for k in self.kernel_size]
@@ -210,6 +223,9 @@ def _soc(module: SocConv2d, input_shape: Shape | None) -> float:
     # u sqrt(kh kw) ||K||_F <= u sqrt(kh kw c) ||K||.
     channels, _, kh, kw = module.free.shape
     angle = 1 + (4 + 2 * math.sqrt(kh * kw * channels)) * torch.finfo(module.free.dtype).eps
+    if module.training:  # a step may have divided by an estimate
+        with torch.no_grad():
+            angle = max(angle, float(reshaped_norm(module.generator(proved=False))))
     return taylor_norm(angle, 0.0, module.terms)
 
 
