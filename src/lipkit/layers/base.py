@@ -26,6 +26,7 @@ from lipkit.conv.patches import check_divides, patch_kernel
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.precision import autocast_off, autocast_on, product_dtype
+from lipkit.linalg.transforms import is_empty, with_zeros
 from lipkit.modules.activations import BY_NAME, slope_restricted
 
 __all__ = [
@@ -101,14 +102,16 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def half_through_float32(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Decorate ``forward`` with the contract of every family in bfloat16 and float16.
+    """Decorate ``forward`` with the contract of every family in bfloat16 and float16, and for no samples at all.
 
     Weight and products are made in float32, and the output has the dtype of the input. Parameters of half precision
-    stay as they are. Under autocast, products have its dtype.
+    stay as they are. Under autocast, products have its dtype. An empty batch gives an empty one.
     """
 
     @functools.wraps(forward)
     def call(layer: Any, x: Tensor) -> Tensor:
+        if is_empty(x):
+            return with_zeros(lambda given: call(layer, given), x)
         if x.dtype not in (torch.bfloat16, torch.float16) or autocast_on(x):
             return forward(layer, x)
         return forward(layer, x.float()).to(x.dtype)

@@ -7,7 +7,7 @@ writes into preallocated memory takes another path inside a transform.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -127,3 +127,17 @@ def outside(a: Tensor) -> Iterator[Tensor]:
         if numbers is None:
             raise OptionError("expected one matrix or kernel to prove a bound for, got a batch of torch.func.vmap")
         yield numbers
+
+
+def is_empty(x: Tensor) -> bool:
+    """True for a batch (B, ...) of no samples; a compiler is not asked, whose sizes are symbols."""
+    return not torch.compiler.is_compiling() and x.ndim > 1 and len(x) == 0
+
+
+def with_zeros(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The empty output of an empty batch: a sample of zeros goes through, since transforms and reshapes refuse none.
+
+    >>> with_zeros(torch.nn.Linear(3, 2), torch.zeros(0, 3)).shape
+    torch.Size([0, 2])
+    """
+    return function(torch.cat((x, x.new_zeros(1, *x.shape[1:]))))[:0]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipkit.errors import ShapeError
+from lipkit.linalg.transforms import is_empty, with_zeros
 from lipkit.shown import LINES, preformatted, screen
 
 
@@ -103,6 +104,8 @@ class Network(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if tuple(x.shape[1:]) != self.input_shape:
             raise ShapeError(f"expected input of shape (B, *{self.input_shape}), got {tuple(x.shape)}")
+        if is_empty(x):
+            return with_zeros(self, x)
         for module in self:
             x = module(x)
         return x
