@@ -11,7 +11,6 @@ from lipkit.linalg.accretive import accretive_inverse, blocks_pay, inverse_by_bl
 from lipkit.linalg.matrices import at_least_float32, check_matrix, eye_like
 from lipkit.linalg.transforms import transformed
 
-
 # Up to this side, torch's derivative of one matrix takes less time.
 SMALL = 128
 
@@ -82,8 +81,8 @@ def _normal(w: Tensor, v: Tensor | None) -> Tensor:
 class _Cayley(torch.autograd.Function):
     r"""The transform with its derivative in few operations; a second derivative goes by :func:`_plain`.
 
-    Gain over it (AMD EPYC): 1.3 to 1.4 for stacks of complex matrices of 64 and 128; of one real matrix 0.6 to 0.9 up to
-    128, 1.1 at 256, 1.3 to 1.5 at 512.
+    Gain over it (AMD EPYC): 1.3 to 1.4 for stacks of complex matrices of 64 and 128; for one real matrix 0.6 to 0.9 up
+    to 128, 1.1 at 256, 1.3 to 1.5 at 512.
 
     With the gradients G1 and G2 of both parts and :math:`H = 2 G_1 - 2 V^* G_2`
 
