@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lipkit import conformal, export, load, models
 from lipkit.data import load as load_data
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules import Network
 
 
@@ -150,3 +151,14 @@ def test_samples_stay_as_they_are_where_a_module_works_in_place() -> None:
     kept = x.clone()
     conformal.calibrate(net, x, torch.zeros(30, dtype=torch.int64)).predict_set(x, alpha=0.2)
     assert torch.equal(x, kept)
+
+
+def test_a_calibration_is_not_used_under_hooks() -> None:
+    x = torch.randn(9, 4)
+    found = conformal.calibrate(classifier(), x, torch.randint(3, (9,)))
+    handle = register_module_forward_hook(lambda module, given, output: output * 0)
+    try:
+        with pytest.raises(NoRuleError, match="global forward hooks"):
+            found.predict_set(x, 0.2)
+    finally:
+        handle.remove()

@@ -35,6 +35,7 @@ from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tens
 from lipkit.certificates.regression import output_constants
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
+from lipkit.modules.guarding import guard
 from lipkit.proof.roundoff import grow, next_down, next_up, product
 from lipkit.shown import Shown, upper
 
@@ -289,6 +290,8 @@ def _measured(proof: Proof, x: Samples) -> Measurement:
     x, _ = as_tensors(x, torch.empty(0))
     check_inputs(proof.network, x, _BATCH)
     proof.evaluator.check(proof.network)
+    for module in proof.network.modules():
+        guard(module)
     return evaluate(proof, x, proof.evaluator, _BATCH)
 
 

@@ -370,6 +370,15 @@ def test_modules_of_torch_without_a_rule_say_what_is_missing(module: nn.Module, 
             export(found, M)
 
 
+def test_lazy_modules_are_told_to_run_once() -> None:
+    network = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    for verb in (export, analyze, lipschitz):
+        with pytest.raises(NoRuleError, match=r"expected known weights, got .*LazyLinear before its first batch"):
+            verb(network, V)
+    network(torch.zeros(1, *V))
+    assert float(lipschitz(export(network, V))) == float(lipschitz(network).detach())
+
+
 # Outputs (N,).
 NUMBERS: dict[str, Forward] = {
     "squeezed": lambda s, x: s.a(x)[:, :1].squeeze(-1),

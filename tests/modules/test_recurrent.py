@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from lipkit import export, lipschitz
 from lipkit.bounds.dissipation import System, dissipation_matrix, least_gain, proves_dissipation
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.layers import Ren
 from lipkit.linalg.scan import simulate
 from lipkit.modules import HalfAbs, Mean, Pad, Recurrent, contraction, local_error
 from lipkit.modules.recurrent import Outputs
@@ -297,3 +298,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         module(torch.zeros(3, 2))
     with pytest.raises(ShapeError, match="blocks that divide the units"):
         Recurrent(HALF, HALF[0], HALF[:1, :1], HALF[0, :0], nn.Identity(), 2, (0, 0), 1, 1.0, 1.0)
+
+
+def test_autocast_leaves_the_recursion_in_its_format() -> None:
+    torch.manual_seed(0)
+    layer, u = Ren(2, 3, 4, 6), torch.randn(2, 5, 2, requires_grad=True)
+    for network in (layer, export(layer, (5, 2))):
+        expected = network(u)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = network(u)
+            (slope,) = torch.autograd.grad(found.sum(), u)
+            rounded = network(u.bfloat16()).float()  # as behind a layer that autocast has rounded
+        assert torch.equal(found, expected)
+        # Products of torch outside of the loop are rounded there.
+        assert torch.allclose(slope, torch.autograd.grad(expected.sum(), u)[0], atol=0.02)
+        assert torch.allclose(rounded, expected, atol=0.1)

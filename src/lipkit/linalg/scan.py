@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lipkit.linalg.precision import without_autocast
 from lipkit.linalg.transforms import transformed
 
 Function = Callable[[Tensor], Tensor]
@@ -162,6 +163,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast()
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         (after, before, own), block, (grad,) = ctx.saved_tensors, ctx.block, given
         (count, batch, nv), width = before.shape, after.shape[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lipkit.errors import NoRuleError
@@ -147,11 +148,15 @@ _WRAPPERS = {
 
 
 def refuse_wrapper(module: object, function: str) -> None:
-    """Refuse a module that only wraps a network, naming the attribute that holds it.
+    """Refuse a module that only wraps a network, naming the attribute that holds it, and one whose weights are unknown.
 
     Raises:
-        NoRuleError: data parallel and averaged models, and those of ``torch.compile``.
+        NoRuleError: data parallel and averaged models, those of ``torch.compile``, and lazy modules before their first
+            batch.
     """
+    if isinstance(module, LazyModuleMixin):
+        got = f"{type_name(type(module))} before its first batch"
+        raise NoRuleError(f"{function}: expected known weights, got {got}: run the network once")
     for kind in type(module).__mro__:
         if attribute := _WRAPPERS.get(type_name(kind)):
             raise NoRuleError(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lipkit.bounds.dissipation import System, least_gain, proves_dissipation
 from lipkit.bounds.lmi import is_positive_semidefinite, is_positive_within
 from lipkit.errors import NoRuleError, ShapeError
+from lipkit.linalg.precision import autocast_off, autocast_on
 from lipkit.linalg.scan import Stream, simulate
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.configuration import COUNT, real, submodule, whole
@@ -104,7 +105,9 @@ class Recurrent(nn.Module):
     def run(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs, and the units and states of all steps, as `lipkit.linalg.scan.simulate`."""
         alone = not self.units[0] or unitwise(self.phi)
-        return simulate(self.matrix, self.bias, self.states, self.units, self.block, self.phi, u, alone)
+        given = u.to(self.matrix.dtype) if autocast_on(u) else u
+        with autocast_off(u):
+            return simulate(self.matrix, self.bias, self.states, self.units, self.block, self.phi, given, alone)
 
     def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The next states ``(B, nx)`` and outputs ``(B, ny)``, from states (zeros at first) and inputs ``(B, nu)``."""
