@@ -13,6 +13,7 @@ from torch import nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, MaxMin, StiefelConv2d, StiefelLinear
 from lipkit.linalg import orthogonality_residual
+from lipkit.linalg.stiefel import spectral_step
 from lipkit.lowering import lipschitz
 from lipkit.training import RiemannianAdam, Run, SpectralDescent, Together, TrainOptions, fit, optim
 from lipkit.training.session import make_optimizer
@@ -57,6 +58,22 @@ def test_momentum_is_an_average_with_a_look_ahead() -> None:
         optimizer.step()
     expected = 0.5 * (0.5 * first) + 0.5 * second
     torch.testing.assert_close(optimizer.state[w]["momentum_buffer"], expected)
+
+
+def test_large_matrices_wait_for_every_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "LARGE", 12)
+    large, small = (nn.Parameter(torch.eye(3, n, dtype=torch.float64)) for n in (4, 3))
+    g = torch.rand(2, 3, 4, dtype=torch.float64)
+    optimizer, states = SpectralDescent([large, small], 0.01, momentum=0.5), []
+    for each in g:
+        large.grad, small.grad = each.clone(), each[:, :3].clone()
+        optimizer.step()
+        states.append((large.detach().clone(), small.detach().clone()))
+    assert torch.equal(states[0][0], torch.eye(3, 4, dtype=torch.float64))
+    assert not torch.equal(states[0][1], torch.eye(3, dtype=torch.float64))
+    average = 0.25 * g[0] + 0.5 * g[1]
+    expected = spectral_step(torch.eye(3, 4, dtype=torch.float64), 0.5 * average + 0.5 * g[1], 0.02)
+    torch.testing.assert_close(states[1][0], expected)
 
 
 def network() -> nn.Sequential:
@@ -139,7 +156,7 @@ def test_refusals() -> None:
     for make, message in (
         (lambda: SpectralDescent([w], momentum=1.0), r"momentum: expected a number in \[0, 1\), got 1.0"),
         (lambda: SpectralDescent([w], lr=-1.0), "lr: expected an angle of at least 0, got -1.0"),
-        (lambda: SpectralDescent([w], steps=0), "steps: expected at least 1, got 0"),
+        (lambda: SpectralDescent([w], steps=0), "steps, every: expected at least 1, got 0, 2"),
         (lambda: RiemannianAdam([w], betas=(0.9, 1.0)), "betas: expected two numbers"),
         (lambda: RiemannianAdam([w], eps=0.0), "lr and eps: expected numbers above 0"),
     ):

@@ -65,7 +65,7 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
         return NormalMatrices(real, pair, None, None)
     rest = centred(rest)
     rest_real, rest_pair = _symbol(_taps(rest), rest.shape[2:], h, w)
-    return NormalMatrices(_add_gram(real, rest_real, wide), _add_gram(pair, rest_pair, wide), rest_real, rest_pair)
+    return NormalMatrices(add_gram(real, rest_real, wide), add_gram(pair, rest_pair, wide), rest_real, rest_pair)
 
 
 def _taps(kernel: Tensor) -> Tensor:
@@ -123,8 +123,9 @@ class _AddGram(torch.autograd.Function):
         return g, made, None
 
 
-def _add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
-    if transformed():
+def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
+    """``A + conj(W) W^T`` for A ``(F, n, n)`` and W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
+    if transformed() or torch.compiler.is_compiling():
         return a + (w.conj() @ w.mT if wide else w.mT @ w.conj())
     made: Tensor = _AddGram.apply(a, w, wide)
     return made

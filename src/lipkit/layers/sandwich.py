@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.cayley_conv import factors_for, solve_form, solves_pay
-from lipkit.conv.normal_matrices import normal_matrices_of
+from lipkit.conv.normal_matrices import add_gram, normal_matrices_of
 from lipkit.conv.spectrum import as_complex, as_pair
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import definitions
@@ -36,6 +36,7 @@ from lipkit.layers.export import (
     stride_modules,
 )
 from lipkit.linalg import at_least_float32, cayley
+from lipkit.linalg.matrices import eye_like
 from lipkit.linalg.precision import autocast_off, product_dtype
 from lipkit.modules import FourierConv2d, SandwichBlock, Shape, export_rule, guard, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
@@ -168,8 +169,8 @@ class SandwichLinear(CayleyPairLinear):
         multiplier :math:`\Psi^2`; the linear form as one ``nn.Linear``.
 
     Cost:
-        One inverse of size out_features per forward pass; a large layer with a smaller batch takes LU factors and
-        solves (``lipkit.conv.cayley_conv``).
+        One inverse of size out_features per forward pass. A batch of at most in_features vectors is multiplied by Y and
+        by that inverse; a large layer with a smaller batch takes LU factors and solves (``lipkit.conv.cayley_conv``).
 
     Raises:
         OptionError: sizes below 1, another dtype, an activation that does not qualify (MaxMin inside a sandwich
@@ -221,7 +222,15 @@ class SandwichLinear(CayleyPairLinear):
         with autocast_off(x):
             if solves_pay(x, self.out_features):
                 return self._solved(x, self.activation)
-            first, second = self.halves()
+            if x.shape[:-1].numel() > self.in_features:
+                first, second = self.halves()
+            else:
+                # A small batch is multiplied by Y and by the inverse in turn: B is not formed.
+                own, y, psi = rescaled(self.x_free, self.x_scale), rescaled(self.y_free, self.y_scale), self.psi()
+                eye = eye_like(own)
+                inverse = torch.linalg.inv(add_gram((own - own.mT + eye)[None], y[None], wide=False)[0])
+                second = (SQRT2 * psi) * (2 * inverse - eye)
+                x, first = x.to(y.dtype) @ y, ((-2 * SQRT2 / psi) * inverse).mT
         return F.linear(self.activation(F.linear(x, first, self.bias_as(first))), second)
 
     def _solved(self, x: Tensor, activation: nn.Module) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipkit.linalg.matrices import check_matrix, check_positive, eye_like
+from lipkit.linalg.matrices import check_matrix, check_positive, eye_like, mirrored_product
 from lipkit.linalg.polar import polar
 
 # The quintic with the steepest start that maps [0, 1] near 1: Jordan et al., Muon (2024).
@@ -51,14 +51,20 @@ def sign_factor(gram: Tensor, steps: int) -> Tensor:
     k, p = gram / scale, eye
     a, b, c = QUINTIC
     for number in range(steps):
-        q = a * eye + b * k + c * (k @ k)
-        p = q if number == 0 else q @ p
+        q = a * eye + b * k + c * _mirrored(k, k)
+        p = q if number == 0 else _mirrored(q, p)
         if number + 1 < steps:
             # q is a polynomial in k, so q k q is the Gram matrix of the next iterate: T itself is never multiplied.
-            k = q @ k @ q
+            k = _mirrored(_mirrored(q, k), q)
     return p * scale.rsqrt()
 
 
+def _mirrored(a: Tensor, b: Tensor) -> Tensor:
+    """The symmetric product ``a @ b`` of a matrix by its transpose, or of symmetric matrices that commute."""
+    return mirrored_product(a, b, a.new_empty(*a.shape[:-1], b.shape[-1]))
+
+
+@torch.no_grad()
 def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     r"""One step of steepest descent in the spectral norm along the manifold.
 
@@ -102,11 +108,11 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
     skew = 0.5 * (s - s.mT)
     if w.shape[-2] == w.shape[-1]:
         # T W^T is the skew part of G W^T for square W, so the step is a rotation of W: products of one size.
-        new = eye - angle * sign_factor(skew @ skew.mT, steps) @ skew
-        return _closing(new @ new.mT) @ new @ w
-    half, own = 0.5 * (s + s.mT), w @ w.mT
+        new = eye - angle * sign_factor(_mirrored(skew, skew.mT), steps) @ skew
+        return _closing(_mirrored(new, new.mT)) @ new @ w
+    half, own = 0.5 * (s + s.mT), _mirrored(w, w.mT)
     t = g - half @ w
-    gram, across = t @ t.mT, s - half @ own
+    gram, across = _mirrored(t, t.mT), s - half @ own
     p = sign_factor(gram, steps)
     turn = p @ across  # P T W^T, which is skew for square W only: its symmetric part is taken off
     # W - a U = left W + right T. W W^T is not taken as I: where T is small beside the normal part of G, the rounding
@@ -119,7 +125,7 @@ def spectral_step(w: Tensor, g: Tensor, angle: float, steps: int = 4) -> Tensor:
 
 def _closing(gram: Tensor) -> Tensor:
     """The inverse square root of a matrix near I, with an error of at most about 5/16 ||G - I||^3."""
-    return 1.875 * eye_like(gram) - 1.25 * gram + 0.375 * (gram @ gram)
+    return 1.875 * eye_like(gram) - 1.25 * gram + 0.375 * _mirrored(gram, gram)
 
 
 def retract(w: Tensor) -> Tensor:

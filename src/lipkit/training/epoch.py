@@ -87,10 +87,7 @@ def take_step(
                 if clear or not (found := mistake(part, outputs, targets, objective.loss)):
                     raise
                 raise DataError(found) from error
-            seen = outputs.detach()
-            if len(targets) > rows:  # the last ones are the adversary's
-                seen, targets = seen[-rows:], targets[-rows:]
-            sums.append(_sums(value.detach(), seen, targets, own))
+            sums.append(_sums(value.detach(), outputs.detach()[-rows:], targets[-rows:], own))
             weight = own * fabric.world_size / size
             if weight != 1:
                 value = value * weight
