@@ -124,7 +124,7 @@ class _AddGram(torch.autograd.Function):
 
 
 def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
-    """``A + conj(W) W^T`` for A ``(F, n, n)`` and W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
+    """``A + conj(W) W^T`` for A ``(F, n, n)``, W ``(F, n, p)`` if wide, else ``A + W^T conj(W)``, W ``(F, p, n)``."""
     if transformed() or torch.compiler.is_compiling():
         return a + (w.conj() @ w.mT if wide else w.mT @ w.conj())
     made: Tensor = _AddGram.apply(a, w, wide)
