@@ -370,6 +370,18 @@ def test_modules_of_torch_without_a_rule_say_what_is_missing(module: nn.Module, 
             export(found, M)
 
 
+def test_hooks_of_the_backward_pass_change_nothing_and_stay() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    bound, seen = analyze(network, V, restarts=0).upper, list[int]()
+    network[0].register_full_backward_hook(lambda *given: seen.append(1))
+    network[1].register_full_backward_pre_hook(lambda *given: seen.append(2))
+    assert analyze(network, V, restarts=0).upper == bound
+    x = torch.randn(2, 4, requires_grad=True)
+    assert torch.equal(export(network, V)(x), network(x))
+    network(x).sum().backward()
+    assert seen == [2, 1]
+
+
 def test_lazy_modules_are_told_to_run_once() -> None:
     network = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
     for verb in (export, analyze, lipschitz):

@@ -87,7 +87,8 @@ class Certificate(Shown):
         Raises:
             OptionError: a negative eps, or a sound radius asked of a certificate that ignored rounding.
         """
-        if eps is None or isinstance(eps, str) or not eps >= 0:
+        given: Any = eps
+        if given is None or isinstance(given, str) or not given >= 0:
             raise OptionError(f"expected a radius >= 0, such as 36 / 255, got {eps!r}")
         wanted = self.rounding if rounding is None else check_rounding(rounding)
         if wanted == "sound" and self.rounding != "sound":

@@ -147,7 +147,7 @@ class _Group:
         return None
 
 
-def _check_cases(cases: Sequence[Case], inputs: int, outputs: int) -> None:
+def _check_cases(cases: Sequence[object], inputs: int, outputs: int) -> None:
     """Raise unless these are cases of a network of that many inputs and outputs."""
     for case in cases:
         if not isinstance(case, Case):

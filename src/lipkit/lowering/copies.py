@@ -93,6 +93,9 @@ def _materialise(module: nn.Module) -> None:
         plain = settled(module)
     if plain is not module:
         module.__class__, module.__dict__ = type(plain), vars(plain)
+    # These see derivatives, which a constant copy does not have, and change no output.
+    module._backward_hooks.clear()
+    module._backward_pre_hooks.clear()
     for hook in list(module._forward_pre_hooks.values()):
         if type(hook) is SpectralNorm:
             if module.training:
