@@ -173,10 +173,8 @@ class GainProgram:
             if gap < accuracy * float(x[0]):
                 return x, step
             centre, gv, xv = 0.2 * gap / self.size, self.differences(g), self.differences(dual)
-            system = x.new_empty(len(x), len(x))
-            half = xv[units] * gv[units].mT
-            system[1:, 1:] = half + half.mT
-            system[1:, 1:] += self.differences(xv.mT).mT * g[units, units]
+            system, half = x.new_empty(len(x), len(x)), xv[units] * gv[units].mT
+            system[1:, 1:] = half + half.mT + self.differences(xv.mT).mT * g[units, units]
             system[1:, 1:] += self.differences(gv.mT).mT * dual[units, units]
             system[0, 0] = (dual[ends][:, ends] * g[ends][:, ends]).sum()
             system[0, 1:] = (dual[ends][:, units] * gv[ends] + xv[ends] * g[ends][:, units]).sum(0)
@@ -214,7 +212,7 @@ def _length(start: Tensor, change: Tensor, inside: Callable[[Tensor], bool]) -> 
     step = 1.0
     while step > 1e-4 and not inside(start + step * change):
         step *= 0.85
-    return 0.95 * step
+    return 0.95 * step if step > 1e-4 else 0.0
 
 
 def newton(barrier: Any, x: Tensor, weight: float, budget: int) -> tuple[Tensor, int]:

@@ -101,12 +101,7 @@ def taylor_features(x: Tensor, apply: Callable[[Tensor], Tensor], terms: int) ->
 
 
 def taylor_rows(rows: Tensor, a: Tensor, terms: int, outputs: int, scale: Tensor | float = 1.0) -> Tensor:
-    r"""The first ``outputs`` entries of :math:`p_T(A / s)\, x` for each row x, by Horner's scheme.
-
-    Args:
-        rows: ``(..., n, given)``; missing entries of x are zeros.
-        a: ``(..., c, c)``, c >= given. terms: T. scale: s.
-    """
+    r"""The first entries of :math:`p_T(A / s)\, x`, A of c x c, for each row x, zeros behind it, by Horner's scheme."""
     full, z = F.pad(rows, (0, a.shape[-1] - rows.shape[-1])), rows
     for i in range(terms, 0, -1):
         m = a if z.shape[-1] == a.shape[-1] else a[..., : z.shape[-1]]

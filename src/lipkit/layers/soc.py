@@ -166,11 +166,7 @@ class SocConv2d(ConstrainedConv2d):
         return self.train_terms if self.training else self.eval_terms
 
     def generator(self, proved: bool = True) -> Tensor:
-        """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better.
-
-        Args:
-            proved: whether its norm is; else it is so unless Lanczos steps miss it (:func:`reshaped_norm`).
-        """
+        """The exponent: the skew kernel K ``(c, c, kh, kw)`` of norm at most 1, in float32 or better."""
         kernel, bound = self._quotient(proved)
         return kernel / bound
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scipy.linalg import eigh
-from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackError, aslinearoperator, eigsh
 from torch import Tensor
 
 from lipkit.errors import ShapeError
@@ -77,9 +77,9 @@ def _lanczos(a: Tensor, tolerance: float = 1e-10, *, factor: bool = False) -> tu
     """Estimates of the largest eigenvalue of one symmetric matrix and of its vector; of ``a a^T`` for a ``factor``."""
     # A fixed start vector: equal matrices give equal bounds.
     start = torch.linspace(0.5, 1.5, len(a), dtype=a.dtype, device="cpu").cos()
-    matrix = a.cpu().numpy()
+    matrix: Any = a.cpu().numpy()
     if factor:
-        matrix = LinearOperator((len(a),) * 2, lambda v, m=matrix: m @ (m.T @ v), dtype=matrix.dtype)
+        matrix = aslinearoperator(matrix) @ aslinearoperator(matrix.T)
     try:
         values, vectors = eigsh(matrix, k=1, which="LA", v0=start.numpy(), tol=tolerance, **_SEEDED)
     except ArpackError:  # no convergence, or a zero matrix
@@ -252,10 +252,7 @@ _ABOVE = 2e-3
 
 
 def quick_norm_estimate(a: Tensor) -> Quick:
-    """The number that `quick_spectral_norm` tries first, up to rounding, without its proof; nearly always the same.
-
-    Args:
-        a: real ``(m, n)`` of Frobenius norm about 1, or zero; if it is not finite, that function's answer.
+    """What `quick_spectral_norm` tries first, up to rounding, without a proof; for a Frobenius norm about 1, or 0.
 
     >>> a = torch.linspace(-1, 1, 200 * 300).reshape(200, 300).cos()
     >>> bool(torch.isclose(quick_norm_estimate(a).bound, quick_spectral_norm(a).bound, rtol=1e-5))
