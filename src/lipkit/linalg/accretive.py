@@ -97,6 +97,6 @@ def _invert(n: Tensor, out: Tensor) -> None:
     top.baddbmm_(beside, lower, alpha=-1)
 
 
-def _blocks(n: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _blocks(n: Tensor, half: int) -> tuple[Tensor, ...]:
     upper, lower = n.tensor_split([half], 1)
     return (*upper.tensor_split([half], 2), *lower.tensor_split([half], 2))

@@ -84,7 +84,7 @@ class _MaxMinShift(torch.autograd.Function):
         if g.dtype is torch.float16 or torch.is_grad_enabled() or transformed(g):
             return _exchanged(ordered, shift(g, moved, -1) if moved else g), None
         made, weight, kept = torch.empty_like(g), ordered.to(g.dtype), ordered.shape[1] - 4 * moved
-        rows = [(*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1))]
+        rows = [[*g.chunk(2, dim=1), weight, *made.chunk(2, dim=1)]]
         if moved:
             rows, last = [[t[:, :kept] for t in rows[0]]], [t[:, kept:] for t in rows[0]]
             rows.append([last[0], shift(last[1], moved, -1), *last[2:]])
