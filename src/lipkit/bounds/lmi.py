@@ -174,7 +174,7 @@ class _Blocks(NamedTuple):
         return _Blocks(ends, h, off, gram, *sizes)
 
     def error(self, rows: slice, columns: slice) -> Tensor:
-        """How far each entry may be off: H has one rounding beside its diagonal (Lambda W), possibly a subnormal one."""
+        """How far entries may be off: beside the diagonal one rounding each (Lambda W), possibly a subnormal one."""
         rounding = 2 * UNIT * self.h[rows, columns].abs()
         return rounding if self.off is None else rounding + self.off[rows, columns]
 

@@ -191,28 +191,29 @@ class Ball:
     def _extremes(self, value: int) -> tuple[Tensor, Tensor]:
         shape = self.circuit.shape(value)
         entries = math.prod(shape)
-        lows, highs = [], []
-        for block in _blocks(entries, self._step()):
-            rows = torch.zeros(2 * len(block), entries, dtype=torch.float64, device=self.x.device)
-            at = torch.arange(len(block), device=self.x.device)
-            rows[at, at + block.start] = 1.0
-            rows[at + len(block), at + block.start] = -1.0
-            base, norm = self.below(value, rows.reshape(1, 2 * len(block), *shape))
+        low, high = self.x.new_empty(2, len(self.x), entries)
+        # All channels of a place after each other: the rows of a block then read the same part of an image.
+        order = torch.arange(entries, device=self.x.device).reshape(shape[0], -1).T.flatten()
+        for units in order.split(self._step(shape)):
+            rows = torch.zeros(len(units), entries, dtype=torch.float64, device=self.x.device)
+            rows[torch.arange(len(units), device=self.x.device), units] = 1.0
+            base, norm = self.below(value, rows.reshape(1, -1, *shape), mirrored=True)
             found = next_down(base - next_up(self.radius[:, None] * norm))
-            low, high = found.expand(len(self.x), -1).chunk(2, 1)
-            lows.append(low)
-            highs.append(-high)
-        return (torch.cat(part, 1).reshape(-1, *shape) for part in (lows, highs))  # type: ignore[return-value]
+            low[:, units], negative = found.expand(len(self.x), -1).chunk(2, 1)
+            high[:, units] = -negative
+        return low.reshape(-1, *shape), high.reshape(-1, *shape)
 
-    def _step(self) -> int:
+    def _step(self, shape: tuple[int, ...]) -> int:
         widest = max(math.prod(shape) for shape in self.circuit.shapes)
-        return max(1, _BLOCK // (2 * widest * len(self.x)))
+        lines = math.prod(shape) // (shape[1] if len(shape) == 3 else 1)  # one of an image
+        return max(1, min(_BLOCK // (2 * widest * len(self.x)), lines))
 
-    def below(self, value: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.
 
         Args:
             value: v. rows: (N or 1, R, *shape of v).
+            mirrored: for the rows and then for their negatives, which are carried along from the first activation on.
         """
         pending = {value: rows}
         zero = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -220,8 +221,13 @@ class Ball:
         for at in range(value, 0, -1):
             if at not in pending:
                 continue
-            a = pending.pop(at)
             node, sources = self.circuit.nodes[at - 1], self.circuit.sources[at - 1]
+            if mirrored and isinstance(node, Scalar):
+                mirrored = False
+                pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
+                const = torch.cat((const, -const), 1)
+                zero, moduli, error, norm = (torch.cat((t, t), 1) for t in (zero, moduli, error, norm))
+            a = pending.pop(at)
             size = a.abs()
             error = error + dot(size, self.errors[at - 1]) + self.lost[at - 1][:, None]
             term, parts = zero, list[Tensor]()
@@ -250,6 +256,10 @@ class Ball:
                     part = pending[source] + part
                     error = error + 2 * _UNIT * dot(part.abs(), self.sizes[source])
                 pending[source] = part
+        if mirrored:
+            pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
+            const = torch.cat((const, -const), 1)
+            moduli, error, norm = (torch.cat((t, t), 1) for t in (moduli, error, norm))
         if 0 in pending:
             a = pending[0]
             term = dot(a, self.x)
@@ -272,8 +282,9 @@ class Ball:
         norm = _norm(a)
         if self.moves is None:
             return const, error, norm
-        low, high = (move.flatten(1)[:, None] for move in self.moves)
         rows, radius = a.flatten(2), self.radius[:, None]
+        live = (rows != 0).flatten(0, 1).any(0).nonzero()[:, 0]  # entries that no row reads add nothing
+        rows, low, high = rows[..., live], *(move.flatten(1)[:, None, live] for move in self.moves)
         far = _norm(torch.maximum(low.abs(), high.abs()))
         best, worst = -radius * norm, torch.zeros_like(radius * norm)
         chosen = norm.expand(len(self.x), -1)

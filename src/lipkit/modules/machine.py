@@ -189,7 +189,7 @@ def by_norms(
     errors, slopes, origin = factors
     most = (errors[1:, 0] > errors[1:, 0].amax() / 16).tolist()
     norms, before, x = [x.new_ones(len(x))], dict[int, Tensor](), x.clone()  # modules may work in place
-    reached = grow(size(x) * origin.peak.slope) if origin.peak.slope else 0.0
+    peak = Line(size(x), 1.0).times(origin.peak.slope).plus(Line(origin.peak.at, 0.0))
     with torch.no_grad():
         for place, step in enumerate(steps):
             norms.append(size(x) if slopes[place] else norms[0])
@@ -209,7 +209,7 @@ def by_norms(
         far[rows] = ~(rest.sum(1) < enough[rows])
     error, centre = grow(total).unbind(1)
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
-    return ErrorBound(x, centre, error_line, move, Line(grow(origin.peak.at + reached), origin.peak.slope)), far
+    return ErrorBound(x, centre, error_line, move, peak._replace(slope=origin.peak.slope)), far
 
 
 def reach(bound: ErrorBound) -> Line:

@@ -47,7 +47,7 @@ def sha256(network: nn.Module) -> str:
     digest = hashlib.sha256()
     for text, numbers in contents(network):
         digest.update(text.encode())
-        digest.update(numbers)
+        digest.update(numbers.data)
     return digest.hexdigest()
 
 
