@@ -28,6 +28,7 @@ FRACTIONS = (
     "cw",
     "autoattack",
     "autoattack_apgd",
+    "autoattack_early",
     "tightness",
     "reached",
     "error_after",
