@@ -28,9 +28,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
+from scipy import linalg
 from torch import Tensor
 
 from lipkit.errors import OptionError, ShapeError
@@ -134,98 +134,55 @@ def proves_gain(
     >>> proves_gain([0.9 * torch.eye(2)], [], 1.0), proves_gain([1.1 * torch.eye(2)], [], 1.0)
     (True, False)
     """
-    return _Blocks.of(*_checked(weights, multipliers), errors).proves(gain)
+    return _Blocks(*_checked(weights, multipliers), errors).proves(gain)
 
 
-class _Blocks(NamedTuple):
-    """H without gamma in blocks, and the errors of its entries.
+class _Blocks:
+    r"""H without gamma, how far its entries may be off, and the Gram matrix of its first and last blocks' rows.
 
-    Attributes:
-        ends: how many columns the first and the last block have.
-        h, off: H with zeros for gamma, and how far the weights in each entry may be off; None where they are not.
-        gram: of the rows that couple the ends with what lies between; None if the ends are coupled themselves.
-        sizes, errors: (n,) norms of the columns of those rows and of their errors, rounded up.
+    With those blocks eliminated ``H >= 0`` iff :math:`M \ge C^\top C / \gamma`: less than half of the rows remain.
     """
 
-    ends: tuple[int, int]
-    h: Tensor
-    off: Tensor | None
-    gram: Tensor | None
-    sizes: Tensor
-    errors: Tensor
-
-    @staticmethod
-    def of(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> _Blocks:
-        h, off = lmi_matrix(weights, multipliers, 0.0), None
+    def __init__(self, weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor]) -> None:
+        h = self.h = lmi_matrix(weights, multipliers, 0.0)
+        self.error = 2 * UNIT * h.abs()  # beside the diagonal one rounding each (Lambda W), possibly a subnormal one
         if any(bool(error.any()) for error in errors):
             # H is linear in the weights: the same matrix of their errors bounds its own, entry by entry.
-            off = lmi_matrix(errors, multipliers, 0.0).abs()
+            off = lmi_matrix(errors, multipliers, 0.0)
             off.diagonal().zero_()
-        ends = weights[0].shape[1], weights[-1].shape[0]
-        first, last, inner = _places(ends, len(h))
-        blocks = _Blocks(ends, h, off, None, h[0], h[0])
-        if not multipliers or bool(blocks.error(last, first).any()):
-            return blocks
-        gram = _gram(h[first, inner]) + _gram(h[last, inner])
-        if not bool(gram.isfinite().all()):
-            return blocks
-        rows = [[h[end, inner] for end in (first, last)], [blocks.error(end, inner) for end in (first, last)]]
-        sizes = [up(torch.linalg.vector_norm(torch.cat(each), dim=0), len(h)) + 2.0**-500 for each in rows]
-        return _Blocks(ends, h, off, gram, *sizes)
-
-    def error(self, rows: slice, columns: slice) -> Tensor:
-        """How far entries may be off: beside the diagonal one rounding each (Lambda W), possibly a subnormal one."""
-        rounding = 2 * UNIT * self.h[rows, columns].abs()
-        return rounding if self.off is None else rounding + self.off[rows, columns]
+            self.error += off.abs()
+        self.inner = slice(weights[0].shape[1], len(h) - weights[-1].shape[0])
+        rows, wrong = (torch.cat((t[: self.inner.start], t[self.inner.stop :]))[:, self.inner] for t in (h, self.error))
+        live = rows.any(0).nonzero()[:, 0]
+        self.gram = rows.new_zeros(rows.shape[1], rows.shape[1])
+        self.gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
+        self.sizes, self.errors = (up(torch.linalg.vector_norm(t, dim=0), len(h)) + 2.0**-500 for t in (rows, wrong))
+        apart = not bool(self.error[self.inner.stop :, : self.inner.start].any())
+        self.eliminated = bool(multipliers) and apart and bool(self.gram.isfinite().all())
 
     def guess(self) -> float:
-        """Nearly the smallest gain, the largest eigenvalue of ``C M^-1 C^T``; nan where M is nearly singular."""
-        first, last, inner = _places(self.ends, len(self.h))
-        middle = self.h[inner, inner]
+        """Nearly the smallest gain, the largest eigenvalue of ``C M^-1 C^T``; nan where M is close to singular."""
+        middle = self.h[self.inner, self.inner]
         scale = middle.diagonal().rsqrt()
-        lower, info = torch.linalg.cholesky_ex(scale[:, None] * middle * scale[None, :])
-        if self.gram is None or int(info) != 0 or float(lower.diagonal().amin()) < 1e-5:
+        lower, info = torch.linalg.cholesky_ex(scale[:, None] * middle * scale)
+        if not self.eliminated or int(info) or float(lower.diagonal().amin()) < 0.01:
             return math.nan
-        rows = torch.cat([_short(self.h[end, inner]) for end in (first, last)]) * scale
-        half = torch.linalg.solve_triangular(lower, rows.mT, upper=False)
-        return float(torch.linalg.eigvalsh(half.mT @ half)[-1])
+        ends, last = (t.cpu().numpy() for t in (self.gram, middle)), len(middle) - 1
+        return float(linalg.eigh(*ends, eigvals_only=True, subset_by_index=[last, last])[0])
 
     def proves(self, gain: float) -> bool:
         if not (math.isfinite(gain) and gain > 0):
             return False
-        first, last, inner = _places(self.ends, len(self.h))
-        if self.gram is None or not 1e-100 < gain < 1e100:
+        if not (self.eliminated and 1e-100 < gain < 1e100):
             h = self.h.clone()
-            h.diagonal()[first] = h.diagonal()[last] = gain
-            return is_positive_within(h, self.error(slice(None), slice(None)))
-        # H >= 0 iff M >= C^T C / gamma: with a Gram matrix off by gamma_n |c_i| |c_j|, and C by errors e.
+            h.diagonal()[: self.inner.start] = h.diagonal()[self.inner.stop :] = gain
+            return is_positive_within(h, self.error)
+        # The Gram matrix is off by gamma_n |c_i| |c_j|, and C by columns of norms e.
         square, c, e = self.gram / gain, self.sizes, self.errors
-        h = self.h[inner, inner] - square
+        h = self.h[self.inner, self.inner] - square
         off = torch.outer(c, gamma(len(self.h) + 8) * c + e) + torch.outer(e, c + e)
-        error = self.error(inner, inner) + off * ((1 + 2.0**-40) / gain) + 4 * UNIT * (square.abs() + h.abs())
-        return is_positive_within(h, error)
-
-
-def _places(ends: tuple[int, int], total: int) -> tuple[slice, slice, slice]:
-    return slice(0, ends[0]), slice(total - ends[1], total), slice(ends[0], total - ends[1])
-
-
-def _gram(rows: Tensor) -> Tensor:
-    """``C^T C``, with products of those columns alone that are not 0."""
-    live = rows.any(0).nonzero()[:, 0]
-    gram = rows.new_zeros(rows.shape[1], rows.shape[1])
-    gram[live[:, None], live] = rows[:, live].mT @ rows[:, live]
-    return gram
-
-
-def _short(rows: Tensor) -> Tensor:
-    """No more rows than columns that are not 0, with nearly the same Gram matrix."""
-    live = rows.any(0).nonzero()[:, 0]
-    if len(rows) <= len(live):
-        return rows
-    short = rows.new_zeros(len(live), rows.shape[1])
-    short[:, live] = torch.linalg.qr(rows[:, live], mode="r").R
-    return short
+        off = off * ((1 + 2.0**-40) / gain) + 4 * UNIT * (square.abs() + h.abs())
+        return is_positive_within(h, self.error[self.inner, self.inner] + off)
 
 
 def is_positive_within(h: Tensor, error: Tensor) -> bool:
@@ -282,7 +239,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
     weights, multipliers = _checked(weights, multipliers)
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         return math.inf
-    blocks = _Blocks.of(weights, multipliers, errors)
+    blocks = _Blocks(weights, multipliers, errors)
     guess = blocks.guess() if multipliers else float(torch.linalg.matrix_norm(weights[0], 2))
     if not guess >= 0:
         coupling, inputs = torch.cat(couplings(weights, multipliers)), weights[0].shape[1]
@@ -294,7 +251,7 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
             return math.inf
         guess = float(torch.linalg.eigvalsh(joint)[-1])
     guess = max(guess, 1e-300)
-    width = len(blocks.h if blocks.gram is None else blocks.gram)
+    width = len(blocks.gram if blocks.eliminated else blocks.h)
     # A trace times gamma_2n, which a factorisation must leave, is hopeless below.
     for exponent in range(max(-13, math.floor(math.log10(2 * UNIT * width**2))), 1):
         candidate = guess * (1 + 10.0**exponent)

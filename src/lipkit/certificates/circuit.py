@@ -320,25 +320,9 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         gradient = (torch.nn.grad.conv1d_input, torch.nn.grad.conv2d_input)[axes - 1]
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         adjoint = lambda a: gradient((len(a), *into), weight, a, **options)  # noqa: E731
-        if axes == 2:
-            adjoint = functools.partial(_by_lines, weight, into, options)
     bias = None if module.bias is None else module.bias.detach().reshape(-1, *[1] * axes).expand(out)
     noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
-
-
-def _by_lines(weight: Tensor, into: Shape, options: dict[str, Any], a: Tensor) -> Tensor:
-    """The adjoint of a convolution of images, from those lines of ``a`` on and up to those that are not 0."""
-    lines = (a != 0).flatten(0, 1).any(0).any(1).nonzero()[:, 0].tolist() or [0]
-    a, step = a[:, :, lines[0] : lines[-1] + 1], options["stride"][0]
-    top, height = lines[0] * step - options["padding"][0], (a.shape[2] - 1) * step + 1
-    height += options["dilation"][0] * (weight.shape[2] - 1)
-    options = options | {"padding": (0, options["padding"][1])}
-    part = torch.nn.grad.conv2d_input((len(a), into[0], height, into[2]), weight, a, **options)
-    found = a.new_zeros(len(a), *into)
-    low, high = max(top, 0), min(top + height, into[1])
-    found[:, :, low:high] = part[:, :, low - top : high - top]
-    return found
 
 
 def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:

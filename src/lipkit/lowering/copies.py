@@ -81,7 +81,7 @@ def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
     first, second = (
         {
             **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
-            **contents_of(one, (*model.modules(), *twin.modules()), views=True),
+            **contents_of(one, (*model.modules(), *twin.modules())),
         }
         for one in (model, twin)
     )
@@ -115,12 +115,8 @@ def _at(name: str) -> str:
 _PLAIN = vars(nn.Module()).keys() - {"training"}
 
 
-def contents_of(root: nn.Module, known: Iterable[nn.Module] = (), *, views: bool = False) -> dict[str, Any]:
-    """Copies, by name, of the attributes of all modules and of the globals their code reads; types for ``known``.
-
-    Args:
-        views: tensors are not copied.
-    """
+def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
+    """Copies, by name, of the attributes of all modules and of the globals their code reads; types for ``known``."""
     found: dict[str, Any] = {}
     seen = {id(module): (module, type(module)) for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
@@ -129,20 +125,19 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = (), *, views: bool
             own |= {} if kind.__module__.startswith(("builtins", "lipkit", "torch")) else vars(kind)
         own |= {name: value for name, value in vars(module).items() if name not in _PLAIN}
         for name, value in (own | module._parameters | module._buffers).items():
-            found[f"{path}.{name}"] = contents(value, seen, views)
+            found[f"{path}.{name}"] = contents(value, seen)
     return found
 
 
-def contents(value: Any, seen: dict[int, tuple[Any, Any]], views: bool = False) -> Any:
+def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     """All numbers, strings and tensors inside a value (containers, objects, functions), copied into nested lists.
 
     Args:
         seen: by id, the values met before, with what they hold; inside themselves they are their type. A value that two
             places share holds the same in both, as its copies do.
-        views: tensors are not copied.
     """
     if isinstance(value, Tensor):
-        return value.detach() if views else value.detach().clone()
+        return value.detach().clone()
     if value is None or isinstance(value, (int, float, complex, str, bytes)):
         return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
     if isinstance(value, (type, ModuleType)):
@@ -167,7 +162,7 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]], views: bool = False) 
             parts = [list(p) if hasattr(p, "__next__") else p for p in reduced]
     except Exception:  # what cannot be copied is not looked into
         return type(value)
-    found = [contents(part, seen, views) for part in parts]
+    found = [contents(part, seen) for part in parts]
     seen[id(value)] = value, found
     return found
 
@@ -183,7 +178,6 @@ def equal(a: Any, b: Any, known: set[tuple[int, int]] | None = None) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if type(a) not in (Tensor, nn.Parameter) or a.is_meta or a.layout is not torch.strided or a.is_quantized:
             return type(a) is type(b)  # refused wherever it holds a weight
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
     return type(a) is type(b) and bool(a == b or a != a)

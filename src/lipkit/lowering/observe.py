@@ -316,7 +316,7 @@ def check_outputs(
         raise NoRuleError(
             f"analyze: expected a forward pass without random numbers, got one that draws them{_hint(root)}"
         )
-    for name, value in contents_of(root, views=True).items():
+    for name, value in contents_of(root).items():
         if not equal(value, kept.get(name)):
             raise _changes_state(name, root)
     if not isinstance(direct, Tensor) or not close(direct, observed.outputs[1]):
