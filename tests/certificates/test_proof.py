@@ -180,3 +180,24 @@ def test_only_exported_networks_are_proved() -> None:
         lipkit.prove(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="evaluator: expected one of"):
         lipkit.prove(network(), evaluator="float16")
+
+
+def test_errors_by_norms_are_not_below_those_that_are_measured() -> None:
+    """Every sample: at least the errors of the whole walk, and for large margins all but 2^-30 of the margin."""
+    from lipkit.certificates.sound import Evaluation
+    from lipkit.modules.machine import by_norms, through
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 9), torch.nn.ReLU(), torch.nn.Linear(9, 9), torch.nn.ReLU(), torch.nn.Linear(9, 3)]
+    evaluation = lipkit.prove(modules.Network(layers, (6,))).logits
+    assert isinstance(evaluation, Evaluation)
+    assert evaluation.factors is not None
+    x = torch.randn(50, 6, dtype=torch.float64)
+    walk = through(evaluation.steps, x)
+    for spare in (0.0, 1.0):
+        found, far = by_norms(evaluation.steps, evaluation.factors, x, lambda y, s=spare: y.new_full((len(y),), s))
+        assert bool((found.error.at >= walk.error.at * (1 - 1e-9)).all())
+        assert bool((found.centre_error >= walk.centre_error * (1 - 1e-9)).all())
+        assert bool((found.peak.at >= walk.peak.at).all() and (found.error.at < 20 * walk.error.at).all())
+        assert found.error.slope == walk.error.slope
+        assert far.all() == (spare == 0.0)

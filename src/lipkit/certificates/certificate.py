@@ -220,8 +220,9 @@ def certify(
         proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
 
     Cost:
-        The bounds of the layers without a ``proof``, a hash of the network with it; and two passes through the network
-        in float64 (three for a float32 evaluator). Local radii take about five passes back from each layer of
+        The bounds of the layers without a ``proof``, a comparison of all numbers with it; and one pass through the
+        network in float64, two for samples with small margins (three for a float32 evaluator).
+        Local radii take about five passes back from each layer of
         activations, with a row for each unit: 0.2 s for an MLP of 2 x 256, seconds for a convolutional network.
 
     Raises:
