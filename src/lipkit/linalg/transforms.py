@@ -130,8 +130,9 @@ def outside(a: Tensor) -> Iterator[Tensor]:
 
 
 def is_empty(x: Tensor) -> bool:
-    """True for a batch (B, ...) of no samples; not where a size is a symbol, under a compiler or in a trace."""
-    return not torch.compiler.is_compiling() and isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == 0
+    """True for a batch (B, ...) of no samples; not asked where sizes are followed, by a compiler, a trace or a mode."""
+    seen = torch.compiler.is_compiling() or not isinstance(x, Tensor) or bool(active_modes())
+    return not seen and x.ndim > 1 and x.shape[0] == 0
 
 
 def with_zeros(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
