@@ -142,7 +142,7 @@ def through(steps: Sequence[ProvedModule], x: Tensor) -> ErrorBound:
 
 
 class NormFactors(NamedTuple):
-    """What `by_norms` knows of a chain of K modules beforehand.
+    """The bounds of a chain of K modules that `by_norms` only scales by norms.
 
     Attributes:
         errors: (K + 1, 2) multiply 1 and the norms of the modules' inputs, for ``error.at`` and ``centre_error``.
@@ -196,7 +196,8 @@ def by_norms(
             if most[place]:
                 before[place] = x.clone()
             x = step.module(x)
-    beside = torch.stack(norms, 1) * (1 + FLOAT64.gamma(len(norms) + 4))
+    sums = 1 + FLOAT64.gamma(len(norms) + 4)  # for products of rows
+    beside = torch.stack(norms, 1) * sums
     total, enough = beside @ errors, spare(x)
     far = ~(total.sum(1) < enough)
     if len(rows := far.nonzero()[:, 0]):
@@ -205,7 +206,7 @@ def by_norms(
             at = steps[place].machine(value[rows]).error.at
             measured[:, place + 1] = torch.minimum(grow(at / max(slopes[place], 2.0**-1000)), norms[place + 1][rows])
         rest = torch.where(measured > 0, 0.0, beside[rows]) @ errors
-        total[rows] = rest + grow(measured) @ errors
+        total[rows] = rest + (measured * sums) @ errors
         far[rows] = ~(rest.sum(1) < enough[rows])
     error, centre = grow(total).unbind(1)
     error_line, move = Line(error, origin.error.slope), Line(nothing(x).at, origin.move.slope)
