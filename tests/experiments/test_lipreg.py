@@ -7,7 +7,6 @@ import pytest
 from lipkit import modules
 from lipkit.data import load
 from lipkit.errors import RecipeError
-from lipkit.experiments import build
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.recipe import load_recipe
 from lipkit.training import LipschitzPenalty, PgdAdversary
@@ -39,12 +38,14 @@ def test_a_plain_network_is_trained_certified_and_reported(tmp_path) -> None:
 def test_sections_become_what_fit_takes() -> None:
     recipe = load_recipe("cifar10_wrn28_10_at_lipreg")
     data = load("digits")
-    assert build.penalty(recipe.penalty) == LipschitzPenalty("lipbound", 0.008, 0.0)
-    assert build.adversary(recipe.adversary, data) == PgdAdversary("linf", 8 / 255, 10, 0.2, True, "ce", (0.0, 1.0))
-    assert build.adversary(recipe.adversary, load("square_wave")).box is None
-    plain_recipe = load_recipe("digits_cayley")
-    assert build.penalty(plain_recipe.penalty) is None
-    assert build.adversary(plain_recipe.adversary, data) is None
+    taken = pipeline.training_options(recipe, data)
+    assert taken.penalty == LipschitzPenalty("lipbound", 0.008, 0.0)
+    assert taken.adversary == PgdAdversary("linf", 8 / 255, 10, 0.2, True, "ce", (0.0, 1.0))
+    plain = pipeline.training_options(load_recipe("digits_cayley"), data)
+    assert (plain.penalty, plain.adversary) == (None, None)
+    attack = pipeline.training_options(load_recipe("digits_at"), load("square_wave")).adversary
+    assert isinstance(attack, PgdAdversary)
+    assert attack.box is None
     base, changed = load_recipe("digits_at"), load_recipe("digits_at_lipreg")
     assert base.penalty is None
     assert changed.adversary == base.adversary

@@ -90,9 +90,13 @@ def test_samples_are_certified_again(name: str) -> None:
     claimed = file.certificate
     assert torch.equal(claimed.label[: len(x)], y)
     assert torch.equal(again.prediction, claimed.prediction[: len(x)])
-    assert torch.allclose(again.radius, claimed.radius[: len(x)], rtol=1e-9, atol=0)
+    # The LMI of the LBDN has since been proved on its Schur complement, which gives 1e-8 more.
+    sharper = 2e-8 if name == "mnist-lbdn" else 1e-9
+    assert torch.allclose(again.radius, claimed.radius[: len(x)], rtol=sharper, atol=0)
+    assert bool((again.radius >= claimed.radius[: len(x)] * (1 - 1e-9)).all())
     assert int((again.radius > 36 / 255).sum()) >= len(x) // 2
-    assert again.constant == pytest.approx(claimed.constant, rel=1e-9)
+    assert again.constant == pytest.approx(claimed.constant, rel=sharper)
+    assert again.constant <= claimed.constant * (1 + 1e-9)
 
 
 @pytest.mark.slow
