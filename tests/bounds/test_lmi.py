@@ -60,6 +60,29 @@ def test_good_multipliers_prove_nearly_the_product() -> None:
     assert 0.5 <= gain_bound([a, b], [torch.full((3,), 0.125, dtype=torch.float64)]) <= 0.5 * (1 + 1e-8)
 
 
+def test_the_least_gain_of_a_schur_complement_is_that_of_numpy() -> None:
+    weights, multipliers = [random(5, 4), random(6, 5, seed=1), random(3, 6, seed=2)], [torch.full((5,), 40.0).double()]
+    multipliers.append(torch.full((6,), 10.0, dtype=torch.float64))
+    h = lmi_matrix(weights, multipliers, 0.0).numpy()
+    middle, ends = h[4:-3, 4:-3], np.concatenate((h[:4, 4:-3], h[-3:, 4:-3]))
+    least = float(np.linalg.eigvalsh(ends @ np.linalg.solve(middle, ends.T))[-1])
+    assert proves_gain(weights, multipliers, least * (1 + 1e-10))
+    assert not proves_gain(weights, multipliers, least * (1 - 1e-11))
+
+
+def test_every_entry_of_a_schur_complement_is_within_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = random(2, 40)
+    first[1] -= first[0] * (first[0] @ first[1]) / first[0].square().sum()  # products that cancel lose most
+    seen: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr("lipkit.bounds.lmi.is_positive_within", lambda h, error: bool(seen.append((h, error))))
+    proves_gain([first, random(1, 2, seed=1)], [torch.ones(2, dtype=torch.float64)], 100.0)
+    ((found, error),) = seen
+    rows = [[Fraction(v) for v in row] for row in (*first.T.tolist(), *random(1, 2, seed=1).tolist())]
+    for i, j in itertools.product(range(2), repeat=2):
+        exact = 2 * (i == j) - sum(row[i] * row[j] for row in rows) / 100
+        assert abs(Fraction(float(found[i, j])) - exact) <= Fraction(float(error[i, j]))
+
+
 def test_one_weight_is_its_norm() -> None:
     w = random(4, 3)
     truth = np.linalg.norm(w.numpy(), 2)
