@@ -102,7 +102,7 @@ def check_radii(
     The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf.
 
     Args:
-        radii: in units of the input; ``name`` is theirs in a message.
+        radii: in units of the input. name: what a message calls them.
         input_range: (low, high) of every entry; None for inputs without limits, of which nothing is known.
         seen: (low, high) of the samples: without an ``input_range``, large radii beside it are warned of.
         large: whether a radius above LARGE (times ``high - low``) is meant.

@@ -196,7 +196,7 @@ def certify_network(
     display: Display | None = None,
     large_eps: bool = False,
 ) -> Outcome:
-    """Certify and attack an exported network from elsewhere; it becomes a run of its own in ``out``, not trained.
+    """Certify and attack a network that was trained elsewhere, without training it; writes a new run in ``out``.
 
     The recipe names data and network, and says how to certify; its ``train`` is not read.
 

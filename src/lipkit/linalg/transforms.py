@@ -64,7 +64,7 @@ def transformed(gradient: Tensor | None = None) -> bool:
     (False, tensor([1., 1.]))
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    # ``torch.autograd.grad(..., is_grads_batched=True)`` has a batching of its own, which only its tensors show.
+    # ``torch.autograd.grad(..., is_grads_batched=True)`` batches in another way, seen on its tensors alone.
     legacy = gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
     return bool(active()) or getattr(forward_ad, "_current_level", -1) >= 0 or legacy
 

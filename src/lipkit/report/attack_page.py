@@ -47,7 +47,7 @@ def save_attack(
     name ends in ``-2``, and so on. The answer is the path of the JSON file.
 
     Args:
-        certificate: of the samples ``x`` (N, *input_shape) that were attacked; ``numbers`` are theirs in the test set.
+        certificate: of the attacked samples ``x`` (N, *input_shape); ``numbers`` are their indices in the test set.
         images: how many examples are shown and kept, those nearest to their certified radius first.
     """
     settings: dict[str, Any] = {
