@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import os
 import platform
@@ -37,8 +38,8 @@ from lipkit.linalg.accretive import inverse_by_blocks
 
 LIMIT = 540.0  # seconds of one step
 ROOT = Path(__file__).parents[1]
-# Folders of tests, one step of the suite each; what trains in processes of its own is left to the CPU.
-SUITE = ("laws", "layers", "modules", "linalg", "conv", "models", "bounds", "certificates", "attacks", "analysis")
+# Tests that use a GPU where there is one.
+SUITE = ("test_devices.py", "laws", "data")
 TRAININGS = {"kwlarge": "cifar10_cayley", "flagship": "cifar10_patchnet_gpu"}
 
 
@@ -105,7 +106,8 @@ def check_gradients(here: nn.Module, there: nn.Module, x: Tensor, device: str) -
 def check_bound(here: nn.Module, there: nn.Module, x: Tensor, device: str) -> float:
     """The same constant."""
     shape = tuple(x.shape[1:])
-    return abs(float(lipkit.lipschitz(there, shape)) / float(lipkit.lipschitz(here, shape)) - 1)
+    constants = [float(lipkit.lipschitz(model, shape).detach()) for model in (here, there)]
+    return abs(constants[1] / constants[0] - 1)
 
 
 def check_certificate(here: nn.Module, there: nn.Module, x: Tensor, device: str) -> float:
@@ -114,7 +116,8 @@ def check_certificate(here: nn.Module, there: nn.Module, x: Tensor, device: str)
     plain = lipkit.export(here.eval(), shape)
     labels = plain(x).argmax(1)
     ours = lipkit.certify(plain, x, labels).radius
-    theirs = lipkit.certify(lipkit.export(there.eval(), shape), x.to(device), labels.to(device)).radius
+    network = lipkit.export(there.eval(), shape)
+    theirs = lipkit.certify(network, x.to(device), labels.to(device), device=device).radius
     return distance(theirs, ours)
 
 
@@ -122,13 +125,14 @@ def check_step(here: nn.Module, there: nn.Module, x: Tensor, device: str) -> flo
     """Ten steps of Adam under bfloat16 autocast; the constant that is proved afterwards, above that of before."""
     model = copy.deepcopy(there).train()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    before = float(lipkit.lipschitz(there, tuple(x.shape[1:])))
+    before = float(lipkit.lipschitz(there, tuple(x.shape[1:])).detach())
     for _ in range(10):
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16):
             loss = model(x.to(device)).float().square().sum()
         loss.backward()
         optimizer.step()
+        lipkit.layers.after_step(model, tuple(x.shape[1:]))
     plain = lipkit.export(model.eval(), tuple(x.shape[1:]))
     return max(0.0, float(lipkit.lipschitz(plain)) / before - 1)
 
@@ -168,11 +172,12 @@ def checks(device: str, toy: bool, end: float) -> dict[str, Any]:
 
 
 def suite(folder: str) -> Callable[[str, bool, float], dict[str, Any]]:
-    """The tests of one folder in a process of its own."""
+    """The tests of one file or folder in a process of its own."""
 
     def step(device: str, toy: bool, end: float) -> dict[str, Any]:
         place = "tests/benchmarks/test_arithmetic.py" if toy else f"tests/{folder}"
-        return run([sys.executable, "-m", "pytest", place, "-p", "no:cacheprovider", "-m", "fast"], end)
+        options = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "fast"]
+        return run([sys.executable, "-m", "pytest", place, *options], end)
 
     return step
 
@@ -271,6 +276,25 @@ def memory(device: str, toy: bool, end: float) -> dict[str, Any]:
     return found
 
 
+def recorded(device: str, toy: bool, end: float) -> dict[str, Any]:
+    """Images a second of PatchNets in training: launched kernel by kernel, and recorded as a CUDA graph."""
+    found: dict[str, Any] = {}
+    sizes = {"the hour's": ([[32, 3], [128, 3]], 512), "twice as large": ([[128, 4], [512, 8]], 1024)}
+    count = 1024 if toy else 50000
+    data = lipkit.data.Split(torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8), torch.arange(count) % 10)
+    options: dict[str, Any] = {"epochs": 1 if toy else 2, "optimizer": "spectral", "accelerator": device}
+    for (name, (stages, batch)), graph in itertools.product(sizes.items(), (False, True)):
+        if time.monotonic() > end:
+            return found | {"cut": f"before {name}"}
+        model = models.patchnet(2, stages, narrow=64, input_shape=(3, 32, 32), classes=10)
+        try:
+            run = lipkit.fit(model, data, batch_size=batch, cuda_graph=graph and not toy, **options)
+            found[f"{name}{', recorded' if graph else ''}"] = run.history[-1]["samples_per_second"]
+        except Exception as error:  # a finding
+            found[f"{name}{', recorded' if graph else ''}"] = f"{type(error).__name__}: {str(error)[:200]}"
+    return found
+
+
 def training(name: str, out: Path, data: str | None) -> Callable[[str, bool, float], dict[str, Any]]:
     """A recipe at its full size, cut when time is up and continued by the next call."""
 
@@ -300,6 +324,7 @@ def steps(out: Path, data: str | None) -> dict[str, Callable[[str, bool, float],
         "inverses": inverses,
         "kwlarge": training("kwlarge", out, data),
         "memory": memory,
+        "recorded": recorded,
         **{f"suite-{folder}": suite(folder) for folder in SUITE},
         "flagship": training("flagship", out, data),
     }

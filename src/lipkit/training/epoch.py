@@ -117,7 +117,10 @@ def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) ->
 def set_rate(optimizer: Any, peaks: Sequence[float], factor: float) -> None:
     """Set the learning rate of every group of parameters to ``factor`` times its peak."""
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak * factor
+        if isinstance(group["lr"], Tensor):  # where a recorded step reads it
+            group["lr"].fill_(peak * factor)
+        else:
+            group["lr"] = peak * factor
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Plan:
         folder: of the run; None writes nothing.
         clock: ends training, or asks for a checkpoint.
         input_shape: of one input as the model gets it, if a layer needs it after a step; else None.
+        step: changes the parameters once.
     """
 
     options: TrainOptions
@@ -140,6 +144,7 @@ class Plan:
     clock: Clock
     budget: Budget | None
     input_shape: Shape | None
+    step: Callable[..., Tensor] = take_step
 
     @property
     def steps(self) -> int:
@@ -197,7 +202,7 @@ def run_epoch(network: Session, plan: Plan, epoch: int, state: Mapping[str, Any]
         set_rate(network.optimizer, network.rates, plan.rate(fraction if timed else plan.fraction(fabric, number)))
         x, y = _batch(plan, index, fabric.device, augment)
         counted = own_part(size, rank=rank, ranks=ranks)
-        sums = take_step(network, plan.objective, x, y, size=size, counted=counted, attack=attack)
+        sums = plan.step(network, plan.objective, x, y, size=size, counted=counted, attack=attack)
         if plan.budget is not None:
             plan.budget.charge()
         fraction = plan.fraction(fabric, number)

@@ -100,7 +100,7 @@ class SpectralDescent(_ManifoldOptimizer):
         state["step"] = state.get("step", 0) + 1
         if state["step"] % waits:
             return w
-        return spectral_step(w, torch.lerp(average, g, 1 - beta), waits * float(group["lr"]), group["steps"])
+        return spectral_step(w, torch.lerp(average, g, 1 - beta), waits * group["lr"], group["steps"])
 
 
 class RiemannianAdam(_ManifoldOptimizer):

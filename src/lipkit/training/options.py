@@ -183,6 +183,10 @@ class Numbers(Section):
         default="32-true", description="Lightning Fabric's precision: 32-true, 64-true, bf16-mixed or 16-mixed"
     )
     compile: StrictBool = Field(default=False, description="compile the forward pass of training by torch.compile")
+    cuda_graph: StrictBool = Field(
+        default=False,
+        description="record the step of a network on one GPU as a CUDA graph: small networks train faster",
+    )
     channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
 
     @model_validator(mode="after")
@@ -236,8 +240,8 @@ class TrainOptions(Numbers):
         progress: called with a `Progress` every few steps and at the end of each epoch.
         epochs, budget, batch_size, lr, optimizer, manifold_lr, momentum, weight_decay, grad_clip, accumulate, ema,
         seed, evaluate_every, evaluate_samples, checkpoint_every, checkpoint_seconds, max_minutes, tensorboard,
-        accelerator, devices, nodes, strategy, precision, compile, channels_last: as ``lipkit recipe show`` describes
-        the keys of ``train``.
+        accelerator, devices, nodes, strategy, precision, compile, cuda_graph, channels_last: as ``lipkit recipe show``
+        describes the keys of ``train``.
 
     Raises:
         OptionError: an unknown option, or one outside its values.
