@@ -8,7 +8,8 @@ from there: aeon itself needs numba. Networks have about 6,000 parameters each (
 each has the same grid of settings. The best of them on a fifth of the training data (clean accuracy plus accuracy
 under PGD at the middle radius) is trained with five seeds on all of it. Radii are l2 in the units of the file, over
 the whole sequence; what stands behind its end is masked, or zero. Certified: `lipkit.certify` of the exports, one for
-each length, with rounding. PGD: 40 steps, margin loss. LSTM and GRU have no certificate.
+each length, with rounding. PGD: 40 steps, margin loss. LSTM and GRU have no certificate. A record that is there is
+continued: what it lacks of the search and of the seeds is made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -186,6 +188,12 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), float(student.ppf(0.975, len(values) - 1)) * spread
 
 
+def keep(path: Path, record: dict[str, Any], start: float) -> None:
+    """Write what there is; ``start`` is the process time at which the work would have begun in this process."""
+    record["seconds"] = round(time.process_time() - start, 1)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--wheel", type=Path, required=True)
@@ -204,16 +212,26 @@ def main() -> None:
         held, rest = ((known[0][i], known[1][i], known[2][i]) for i in order.tensor_split([len(order) // 5]))
         networks = makers(known[0].shape[1], known[0].shape[2], classes, options.parameters)
         for kind in options.networks or networks:
-            make, start, scores = networks[kind], time.process_time(), list[float]()
-            for lr, (temperature, offset) in GRID:
+            make = networks[kind]
+            path = options.out / f"{name}-{kind.replace(', ', '-')}.json".lower()
+            record: dict[str, Any] = {
+                "data": name, "network": kind, "parameters": sum(p.numel() for p in make().parameters()),
+                "epochs": options.epochs, "tuning": [], "setting": None, "seconds": 0.0, "percent": {},
+            }  # fmt: skip
+            if path.exists():
+                record |= json.loads(path.read_text())
+            start, scores, rows = time.process_time() - record["seconds"], record["tuning"], record["percent"]
+            for lr, (temperature, offset) in [] if record["setting"] else GRID[len(scores) :]:
                 torch.manual_seed(0)
                 model = train(make(), rest, lr, temperature, offset, options.epochs)
                 scores.append(attacked(model, held, 0.0, 0) + attacked(model, held, RADII[name][1], 10))
-            lr, (temperature, offset) = GRID[scores.index(max(scores))]
-            rows: dict[str, list[float]] = {}
-            for seed in range(options.seeds):
+                keep(path, record, start)
+            if record["setting"] is None:
+                lr, (temperature, offset) = GRID[scores.index(max(scores))]
+                record["setting"] = {"lr": lr, "temperature": temperature, "offset": offset}
+            for seed in range(len(rows.get("clean", ())), options.seeds):
                 torch.manual_seed(seed)
-                model = train(make(), known, lr, temperature, offset, options.epochs)
+                model = train(make(), known, **record["setting"], epochs=options.epochs)
                 found = {"clean": attacked(model, test, 0.0, 0)}
                 radius = None if isinstance(model, Gated) else certified(model, test)
                 for r in RADII[name]:
@@ -222,14 +240,8 @@ def main() -> None:
                     found[f"PGD({r})"] = attacked(model, test, r, 40)
                 for key, value in found.items():
                     rows.setdefault(key, []).append(value)
-            record = {
-                "data": name, "network": kind, "parameters": sum(p.numel() for p in make().parameters()),
-                "setting": {"lr": lr, "temperature": temperature, "offset": offset}, "epochs": options.epochs,
-                "seconds": round(time.process_time() - start, 1), "percent": rows,
-            }  # fmt: skip
-            path = options.out / f"{name}-{kind.replace(', ', '-')}.json".lower()
-            path.write_text(json.dumps(record, indent=1) + "\n")
-            shown = {key: "{:.1f} +- {:.1f}".format(*interval(v)) for key, v in rows.items()}
+                keep(path, record, start)
+            shown = {key: "{:.1f} +- {:.1f}".format(*interval(v)) for key, v in rows.items() if len(v) > 1}
             print(name, kind, record["parameters"], record["setting"], shown, f"{record['seconds']} s", flush=True)
 
 

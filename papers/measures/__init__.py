@@ -26,6 +26,7 @@ MEASURES = {
     "network_bounds": "networks",
     "network_step": "speed",
     "recipe_step": "speed",
+    "square_wave_fit": "square_wave",
     "norm_preservation": "preservation",
     "truncation": "kernels",
     "wasserstein": "trained",

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.sparse.linalg import LinearOperator, svds
-from torch import Tensor
+from torch import Tensor, nn
 
+from lipkit import data as datasets
 from lipkit.bounds import METHODS, circular, lipbound, lipbound_estimate
 from lipkit.bounds.power import farnia_lower_estimate
+from lipkit.data import Split
 from lipkit.errors import OptionError
 from lipkit.layers import EcoConv2d
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
@@ -82,18 +84,48 @@ def random_kernel(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def trained_kernel(images: Split, *, seed: int, steps: int) -> Tensor:
+    """The first layer, 32 x 3 x 3 x 3, of a network of two convolutions and a dense layer after ``steps`` of Adam.
+
+    >>> images = Split(torch.rand(8, 3, 32, 32), torch.arange(8))
+    >>> trained_kernel(images, seed=0, steps=1).shape
+    torch.Size([32, 3, 3, 3])
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        first, second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, stride=2)
+        model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(800, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
+        for _ in range(steps):
+            x, y = images.batch(torch.randint(len(images), (32,)))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return first.weight.detach()
+
+
 def kernel_bounds(
-    *, seed: int = 0, root: Path | None = None, method: str, shape: Sequence[int], kernels: int = 20, n: int = 32
+    *,
+    seed: int = 0,
+    root: Path | None = None,
+    method: str,
+    shape: Sequence[int],
+    kernels: int = 20,
+    n: int = 32,
+    data: str = "",
+    steps: int = 150,
 ) -> dict[str, float]:
-    """Mean over random kernels of a method's value over the true norm, and of its process time in ms on one thread.
+    """Mean over kernels of a method's value over the true norm, and of its process time in ms on one thread.
 
     Args:
         seed: of the first kernel; the others follow.
-        root: not used.
+        root: folder of the data.
         method: a name of `methods`.
         shape: of the kernels, (cout, cin, k, k).
         kernels: how many.
         n: height and width of the image.
+        data: images on which each kernel is trained, as `trained_kernel`; empty for independent normal taps.
+        steps: of that training.
 
     Returns:
         ``ratio``, ``ratio_deviation`` and ``ms``.
@@ -102,9 +134,12 @@ def kernel_bounds(
     if method not in table:
         raise OptionError(f"expected method as one of {', '.join(table)}, got {method!r}")
     ratios, times = [], []
+    images = datasets.load(data, root=root).train if data else None
     with on_threads(1):
-        for number in range(kernels):
-            kernel = random_kernel(*shape, seed=seed * kernels + number)
+        for number in range(seed * kernels, (seed + 1) * kernels):
+            kernel = random_kernel(*shape, seed=number)
+            if images is not None:
+                kernel = trained_kernel(images, seed=number, steps=steps)[: shape[0]]
             start = time.process_time()
             value = float(table[method](kernel))
             times.append(time.process_time() - start)
