@@ -250,7 +250,7 @@ def test_recorded_steps(device: str, optimizer: str, tmp_path: Path) -> None:
     """A CUDA graph makes the steps that it recorded, over epochs whose last batch is smaller, and after a resume."""
     x, y = samples(150, 3, 8, 8), torch.arange(150) % 4
     options = {"accelerator": device, "batch_size": 32, "optimizer": optimizer, "lr": 0.01, "epochs": 4}
-    options["precision"] = "64-true"  # spectral steps multiply rounding
+    options["precision"] = "64-true"  # spectral steps multiply rounding; a recorded step has its rate in float32
 
     def run(**more: Any) -> nn.Module:
         torch.manual_seed(0)
@@ -264,11 +264,11 @@ def test_recorded_steps(device: str, optimizer: str, tmp_path: Path) -> None:
         return
     plain, recorded = run(), run(cuda_graph=True)
     for a, b in zip(plain.parameters(), recorded.parameters(), strict=True):
-        close(b, a, 1e-8)
+        close(b, a, 1e-5)
     run(cuda_graph=True, run_dir=tmp_path / "r", max_minutes=1e-9, checkpoint_every=1)
     continued = run(cuda_graph=True, run_dir=tmp_path / "r", resume=True)
     for a, b in zip(continued.parameters(), recorded.parameters(), strict=True):
-        close(b, a, 1e-8)
+        close(b, a, 1e-5)
 
 
 def test_what_waits_for_the_device_is_not_recorded(device: str) -> None:

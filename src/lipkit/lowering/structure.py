@@ -96,7 +96,7 @@ def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
     network = export_plain(chain, input_shape)
     # An export is in evaluation mode; the chain is of copies.
     check_same(network, chain.eval(), input_shape)
-    return network
+    return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 
 _TRACED.update(lipschitz=_structure_constant, export=_structure_export)
