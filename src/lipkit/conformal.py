@@ -315,8 +315,9 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
 
 def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     """Upper bounds (N, 1) of the labels' own scores within eps."""
-    margins.check_logits(measured.outputs, y.long())
-    return _scores(measured, eps, lower=False).gather(1, y.long()[:, None])
+    y = y.long().cpu()
+    margins.check_logits(measured.outputs, y)
+    return _scores(measured, eps, lower=False).gather(1, y[:, None])
 
 
 def _distances(proof: Proof, measured: Measurement, y: Tensor, eps: float) -> Tensor:

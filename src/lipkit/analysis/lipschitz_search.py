@@ -73,7 +73,10 @@ def lipschitz_lower_bound(
         raise ShapeError("expected input_shape=(...) for a model that does not know its own, got None")
     if restarts < 1 or steps < 1:
         raise OptionError(f"restarts and steps: expected at least 1, got {restarts} and {steps}")
-    if box is not None and not (isinstance(box, tuple) and isinstance(box[0], Tensor)):
+    if isinstance(box, tuple) and isinstance(box[0], Tensor):
+        ends: list[Any] = [end.cpu() if isinstance(end, Tensor) else end for end in box]
+        box = ends[0], ends[1]
+    elif box is not None:
         box = interval("box", box)
     if dtype not in (torch.float64, torch.float32):
         raise OptionError(f"dtype: expected torch.float64 or torch.float32, got {dtype}")

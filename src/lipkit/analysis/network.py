@@ -14,7 +14,7 @@ from lipkit.analysis.layers import Constants, LayerBound, check_method
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
 from lipkit.certificates import gains
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, interval
-from lipkit.linalg.precision import check_underflow
+from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
@@ -211,7 +211,7 @@ def analyze(
     hull = None if ends is None else interval("box", (float(ends[0].min()), float(ends[1].max())))
     # Versions of tensors and derivatives are needed, and the formats that the network itself says; random numbers that
     # it draws (and is refused for) are not the caller's.
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), without_autocast(), torch.random.fork_rng(devices=[]):
         root, lowering, output = _lowered(model, input_shape, hull)
         product, layers = 0.0, tuple[LayerBound, ...]()
         if output is not None:

@@ -152,6 +152,7 @@ def least_gain(system: System, *, accuracy: float = 1e-4, max_steps: int = 400) 
     >>> 2 < found.gain < 2.001, found.rate
     (True, 1.0)
     """
+    system = system._replace(matrix=system.matrix.cpu())  # many small steps
     barrier = _Barrier(system)
     z, rate = barrier.start()
     weight, left = barrier.size / float(z[0]), max_steps

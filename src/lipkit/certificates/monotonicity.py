@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates.measurement import check_network
+from lipkit.certificates.measurement import check_network, float64_copy
 from lipkit.errors import NoRuleError
 from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
@@ -49,7 +49,7 @@ def monotone(network: Network) -> Tensor:
     same = torch.eye(count, dtype=torch.bool)
     # (units, inputs): the unit does not decrease with the input, and does not increase with it.
     up, down = torch.ones_like(same), ~same
-    for module in network:
+    for module in float64_copy(network):
         guard(module)
         if not all(bool(t.isfinite().all()) for t in (*module.parameters(), *module.buffers())):
             raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")

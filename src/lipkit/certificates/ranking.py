@@ -95,7 +95,7 @@ def auroc(
     given = as_tensors(positives, negatives)
     for x in given:
         check_inputs(network, x, 1)
-    measured = measure_by(network, torch.cat([x.double() for x in given]), proof)
+    measured = measure_by(network, torch.cat([x.cpu().double() for x in given]), proof)
     scores, proof = measured.outputs, measured.proof
     if scores[0].numel() != 1 or scores.ndim > 2:
         raise ShapeError(f"expected one score for each sample, outputs (N,) or (N, 1), got {tuple(scores.shape)}")

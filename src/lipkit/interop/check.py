@@ -76,7 +76,7 @@ def check_runtime(
         CertificateViolation: an output differs by more than ``tolerance``: the runtime computes another function.
         ShapeError: the runtime returns another shape.
     """
-    x = random_inputs(network) if x is None else x
+    x = random_inputs(network) if x is None else x.cpu()
     if len(x) == 0:
         raise OptionError("expected at least one sample to check a runtime with, got 0")
     exact, same = float64_copy(network), module_runtime(network)

@@ -79,10 +79,11 @@ def onnx_model(network: modules.Network) -> Any:
         import onnxscript  # noqa: F401  what torch writes ONNX with
     except ImportError as error:
         raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
+    portable = _portable(network)
     with _quiet():
         program = torch.onnx.export(
-            _portable(network),
-            (_example(network),),
+            portable,
+            (_example(portable),),
             dynamo=True,
             opset_version=CEIL_OPSET if any(getattr(m, "ceil_mode", False) for m in network.modules()) else OPSET,
             input_names=["input"],
@@ -161,9 +162,9 @@ class _PatchProduct(nn.Module):
         return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
-def _portable(network: modules.Network) -> nn.Module:
-    """The network to be written: without divisors, and in float64 without the convolutions that are products."""
-    twin = copy.deepcopy(network)
+def _portable(network: modules.Network) -> modules.Network:
+    """The network to be written, on the CPU: without divisors, in float64 without convolutions that are products."""
+    twin = copy.deepcopy(network).cpu()
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.AvgPool2d and child.divisor_override is not None:
@@ -197,6 +198,7 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
 
 def program_bytes(network: modules.Network) -> bytes:
     """The bytes of the file that :func:`write_program` writes."""
+    network = copy.deepcopy(network).cpu()
     with _quiet(), io.BytesIO() as file:
         program = torch.export.export(
             network, (_example(network),), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False

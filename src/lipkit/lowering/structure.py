@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.linalg.precision import without_autocast
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
 from lipkit.lowering.observe import close, sample
@@ -51,7 +52,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
     )
     """
     function = "lipschitz" if own else "export"
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), without_autocast(), torch.random.fork_rng(devices=[]):
         try:
             root = Root(constant_copy(model))
             lowering = Interpreter(root, input_shape, Root(model) if own else root)

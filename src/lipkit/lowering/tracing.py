@@ -386,7 +386,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             # The graph does not hold it: its runs would compute in another format.
             raise NoRuleError("analyze: expected a forward pass without torch.autocast, got one that enters it")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)

@@ -85,7 +85,8 @@ class Network(nn.Sequential):
         if not 0 <= index < len(self) or values.ndim != 1:
             shape = tuple(values.shape)
             raise ShapeError(f"multiplier {index}: expected shape (n,) at an index below {len(self)}, got {shape}")
-        self.register_buffer(f"multiplier{index}", values.detach().clone())
+        device = next(self.parameters(), values).device
+        self.register_buffer(f"multiplier{index}", values.detach().to(device, copy=True))
 
     def multiplier(self, index: int) -> Tensor | None:
         """The multiplier of the module at ``index``, if it has one."""

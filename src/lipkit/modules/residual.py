@@ -102,8 +102,8 @@ def _slope_residual(module: SlopeResidual, input_shape: Shape | None) -> Tensor:
     parts = (module.first, module.activation, module.second)
     for part in parts:
         guard(part)
-    product = up(1 + torch.stack([lipschitz(part) for part in parts]).prod(), 5)
     lam, one, two = module.multiplier, module.first, module.second
+    product = up(1 + torch.stack([lipschitz(part).to(lam.device) for part in parts]).prod(), 5)
     usable = slope_restricted(module.activation) and bool((torch.isfinite(lam) & (lam >= 0)).all())
     if not usable or not bool(product.isfinite()):
         return product
