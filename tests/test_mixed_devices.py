@@ -26,6 +26,7 @@ from lipkit.analysis import lipschitz_lower_bound
 from lipkit.bounds.dissipation import System, least_gain
 from lipkit.layers import families
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_devices.py uses it")
 CUDA = torch.device("cuda", 0)
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -220,7 +221,9 @@ def runtimes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [tight, monotone, labels_there, scores_of_both, box_there, recurrent, runtimes], ids=lambda f: f.__name__
+    "use",
+    [tight, monotone, labels_there, scores_of_both, box_there, recurrent, runtimes],
+    ids=lambda f: f.__name__,
 )
 def test_uses(device: torch.device, tmp_path: Path, use: Callable[[Path], None]) -> None:
     use(tmp_path)
