@@ -23,7 +23,7 @@ from lipkit import models
 from lipkit.data import load
 from lipkit.text import table
 
-SHIPPED = ("digits-cayley", "mnist-cayley", "mnist-patchnet", "mnist-lbdn", "cifar10-patchnet")
+SHIPPED = ("digits-cayley", "mnist-cayley", "mnist-patchnet", "mnist-lbdn", "cifar10-patchnet-hour", "cifar10-patchnet")
 KWLARGE = tuple(f"kwlarge-{family}" for family in ("cayley", "eco", "bcop", "soc"))
 
 

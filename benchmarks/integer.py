@@ -1,6 +1,6 @@
 """Integer programs in C: bits on test images with the compilers at hand, and the time of an image beside onnxruntime.
 
-    python benchmarks/integer.py --root DATA [digits-cayley mnist-patchnet cifar10-patchnet]
+    python benchmarks/integer.py --root DATA [digits-cayley mnist-patchnet cifar10-patchnet-hour]
 
 Bits: the logits of each build on the first images are those of the reference in torch. Time: one image at a time, C
 (-O3 -march=native, called through ctypes) and onnxruntime in float32 with one thread by turns, process time, medians.
@@ -77,7 +77,7 @@ def latency(network: lipkit.modules.Network, source: Path, x: torch.Tensor, q: t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=["digits-cayley", "mnist-patchnet", "cifar10-patchnet"])
+    parser.add_argument("networks", nargs="*", default=["digits-cayley", "mnist-patchnet", "cifar10-patchnet-hour"])
     parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--test", type=int, default=1000)
     args = parser.parse_args()
