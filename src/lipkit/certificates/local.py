@@ -50,7 +50,7 @@ _BLOCK = 1 << 23
 # Sums have at most 2^22 terms: factors that cover the rounding of sums of terms >= 0.
 _UP = 1 + 2.0**-29
 _TOLERANCE = 1e-3
-_MOST_PASSES = 12
+_MOST_PASSES = 16
 # Rows of fewer inequalities than this at once are those of logits.
 _FEW = 64
 _LARGEST = 2.0**40
