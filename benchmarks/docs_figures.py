@@ -279,6 +279,11 @@ def accuracy_by_time() -> plt.Figure:
         axis.plot(*zip(*points, strict=True), marker, label=f"{name}, one CPU core", markersize=5)
     mean = {hours: np.mean([y for x, y in runs["PatchNet"] if x == hours]) for hours, _ in runs["PatchNet"]}
     axis.plot(sorted(mean), [mean[hours] for hours in sorted(mean)], color="C0", linewidth=1)
+    gpu = [read_record(path) for path in (FOLDER.parents[1] / "records" / "gpu").glob("patchnet-*.json")]
+    axis.plot(
+        [record.times["train"] / 3600 for record in gpu], [record.certified[0].share.value for record in gpu], "D",
+        color="C3", label="PatchNet, one H200", markersize=5,
+    )  # fmt: skip
     axis.plot(
         *zip(*A100_HOURS.items(), strict=True), "^--", color="0.4", label="best of seven methods, A100 (CVPR 2024)"
     )
