@@ -18,11 +18,7 @@ Step = Callable[..., Tensor]
 
 
 def check_recordable(fabric: Any, options: TrainOptions) -> None:
-    """Refuse what a graph cannot hold: another device, several of them, an adversary, an optimiser that waits.
-
-    Raises:
-        OptionError: one of these.
-    """
+    """Raise OptionError for what a graph cannot hold."""
     alone = type(fabric.strategy).__name__ == "SingleDeviceStrategy"
     precision = fabric.strategy.precision.precision
     for wanted, holds, got in (
