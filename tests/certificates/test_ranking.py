@@ -77,3 +77,15 @@ def test_one_wrong_sign_is_seen() -> None:
         monotone(broken)
     with pytest.raises(NoRuleError, match="expected an exported network"):
         monotone(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_signs_of_small_weights_are_read_or_refused() -> None:
+    network = Network([nn.Linear(2, 1)], (2,))
+    network[0].weight.copy_(torch.tensor([[1.0, -1e-40]]))
+    assert monotone(network).tolist() == [[1, -1]]
+    torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(OptionError, match="set_flush_denormal"):
+            monotone(network)
+    finally:
+        torch.set_flush_denormal(False)

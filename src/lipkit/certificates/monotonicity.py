@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates.measurement import check_network, float64_copy
 from lipkit.errors import NoRuleError
+from lipkit.linalg.precision import check_underflow
 from lipkit.modules import GroupSort, MaxMin, Network
 from lipkit.modules.activations import slope_restricted
 from lipkit.modules.dense import Affine
@@ -35,6 +36,7 @@ def monotone(network: Network) -> Tensor:
 
     Raises:
         NoRuleError: another module, numbers that are not finite, or inputs that are no vectors.
+        OptionError: torch.set_flush_denormal(True), under which the sign of a small weight is lost.
 
     >>> net = Network([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)], (2,))
     >>> _ = net[0].weight.copy_(torch.tensor([[1.0, -1.0], [2.0, 3.0]])), net[2].weight.fill_(1.0)
@@ -42,6 +44,7 @@ def monotone(network: Network) -> Tensor:
     [[1, 0]]
     """
     check_network(network, "monotone")
+    check_underflow()
     guard(network)
     if len(network.input_shape) != 1:
         raise NoRuleError(f"monotone: expected inputs that are vectors, got the shape {network.input_shape}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lipkit.errors import OptionError, first_line
+from lipkit.errors import OptionError, first_line, lacks_memory
 from lipkit.training.options import TrainOptions
 from lipkit.training.session import Session
 
@@ -17,12 +17,28 @@ WARM = 3
 Step = Callable[..., Tensor]
 
 
+def check_recordable(fabric: Any, options: TrainOptions) -> None:
+    """Raise OptionError for what a graph cannot hold."""
+    alone = type(fabric.strategy).__name__ == "SingleDeviceStrategy"
+    precision = fabric.strategy.precision.precision
+    for wanted, holds, got in (
+        ("one CUDA device", fabric.device.type == "cuda" and fabric.world_size == 1, fabric.device),
+        ("strategy auto", alone, type(fabric.strategy).__name__),
+        ("no adversary", options.adversary is None, type(options.adversary).__name__),
+        ("optimizer adam, adamw or spectral", options.optimizer in ("adam", "adamw", "spectral"), options.optimizer),
+        ("another precision", precision != "16-mixed", precision),
+    ):
+        if not holds:
+            raise OptionError(f"cuda_graph: expected {wanted}, got {got}")
+
+
 class CapturedStep:
     """A step of `lipkit.training.epoch`, recorded once and replayed on new batches.
 
     A graph is a fixed list of kernels at fixed addresses. So batches are copied to where the recorded one lay, learning
     rates are numbers on the device, and there is a graph for each shape of a batch and each phase of `SpectralDescent`,
-    which moves large matrices every second step.
+    which moves large matrices every second step. Python does not run again: steps are recorded anew where an attribute
+    of the network, of the loss or of the penalty has changed between them. What closures and globals hold is not seen.
 
     Args:
         step: what is recorded, called with (session, objective, x, y) and keywords.
@@ -30,43 +46,41 @@ class CapturedStep:
         options: of the training.
 
     Raises:
-        OptionError: what a graph cannot hold: another device, several of them, an adversary, an optimiser whose steps
-            wait for numbers from the device. When it is called: a network whose steps do.
+        OptionError: see `check_recordable`. When it is called: a network whose steps wait for numbers from the device,
+            or change attributes.
     """
 
     def __init__(self, step: Step, session: Session, options: TrainOptions) -> None:
-        fabric = session.fabric
-        for wanted, holds, got in (
-            ("one CUDA device", fabric.device.type == "cuda" and fabric.world_size == 1, fabric.device),
-            ("no adversary", options.adversary is None, type(options.adversary).__name__),
-            (
-                "optimizer adam, adamw or spectral",
-                options.optimizer in ("adam", "adamw", "spectral"),
-                options.optimizer,
-            ),
-            ("another precision", options.precision != "16-mixed", options.precision),
-        ):
-            if not holds:
-                raise OptionError(f"cuda_graph: expected {wanted}, got {got}")
         self.step, self.parts = step, getattr(session.optimizer, "parts", [session.optimizer])
         for group in session.optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(fabric.device)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(session.fabric.device)
             group["capturable"] = True
         self.warmed: dict[Any, int] = {}
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self.holders = {"network": session.model, "loss": options.loss, "penalty": options.penalty}
+        self._look()
 
     def __call__(self, session: Session, objective: Any, x: Tensor, y: Tensor, **more: Any) -> Tensor:
         """As the step itself."""
+        if _read(self.places) != self.seen:
+            self.graphs.clear()
+            self.warmed.clear()
+            self._look()
         counters = [s for part in self.parts for s in part.state.values() if isinstance(s.get("step"), int)]
         every = max(group.get("every", 1) for part in self.parts for group in part.param_groups)
-        phase = counters[0]["step"] % every if counters else 0
-        key = (x.shape, y.shape, y.dtype, more["size"], more["counted"], phase)
+        phases = tuple(state["step"] % every for state in counters)
+        key = (x.shape, x.dtype, y.shape, y.dtype, more["size"], more["counted"], phases)
         if key not in self.graphs:
             self.warmed[key] = self.warmed.get(key, 0) + 1
             if self.warmed[key] <= WARM:
-                return self._beside(session, objective, x, y, more)
+                sums = self._beside(session, objective, x, y, more)
+                if self.warmed[key] == WARM:
+                    self._check_attributes()
+                self._look()
+                return sums
             held = x.clone(), y.clone()
             self.graphs[key] = (*_recorded(lambda: self.step(session, objective, *held, **more)), *held)
+            self._check_attributes()
         else:
             for state in counters:  # what Python counted while the step was recorded
                 state["step"] += 1
@@ -75,6 +89,16 @@ class CapturedStep:
         held_y.copy_(y)
         graph.replay()
         return sums.clone()
+
+    def _look(self) -> None:
+        """Take note of the attributes that a recorded step holds fixed."""
+        self.places = _places(self.holders)
+        self.seen = _read(self.places)
+
+    def _check_attributes(self) -> None:
+        for (name, _, _), before, now in zip(self.places, self.seen, _read(self.places), strict=True):
+            if now != before:
+                raise OptionError(f"cuda_graph: expected steps that change tensors in place, got a new value of {name}")
 
     def _beside(self, session: Session, objective: Any, x: Tensor, y: Tensor, more: dict[str, Any]) -> Tensor:
         """A step on a stream of its own, as torch asks for before a backward pass is recorded."""
@@ -93,7 +117,34 @@ def _recorded(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         with torch.cuda.graph(graph):
             result = run()
     except RuntimeError as error:
+        if lacks_memory(error):
+            raise
         raise OptionError(
             f"cuda_graph: expected steps that do not wait for numbers from the device, got {first_line(error)}"
         ) from error
     return graph, result
+
+
+def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
+    """Tensors, numbers, texts and modules in attributes of objects and of their modules: (name, where, key)."""
+    found = []
+    for root, holder in holders.items():
+        for name, part in holder.named_modules() if isinstance(holder, nn.Module) else [("", holder)]:
+            own = getattr(part, "__dict__", {})
+            for values in (own, *(own[key] for key in ("_parameters", "_buffers", "_modules") if key in own)):
+                for key, value in values.items():
+                    if value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module):
+                        found.append((".".join(filter(None, (root, name, key))), values, key))
+    return found
+
+
+def _read(places: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
+    """What stands there: where tensors lie, and whether they are trained; plain values; which other objects."""
+    found: list[Any] = []
+    for _, values, key in places:
+        value = values.get(key)
+        if isinstance(value, Tensor):
+            found.append((value.data_ptr(), value.requires_grad))
+        else:
+            found.append(value if isinstance(value, bool | int | float | str | nn.Module) else id(value))
+    return found

@@ -21,7 +21,7 @@ from lipkit.modules import Shape
 from lipkit.shown import Shown, axes
 from lipkit.training import checkpoints, losses, saving, schedules
 from lipkit.training import session as sessions
-from lipkit.training.captured import CapturedStep
+from lipkit.training.captured import CapturedStep, check_recordable
 from lipkit.training.clocks import Budget, Clock
 from lipkit.training.devices import make_fabric, on_first
 from lipkit.training.epoch import Objective, Plan, run_epoch, take_step
@@ -167,6 +167,8 @@ def fit(
     if options.batch_size < fabric.world_size:
         raise OptionError(f"expected batch_size >= the number of devices {fabric.world_size}, got {options.batch_size}")
     sessions.check_whole(fabric)
+    if options.cuda_graph:
+        check_recordable(fabric, options)
     folder = None if run_dir is None else Path(run_dir)
     with ExitStack() as held:
         done, state, history = saving.open_run(held, fabric, model, folder, resume, options.settings(len(train)))

@@ -62,7 +62,8 @@ class SpectralDescent(_ManifoldOptimizer):
 
     Args:
         params: semi-orthogonal matrices, such as `lipkit.layers.StiefelLinear` has.
-        lr: :math:`\alpha`, an angle in radians a step; 0.01 to 0.05 in practice.
+        lr: :math:`\alpha`, an angle in radians a step; 0.01 to 0.05 in practice. From :math:`k \alpha = 0.6` on large
+            matrices leave the manifold.
         momentum: :math:`\beta`, in [0, 1).
         steps: of the iteration for the matrix sign.
         every: k, at least 1.

@@ -185,7 +185,9 @@ class Numbers(Section):
     compile: StrictBool = Field(default=False, description="compile the forward pass of training by torch.compile")
     cuda_graph: StrictBool = Field(
         default=False,
-        description="record the step of a network on one GPU as a CUDA graph: small networks train faster",
+        description="record the step of a network on one GPU as a CUDA graph: small networks train faster; refused "
+        "with an adversary, sgd, riemannian_adam, 16-mixed, ddp, and for networks whose steps wait for numbers from "
+        "the GPU or change attributes",
     )
     channels_last: StrictBool = Field(default=False, description="store images and kernels channels last")
 
