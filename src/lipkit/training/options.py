@@ -286,6 +286,8 @@ class TrainOptions(Numbers):
             samples: of the training set.
         """
         values = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_RECORDED}
+        if not values["cuda_graph"]:
+            del values["cuda_graph"]  # runs from before there was one resume
         named = {n: v if v is None or isinstance(v, str | int | float) else name_of(v) for n, v in values.items()}
         return {**named, "samples": samples}
 
