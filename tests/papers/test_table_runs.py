@@ -192,7 +192,7 @@ def test_measurements_and_what_follows_a_training(monkeypatch, tmp_path, capsys)
         columns={"error": "error", "norms": "norm_product"},
         after={"norms": After(measure="layer_norms", skip=("budget",))},
         rows=(
-            Row(label="measured", measure="truncation", options={"terms": 3}, published=(0.04, None)),
+            Row(label="measured", measure="truncation", options={"terms": 3, "width": 0.125}, published=(0.04, None)),
             Row(label="trained", recipe="square_wave", set=(*QUICK, "train.epochs=1", "certify.search_steps=2")),
         ),
     )
