@@ -139,7 +139,7 @@ def _places(holders: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], st
 
 
 def _read(places: Sequence[tuple[str, Mapping[str, Any], str]]) -> list[Any]:
-    """The values there: of tensors the address and whether they are trained; plain values; the identity of other objects."""
+    """The values there: of a tensor its address and whether it is trained, of another object its identity."""
     found: list[Any] = []
     for _, values, key in places:
         value = values.get(key)
