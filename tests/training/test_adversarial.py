@@ -126,8 +126,8 @@ def test_constrained_layers_are_attacked_as_their_export_with_weights_built_once
     assert torch.allclose(frozen(net, (1, 4, 4))(x), net(x), atol=1e-5)
     calls = []
     # The transform, not the layer's method: a layer whose methods were replaced is not exported.
-    build = torch.linalg.inv
-    monkeypatch.setattr(torch.linalg, "inv", lambda a: calls.append(1) or build(a))
+    build = torch.linalg.inv_ex
+    monkeypatch.setattr(torch.linalg, "inv_ex", lambda a: calls.append(1) or build(a))
     PgdAdversary(eps=0.1, steps=7)(net, x, y, torch.Generator())
     assert len(calls) == 4  # for each layer in float64 and in its own format, however many steps follow
     assert type(frozen(Traced(net).eval(), (1, 4, 4))) is Network

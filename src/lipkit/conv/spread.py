@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_weight
 
 from lipkit.conv.circular import circular_conv2d, circular_pads
 from lipkit.conv.spectrum import Symbol, as_complex, as_pair, kernel_symbol
@@ -84,14 +83,14 @@ def spread_parts(kernel: Tensor, h: int, w: int) -> tuple[Symbol, Tensor]:
 
 
 def _multiplied(solution: Tensor, spectrum: Tensor) -> Tensor:
-    """``solution`` times the spectra: with few channels, passes over all images beat products of tiny matrices."""
-    return (solution * spectrum[:, None]).sum(2)
+    """``solution`` times ``(B, 1, cin, ...)``: with few channels, passes over all images beat tiny products."""
+    return (solution * spectrum).sum(2)
 
 
 def _plain(kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The function of :class:`_Convolved`, by operations that every tracer and every derivative of torch knows."""
     solution, cin = _solution(kernel, *x.shape[-2:]), kernel.shape[1]
-    t = torch.fft.irfft2(_multiplied(solution, torch.fft.rfft2(x)), s=x.shape[-2:])
+    t = torch.fft.irfft2(_multiplied(solution, torch.fft.rfft2(x[:, None])), s=x.shape[-2:])
     y = circular_conv2d(t, torch.cat((_identity(kernel), -kernel[cin:])), bias)
     return y - F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))
 
@@ -131,7 +130,7 @@ def _spectra(kernel: Tensor, h: int, w: int) -> Tensor:
 def _kernel_of(spectra: Tensor, like: Tensor, h: int, w: int) -> Tensor:
     """The adjoint of :func:`_spectra` over all ``h w`` frequencies, divided by ``h w``; the rest are conjugates."""
     (kh, kw), (up, left) = like.shape[2:], _centre(like)
-    made = torch.fft.irfft2(spectra.view(h, -1, *like.shape[:2]).conj().permute(2, 3, 0, 1), s=(h, w))
+    made = torch.fft.irfft2(spectra.view(h, -1, *like.shape[:2]).conj_physical().permute(2, 3, 0, 1), s=(h, w))
     return made.roll((up, left), (2, 3))[..., :kh, :kw]
 
 
@@ -150,18 +149,18 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        n, (h, w) = x.shape[1], x.shape[-2:]
+        n, (h, w), (up, left) = x.shape[1], x.shape[-2:], _centre(kernel)
         spectra = _spectra(kernel, h, w)
-        own, rest = spectra[:, :n], spectra[:, n:]
-        normal = torch.baddbmm(own - own.mH, rest.mH, rest)
+        own, rest = spectra.split([n, len(kernel) - n], 1)
+        normal = torch.baddbmm(own - own.mT.conj_physical(), rest.mH, rest)
         normal.diagonal(dim1=-2, dim2=-1).add_(1)
-        inverse = torch.linalg.inv(normal)
+        inverse = torch.linalg.inv_ex(normal).inverse
         solution = (2 * inverse).view(h, -1, n, n).permute(2, 3, 0, 1).contiguous()
-        spectrum = torch.fft.rfft2(x)
+        spectrum = torch.fft.rfft2(x[:, None])
         t = torch.fft.irfft2(_multiplied(solution, spectrum), s=(h, w))
         # One kernel maps t to both parts [t; -W_2 t] of the outputs; x is taken off the first part below.
         outputs = -kernel
-        outputs[:n] = _identity(kernel)
+        outputs[:n].zero_()[:, :, up, left].fill_diagonal_(1)
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
         padded, outputs = _wrapped(t.to(dtype), kernel), outputs.to(dtype)
         y = F.conv2d(padded, outputs, None if bias is None else bias.to(dtype))
@@ -188,14 +187,16 @@ class _Convolved(torch.autograd.Function):
                 for_x = torch.fft.irfft2(back, s=(h, w)).sub_(g[:, :n])
             if ctx.needs_input_grad[0]:
                 # The half-spectrum suffices: the real inverse transform adds the conjugate at -f to each f.
-                for_solution = (along[:, :, None] * spectrum.conj()[:, None]).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
+                for_solution = (along[:, :, None] * spectrum.conj_physical()).sum(0).permute(2, 3, 0, 1).flatten(0, 1)
                 adjoint = inverse.mH
-                for_normal = torch.bmm(torch.bmm(adjoint, for_solution), adjoint).mul_(-2)
-                mirrored = for_normal.mH
+                for_normal = torch.baddbmm(for_solution, torch.bmm(adjoint, for_solution), adjoint, beta=0, alpha=-2)
+                mirrored = for_normal.mT.conj_physical()
                 for_rest = torch.bmm(rest, for_normal + mirrored)
                 for_kernel = _kernel_of(torch.cat((for_normal - mirrored, for_rest), 1), kernel, h, w)
                 # The outputs -W_2 t depend on W_2 twice: through t, and directly.
-                for_kernel[n:].sub_(conv2d_weight(padded, kernel.shape, g)[n:])
+                options = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, (False, True, False))
+                direct = torch.ops.aten.convolution_backward(g, padded, outputs, None, *options)[1]
+                for_kernel[n:].sub_(direct[n:])
             for_bias = g.sum((0, 2, 3)).to(x.dtype) if ctx.needs_input_grad[2] else None
         return for_kernel, for_x, for_bias, None
 

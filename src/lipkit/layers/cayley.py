@@ -34,7 +34,7 @@ def frobenius(free: Tensor) -> Tensor:
     >>> frobenius(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
     tensor(5.)
     """
-    return torch.linalg.vector_norm(torch.linalg.vector_norm(free.flatten(1), dim=1))
+    return torch.linalg.vector_norm(torch.linalg.vector_norm(free, dim=tuple(range(1, free.ndim))))
 
 
 # Below this norm a free weight counts as zero.
@@ -79,7 +79,9 @@ class _Rescaled(torch.autograd.Function):
             found: tuple[Tensor, Tensor] = torch.func.vjp(_plain_rescaled, free, scale)[1](g)
             return found
         for_scale = (g * free).sum() / norm
-        return (g - free * (for_scale / norm)).mul_(factor), for_scale
+        # Along ``free`` in memory, as the gradient of a parameter is kept.
+        made = free * (for_scale / norm)
+        return torch.sub(g, made, out=made).mul_(factor), for_scale
 
 
 def free_and_scale(shape: tuple[int, ...], device: Any, dtype: Any) -> tuple[nn.Parameter, nn.Parameter]:
@@ -190,10 +192,9 @@ class CayleyConv2d(SymbolConv2d):
     def forward(self, x: Tensor) -> Tensor:
         if self.pointwise:
             return super().forward(x)
-        x = self.resample(x)
-        dtype = product_dtype(x, torch.promote_types(self.free.dtype, torch.float32))
+        x, kernel = self.resample(x), rescaled(self.free, self.scale)
+        dtype = product_dtype(x, kernel.dtype)
         with autocast_off(x):
-            kernel = rescaled(self.free, self.scale)
             return cayley_conv2d(kernel, x.to(dtype), self.bias_as(kernel))
 
 

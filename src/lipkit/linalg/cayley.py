@@ -63,19 +63,20 @@ def _plain(w: Tensor) -> Tensor:
     m, n = w.shape[-2:]
     if m < n:
         return _plain(w.mH).mH
-    v = None if m == n else w[..., n:, :]
-    x, eye = torch.linalg.inv(_normal(w, v)), eye_like(w)
+    u, v = w.split([n, m - n], -2) if m > n else (w, None)
+    eye = eye_like(w)
+    # Never singular: nothing to check for, which would also wait for a device.
+    x = torch.linalg.inv_ex(_normal(u, v, eye)).inverse
     top = 2 * x - eye
     return top if v is None else torch.cat((top, -2 * (v @ x)), dim=-2)
 
 
-def _normal(w: Tensor, v: Tensor | None) -> Tensor:
+def _normal(u: Tensor, v: Tensor | None, eye: Tensor) -> Tensor:
     """I + Z of a tall or square matrix."""
-    u = w if v is None else w[..., : w.shape[-1], :]
     z = u - u.mH
     if v is not None:
         z = z + v.mH @ v
-    return z + eye_like(w)
+    return z + eye
 
 
 class _Cayley(torch.autograd.Function):
@@ -94,8 +95,8 @@ class _Cayley(torch.autograd.Function):
     def forward(ctx: Any, w: Tensor) -> Tensor:
         m, n = w.shape[-2:]
         tall = w.mH if m < n else w
-        v = None if m == n else tall[..., tall.shape[-1] :, :]
-        x = accretive_inverse(_normal(tall, v))
+        u, v = tall.split([min(m, n), abs(m - n)], -2) if m != n else (w, None)
+        x = accretive_inverse(_normal(u, v, eye_like(u)))
         ctx.save_for_backward(w, x)
         # (I - Z)(I + Z)^-1 = 2 (I + Z)^-1 - I: one inverse serves both parts, without a product for the first.
         top = 2 * x
@@ -159,9 +160,9 @@ def factorize(transposed: Tensor, rows: int) -> Factors:
         # The inverse of N^T stays as it is: a row of h is a row of b times N^-T.
         return Factors(inverse_by_blocks(transposed), None)
     if 2 * rows > 3 * n:
-        return Factors(torch.linalg.inv(transposed), None)
+        return Factors(torch.linalg.inv_ex(transposed).inverse, None)
     # LAPACK factorises columns: the view N of a contiguous N^T is in its order.
-    return Factors(*torch.linalg.lu_factor(transposed.mT))
+    return Factors(*torch.linalg.lu_factor_ex(transposed.mT)[:2])
 
 
 def solve_rows(factors: Factors, b: Tensor, *, transposed: bool = False) -> Tensor:
@@ -169,7 +170,7 @@ def solve_rows(factors: Factors, b: Tensor, *, transposed: bool = False) -> Tens
     matrix, pivots = factors
     if pivots is None:
         return b @ (matrix.mT if transposed else matrix)
-    if transposed:
-        # Rows from the right: h^T N = b^T is N^T h = b.
-        return torch.linalg.lu_solve(matrix, pivots, b, left=False)
+    if transposed or not b.is_complex():
+        # Rows from the right: h^T N = b^T is N^T h = b, and h^T N^T = b^T is N h = b.
+        return torch.linalg.lu_solve(matrix, pivots, b, left=False, adjoint=not transposed)
     return torch.linalg.lu_solve(matrix, pivots, b.mT).mT

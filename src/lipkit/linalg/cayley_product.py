@@ -71,16 +71,15 @@ def _plain(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 def _parts(weight: Tensor) -> tuple[Tensor, Tensor]:
     """W_1 and W_2; W_2 of a square matrix is empty."""
     m, n = weight.shape
-    return (weight[:, :m], weight[:, m:]) if m < n else (weight[:n], weight[n:])
+    own, rest = weight.split([m, n - m], 1) if m < n else weight.split([n, m - n])
+    return own, rest
 
 
-def _transposed(weight: Tensor) -> Tensor:
+def _transposed(own: Tensor, rest: Tensor, wide: bool) -> Tensor:
     """The transpose of N."""
-    m, n = weight.shape
-    own, rest = _parts(weight)
     made = own.mT - own
-    if m != n:
-        one, two = (rest, rest.mT) if m < n else (rest.mT, rest)
+    if rest.numel():
+        one, two = (rest, rest.mT) if wide else (rest.mT, rest)
         made += mirrored_product(one, two, torch.empty_like(made))
     made.diagonal().add_(1)
     return made
@@ -95,12 +94,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         m, n = weight.shape
-        factors = factorize(_transposed(weight), len(x))
+        first, rest = _parts(weight)
+        factors = factorize(_transposed(first, rest, m < n), len(x))
         # Features are multiplied in their own dtype; N is factorised, and solved with, in that of the weight.
-        rest, exact = _parts(weight)[1].to(x.dtype), weight.dtype
+        rest, exact = rest.to(x.dtype), weight.dtype
         if m < n:
-            own = x[:, :m].to(exact)
-            h = solve_rows(factors, own - x[:, m:] @ rest.mT)
+            own, other = x.split([m, n - m], 1)
+            own = own.to(exact)
+            h = solve_rows(factors, own - other @ rest.mT)
             # own + 2 (h - own) = 2 h - own, in one pass.
             y = torch.lerp(own, h, 2.0).to(x.dtype)
         else:
@@ -143,17 +144,17 @@ def _gradients(
     first = (g if wide else g[:, :n]).to(weight.dtype)
     top = first if m <= n else first - g[:, n:] @ rest
     k = solve_rows(factors, top, transposed=True)
-    rounded_h, rounded_k = h.to(x.dtype), k.to(x.dtype)
+    # From here on k stands for -2 k, which rounds nothing.
+    rounded_h, rounded_k = h.to(x.dtype), (k * -2).to(x.dtype)
     for_x, moved_k = None, None
     if asked[1]:
-        for_x = torch.empty_like(x)
-        (for_x[:, :m] if wide else for_x).copy_(torch.lerp(first, k, 2.0))
+        for_x = torch.lerp(first, k, 2.0).to(x.dtype)
         if wide:
             moved_k = rounded_k @ rest
-            torch.mul(moved_k, -2, out=for_x[:, m:])
+            for_x = torch.cat((for_x, moved_k), 1)
     if not asked[0]:
         return None, for_x
-    normal = (rounded_k.mT @ rounded_h).to(weight.dtype).mul_(-2)
+    normal = (rounded_k.mT @ rounded_h).to(weight.dtype)
     made = torch.empty_like(weight)
     for_own, for_rest = _parts(made)
     torch.sub(normal, normal.mT, out=for_own)
@@ -164,13 +165,12 @@ def _gradients(
         # A large batch has no low rank to exploit, and no factor is rounded: products of full size.
         symmetric = normal + normal.mT
         torch.mm(*((symmetric, rest) if wide else (rest, symmetric)), out=for_rest)
-        for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=-2)
+        for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=1 if wide else -2)
         return made, for_x
     across = rest if wide else rest.mT
     moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
     # Both terms as one product: the batch axis of the two is joined.
     solutions = torch.cat((rounded_k, rounded_h))
-    images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.add_(other)))
-    found = solutions.mT @ images if wide else images.mT @ solutions
-    torch.mul(found, -2, out=for_rest)
+    images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.sub_(other, alpha=2)))
+    for_rest.copy_(solutions.mT @ images if wide else images.mT @ solutions)
     return made, for_x

@@ -139,12 +139,14 @@ def mirrored_product(x: Tensor, y: Tensor, out: Tensor, mirror: Mirror = "transp
     step = -(-c // (4 if c >= 8 * PANEL else 2))
     if c < 4 * PANEL or torch.compiler.is_compiling() or x.device.type != "cpu":
         return torch.matmul(x, y, out=out)
-    for first in range(0, c, step):
-        last = min(first + step, c)
+    for first, rows, panel in zip(range(0, c, step), x.split(step, -2), out.split(step, -2), strict=True):
+        last = first + step
         # A panel of rows from its diagonal block on; what lies right of that block is mirrored below it.
-        torch.matmul(x[..., first:last, :], y[..., first:], out=out[..., first:last, first:])
+        if first:
+            y, panel = y[..., step:], panel[..., first:]
+        torch.matmul(rows, y, out=panel)
         if last < c:
-            above = out[..., first:last, last:].mT
+            above = panel[..., step:].mT
             if mirror != "transpose":
                 above = above.neg() if mirror == "negative" else above.conj()
             out[..., last:, first:last] = above

@@ -116,7 +116,7 @@ _PLAIN = vars(nn.Module()).keys() - {"training"}
 
 
 def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """Copies, by name, of the attributes of all modules and of the globals their code reads; types for ``known``."""
+    """The attributes of all modules, by name, and the globals their code reads; types for ``known``."""
     found: dict[str, Any] = {}
     seen = {id(module): (module, type(module)) for module in (*root.modules(), *known)}
     for path, module in root.named_modules():
@@ -130,14 +130,14 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
 
 
 def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
-    """All numbers, strings and tensors inside a value (containers, objects, functions), copied into nested lists.
+    """All numbers, strings and tensors (not copied) inside a value (container, object, function), in nested lists.
 
     Args:
         seen: by id, the values met before, with what they hold; inside themselves they are their type. A value that two
             places share holds the same in both, as its copies do.
     """
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach()
     if value is None or isinstance(value, (int, float, complex, str, bytes)):
         return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
     if isinstance(value, (type, ModuleType)):

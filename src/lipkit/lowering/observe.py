@@ -307,7 +307,7 @@ def check_outputs(
     sizes = [n for n in SAMPLES if n < SAMPLES[-1] or n * math.prod(input_shape) <= LARGEST]
     before = _random_states()
     inference = _recorded(root, x, torch.inference_mode(), observed)
-    kept = contents_of(root)
+    kept = copy.deepcopy(contents_of(root))
     derivatives = _recorded(root, x, torch.enable_grad(), observed)
     batches: dict[int, Any] = {n: _alone(root, more[:n]) for n in sizes if n != len(x)}
     direct, calls = _recorded(root, x, torch.no_grad(), observed) or (None, [])

@@ -23,7 +23,7 @@ from lipkit.modules.registry import _TRACED, export_plain, lipschitz
 from lipkit.modules.views import Reshape
 
 
-def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.Sequential:
+def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tuple[nn.Sequential, Tensor]:
     """The forward pass of ``model`` as a chain of modules, with a `Graph` wherever values branch.
 
     Args:
@@ -32,6 +32,9 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
         own: the result calls the modules of ``model`` itself, so that bounds have derivatives; otherwise copies whose
             normalised weights (spectral, weight, orthogonal) are plain numbers.
 
+    Returns:
+        The chain, and the outputs of ``model`` at `lipkit.lowering.observe.sample` of ``BATCHES[1]``.
+
     Raises:
         NoRuleError: a node has no plain form (the message names it and its module), or `lipkit.analyze` refuses it.
         ShapeError: the forward pass does not accept inputs of this shape.
@@ -39,7 +42,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
     >>> class Residual(nn.Module):
     ...     def __init__(self): super().__init__(); self.body = nn.Linear(2, 2)
     ...     def forward(self, x): return torch.relu(x + self.body(x))
-    >>> structure(Residual(), (2,))
+    >>> structure(Residual(), (2,))[0]
     Sequential(
       (0): Graph(
         sources=[[0], [0, 1]]
@@ -64,9 +67,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> nn.
     if output is None:
         raise NoRuleError(f"{function}: expected an output that depends on the input, got a constant one")
     chain = nn.Sequential(*lowering.wiring.chain(output.number), *([] if output.shape else [Reshape()]))
-    if not own:
-        check_same(chain, root, input_shape, lowering.observed.outputs[1])
-    return chain
+    return chain, lowering.observed.outputs[1]
 
 
 def check_same(plain: nn.Module, model: nn.Module, input_shape: Shape, expected: Tensor | None = None) -> None:
@@ -89,14 +90,18 @@ def _structure_constant(module: nn.Module, input_shape: Shape | None) -> Tensor:
             f"lipschitz: expected an input_shape, because {type_name(type(module))} has its own forward pass, which "
             "has to be traced, got none: lipkit.lipschitz(network, input_shape=(3, 32, 32)), for instance"
         )
-    return lipschitz(structure(module, input_shape, own=True), input_shape)
+    return lipschitz(structure(module, input_shape, own=True)[0], input_shape)
 
 
 def _structure_export(module: nn.Module, input_shape: Shape) -> nn.Module:
-    chain = structure(module, input_shape)
+    chain, expected = structure(module, input_shape)
+    known: Tensor | None = expected
+    if any(part.training for part in module.modules()):
+        # An export is in evaluation mode, in which other outputs may be right.
+        check_same(chain, module, input_shape, expected)
+        known = None
     network = export_plain(chain, input_shape)
-    # An export is in evaluation mode; the chain is of copies.
-    check_same(network, chain.eval(), input_shape)
+    check_same(network, chain.eval(), input_shape, known)  # the chain is of copies
     return network.to(next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")))
 
 

@@ -87,13 +87,15 @@ def take_step(
                 if clear or not (found := mistake(part, outputs, targets, objective.loss)):
                     raise
                 raise DataError(found) from error
-            sums.append(_sums(value.detach(), outputs.detach()[-rows:], targets[-rows:], own))
+            if len(targets) > rows:  # adversarial examples follow the samples
+                outputs, targets = outputs[-rows:], targets[-rows:]
+            sums.append(_sums(value, outputs, targets, own))
             weight = own * fabric.world_size / size
             if weight != 1:
                 value = value * weight
             if last and objective.penalty is not None:
                 extra = objective.penalty(model).to(value)
-                sums[-1] = sums[-1] + _sums(extra.detach(), None, None, counted)
+                sums[-1] = sums[-1] + _sums(extra, None, None, counted)
                 value = value + extra
             fabric.backward(value)
     if objective.grad_clip is not None:
@@ -106,12 +108,14 @@ def take_step(
     return sums[0] if pieces == 1 else torch.stack(sums).sum(0)
 
 
+@torch.no_grad()
 def _sums(loss: Tensor, outputs: Tensor | None, y: Tensor | None, count: int) -> Tensor:
     """(loss summed over ``count`` samples, number of correct answers among them)."""
     total = loss.float() * count
     if outputs is None or y is None or y.is_floating_point():
         return torch.stack([total, torch.zeros_like(total)])
-    return torch.stack([total, (outputs.argmax(dim=1) == y).sum() * (count > 0)])
+    right = (outputs.argmax(dim=1) == y).sum()
+    return torch.stack([total, right if count else torch.zeros_like(total)])
 
 
 def set_rate(optimizer: Any, peaks: Sequence[float], factor: float) -> None:
