@@ -294,9 +294,9 @@ def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | No
     constants = margins.global_constants(proof.constant * proof.slack, classes)
     if proof.last is None or proof.body_constant is None:
         return constants, None
-    weight = proof.last.weight.detach().cpu()
-    body = margins.last_layer_constants(weight, proof.body_constant * proof.slack)
-    return torch.minimum(constants, body), margins.last_layer_constants(weight, 1.0)
+    distances = margins.row_distances(proof.last.weight.cpu())
+    body = margins.scaled_distances(distances, proof.body_constant * proof.slack)
+    return torch.minimum(constants, body), margins.scaled_distances(distances, 1.0)
 
 
 def _check_labels(x: Tensor, y: Tensor) -> None:

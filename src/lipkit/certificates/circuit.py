@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv1d_input, conv2d_input
 
 from lipkit.certificates.relaxation import Relaxation
 from lipkit.errors import NoRuleError
@@ -317,7 +318,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         adjoint = lambda a: back(a, weight)[(..., *map(slice, into[1:]))]  # noqa: E731
     else:
         ahead = functools.partial(plain, **options)
-        gradient = (torch.nn.grad.conv1d_input, torch.nn.grad.conv2d_input)[axes - 1]
+        gradient = (conv1d_input, conv2d_input)[axes - 1]
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         adjoint = lambda a: gradient((len(a), *into), weight, a, **options)  # noqa: E731
     bias = None if module.bias is None else module.bias.detach().reshape(-1, *[1] * axes).expand(out)

@@ -100,8 +100,12 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
     >>> last_layer_constants(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), 2.0)[0, 1].item() >= 10.0
     True
     """
+    return scaled_distances(row_distances(weight), body_constant)
+
+
+def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
+    """`last_layer_constants`, of `row_distances`."""
     check_constant(body_constant)
-    result = row_distances(weight)
     if body_constant == 0:
         return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)
     # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one

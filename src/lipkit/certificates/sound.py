@@ -53,7 +53,7 @@ class Logits(NamedTuple):
     @staticmethod
     def join(parts: Sequence[Logits]) -> Logits:
         """The logits of several batches."""
-        joined: Logits = _merged(parts, torch.cat)
+        joined: Logits = parts[0] if len(parts) == 1 else _merged(parts, torch.cat)
         return joined._replace(own_slope=parts[0].own_slope)
 
 
