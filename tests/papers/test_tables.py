@@ -46,6 +46,7 @@ MEASURED: dict[str, set[str]] = {
     "exponential": {"ratio", "ms"},
     "recipe_step": {"ratio", "ms"},
     "truncation": {"error", "worst", "deviation"},
+    "square_wave_fit": {"reached", "tightness", "test_mse", "lower", "lipschitz"},
     "wasserstein": {"distance", "low", "high", "rate", "constant"},
 }
 

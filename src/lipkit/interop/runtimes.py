@@ -79,11 +79,10 @@ def onnx_model(network: modules.Network) -> Any:
         import onnxscript  # noqa: F401  what torch writes ONNX with
     except ImportError as error:
         raise OptionError('expected onnx and onnxscript to write ONNX: pip install "lipkit[onnx]"') from error
-    portable = _portable(network)
     with _quiet():
         program = torch.onnx.export(
-            portable,
-            (_example(portable),),
+            _portable(network),
+            (_example(network).cpu(),),
             dynamo=True,
             opset_version=CEIL_OPSET if any(getattr(m, "ceil_mode", False) for m in network.modules()) else OPSET,
             input_names=["input"],
@@ -162,7 +161,7 @@ class _PatchProduct(nn.Module):
         return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
-def _portable(network: modules.Network) -> modules.Network:
+def _portable(network: modules.Network) -> nn.Module:
     """The network to be written, on the CPU: without divisors, in float64 without convolutions that are products."""
     twin = copy.deepcopy(network).cpu()
     for parent in list(twin.modules()):

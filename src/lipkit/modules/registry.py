@@ -228,7 +228,10 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
         try:
             shape = checked_shape(input_shape)
             check_samples_apart(module, shape)
-            return Network([rule(module, shape)], shape)
+            network = Network([rule(module, shape)], shape)
+            if not _finite(network) and _finite(module):
+                raise torch.linalg.LinAlgError("got NaN or infinity")
+            return network
         except torch.linalg.LinAlgError as error:
             # I + Z is invertible, but beside a huge Z the identity is rounded away.
             largest = max((float(p.detach().abs().amax()) for p in module.parameters() if p.numel()), default=0.0)
@@ -236,6 +239,10 @@ def export_plain(module: nn.Module, input_shape: Shape) -> Network:
                 f"export: the constrained weights of {type_name(type(module))} cannot be computed in float64 from "
                 f"parameters of size {largest:.3g}: expected about 1e6 or less ({error})"
             ) from None
+
+
+def _finite(module: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in module.parameters())
 
 
 def output_shape(module: nn.Module, input_shape: Shape) -> Shape:
