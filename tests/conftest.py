@@ -42,13 +42,21 @@ FLAWS = """() => {
 }"""
 
 
+# Of a test with more cases than this, as many are fast, evenly spread.
+FAST_CASES = 12
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is fast unless it or its file is marked thorough or slow; doctests are thorough."""
+    """A test is fast unless it or its file is marked thorough or slow; doctests are thorough, and so are most cases."""
+    cases: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
         slower = {"slow", "thorough"} & {mark.name for mark in item.iter_markers()}
         if not slower and not isinstance(item, pytest.DoctestItem):
-            item.add_marker("fast")
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for alike in cases.values():
+        for place in range(min(FAST_CASES, len(alike))):
+            alike[place * len(alike) // min(FAST_CASES, len(alike))].add_marker("fast")
 
 
 @pytest.fixture(scope="module")
