@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -40,10 +41,15 @@ def check_flag(**flags: Any) -> None:
             raise OptionError(f"{name}: expected true or false, got {value!r}")
 
 
+def sizes_of(input_shape: Shape) -> Shape:
+    """The sizes of an input shape; empty if it is not a sequence of positive integers."""
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    return shape if all(type(n) is int and n >= 1 for n in shape) else ()  # `type`: True is no size
+
+
 def flat_size(input_shape: Shape) -> int:
     """Number of entries of one input; ``ShapeError`` unless the shape consists of positive integers."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    if not shape or not all(type(n) is int and n >= 1 for n in shape):
+    if not (shape := sizes_of(input_shape)):
         raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
     return math.prod(shape)
 
@@ -81,29 +87,21 @@ def plain_conv2d(
     )
 
 
-_COMMON: dict[str, Any] = {"paper": "", "equation": "", "claim": "none", "sizes": "odd kernels, any image"}
-
+_plain = partial(Family, paper="", equation="", claim="none", sizes="odd kernels, any image")
 # Not in the table of families: these layers are unconstrained, so the table's laws do not hold for them.
 UNCONSTRAINED: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(name="plain", title="nn.Conv2d and nn.Linear", conv=plain_conv2d, linear=nn.Linear, **_COMMON),
-        Family(
-            name="plain_conv",
-            title="circular nn.Conv2d, dense layers by the Cayley transform",
-            conv=partial(plain_conv2d, padding_mode="circular"),
-            linear=CayleyLinear,
-            **_COMMON,
-        ),
-    )
+    "plain": _plain(name="plain", title="nn.Conv2d and nn.Linear", conv=plain_conv2d, linear=nn.Linear),
+    "plain_conv": _plain(
+        name="plain_conv",
+        title="circular nn.Conv2d, dense layers by the Cayley transform",
+        conv=partial(plain_conv2d, padding_mode="circular"),
+        linear=CayleyLinear,
+    ),
 }
 
 
 def find(name: str) -> Family:
-    """The family of this acronym, or one of the two unconstrained ones.
-
-    Raises:
-        OptionError: unknown acronym; the message lists the known ones.
+    """The family of this acronym, or one of the two unconstrained ones; the OptionError for another lists all.
 
     >>> find("plain").linear.__name__, find("cayley").linear.__name__
     ('Linear', 'CayleyLinear')
@@ -117,15 +115,12 @@ def find(name: str) -> Family:
 
 
 class Layers:
-    """Layers of a family, each followed by an activation unless the family has one inside its layers.
+    """Layers of a family, each followed by an activation (None: MaxMin) unless the family has one inside its layers.
 
-    Args:
-        name: of the family, see `find`.
-        options: of its convolutions; an activation inside them is used in the dense layers, too.
-        activation: name or module; None for MaxMin.
+    ``options`` are those of its convolutions; an activation among them is used in the dense layers, too.
 
     >>> made = Layers("cayley", {})
-    >>> made.linear(4, 2), made.strided(5), Layers("plain", {}).strided(5)
+    >>> made.dense(4, 2), made.strided(5), Layers("plain", {}).strided(5)
     ([CayleyLinear(4, 2, bias=True), MaxMin()], 2, 5)
     """
 
@@ -143,8 +138,9 @@ class Layers:
         """A convolution without an activation after it."""
         return self.family.conv(cin, cout, kernel_size, stride=stride, **self.options)
 
-    def linear(self, inputs: int, outputs: int) -> list[nn.Module]:
-        return [self.family.linear(inputs, outputs, **self.inner), *self.behind()]
+    def dense(self, *sizes: int) -> list[nn.Module]:
+        """Hidden dense layers, from each size to the next."""
+        return [m for p, q in pairwise(sizes) for m in (self.family.linear(p, q, **self.inner), *self.behind())]
 
     def last(self, inputs: int, outputs: int) -> nn.Module:
         return self.family.last(inputs, outputs)
@@ -154,10 +150,7 @@ class Layers:
         return copy.deepcopy(self.outer)
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
-        """Kernel size of a strided layer.
-
-        A constrained layer downsamples first, so it takes half of ``kernel_size``, rounded down, or ``emulated``. An
-        unconstrained layer has a real stride and takes all of it.
-        """
-        half = max(1, kernel_size // 2) if emulated is None else emulated
-        return kernel_size if self.family.name in UNCONSTRAINED else half
+        """Kernel size of a strided layer: a constrained one downsamples first, and takes half of it or ``emulated``."""
+        if self.family.name in UNCONSTRAINED:  # a real stride
+            return kernel_size
+        return max(1, kernel_size // 2) if emulated is None else emulated

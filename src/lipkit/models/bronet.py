@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Unpack
 
 from torch import nn
@@ -23,16 +24,11 @@ def backbone(
     neck: int | None,
     dense: Sequence[int],
 ) -> list[nn.Module]:
-    """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows.
-
-    Raises:
-        OptionError: sizes that are no integers of at least 1, or no dense layer. ShapeError: another input shape.
-    """
+    """Patches, ``blocks`` times ``block(width)``, 2 x 2 patches or pooling, dense layers, unit rows."""
     check_sizes(patch=patch, width=width, blocks=blocks, neck=2 if neck is None else neck, dense=dense)
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
-    factor = patch if neck is None else 2 * patch
-    pixels = image.pixels(factor)
+    pixels = image.pixels(patch if neck is None else 2 * patch)
     layers: list[nn.Module] = [CholeskyConv2d(image.channels, width, 1, patch), MaxMin()]
     for _ in range(blocks):
         layers += block(width)
@@ -41,11 +37,9 @@ def backbone(
     else:
         layers += [CholeskyConv2d(width, neck, 1, 2), MaxMin()]
         width = neck * pixels
-    layers.append(nn.Flatten())
-    for units in dense:
-        layers += [CholeskyLinear(width, units), MaxMin()]
-        width = units
-    return [*layers, NormalizedLinear(width, image.classes)]
+    sizes = [width, *dense]
+    hidden = [m for p, q in pairwise(sizes) for m in (CholeskyLinear(p, q), MaxMin())]
+    return [*layers, nn.Flatten(), *hidden, NormalizedLinear(sizes[-1], image.classes)]
 
 
 @architecture()

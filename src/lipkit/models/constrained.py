@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.conv.patches import polyphase
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.layers import families
 from lipkit.layers.aol import AolConv2d, AolLinear
@@ -149,7 +151,8 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
 
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
-    """Set the free parameters of a constrained layer from the weight of an ordinary one; returns what was done:
+    """Set the free parameters of a constrained layer from the weight ``(out, in)`` of an ordinary one, or its kernel
+    ``(cout, s^2 cin, kh, kw)`` after downsampling; ``size`` is that of the layer's input before. Returns what was done:
 
     =============================== ====================================================================================
     nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar
@@ -159,10 +162,6 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
     not projected yet               SVCM of an unknown image size: the weight as it is
     own start                       every other: its feasible set is not parameterised by a kernel of this size
     =============================== ====================================================================================
-
-    Args:
-        weight: ``(out, in)``, or the kernel ``(cout, s^2 cin, kh, kw)`` after downsampling.
-        size: height and width of the layer's input, before downsampling.
 
     >>> layer = BjorckLinear(2, 2)
     >>> start_near(layer, torch.tensor([[0.0, -3.0], [2.0, 0.0]]))
@@ -239,11 +238,9 @@ def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
     >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
     ((2, 2), (1, 1))
     """
-    if isinstance(conv.padding, str):
-        rows, cols = ((k - 1) // 2 for k in conv.kernel_size)
-        return rows, cols
-    rows, cols = conv.padding
-    return int(rows), int(cols)
+    same = isinstance(conv.padding, str)
+    rows, cols = ((k - 1) // 2 for k in conv.kernel_size) if same else map(int, conv.padding)
+    return rows, cols
 
 
 def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
@@ -258,11 +255,11 @@ def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
     if step == 1:
         rows, cols = conv.kernel_size
         return rows, cols
-    sizes = []
-    for k, p in zip(conv.kernel_size, left_padding(conv), strict=True):
-        reach = max(-(-p // step), (k - 1 - p) // step)
-        sizes.append(2 * reach + 1)
-    return sizes[0], sizes[1]
+    rows, cols = (
+        2 * max(-(-p // step), (k - 1 - p) // step) + 1  # patches before the centre (rounded up), and behind it
+        for k, p in zip(conv.kernel_size, left_padding(conv), strict=True)
+    )
+    return rows, cols
 
 
 def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
@@ -273,15 +270,11 @@ def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
     >>> unstrided_kernel(nn.Conv2d(3, 8, 3, stride=2, padding=1)).shape
     torch.Size([8, 12, 3, 3])
     """
-    step = conv.stride[0]
-    weight = conv.weight.detach()
+    step, weight = conv.stride[0], conv.weight.detach()
     if step == 1:
         return weight.clone()
-    cout, cin, kh, kw = weight.shape
-    (rows, cols), (top, left) = kernel_size(conv), left_padding(conv)
-    kernel = torch.zeros(cout, cin, step, step, rows, cols, device=weight.device, dtype=weight.dtype)
-    for i in range(kh):
-        for j in range(kw):
-            (patch_i, inner_i), (patch_j, inner_j) = divmod(i - top, step), divmod(j - left, step)
-            kernel[:, :, inner_i, inner_j, patch_i + rows // 2, patch_j + cols // 2] = weight[:, :, i, j]
-    return kernel.flatten(1, 3)
+    pads: list[int] = []
+    for size, k, p in zip(kernel_size(conv), weight.shape[2:], left_padding(conv), strict=True):
+        before = size // 2 * step - p  # zeros that move the centre tap to the start of the centre patch
+        pads = [before, size * step - before - k, *pads]  # F.pad takes the last axis first
+    return polyphase(F.pad(weight, pads), (step, step))

@@ -61,8 +61,7 @@ def kwlarge(
         *made.conv(64 * width, 64 * width, *down),
         *([nn.AvgPool2d(4, divisor_override=4)] if pool else []),
         nn.Flatten(),
-        *made.linear(features, units[0]),
-        *made.linear(units[0], units[1]),
+        *made.dense(features, *units),
         made.last(units[1], image.classes),
     ]
 
@@ -92,7 +91,7 @@ def small(
         *made.conv(16 * width, 32 * width, *down),
         *(made.conv(32 * width, 32 * width, *down) if twice else []),
         nn.Flatten(),
-        *made.linear(features, 256 * width),
+        *made.dense(features, 256 * width),
         made.last(256 * width, image.classes),
     ]
 
@@ -145,13 +144,9 @@ def lbdn_conv(
         layers += made.conv(current, target, kernel_size)
         layers += made.conv(target, target, made.strided(kernel_size), 2)
         current = target
-    layers.append(nn.Flatten())
-    current *= pixels
-    for units in hidden:
-        layers += made.linear(current, units)
-        current = units
+    sizes = [current * pixels, *hidden]
     last = NormalizedLinear if last_layer_normalization else made.last
-    return [*layers, last(current, image.classes)]
+    return [*layers, nn.Flatten(), *made.dense(*sizes), last(sizes[-1], image.classes)]
 
 
 # (channels of group 1, channels of group 2, stride of group 2) of each block.
@@ -215,8 +210,7 @@ def lipconvnet(
         first_blocks = last_blocks = layer
     layers: list[nn.Module] = []
     if (image.rows, image.columns) != (side, side):
-        top, left = (side - image.rows) // 2, (side - image.columns) // 2
-        # Negative padding crops.
+        top, left = (side - image.rows) // 2, (side - image.columns) // 2  # negative ones crop
         layers.append(nn.ZeroPad2d((left, side - image.columns - left, top, side - image.rows - top)))
     front, back = Layers(first_blocks, first_options or {}), Layers(last_blocks, last_options or {})
     current, size = image.channels, side
@@ -225,7 +219,7 @@ def lipconvnet(
         steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]
         for target, step in steps:
             before, size = size, size // step
-            cout = max(2, 2 * round(target * width / 2))
+            cout = max(2, 2 * round(target * width / 2))  # even, for MaxMin
             kernel = 1 if before == 1 else made.strided(kernel_size, kernel_size if size > 1 else 1)
             layers += made.conv(current, cout, kernel, step)
             current = cout

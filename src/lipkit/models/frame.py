@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import Normalize, Scale
+from lipkit.models._parts import sizes_of
 from lipkit.modules import Shape
 
 P = ParamSpec("P")
@@ -55,8 +57,7 @@ class Image:
 
     def pixels(self, by: int) -> int:
         """Number of pixels after both sides are divided: ``rows columns / by^2``."""
-        rows, columns = self.divided(by)
-        return rows * columns
+        return math.prod(self.divided(by))
 
 
 def architecture(
@@ -73,13 +74,7 @@ def architecture(
     >>> net(8, input_shape=(1, 4, 4), lipschitz=2.0)[0], inspect.signature(net).parameters["classes"]
     (Scale(gamma=2, learnable=False), <Parameter "classes: int = 2">)
     """
-    defaults: dict[str, Any] = {
-        "input_shape": input_shape,
-        "classes": classes,
-        "lipschitz": 1.0,
-        "mean": None,
-        "std": None,
-    }
+    defaults = {"input_shape": input_shape, "classes": classes, "lipschitz": 1.0, "mean": None, "std": None}
     common = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
         for name, kind in get_type_hints(Common).items()
@@ -88,8 +83,8 @@ def architecture(
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
         given = inspect.signature(layers).parameters.values()
         own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]
-        # Python's order of parameters: positional ones, keywords, ``**options``.
-        signature = inspect.Signature(sorted([*own, *common], key=lambda p: p.kind), return_annotation=nn.Sequential)
+        ordered = sorted([*own, *common], key=lambda p: p.kind)  # as Python wants them: keywords before ``**options``
+        signature = inspect.Signature(ordered, return_annotation=nn.Sequential)
 
         @functools.wraps(layers)
         def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
@@ -102,7 +97,7 @@ def architecture(
             return bounded(layers(image, *args, **options), gain, mean, std, image.channels)
 
         build.__signature__ = signature  # type: ignore[attr-defined]
-        described = rf"    input_shape: \1\n{DESCRIBED}"
+        described = rf"    input_shape: \1\n{DESCRIBED}"  # \1: what the builder says of its images
         build.__doc__ = re.sub("^    image: (.*)$", described, inspect.cleandoc(layers.__doc__ or ""), flags=re.M)
         return build
 
@@ -111,9 +106,8 @@ def architecture(
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
     """(C, H, W), or ``ShapeError`` unless H and W are multiples of ``multiple``."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    sizes = len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)
-    if not sizes or shape[1] % multiple or shape[2] % multiple:
+    shape = sizes_of(input_shape)
+    if len(shape) != 3 or shape[1] % multiple or shape[2] % multiple:
         sides = f"with H and W multiples of {multiple}" if multiple > 1 else "of positive integers"
         raise ShapeError(f"{model}: expected an input shape (C, H, W) {sides}, got {input_shape}")
     return shape[0], shape[1], shape[2]
@@ -165,9 +159,9 @@ def split_gain(model: nn.Module) -> nn.Module:
         [Cayley] section 5.1, "Ensuring Lipschitz constraints".
     """
     gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
-    if gain is None:  # the gain is 1
+    if gain is None:  # `bounded` makes none for a gain of 1
         return model
     layers = [layer for layer in model.children() if layer is not gain]
     owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
-    part = float(gain.gamma()) ** (1 / len(owners))
+    part = float(gain.gamma()) ** (1 / len(owners))  # their product is L again
     return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Unpack
 
 from torch import nn
@@ -70,9 +71,7 @@ def patchnet(
         raise OptionError("dense: expected the units of at least one layer, got none")
     if not 0 <= moved <= 0.25:
         raise OptionError(f"moved: expected a fraction from 0 to 1/4, got {moved}")
-    factor = patch * 2 ** (len(plan) - 1)
-    pixels = image.pixels(factor)
-
+    pixels = image.pixels(patch * 2 ** (len(plan) - 1))  # each stage but the first halves the sides again
     layers: list[nn.Module] = []
     width = image.channels
     for number, (wide, blocks) in enumerate(plan):
@@ -81,7 +80,7 @@ def patchnet(
             layers.append(StiefelConv2d(width, wide, 1, stride))
             if position and not number and not block:
                 layers.append(PositionCode(wide, *image.divided(patch)))
-            width, each = wide, int(wide * moved)
+            width, each = wide, int(wide * moved)  # channels that move in each direction
             if each and activation is None:
                 layers.append(MaxMinShift2d(wide, each))
             else:
@@ -89,9 +88,6 @@ def patchnet(
     if narrow is not None:
         layers += [StiefelConv2d(width, narrow, 1), make_activation(activation)]
         width = narrow
-    layers.append(nn.Flatten())
-    width *= pixels
-    for units in dense:
-        layers += [StiefelLinear(width, units), make_activation(activation)]
-        width = units
-    return [*layers, NormalizedLinear(width, image.classes)]
+    sizes = [width * pixels, *dense]
+    hidden = [m for p, q in pairwise(sizes) for m in (StiefelLinear(p, q), make_activation(activation))]
+    return [*layers, nn.Flatten(), *hidden, NormalizedLinear(sizes[-1], image.classes)]

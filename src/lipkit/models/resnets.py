@@ -51,7 +51,7 @@ def resnet9(
         skip(8 * width),
         ScaledAvgPool2d(2),
         nn.Flatten(),
-        *made.linear(features, 8 * width),
+        *made.dense(features, 8 * width),
         made.last(8 * width, image.classes),
     ]
 
@@ -91,15 +91,14 @@ def wide_resnet(
     if depth < 10 or depth % 6 != 4:
         raise OptionError(f"depth: expected 6 n + 4 with n >= 1 (10, 16, 22, ...), got {depth}")
     if rows != columns:
-        raise OptionError(
-            f"input_shape: expected a square image for the last pooling, got {image.rows} x {image.columns}"
-        )
+        got = f"{image.rows} x {image.columns}"
+        raise OptionError(f"input_shape: expected a square image for the last pooling, got {got}")
     if widen < 1:
         raise OptionError(f"widen: expected at least 1, got {widen}")
 
     def block(cin: int, cout: int, stride: int) -> nn.Module:
         first = made.bare(cin, cout, made.strided(kernel_size) if stride > 1 else kernel_size, stride)
-        # Layers that contain their activation have none before them either.
+        # `behind` stands in front here: layers that contain their activation have none before them either.
         body = nn.Sequential(*made.behind(), first, *made.behind(), made.bare(cout, cout, kernel_size))
         same = cin == cout and stride == 1
         return Residual(body, shortcut=None if same else made.bare(cin, cout, 1, stride))
@@ -111,5 +110,5 @@ def wide_resnet(
         for i in range((depth - 4) // 6):
             layers.append(block(current, target, stride if i == 0 else 1))
             current = target
-    pool = [*made.behind(), ScaledAvgPool2d(2 * rows), nn.Flatten()]
-    return [*layers, *pool, *made.linear(current * 4, current), made.last(current, image.classes)]
+    pool = [*made.behind(), ScaledAvgPool2d(2 * rows), nn.Flatten()]  # of rows / 4 by rows / 8: 2 x 2 pixels are left
+    return [*layers, *pool, *made.dense(current * 4, current), made.last(current, image.classes)]

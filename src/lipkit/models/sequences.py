@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
-from lipkit.models._parts import check_sizes
+from lipkit.models._parts import check_sizes, sizes_of
 from lipkit.models.frame import check_classes
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
@@ -66,17 +66,16 @@ def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, option
 
 def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
     """The normalisation of each feature, if any; ``ShapeError`` unless inputs are (T, features)."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    if len(shape) != 2 or not all(type(n) is int and n >= 1 for n in shape):
+    shape = sizes_of(input_shape)
+    if len(shape) != 2:
         raise ShapeError(f"{model}: expected an input shape (steps, features) of positive integers, got {input_shape}")
     if mean is None and std is None:
         return []
     if mean is None or std is None or len(mean) != shape[1] or len(std) != shape[1] or min(std) <= 0:
         raise OptionError(f"mean and std: expected {shape[1]} numbers each, std positive, got mean={mean}, std={std}")
-    scale = 1 / torch.tensor(std, dtype=torch.float64)
-    shift = -torch.tensor(mean, dtype=torch.float64) * scale
-    dtype = torch.get_default_dtype()
-    return [Affine(scale[None].to(dtype), shift[None].to(dtype))]
+    scale = 1 / torch.tensor(std, dtype=torch.float64)  # rounded to the default dtype once, at the end
+    shift, dtype = -torch.tensor(mean, dtype=torch.float64) * scale, torch.get_default_dtype()
+    return [Affine(scale[None].to(dtype), shift[None].to(dtype))]  # [None]: (1, features), for all steps
 
 
 def sequence_classifier(
@@ -137,11 +136,7 @@ def sequence_regressor(
 
 
 lipschitz_rule(SumOverTime)(1.0)
-
-
-@lipschitz_rule(SequenceModel)
-def _bound(model: SequenceModel, input_shape: Shape | None) -> Tensor:
-    return chain_constant(model, input_shape)
+lipschitz_rule(SequenceModel)(chain_constant)
 
 
 def _sum(steps: int, like: Tensor) -> list[nn.Module]:

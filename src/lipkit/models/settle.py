@@ -34,16 +34,13 @@ def _folded(module: Any, gain: float) -> nn.Module:
 
 def _ascending(group_size: int | None) -> nn.Module:
     """A `GroupSort` in ascending order, as torchlip sorts; lipkit sorts downwards."""
-
-    def turn() -> nn.Module:
-        return Affine(torch.tensor([-1.0]), torch.tensor([0.0]))
-
-    return nn.Sequential(turn(), GroupSort(group_size), turn())
+    before, behind = (Affine(torch.tensor([-1.0]), torch.tensor([0.0])) for _ in range(2))  # -sort(-x)
+    return nn.Sequential(before, GroupSort(group_size), behind)
 
 
 def _centred(module: Any) -> nn.Module:
     """A `LayerCenter`. Negative dimensions count as those of images; the comparison of outputs finds other cases."""
-    dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]
+    dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)
     bias = module.bias.detach().flatten()

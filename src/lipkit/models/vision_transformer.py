@@ -56,7 +56,4 @@ def vision_transformer(
             layers.append(MemoryAttention(width, slots))
         layers += [*made.conv(width, width, 1), *made.conv(width, width, 1)]
     sizes = [width * image.pixels(patch), *dense]
-    layers.append(nn.Flatten())
-    for inputs, units in zip(sizes, dense, strict=False):
-        layers += made.linear(inputs, units)
-    return [*layers, made.last(sizes[-1], image.classes)]
+    return [*layers, nn.Flatten(), *made.dense(*sizes), made.last(sizes[-1], image.classes)]
