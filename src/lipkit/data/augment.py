@@ -20,8 +20,7 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     Args:
         x: images of shape (N, C, H, W), any dtype.
         padding: p >= 0, in pixels.
-        generator: the only source of randomness. A CPU generator gives the same offsets for `x` on any
-            device.
+        generator: the only source of randomness. One on the CPU gives the same numbers for `x` on any device.
 
     Returns:
         a new tensor of the shape, dtype and device of `x`.
@@ -44,7 +43,7 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     n, _, height, width = x.shape
     # Drawn where the generator lives, then moved: two numbers per image.
     offset = torch.randint(2 * padding + 1, (2, n), generator=generator, device=generator.device).to(x.device)
-    padded = functional.pad(x, (padding,) * 4)
+    padded = functional.pad(x, (padding,) * 4)  # the last two axes, both ends
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 2p + 1, 2p + 1, H, W)
     return windows[torch.arange(n, device=x.device), :, offset[0], offset[1]]
 
@@ -53,9 +52,7 @@ def random_flip(x: Tensor, generator: Generator) -> Tensor:
     """Mirror each image left to right with probability 1/2.
 
     Args:
-        x: images of shape (N, C, H, W), any dtype.
-        generator: the only source of randomness. A CPU generator gives the same choices for `x` on any
-            device.
+        x, generator: as of `random_crop`.
 
     Returns:
         a new tensor of the shape, dtype and device of `x`.

@@ -95,7 +95,7 @@ def _tensor(value: Any, name: str) -> Tensor:
         raise DataError(f"{name}: expected a tensor or a numpy array, got {type(value).__name__}")
     if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
         raise DataError(f"{name}: expected an array of numbers of at most 64 bits, got dtype {value.dtype}")
-    native = value.dtype.newbyteorder("=")
+    native = value.dtype.newbyteorder("=")  # torch has no other order
     if native.kind == "u" and native.itemsize > 1:  # torch has hardly any operation on wider unsigned integers
         native = np.dtype(np.int64)
     return torch.from_numpy(np.array(value, dtype=native, order="C"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,14 +24,12 @@ def load_folder(path: Path) -> Data:
     (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded when a
     batch asks for them; `load` decodes a small data set at once.
 
-    Raises:
-        DataError: if a folder is missing or empty, or the first file is not a readable image; or if Pillow is not
-            installed. Another file that is no image, has more than MAX_PIXELS pixels or differs from the first one in
-            size or channels raises it when it is decoded.
+    A file that is no image, has more than MAX_PIXELS pixels or differs from the first one in size or channels raises a
+    DataError when it is decoded.
     """
     train, test, classes = find_images(path, LAYOUT)
     channels, height, width = decode(Path(train[0][0])).shape
-    shape = (channels, height, width)
+    shape = (channels, height, width)  # three numbers to mypy
     first, second = (Split(ImageFiles(files, shape), torch.tensor(labels)) for files, labels in (train, test))
     return Data(f"folder:{path}", first, second, classes)
 
@@ -40,9 +39,6 @@ def load_images(path: Path, size: int, *, name: str | None = None, layout: str =
 
     The short side becomes 256/224 times `size` (1 to MAX_SIDE), then a square is cut out of the centre; grey, CMYK and
     transparent images become RGB. `layout` is what to add to the message when a folder is missing.
-
-    Raises:
-        OptionError: a size out of range. DataError: as `load_folder`, but for the sizes and channels of images.
     """
     if not 1 <= size <= MAX_SIDE:
         raise OptionError(f"expected a size of images from 1 to {MAX_SIDE}, got {size}")
@@ -57,32 +53,31 @@ def load_images(path: Path, size: int, *, name: str | None = None, layout: str =
 def find_images(
     path: Path, layout: str
 ) -> tuple[tuple[list[str], list[int]], tuple[list[str], list[int]], tuple[str, ...]]:
-    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; and the classes.
-
-    Raises:
-        DataError: a folder is missing or empty, or a class of `test` is not one of `train`.
-    """
+    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; the classes, which `train` has."""
     held_out = path / ("val" if (path / "val").exists() and not (path / "test").exists() else "test")
     classes = tuple(_visible(path / "train", layout))
     for name in _visible(held_out, layout):
         if name not in classes:
             raise DataError(f"expected in {held_out} only the classes of train, got {name}; {layout}")
-    train, test = (_list(folder, classes, layout) for folder in (path / "train", held_out))
-    if missing := set(range(len(classes))) - set(train[1]):
-        raise DataError(f"expected images in {path / 'train' / classes[min(missing)]}, got none")
+    train = list_images([path / "train" / name for name in classes], layout)
+    test = list_images([held_out / name for name in classes], layout, needed=False)
+    for folder, (files, _) in ((path / "train", train), (held_out, test)):
+        if not files:
+            raise DataError(f"expected images in {folder}/CLASS, got none")
     return train, test, classes
 
 
-def _list(folder: Path, classes: tuple[str, ...], layout: str) -> tuple[list[str], list[int]]:
+def list_images(folders: Sequence[Path], layout: str, needed: bool = True) -> tuple[list[str], list[int]]:
+    """The files of each folder, sorted by name, and its number as their label; ``needed``: no folder may be empty."""
     files: list[str] = []
     labels: list[int] = []
-    for label, name in enumerate(classes):
-        if (folder / name).exists():
-            found = [os.path.join(folder, name, file) for file in _visible(folder / name, layout)]
-            files += found
+    for label, folder in enumerate(folders):
+        if needed or folder.exists():
+            found = _visible(folder, layout)
+            if needed and not found:
+                raise DataError(f"expected images in {folder}, got none")
+            files += [os.path.join(folder, file) for file in found]
             labels += [label] * len(found)
-    if not files:
-        raise DataError(f"expected images in {folder}/CLASS, got none")
     return files, labels
 
 

@@ -88,25 +88,23 @@ def load(
             f"pkg.mod:factory), got {spec!r}"
         )
     data = replace(data, limits=limits or data.limits)
-    return (data if limit is None else data.take(limit)).held(HELD_BYTES)
+    return (data if limit is None else data.take(limit)).held(HELD_BYTES)  # only the files that were taken
 
 
 def is_code(spec: str) -> bool:
     """True for a name ``pkg.mod:factory``, which stands for code that is run."""
+    # [^\W\d] is a letter or an underscore.
     return re.fullmatch(r"(?!(folder|images|idx|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
 
 
 def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:
     """The function called ``pkg.mod:factory``: the one place where a name becomes code. Only for the user's own names.
 
-    The module may lie in the working directory: it is found there after all installed ones, as ``python -m`` would.
-
-    Raises:
-        error: it cannot be imported, or is no function.
+    Raises ``error`` if it cannot be imported, or is no function.
     """
     module, _, name = spec.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+        sys.path.append(os.getcwd())  # at the end: what is installed comes first
     try:
         factory = getattr(importlib.import_module(module), name)
     except Exception as problem:  # the module is the user's code and may raise anything
@@ -119,11 +117,7 @@ def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[...,
 def load_custom(spec: str, limits: tuple[float, float] | None = None) -> Data:
     """Import `pkg.mod`, call `factory()` and turn what it returns into a Data. Use only a module whose code you trust.
 
-    The factory takes no arguments and returns a Data, or a pair (train, test) of which each is a Split, a
-    pair (x, y) of tensors or arrays, or a map-style torch Dataset of such pairs (see `as_split`).
-
-    Raises:
-        DataError: if it cannot be imported, fails, or returns something else.
+    The factory takes no arguments and returns a Data, or a pair (train, test) of what `as_split` takes.
     """
     factory = imported(spec, DataError)
     try:

@@ -56,9 +56,7 @@ class Split:
                 f"expected at least one sample, each with one target, got {len(x)} samples and {len(y)} targets"
             )
         for name, values in (("x", x), ("y", y)):
-            if not isinstance(values, Tensor) or not values.is_floating_point():
-                continue
-            if not bool(torch.isfinite(values).all()):
+            if isinstance(values, Tensor) and not bool(torch.isfinite(values).all()):  # integers are
                 raise DataError(f"expected finite values in {name}, got NaN or infinity")
         if not y.is_floating_point() and int(y.min()) < 0:
             raise DataError(f"expected labels >= 0, got {int(y.min())}")
@@ -85,7 +83,7 @@ class Split:
             raise OptionError(f"expected limit as an integer >= 1, got {limit!r}")
         if limit >= len(self):
             return self
-        index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))
+        index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))  # sorted: in order
         x = self.x.subset(index) if isinstance(self.x, ImageFiles) else self.x[index]
         return Split(x, self.y[index])
 
@@ -174,7 +172,7 @@ class Data:
     def input_range(self) -> tuple[float, float] | None:
         """(low, high) of every entry, where attacks stay; None without limits."""
         low, high = self.limits or ((0.0, 1.0) if len(self.input_shape) == 3 else (-math.inf, math.inf))
-        return (low, high) if math.isfinite(high - low) else None
+        return (low, high) if math.isfinite(high - low) else None  # one infinite end is as good as none
 
     @property
     def task(self) -> str:
@@ -212,13 +210,12 @@ class Entry:
 def fixed_permutation(n: int, seed: int) -> np.ndarray:
     """Return a permutation of 0..n-1 that depends on `n` and `seed` alone.
 
-    It sorts the raw stream of PCG64, which NumPy guarantees across versions and platforms; the streams of
-    `Generator.permutation` and `torch.randperm` are not guaranteed.
-
     Example:
         >>> fixed_permutation(5, 0)
         array([3, 2, 1, 0, 4])
     """
+    # NumPy guarantees the raw stream of PCG64 across versions and platforms, but not that of Generator.permutation,
+    # nor torch that of randperm.
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
 
 

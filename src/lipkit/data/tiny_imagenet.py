@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lipkit.data.folder import list_images
 from lipkit.data.images import ImageFiles
 from lipkit.data.reading import file_size, reading
 from lipkit.data.split import Data, Entry, Split
@@ -28,9 +29,6 @@ def load_tiny_imagenet(root: Path) -> Data:
     The classes are the WordNet numbers of `wnids.txt`, sorted; the validation images are the test split (the test
     images have no labels). Reads `wnids.txt`, `train/WNID/images/*`, `val/val_annotations.txt` and `val/images/*` of
     `root/tiny-imagenet-200`.
-
-    Raises:
-        DataError: a file or folder is missing, a line is not as it should be, or a class is unknown.
     """
     folder = root / "tiny-imagenet-200"
     names = sorted(_lines(folder / "wnids.txt"))
@@ -39,26 +37,16 @@ def load_tiny_imagenet(root: Path) -> Data:
             raise DataError(f"{folder / 'wnids.txt'}: expected WordNet numbers such as n01443537, got {name!r}")
     if len(set(names)) != len(names) or not names:
         raise DataError(f"{folder / 'wnids.txt'}: expected different classes, got {len(names)} lines")
-    return Data("tiny_imagenet", _train(folder, names), _val(folder, names), tuple(names))
+    train = list_images([folder / "train" / name / "images" for name in names], SOURCE)
+    first, second = (
+        Split(ImageFiles(files, INPUT_SHAPE, convert=True), torch.tensor(labels))
+        for files, labels in (train, _annotated(folder, names))
+    )
+    return Data("tiny_imagenet", first, second, tuple(names))
 
 
-def _train(folder: Path, classes: list[str]) -> Split:
-    files: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        images = folder / "train" / name / "images"
-        if not images.is_dir():
-            raise DataError(f"expected a folder at {images}, got none; {SOURCE}")
-        with reading(images):
-            found = sorted(file for file in os.listdir(images) if not file.startswith("."))
-        if not found:
-            raise DataError(f"expected images in {images}, got none")
-        files += [os.path.join(images, file) for file in found]
-        labels += [label] * len(found)
-    return _split(files, labels)
-
-
-def _val(folder: Path, classes: list[str]) -> Split:
+def _annotated(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
+    """Validation images and their labels: all lie in one folder, and a text names their classes."""
     path = folder / "val" / "val_annotations.txt"
     number = {name: label for label, name in enumerate(classes)}
     files: list[str] = []
@@ -66,17 +54,13 @@ def _val(folder: Path, classes: list[str]) -> Split:
     for line in _lines(path):
         file, _, rest = line.partition("\t")
         name = rest.partition("\t")[0]
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file) or name not in number:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file) or name not in number:  # a name, not a path
             raise DataError(f"{path}: expected lines of a file name, a tab and a class of wnids.txt, got {line[:80]!r}")
         files.append(os.path.join(folder, "val", "images", file))
         labels.append(number[name])
     if not files:
         raise DataError(f"{path}: expected at least one line, got none")
-    return _split(files, labels)
-
-
-def _split(files: list[str], labels: list[int]) -> Split:
-    return Split(ImageFiles(files, INPUT_SHAPE, convert=True), torch.tensor(labels))
+    return files, labels
 
 
 def _lines(path: Path) -> list[str]:
