@@ -22,6 +22,11 @@ class LawBroken(AssertionError):
     """A layer breaks one of the laws; the message names the law, what it expects and what it found."""
 
 
+def require_bound(value: float, bound: float, allowed: float, what: str) -> None:
+    """Raise ``LawBroken`` unless ``value`` is at most ``bound`` and the relative ``allowed``; ``what`` names both."""
+    require(value <= bound * (1 + allowed), f"{what} = {bound:.17g}, got {value:.17g}")
+
+
 def require(condition: bool, sentence: str) -> None:
     """Raise ``LawBroken`` with ``sentence`` ("expected ..., got ...") unless ``condition`` holds."""
     if not condition:
@@ -130,7 +135,7 @@ class Case:
         """The layer with every parameter moved away from its initial value by random numbers."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
-                spread = p.square().mean().sqrt() + 0.05
+                spread = p.square().mean().sqrt() + 0.05  # parameters that start at zero move, too
                 p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * size)
         return layer
 
@@ -145,12 +150,8 @@ class Case:
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: a new one in training mode, and moved ones.
-
-    Initial weights can be special, so a moved layer is tested, too: in evaluation mode, and if the modes differ
-    (``train_gap``) also in training mode.
-    """
-    found = [case.layer(), case.moved(case.layer()).eval()]
+    """The layers on which bounds are tested: a new one in training mode, and moved ones in each mode that differs."""
+    found = [case.layer(), case.moved(case.layer()).eval()]  # initial weights can be special
     return [*found, case.moved(case.layer())] if case.train_gap else found
 
 

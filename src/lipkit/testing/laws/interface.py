@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.lowering import export, lipschitz
@@ -36,7 +36,7 @@ def exported(case: Case) -> dict[str, float]:
         asking = [name for name, p in network.named_parameters() if p.requires_grad]
         require(not asking, f"expected an export without trainable parameters, got {asking}")
         require(not any(m.training for m in network.modules()), "expected an export in evaluation mode, got training")
-        fresh = case.layer(extra=7)
+        fresh = case.layer(extra=7)  # other weights
         fresh.load_state_dict(layer.state_dict())
         again = forward(export(fresh, shape), x)
         require_same(again, y, eps, f"input {shape}: export of a freshly loaded layer before any forward pass")
@@ -93,13 +93,10 @@ def refusals(case: Case) -> dict[str, float]:
     other_size = Refusal(what, lambda make: export(make(), shape)(case.x(other)), ShapeError, words)
     table = (other_size, *case.refusals)
 
-    def make(**options: Any) -> nn.Module:
-        return case.layer(**options)
-
     for refusal in table:
         name = refusal.error.__name__
         try:
-            refusal.call(make)
+            refusal.call(case.layer)
         except LipkitError as error:
             message = str(error)
             require(isinstance(error, refusal.error), f"{refusal.what}: expected {name}, got {type(error).__name__}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError
 from lipkit.lowering import export
-from lipkit.testing.case import Case, distance, forward, require, require_same, require_small
+from lipkit.testing.case import Case, LawBroken, distance, forward, require, require_same, require_small
 from lipkit.testing.reference import tolerance
 
 OBJECTS = ("weight", "kernel", "symbol", "generator")
@@ -80,9 +80,8 @@ def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
     with _recorded(layer) as low, torch.autocast(x.device.type, torch.bfloat16):
         z = layer(x)
     for a, b in zip(exact, low, strict=True):
-        require(
-            b.dtype == a.dtype, f"bfloat16 autocast: expected a constrained object of dtype {a.dtype}, got {b.dtype}"
-        )
+        dtypes = f"{a.dtype}, got {b.dtype}"
+        require(b.dtype == a.dtype, f"bfloat16 autocast: expected a constrained object of dtype {dtypes}")
         require_same(b, a, tolerance(64, a.dtype), "bfloat16 autocast: constrained object against float32")
     gap = distance(z, y)
     allowed = tolerance(1, torch.bfloat16)
@@ -141,11 +140,10 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
         for_values, for_x = torch.func.grad(lambda values, x: (call(values, x) * to).sum(), (0, 1))(values, x)
     except (RuntimeError, NotImplementedError) as error:
         line = str(error).strip().split("\n")[0]
-        require(
-            False,
+        raise LawBroken(
             "torch.func: expected a layer that vmap, jvp and grad can follow (an autograd.Function needs setup_context "
-            f"and rules for vmap and jvp), got {type(error).__name__}: {line}",
-        )
+            f"and rules for vmap and jvp), got {type(error).__name__}: {line}"
+        ) from None
     gap = require_same(each, y, eps, "torch.func.vmap over the samples")
     # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
     size = float(to.norm() * max(1.0, float(y.norm())))
@@ -168,8 +166,8 @@ def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
     gap = require_same(z, y, case.eps(), f"torch.compile(backend={backend!r})")
     for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         if p.grad is not None:
-            require(q.grad is not None, f"torch.compile(backend={backend!r}): expected a gradient of {name}, got None")
-            assert q.grad is not None
+            if q.grad is None:
+                raise LawBroken(f"torch.compile(backend={backend!r}): expected a gradient of {name}, got None")
             # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
             size = max(float(p.grad.norm()), float(y.detach().norm()))
             off = float((p.grad - q.grad).norm()) / size
