@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zipfile
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from lipkit.files import open_regular
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 SHOWN = 20  # names that a message lists
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def load_npz(path: Path, limits: tuple[float, float] | None = None) -> Data:
@@ -53,7 +53,10 @@ def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
     check_claim(where, info.compress_size, path.stat().st_size, compressed=False)
     try:
         with archive.open(info) as stream:
-            shape, dtype = _header(stream)
+            version = np.lib.format.read_magic(stream)
+            if version not in _HEADERS:
+                raise ValueError(f"version {version} of the format")
+            shape, _, dtype = _HEADERS[version](stream)
             claimed, held = math.prod(shape) * dtype.itemsize, info.file_size - stream.tell()
             if dtype.kind not in "biufU" or dtype.itemsize == 0:
                 raise ValueError(f"dtype {dtype}")
@@ -63,15 +66,6 @@ def _read(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
             return np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # numpy parses the header as Python source and lets the parser's errors through
         raise DataError(f"{where}: expected a complete array of numbers in .npy format, got {error}") from error
-
-
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of the format")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(stream)
-    return shape, dtype
 
 
 def read_npy(path: Path) -> np.ndarray:

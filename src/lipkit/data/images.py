@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,7 +82,9 @@ class ImageFiles:
         def put(i: int) -> None:
             images[i] = torch.from_numpy(self._read(files[i]))
 
-        with _quiet():
+        # Pillow warns of huge images: lipkit's limit is lower and has its own error.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
             if len(files) < 4:
                 for i in range(len(files)):
                     put(i)
@@ -150,14 +151,6 @@ def _fitted(image: Any, height: int, width: int) -> Any:
     left, top = (size[0] - width) // 2, (size[1] - height) // 2
     resized = image.resize(size, _pillow().Resampling.BILINEAR)
     return resized.crop((left, top, left + width, top + height))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Pillow's warning about huge images: lipkit's limit is lower and has its own error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
-        yield
 
 
 def _pillow() -> Any:
