@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lipkit.data.convert import as_data, as_split
 from lipkit.data.reading import check_claim, file_size, reading
-from lipkit.data.split import Data
+from lipkit.data.split import Data, as_data, as_split
 from lipkit.errors import DataError
 from lipkit.files import open_regular
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10, tiny_imagenet
 from lipkit.data.arrays import load_npz
-from lipkit.data.convert import as_data, as_split
 from lipkit.data.folder import load_folder, load_images
 from lipkit.data.mnist import load_idx
-from lipkit.data.split import Data, Entry
+from lipkit.data.split import Data, Entry, as_data, as_split
 from lipkit.errors import DataError, LipkitError, OptionError
 
 HELD_BYTES = 1 << 31

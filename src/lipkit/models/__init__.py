@@ -9,21 +9,17 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.models._parts import check_flag, find, make_activation
-from lipkit.models.bronet import bronet, liresnet
 from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuilt_network
-from lipkit.models.convolutional import kwlarge, lbdn_conv, lipconvnet, small
-from lipkit.models.frame import split_gain
+from lipkit.models.convolutional import kwlarge, lbdn_conv, lipconvnet, sllnet, small
+from lipkit.models.frame import check_flag, find, make_activation, split_gain
 from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.mlp import mlp
-from lipkit.models.patchnet import patchnet
+from lipkit.models.patches import bronet, liresnet, patchnet, vision_transformer
 from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
 from lipkit.models.resnets import resnet9, wide_resnet
 from lipkit.models.sequences import sequence_classifier, sequence_regressor
-from lipkit.models.sllnet import sllnet
 from lipkit.models.unet import autoencoder, denoiser, unet
-from lipkit.models.vision_transformer import vision_transformer
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "bronet": bronet,

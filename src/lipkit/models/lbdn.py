@@ -33,8 +33,7 @@ from lipkit.layers.sandwich import ContractionLinear, SandwichLinear, plain_acti
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
-from lipkit.models._parts import check_sizes, flat_size
-from lipkit.models.frame import bounded
+from lipkit.models.frame import bounded, check_sizes, flat_size
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Scale
-from lipkit.models._parts import Layers, check_sizes, flat_size
-from lipkit.models.frame import bounded, check_options
+from lipkit.models.frame import Layers, bounded, check_options, check_sizes, flat_size
 from lipkit.modules import Shape
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.models._parts import check_flag, check_sizes
-from lipkit.models.frame import Common, Image, architecture
+from lipkit.models.frame import Common, Image, architecture, check_flag, check_sizes
 from lipkit.modules import Add, Graph
 
 

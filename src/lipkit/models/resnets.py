@@ -8,8 +8,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Residual, ScaledAvgPool2d
-from lipkit.models._parts import Layers, check_sizes
-from lipkit.models.frame import Image, architecture
+from lipkit.models.frame import Image, Layers, architecture, check_sizes
 
 
 @architecture()

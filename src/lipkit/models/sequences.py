@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
-from lipkit.models._parts import check_sizes, sizes_of
-from lipkit.models.frame import check_classes
+from lipkit.models.frame import check_classes, check_sizes, sizes_of
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.registry import export_plain, output_shape

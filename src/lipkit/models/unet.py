@@ -11,8 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import HalfThrough
-from lipkit.models._parts import Layers, check_sizes
-from lipkit.models.frame import bounded, check_image, check_options
+from lipkit.models.frame import Layers, bounded, check_image, check_options, check_sizes
 from lipkit.modules import Blend, Graph, Shape
 
 # A product of proved constants may exceed 1 by this much in float32, so the denoiser's gain is below 1 by as much.
