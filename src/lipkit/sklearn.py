@@ -80,7 +80,7 @@ class _LipschitzEstimator(BaseEstimator):
                 raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
         if not all(isinstance(n, int | np.integer) and n >= 2 and n % 2 == 0 for n in sizes):
             raise OptionError(f"hidden_layer_sizes: expected even numbers, got {self.hidden_layer_sizes!r}")
-        signs = _check_monotonic_cst(self, self.monotonic_cst)
+        signs = _check_monotonic_cst(self, self.monotonic_cst)  # of scikit-learn: a list, or a dict by name
         if signs.any() and outputs > 1:
             raise OptionError(f"monotonic_cst: expected two classes, or a regression, got {outputs} classes")
         rows, inverse = np.unique(np.column_stack((X, y)), axis=0, return_inverse=True)
@@ -120,7 +120,7 @@ class _LipschitzEstimator(BaseEstimator):
     def _train(self, network: _Trained, data: list[Tensor], held: list[Tensor] | None, random: torch.Generator) -> None:
         network.start(random)
         optimizer = torch.optim.Adam(network.parameters(), self.learning_rate_init, fused=True)
-        steps = math.ceil(len(data[0]) / self.batch_size)
+        steps = math.ceil(len(data[0]) / self.batch_size)  # batches of nearly equal size, see chunk
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.max_iter * steps)
         best, waited, kept = math.inf, 0, network.state_dict()
         self.loss_curve_: list[float] = []
@@ -193,7 +193,7 @@ class _LipschitzEstimator(BaseEstimator):
         """Draw `feature_gains` as bars, the largest first; returns the axes of matplotlib."""
         gains, ax = self.feature_gains(), axes(ax, "output per scaled unit (proved bound)", "")
         names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(gains))])
-        order = np.argsort(gains)
+        order = np.argsort(gains)  # bars are drawn from below
         ax.barh([str(names[i]) for i in order], gains[order])
         return ax
 
@@ -376,11 +376,11 @@ class _Trained(nn.Module):
         self.gain, self.labels = gain, labels
         self.free = nn.ParameterList(torch.empty(q, p, dtype=torch.float64) for p, q in pairwise(sizes))
         self.bias = nn.ParameterList(torch.zeros(q, dtype=torch.float64) for q in sizes[1:])
-        self.columns = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))
+        self.columns = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))  # diagonal of D, before it is scaled
 
     def start(self, random: torch.Generator) -> None:
         for weight in self.free:
-            nn.init.orthogonal_(weight, generator=random)
+            nn.init.orthogonal_(weight, generator=random)  # there the rescaling changes nothing
 
     def weights(self) -> list[Tensor]:
         """W_1 D, ..., L W_K."""
@@ -425,7 +425,7 @@ class _Trained(nn.Module):
             layer.weight.copy_(weight)
             layer.bias.copy_(bias)
             modules += [layer, MaxMin()]
-        return Network(modules[:-1], (self.free[0].shape[1],))
+        return Network(modules[:-1], (self.free[0].shape[1],))  # without MaxMin at the end
 
 
 def _check_signs(network: Network, signs: Array) -> None:

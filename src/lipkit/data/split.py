@@ -268,7 +268,7 @@ def as_split(value: Any, name: str = "data") -> Split:
     if isinstance(value, Split):
         return value
     if isinstance(value, TensorDataset):
-        value = tuple(value.tensors)
+        value = tuple(value.tensors)  # whole, instead of sample by sample
     if isinstance(value, Dataset):
         value = _collect(value, name)
     if not isinstance(value, tuple | list) or len(value) != 2:

@@ -75,7 +75,7 @@ def build(name: str, **options: Any) -> nn.Module:
     'Sequential'
     """
     check_names(name, options)
-    split = options.pop("split", False)
+    split = options.pop("split", False)  # an option of `build`, of no architecture
     check_flag(split=split)
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")

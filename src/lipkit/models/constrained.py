@@ -96,7 +96,7 @@ class Converter:
         if (why := obstacle(module)) is not None:
             return why
         family, k, step = self.family, kernel_size(module), module.stride[0]
-        for h, w in sorted(sizes):
+        for h, w in sorted(sizes):  # sorted: the same message each time
             if h % step or w % step:
                 return f"the stride {step} does not divide its image of {h} x {w}"
             if not all(family.accepts(side, h // step, w // step) for side in k):
@@ -114,7 +114,7 @@ class Converter:
             return family.last(module.in_features, module.out_features, **common)
         assert isinstance(module, nn.Conv2d)
         sizes = (module.in_channels, module.out_channels, kernel_size(module), module.stride[0])
-        bare = {"activation": None} if family.own_activation else {}
+        bare = {"activation": None} if family.own_activation else {}  # the network keeps its own activations
         try:
             return family.conv(*sizes, **{**common, **bare, **self.options})
         except TypeError as error:
@@ -143,10 +143,10 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
     if m < n:
         wide = inverse_cayley(q.mT)
         return None if wide is None else wide.mT
-    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)
+    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)  # 2 X of the docstring
     if float(torch.linalg.svdvals(top)[-1]) < _CAYLEY_GAP:
         return None
-    inverse = 2 * torch.linalg.inv(top)
+    inverse = 2 * torch.linalg.inv(top)  # X^-1
     return torch.cat(((inverse - inverse.mT) / 4, -q[n:] @ inverse / 2))
 
 
@@ -196,7 +196,7 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
             # The iteration stops early for badly conditioned matrices: give it the limit itself.
             free.copy_(polar(weight.double().flatten(1)).reshape(weight.shape))
         else:
-            free.copy_(weight)
+            free.copy_(weight)  # the projection or bound of the layer does the rest
         return NEAREST if exact else DIRECTION
 
 
@@ -224,7 +224,7 @@ def obstacle(conv: nn.Conv2d) -> str | None:
             None if conv.padding == "same" or conv.kernel_size == (1, 1) else "padding='valid' changes the image size"
         )
     for k, p in zip(conv.kernel_size, conv.padding, strict=True):
-        if (2 * p - k) // step != -1:
+        if (2 * p - k) // step != -1:  # see the docstring
             return (
                 f"padding {p} with kernel_size {k} and stride {step} changes the image size, "
                 f"expected padding {max(0, (k - step + 1) // 2)}"

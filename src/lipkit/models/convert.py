@@ -151,7 +151,7 @@ def convert(
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
 
     def skipped(name: str) -> bool:
-        return any(name == s or name.startswith(f"{s}.") for s in skip)
+        return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside of it
 
     rows: list[Converted] = []
     if input_shape is None:
@@ -172,7 +172,7 @@ def convert(
         shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
         if shapes[0] != shapes[1]:
             raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
-    by_name = {row.name: row for row in (*rows, *converter.converted)}
+    by_name = {row.name: row for row in (*rows, *converter.converted)}  # a settled layer may be converted, too
     return Conversion(result, tuple(by_name.values()), tuple(converter.kept))
 
 
@@ -203,7 +203,7 @@ def _reason(module: nn.Module) -> str | None:
     if parametrize.is_parametrized(module):
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
-    leaf = not any(True for _ in module.children())
+    leaf = not any(True for _ in module.children())  # a container is as good as its parts, unless it owns numbers
     if (leaf or own) and not rules().get(type(module), (False, False))[0]:
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
@@ -256,7 +256,7 @@ class Builder(Converter):
         return values[0], after
 
     def _graph(self, graph: Graph, name: str, value: int, shape: Shape) -> tuple[int, Shape]:
-        place, shapes = [value], value_shapes(graph, shape)
+        place, shapes = [value], value_shapes(graph, shape)  # value of the new network for each value of the old graph
         for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
             given, path = tuple(place[v] for v in read), f"{name}.nodes.{i}"
             if isinstance(node, Join):
@@ -274,19 +274,19 @@ class Builder(Converter):
             return [ConvexSum()]
         if type(node) is Concatenate:
             self.note(name, node, "Concatenate", f"divided by the root of {count}")
-            return [node, _gain(1 / math.sqrt(count))]
+            return [node, _gain(1 / math.sqrt(count))]  # k values of norm 1 side by side have norm root k
         return [self.keep(name, node, "its constant is that of several values together")]
 
     def _parts(self, module: nn.Module, name: str, shape: Shape) -> list[nn.Module]:
         kind = type(module)
         if isinstance(module, nn.ConvTranspose2d) and (blocks := _blocks(module)) is not None:
-            return [*self._parts(blocks, name, shape), nn.PixelShuffle(module.stride[0])]
+            return [*self._parts(blocks, name, shape), nn.PixelShuffle(module.stride[0])]  # blocks do not overlap
         if kind in (nn.Conv2d, nn.Linear):
             new = self.layer(name, module, {(shape[1], shape[2])} if kind is nn.Conv2d else set())
             if new is not module and isinstance(new.bias, Tensor) and not _same(new, module, shape):
                 nn.init.zeros_(new.bias)  # biases scaled for norm 30 would saturate a layer of norm 1
             return [new]
-        if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:
+        if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:  # pairs of channels
             return [MaxMin()]
         per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
         if per_channel and name == "0":
@@ -311,7 +311,7 @@ class Builder(Converter):
         except NoRuleError as error:
             self.keep(name, module, str(error))
         else:
-            if constant > 1 + 1e-9:
+            if constant > 1 + 1e-9:  # what rounding up adds is no reason to report
                 self.keep(name, module, f"its constant is {constant:.4g}")
         return [module]
 
@@ -335,7 +335,7 @@ def _blocks(module: nn.ConvTranspose2d) -> nn.Conv2d | None:
     if not apart or module.padding != (0, 0) or module.output_padding != (0, 0):
         return None
     conv = nn.Conv2d(module.in_channels, module.out_channels * k * k, 1, bias=module.bias is not None)
-    bias = None if module.bias is None else module.bias.repeat_interleave(k * k)
+    bias = None if module.bias is None else module.bias.repeat_interleave(k * k)  # one bias for each pixel of a block
     return filled(conv.to(module.weight), module.weight.flatten(1).t()[:, :, None, None], bias)
 
 
@@ -351,7 +351,7 @@ def _window(module: nn.Module, shape: Shape) -> int | None:
         and module.kernel_size in (module.stride, (module.stride,) * 2)
         and module.padding in (0, (0, 0))
     ):
-        sides = {shape[1] // after[1], shape[2] // after[2]}
-        exact = (after[1] * max(sides), after[2] * max(sides)) == shape[1:]
+        sides = {shape[1] // after[1], shape[2] // after[2]}  # one number: square windows
+        exact = (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # the windows leave no rest
         return sides.pop() if len(sides) == 1 and exact else None
     return None

@@ -54,13 +54,13 @@ def kwlarge(
         raise OptionError(f"dense: expected the units of two layers, got {dense!r}")
     check_sizes(kernel_size=kernel_size, dense=units)
     made, features = Layers(layer, options, activation), 64 * width * image.pixels(4)
-    down = (kernel_size, 1) if pool else (made.strided(kernel_size), 2)
+    down = (kernel_size, 1) if pool else (made.strided(kernel_size), 2)  # kernel and stride of the second of each pair
     return [
         *made.conv(image.channels, 32 * width, kernel_size),
         *made.conv(32 * width, 32 * width, *down),
         *made.conv(32 * width, 64 * width, kernel_size),
         *made.conv(64 * width, 64 * width, *down),
-        *([nn.AvgPool2d(4, divisor_override=4)] if pool else []),
+        *([nn.AvgPool2d(4, divisor_override=4)] if pool else []),  # sixteen weights of a quarter: norm 1
         nn.Flatten(),
         *made.dense(features, *units),
         made.last(units[1], image.classes),
@@ -86,7 +86,7 @@ def small(
     """
     made, twice = Layers(layer, options), max(image.rows, image.columns) > 12
     features = 32 * width * image.pixels(4 if twice else 2)
-    down = made.strided(kernel_size, 1), 2
+    down = made.strided(kernel_size, 1), 2  # kernel and stride
     return [
         *made.conv(image.channels, 16 * width, kernel_size),
         *made.conv(16 * width, 32 * width, *down),
@@ -141,7 +141,7 @@ def lbdn_conv(
     layers: list[nn.Module] = []
     current = image.channels
     for block in range(blocks):
-        target = width * 2**block
+        target = width * 2**block  # half the sides, twice the channels
         layers += made.conv(current, target, kernel_size)
         layers += made.conv(target, target, made.strided(kernel_size), 2)
         current = target
@@ -208,7 +208,7 @@ def lipconvnet(
     if side < 24 or side % 24:
         raise OptionError(f"side: expected a multiple of 24, got {side}")
     if layer is not None:
-        first_blocks = last_blocks = layer
+        first_blocks = last_blocks = layer  # wherever the boundary is
     layers: list[nn.Module] = []
     if (image.rows, image.columns) != (side, side):
         top, left = (side - image.rows) // 2, (side - image.columns) // 2  # negative ones crop
@@ -217,7 +217,7 @@ def lipconvnet(
     current, size = image.channels, side
     for block, (inner, last, stride) in enumerate(BLOCKS):
         made = front if block < first else back
-        steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]
+        steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]  # channels and stride of each layer of the block
         for target, step in steps:
             before, size = size, size // step
             cout = max(2, 2 * round(target * width / 2))  # even, for MaxMin
@@ -287,10 +287,10 @@ def sllnet(
         raise OptionError(
             f"channels: expected at least as many features as the {image.classes} classes, got {features}"
         )
-    inputs = [image.channels, *[width] * (convolutions - 1)]
+    inputs = [image.channels, *[width] * (convolutions - 1)]  # the first layer adds channels of zeros
     layers: list[nn.Module] = [SllConv2d(n, width, 3, hidden=inner, **options) for n in inputs]
     # Of norm 1: sixteen weights of a quarter.
     layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]
     layers += [SllLinear(features, features, hidden=n, **options) for n in units]
-    dropped = Pad(0, image.classes - features)
+    dropped = Pad(0, image.classes - features)  # a negative pad drops the outputs behind the classes
     return [*layers, NormalizedLinear(features, image.classes) if last_layer_normalization else dropped]

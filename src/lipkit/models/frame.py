@@ -1,4 +1,4 @@
-"""What all architectures share: five keywords, checked options, activations, families, normalisation and gain in front.
+"""The frame of all architectures: keywords, checked options, activations, families, normalisation and gain in front.
 
 An architecture is a function from an `Image` to layers. `architecture` makes the builder of it that users call.
 """
@@ -86,7 +86,7 @@ def architecture(
 
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
         given = inspect.signature(layers).parameters.values()
-        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]
+        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]  # strings: annotations stay text
         ordered = sorted([*own, *common], key=lambda p: p.kind)  # as Python wants them: keywords before ``**options``
         signature = inspect.Signature(ordered, return_annotation=nn.Sequential)
 
@@ -94,7 +94,7 @@ def architecture(
         def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
             signature.bind(*args, **options)  # its TypeError counts the arguments that the caller sees
             values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
-            shape, outputs, gain, mean, std = values
+            shape, outputs, gain, mean, std = values  # in the order of `defaults`
             image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
             check_classes(outputs)
             check_options(options)
@@ -142,7 +142,7 @@ def bounded(
     The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
     by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
-    head: list[nn.Module] = []
+    head: list[nn.Module] = []  # normalisation, then gain: L is the constant behind the normalisation
     if (mean is None) != (std is None):
         raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
     if mean is not None and std is not None:
@@ -166,7 +166,7 @@ def split_gain(model: nn.Module) -> nn.Module:
     if gain is None:  # `bounded` makes none for a gain of 1
         return model
     layers = [layer for layer in model.children() if layer is not gain]
-    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
+    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]  # not a Normalize
     part = float(gain.gamma()) ** (1 / len(owners))  # their product is L again
     return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
 
@@ -218,7 +218,7 @@ def make_activation(activation: str | nn.Module | None) -> nn.Module:
         return MaxMin()
     if isinstance(activation, str) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation]()
-    sorting = type(activation) in (MaxMin, GroupSort, HalfAbs)
+    sorting = type(activation) in (MaxMin, GroupSort, HalfAbs)  # 1-Lipschitz, though not scalar
     if isinstance(activation, nn.Module) and (sorting or slope_restricted(activation)):
         return copy.deepcopy(activation)
     raise OptionError(
@@ -301,7 +301,7 @@ class Layers:
 
     def behind(self) -> list[nn.Module]:
         """The modules after a layer: a copy of the activation, or none."""
-        return copy.deepcopy(self.outer)
+        return copy.deepcopy(self.outer)  # each place its own: activations may have parameters
 
     def strided(self, kernel_size: int, emulated: int | None = None) -> int:
         """Kernel size of a strided layer: a constrained one downsamples first, and takes half of it or ``emulated``."""

@@ -122,7 +122,7 @@ class LBDN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with autocast_off(x):
             root = self.gamma().sqrt().to(at_least_float32(self.output.y_free).dtype)
-            last = root * self.output.weight()
+            last = root * self.output.weight()  # one root of gamma here, the other on x
         h = root.to(x.dtype) * x
         for layer in self.hidden:
             h = layer(h)
@@ -137,10 +137,10 @@ class LBDN(nn.Module):
         for layer in self._sandwiches():
             at, b = layer.factors()
             psi = layer.psi()
-            left = 2 * b / psi[:, None]
+            left = 2 * b / psi[:, None]  # 2 Psi_k^-1 B_k: a diagonal from the left divides rows
             found.append(left * before if before.ndim == 0 else left @ before)
-            before = at * psi
-        left = self.output.weight() * (2 * gamma).sqrt().to(before.dtype)
+            before = at * psi  # and one from the right multiplies columns
+        left = self.output.weight() * (2 * gamma).sqrt().to(before.dtype)  # 2 / Psi_L
         return [*found, left * before if before.ndim == 0 else left @ before]
 
     def multipliers(self) -> list[Tensor]:
@@ -167,21 +167,21 @@ def _export(network: LBDN, input_shape: Shape) -> nn.Module:
     if input_shape[-1] != network.sizes[0]:
         raise ShapeError(f"expected input of shape (..., {network.sizes[0]}), got {input_shape}")
     gamma, dtype = float(lipschitz(network)), network.output.y_free.dtype
-    double = copy.deepcopy(network).double()
-    multipliers = [m.to(dtype) for m in double.multipliers()]
+    double = copy.deepcopy(network).double()  # float32 would round the factors, too
+    multipliers = [m.to(dtype) for m in double.multipliers()]  # rounded first: the proof is about the stored ones
     weights = _provable(double.weights(), multipliers, gamma, dtype)
     modules: list[nn.Module] = []
     for layer, weight in zip((*network.hidden, network.output), weights, strict=True):
         modules.append(linear_module(weight, layer.bias))
         if isinstance(layer, SandwichLinear) and layer.activation is not None:
             modules.append(plain_activation(layer.activation))
-    return Network(modules, input_shape, {2 * k + 1: m for k, m in enumerate(multipliers)})
+    return Network(modules, input_shape, {2 * k + 1: m for k, m in enumerate(multipliers)})  # activations
 
 
 def _unfolded(network: LBDN) -> Unfolded | None:
     """Its plain network, for `lipkit.layers.R2dn`; None where activations differ."""
     kinds, weights = [layer.activation for layer in network._sandwiches()], network.weights()
-    if len(set(map(repr, kinds))) != 1 or kinds[0] is None:
+    if len(set(map(repr, kinds))) != 1 or kinds[0] is None:  # repr: with the settings of each activation
         return None
     layers = (*network.hidden, network.output)
     biases = [w.new_zeros(len(w)) if m.bias is None else m.bias.to(w) for m, w in zip(layers, weights, strict=True)]
@@ -199,7 +199,7 @@ def _provable(
     The LMI of :math:`(1 - \delta) W` is :math:`(1 - \delta) H + \delta\, \mathrm{diag}(H)`: positive definite by a
     margin of :math:`\delta` where H is only semidefinite.
     """
-    steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]
+    steps = [m * 10.0**-k for k in range(13, 1, -1) for m in (1, 2, 5)]  # 1e-13, 2e-13, 5e-13, 1e-12, ..., 0.05
     for delta in steps:
         # A smaller reduction than the rounding of the weights has no effect.
         if delta < torch.finfo(dtype).eps / 8:
@@ -332,10 +332,10 @@ def from_network(
         for layer, linear in zip((*result.hidden, result.output), linears, strict=True):
             if layer.bias is not None:
                 layer.bias.copy_(torch.zeros_like(layer.bias) if linear.bias is None else linear.bias)
-        allowed = max(1e-6, 16 * max(sizes) * torch.finfo(dtype).eps)
+        allowed = max(1e-6, 16 * max(sizes) * torch.finfo(dtype).eps)  # or what the dtype of the parameters rounds
         for k, (made, given) in enumerate(zip(copy.deepcopy(result).double().weights(), weights, strict=True)):
-            gap = float((made - given).norm() / given.norm().clamp_min(1e-300))
-            if not gap <= allowed:
+            gap = float((made - given).norm() / given.norm().clamp_min(1e-300))  # a layer of zeros divides by no zero
+            if not gap <= allowed:  # also where it is NaN
                 raise OptionError(
                     f"expected weights and multipliers whose LMI holds at gamma = {gamma} (they are proved for "
                     f"{smallest}), got layer {k} off by a relative {gap:.3g}"
@@ -352,7 +352,7 @@ def _taken_apart(
     # A copy: Network sets modes and gradients of what it is given.
     chain = Network([copy.deepcopy(network)], getattr(network, "input_shape", (1,)))
     modules = list(chain)
-    start = 1 if modules and type(modules[0]) is nn.Flatten else 0
+    start = 1 if modules and type(modules[0]) is nn.Flatten else 0  # then Linear, activation, Linear, ...
     linears, activations = modules[start::2], modules[start + 1 :: 2]
     fits = len(linears) == len(activations) + 1 and all(type(m) is nn.Linear for m in linears)
     if not fits or not all(slope_restricted(m) for m in activations):
@@ -368,14 +368,14 @@ def _taken_apart(
 def _assign(result: LBDN, weights: list[Tensor], multipliers: list[Tensor], gamma: float) -> None:
     """The recursion of theorem 3.1. An infeasible LMI shows as B of norm above 1, which is cut to 1."""
     like = weights[0]
-    before = like.new_full((like.shape[1],), math.sqrt(gamma / 2))
+    before = like.new_full((like.shape[1],), math.sqrt(gamma / 2))  # Psi_-1, and A_-1 = I
     inverse = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
     psis = [m.sqrt() for m in multipliers] + [like.new_full((weights[-1].shape[0],), math.sqrt(2 / gamma))]
     for layer, weight, psi in zip((*result.hidden, result.output), weights, psis, strict=True):
-        b = (psi[:, None] * weight / before / 2) @ inverse
-        values, vectors = torch.linalg.eigh(b @ b.mT)
-        b = (vectors * values.clamp_min(1).rsqrt()) @ (vectors.mT @ b)
-        roots = (1 - values).clamp_min(0).sqrt()
+        b = (psi[:, None] * weight / before / 2) @ inverse  # Psi_k W_k Psi_k-1^-1 A_k-1^-T / 2
+        values, vectors = torch.linalg.eigh(b @ b.mT)  # squared singular values of B
+        b = (vectors * values.clamp_min(1).rsqrt()) @ (vectors.mT @ b)  # singular values above 1 become 1
+        roots = (1 - values).clamp_min(0).sqrt()  # eigenvalues of A, the symmetric root of I - B B^T
         layer.set_factors(vectors * roots @ vectors.mT, b)
         # Kept directions are inverted, however small; 1e-9 is below the root of the rounding error of I - B B^T.
         kept = roots > 1e-9

@@ -87,12 +87,12 @@ def patchnet(
     width = image.channels
     for number, (wide, blocks) in enumerate(plan):
         for block in range(blocks):
-            stride = 1 if block else patch if number == 0 else 2
+            stride = 1 if block else patch if number == 0 else 2  # the first layer of a stage takes patches
             layers.append(StiefelConv2d(width, wide, 1, stride))
             if position and not number and not block:
                 layers.append(PositionCode(wide, *image.divided(patch)))
             width, each = wide, int(wide * moved)  # channels that move in each direction
-            if each and activation is None:
+            if each and activation is None:  # the fused form of the two modules below
                 layers.append(MaxMinShift2d(wide, each))
             else:
                 layers += [make_activation(activation), *([Shift2d(wide, each)] if each else [])]
@@ -118,14 +118,14 @@ def backbone(
     if width % 2 or (neck or 2) % 2 or any(n % 2 for n in dense):
         raise OptionError(f"width, neck, dense: expected even numbers for MaxMin, got {width}, {neck}, {list(dense)}")
     pixels = image.pixels(patch if neck is None else 2 * patch)
-    layers: list[nn.Module] = [CholeskyConv2d(image.channels, width, 1, patch), MaxMin()]
+    layers: list[nn.Module] = [CholeskyConv2d(image.channels, width, 1, patch), MaxMin()]  # 1 x 1 on whole patches
     for _ in range(blocks):
         layers += block(width)
     if neck is None:
         layers.append(L2NormPool2d())
     else:
         layers += [CholeskyConv2d(width, neck, 1, 2), MaxMin()]
-        width = neck * pixels
+        width = neck * pixels  # of the flattened image
     sizes = [width, *dense]
     hidden = [m for p, q in pairwise(sizes) for m in (CholeskyLinear(p, q), MaxMin())]
     return [*layers, nn.Flatten(), *hidden, NormalizedLinear(sizes[-1], image.classes)]
@@ -220,7 +220,7 @@ def liresnet(
     """
 
     def block(n: int) -> list[nn.Module]:
-        conv = LiResConv2d(n, n, 3, padding_mode=padding_mode, depth=blocks)
+        conv = LiResConv2d(n, n, 3, padding_mode=padding_mode, depth=blocks)  # depth sets the size of the initial noise
         return [conv, *([Center(n)] if center else []), MaxMin()]
 
     return backbone(image, block, patch, width, blocks, neck, dense)
@@ -262,7 +262,7 @@ def vision_transformer(
         Dosovitskiy et al., ICLR 2021, for the shape.
     """
     check_sizes(patch=patch, width=width, depth=depth, heads=heads, slots=1 if slots is None else slots, dense=dense)
-    made, side = Layers(layer, options, activation), image.divided(patch)
+    made, side = Layers(layer, options, activation), image.divided(patch)  # patches on each side
     layers = [made.bare(image.channels, width, 1, patch), PositionCode(width, *side)]
     for _ in range(depth):
         layers.append(TokenAttention(width, heads=heads))

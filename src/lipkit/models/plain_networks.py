@@ -31,7 +31,7 @@ def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: 
     layers: list[nn.Module] = []
     cin = image.channels
     for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):
-        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))
+        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))  # batch norm has a bias itself
         layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
         cin = cout
     layers += [nn.Flatten(), nn.Linear(cin * pixels, 64 * width, bias=not batch_norm)]
@@ -106,7 +106,7 @@ def resnet_plain(
         He, Zhang, Ren & Sun, "Deep Residual Learning for Image Recognition", CVPR 2016; ResNet-101 is the network of
         [LipBound] table 3.
     """
-    pool = nn.AvgPool2d(image.divided(32))
+    pool = nn.AvgPool2d(image.divided(32))  # the whole image at the end of the stages
     if len(blocks) != 4:
         raise OptionError(f"blocks: expected those of four stages, got {list(blocks)}")
     check_sizes(width=width, blocks=blocks)
@@ -115,7 +115,7 @@ def resnet_plain(
     for stage, count in enumerate(blocks):
         inner, cout = width * 2**stage, 4 * width * 2**stage
         for i in range(count):
-            stride = 2 if stage and not i else 1
+            stride = 2 if stage and not i else 1  # the first stage follows the pooling
             body = [
                 _conv(current, inner, 1), *_activated(inner), _conv(inner, inner, 3, stride), *_activated(inner),
                 _conv(inner, cout, 1), nn.BatchNorm2d(cout),

@@ -99,13 +99,13 @@ def wide_resnet(
         first = made.bare(cin, cout, made.strided(kernel_size) if stride > 1 else kernel_size, stride)
         # `behind` stands in front here: layers that contain their activation have none before them either.
         body = nn.Sequential(*made.behind(), first, *made.behind(), made.bare(cout, cout, kernel_size))
-        same = cin == cout and stride == 1
+        same = cin == cout and stride == 1  # else the skip needs a layer of its own
         return Residual(body, shortcut=None if same else made.bare(cin, cout, 1, stride))
 
     layers: list[nn.Module] = [made.bare(image.channels, 16, kernel_size)]
     current = 16
     for group, stride in enumerate((1, 2, 2)):
-        target = 16 * widen * 2**group
+        target = 16 * widen * 2**group  # 16, 32, 64 times widen
         for i in range((depth - 4) // 6):
             layers.append(block(current, target, stride if i == 0 else 1))
             current = target

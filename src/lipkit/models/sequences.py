@@ -34,7 +34,7 @@ class SumOverTime(nn.Module):
         if y.ndim != 3:
             raise ShapeError(f"SumOverTime: expected (B, T, n), got {tuple(y.shape)}")
         if mask is None:
-            return y.sum(1) / math.sqrt(y.shape[1])
+            return y.sum(1) / math.sqrt(y.shape[1])  # a sum of T vectors has norm root T
         return masked(y, mask).sum(1) / mask.sum(1, keepdim=True).clamp_min(1).to(y).sqrt()
 
 
@@ -50,7 +50,7 @@ class SequenceModel(nn.Sequential):
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         for module in self:
-            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)
+            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others see single steps
             u = module(u, mask) if takes else module(u)
         return u
 
@@ -59,7 +59,7 @@ def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, option
     check_sizes(states=states, units=units, outputs=outputs)
     if kind not in LAYERS:
         raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {kind!r}")
-    own = (states,) if kind == "linear" else (states, units)
+    own = (states,) if kind == "linear" else (states, units)  # a linear system has no units
     return LAYERS[kind](inputs, outputs, *own, **options)
 
 
@@ -156,5 +156,5 @@ def _export(model: SequenceModel, input_shape: Shape) -> nn.Module:
     for module in model:
         one = nn.Sequential(*_sum(input_shape[0], like)) if type(module) is SumOverTime else module
         parts.append(export_plain(one, input_shape))
-        input_shape = output_shape(parts[-1], input_shape)
+        input_shape = output_shape(parts[-1], input_shape)  # of the next module
     return nn.Sequential(*parts)

@@ -164,12 +164,12 @@ def distance(a: Tensor, b: Tensor) -> float:
     """
     if a.shape != b.shape:
         return math.inf
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()  # the difference itself does not round
     gap = float(torch.linalg.vector_norm(a - b))
     size = max(float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b)))
     if not math.isfinite(gap):
         return math.inf
-    return gap / size if size else gap
+    return gap / size if size else gap  # two tensors of zeros are the same
 
 
 def require_same(a: Tensor, b: Tensor, allowed: float, what: str) -> float:

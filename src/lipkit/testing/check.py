@@ -106,12 +106,12 @@ def check_layer(
     ...     print(str(error)[:42])
     law 2 (attained), torch.float64, input (4,
     """
-    first = tuple(input_shape)
+    first = tuple(input_shape)  # a shape, or shapes
     shapes = (first,) if first and isinstance(first[0], int) else tuple(tuple(s) for s in first)  # type: ignore[arg-type]
     unknown = sorted(promises.keys() - {field.name for field in dataclasses.fields(Case)})
     if unknown:
         raise OptionError(f"expected fields of lipkit.testing.Case, got {unknown}")
-    given = {name: value for name, value in promises.items() if value is not None}
+    given = {name: value for name, value in promises.items() if value is not None}  # None: the default
     if "attained" not in given:
         given["attained"] = 0.9 if given.get("claim") == "none" else 0.1
     case = Case(make=make, input_shapes=shapes, **given)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from lipkit.testing.case import Case, LawBroken, require
 
 def _semi_orthogonal(rows: int, cols: int) -> Tensor:
     q, _ = torch.linalg.qr(torch.randn(max(rows, cols), min(rows, cols), dtype=torch.float64))
-    return q if rows >= cols else q.mT
+    return q if rows >= cols else q.mT  # orthonormal columns, or rows
 
 
 def _repeated_matrices(p: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _right(layer: nn.Module, x: Tensor, where: str) -> None:
 
 def gradients(case: Case) -> dict[str, float]:
     """Law 9, in float64: gradcheck at random weights and repeated singular values; finite there and at zero."""
-    x = case.x(batch=2, dtype=torch.float64)
+    x = case.x(batch=2, dtype=torch.float64)  # finite differences need float64
     for where, point in POINTS.items():
         layer = case.moved(case.layer(dtype=torch.float64))
         with case.random(31), torch.no_grad():

@@ -70,7 +70,7 @@ def _recorded(layer: nn.Module) -> Iterator[list[Tensor]]:
         yield made
     finally:
         for module, name in touched:
-            delattr(module, name)
+            delattr(module, name)  # the method of the class is there again
 
 
 def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -104,7 +104,7 @@ def _another_device(layer: nn.Module, x: Tensor, y: Tensor, case: Case) -> None:
         require(z.shape == y.shape and z.is_meta, f"device meta: expected shape {tuple(y.shape)}, got {tuple(z.shape)}")
     if torch.cuda.is_available():
         there = copy.deepcopy(layer).cuda()
-        require_same(forward(there, x.cuda()), y, 4 * case.eps(), "device cuda")
+        require_same(forward(there, x.cuda()), y, 4 * case.eps(), "device cuda")  # sums in another order
 
 
 @contextmanager
@@ -129,10 +129,10 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
         return made
 
     to = _waves(y)
-    inputs = [*layer.parameters(), x.clone().requires_grad_()]
+    inputs = [*layer.parameters(), x.clone().requires_grad_()]  # the input last
     found = torch.autograd.grad((layer(inputs[-1]) * to).sum(), inputs, allow_unused=True)
     slopes = [torch.zeros_like(p) if g is None else g for g, p in zip(found, inputs, strict=True)]
-    along = {name: _waves(p) * float(p.norm()) / p.numel() ** 0.5 for name, p in values.items()}
+    along = {name: _waves(p) * float(p.norm()) / p.numel() ** 0.5 for name, p in values.items()}  # as long as p
     try:
         with torch.no_grad(), _quiet():
             each = torch.func.vmap(lambda one: call(values, one[None])[0])(x)
@@ -157,7 +157,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
 def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
     plain, compiled = copy.deepcopy(layer), copy.deepcopy(layer)
     x = x.clone().requires_grad_()
-    torch.compiler.reset()
+    torch.compiler.reset()  # graphs of another layer of this class would be tried first
     with _quiet():
         z = torch.compile(compiled, backend=backend, fullgraph=case.fullgraph)(x)
         z.square().sum().backward()

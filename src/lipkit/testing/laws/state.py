@@ -41,7 +41,7 @@ def complete(case: Case) -> dict[str, float]:
         return {"parameters": 0.0}
     y = layer(case.x())
     with case.random(5):
-        direction = torch.randn_like(y)
+        direction = torch.randn_like(y)  # random: the gradient of a norm vanishes for orthogonal layers
     require(y.requires_grad, "expected an output that depends on the parameters, got one without a gradient")
     (y * direction).sum().backward()
     for name, p in layer.named_parameters():
@@ -129,7 +129,7 @@ def _ema(case: Case, layer: nn.Module) -> None:
     require_same(forward(average.module, x), y, eps, "EMA copy after a change of the layer")
     average.update_parameters(layer)
     reference = case.layer(extra=7)
-    trained = {name for name, _ in layer.named_parameters()}
+    trained = {name for name, _ in layer.named_parameters()}  # buffers are copied, not averaged
     mean = {name: (first[name] + t) / 2 if name in trained else t for name, t in layer.state_dict().items()}
     reference.load_state_dict(mean)
     averaged = forward(average.module, x)
@@ -144,12 +144,12 @@ def _optimiser_step(case: Case, layer: nn.Module) -> None:
             # Whatever the loss says: every parameter moves, by about half of its size.
             p.grad = torch.randn(p.shape, dtype=p.dtype).to(p.device) * (p.detach().square().mean().sqrt() + 0.1)
     optimiser.step()
-    optimiser.zero_grad()
+    optimiser.zero_grad()  # a gradient left behind would be state, too
 
 
 def _data(case: Case, layer: nn.Module) -> None:
     for p, q in zip(layer.parameters(), case.moved(case.layer(extra=29), extra=29).parameters(), strict=True):
-        p.data = q.data.clone()
+        p.data = q.data.clone()  # no version counter sees it
 
 
 CHANGES: dict[str, Callable[[Case, nn.Module], object]] = {
