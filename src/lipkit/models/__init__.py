@@ -11,13 +11,12 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuilt_network
-from lipkit.models.convolutional import kwlarge, lbdn_conv, lipconvnet, sllnet, small
+from lipkit.models.convolutional import convnet, kwlarge, lbdn_conv, lipconvnet, sllnet, small
 from lipkit.models.frame import check_flag, find, make_activation, split_gain
 from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.mlp import mlp
 from lipkit.models.patches import bronet, liresnet, patchnet, vision_transformer
-from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
-from lipkit.models.resnets import resnet9, wide_resnet
+from lipkit.models.resnets import resnet9, resnet_plain, wide_resnet, wrn_plain
 from lipkit.models.sequences import sequence_classifier, sequence_regressor
 from lipkit.models.unet import autoencoder, denoiser, unet
 

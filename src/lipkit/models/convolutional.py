@@ -1,4 +1,4 @@
-"""Chains of convolutions: KWLarge and a small sibling, the sandwich networks of [LBDN], LipConvnet, SLL networks."""
+"""Chains of convolutions: KWLarge and smaller ones, the sandwich networks of [LBDN], LipConvnet, the SLL networks."""
 
 from __future__ import annotations
 
@@ -75,11 +75,9 @@ def small(
     (for families whose layers contain their activation, none).
 
     Args:
-        layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
-        width: w, multiplies the channels.
+        layer, width, options: as of `kwlarge`.
         kernel_size: of the first layer; strided layers use 1, unconstrained ones the whole kernel.
         image: (C, H, W) with H and W even (multiples of 4 above 12 x 12).
-        options: options of the family's convolution.
 
     >>> small(input_shape=(1, 8, 8), classes=3)[-1].out_features
     3
@@ -113,9 +111,8 @@ def lbdn_conv(
     unit rows.
 
     Args:
-        layer: acronym of the family (``lipkit list layers``).
-        blocks: number of blocks; each halves the image and doubles the channels. The paper: 3 for 32 x 32 images, 4
-            for 64 x 64.
+        layer, options: as of `kwlarge`.
+        blocks: how many; each halves the image and doubles the channels. The paper: 3 for 32 x 32 images, 4 for 64 x 64.
         width: channels of the first block.
         hidden: units of the hidden linear layers.
         last_layer_normalization: whether the last layer has rows of unit norm and is otherwise free (the network is
@@ -123,7 +120,6 @@ def lbdn_conv(
             layer of the family.
         kernel_size: of the layers of stride 1; strided layers have half of it, rounded down, after downsampling.
         image: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
-        options: options of the family's convolution.
 
     Raises:
         OptionError: another number of blocks or units than above. ShapeError: an input shape that does not fit.
@@ -294,3 +290,29 @@ def sllnet(
     layers += [SllLinear(features, features, hidden=n, **options) for n in units]
     dropped = Pad(0, image.classes - features)  # a negative pad drops the outputs behind the classes
     return [*layers, NormalizedLinear(features, image.classes) if last_layer_normalization else dropped]
+
+
+@architecture(input_shape=(1, 8, 8))
+def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: Unpack[Common]) -> list[nn.Module]:
+    """conv 16w, conv 32w /2, conv 32w /2, linear 64w, linear classes; 3 x 3 kernels, batch norm and ReLU between.
+
+    Args:
+        width: w, multiplies the channels.
+        image: (C, H, W) with H and W multiples of 4.
+        batch_norm: whether batch norm follows each hidden layer (which then has no bias of its own).
+
+    >>> [type(m).__name__ for m in convnet(batch_norm=False)][:3], convnet()[-1].out_features
+    (['Conv2d', 'ReLU', 'Conv2d'], 10)
+    """
+    pixels = image.pixels(4)
+    check_sizes(width=width)
+    check_flag(batch_norm=batch_norm)
+    layers: list[nn.Module] = []
+    cin = image.channels
+    for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):
+        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))  # batch norm has a bias itself
+        layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
+        cin = cout
+    layers += [nn.Flatten(), nn.Linear(cin * pixels, 64 * width, bias=not batch_norm)]
+    layers += [nn.BatchNorm1d(64 * width), nn.ReLU()] if batch_norm else [nn.ReLU()]
+    return [*layers, nn.Linear(64 * width, image.classes)]

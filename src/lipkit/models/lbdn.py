@@ -231,15 +231,10 @@ def lbdn(
     """A network of prescribed gain: either from its ``sizes``, or for data from ``hidden``, shape and classes.
 
     Args:
-        sizes: numbers of inputs, hidden units and outputs; the result is an :class:`LBDN`.
-        gamma: the gain (behind the normalisation).
-        activation: one with slope in [0, 1], or one for each hidden layer.
+        sizes, gamma, activation, learnable_gamma, bias, device, dtype: as of :class:`LBDN`, which is the result.
         hidden, input_shape, classes: instead of ``sizes``; inputs are flattened, and the result is a chain that ends
             in an :class:`LBDN`. ``classes`` is the number of outputs.
-        learnable_gamma: whether gamma is trained.
-        bias: whether the layers have biases.
-        mean, std: input normalisation per channel, part of the network.
-        device, dtype: of the parameters.
+        mean, std: input normalisation per channel, part of the network; the gain is that of the rest.
 
     Raises:
         OptionError: both or neither of ``sizes`` and the other three, or values that do not fit.

@@ -198,13 +198,10 @@ def liresnet(
     `lipkit.modules.Center`, MaxMin.
 
     Args:
-        patch: side of the patches.
-        width: channels of the blocks, even.
+        patch, width, neck, dense: as of `bronet`.
         blocks: how many, at least 1; also the depth from which the kernels start.
         padding_mode: of the blocks, 'circular' or 'zeros'.
         center: whether the blocks subtract the mean of each channel.
-        neck: channels behind the 2 x 2 patches; None for l2 pooling of the whole image.
-        dense: units of the hidden dense layers.
         image: (C, H, W) with H and W multiples of 2 p (of p with pooling).
 
     Raises:

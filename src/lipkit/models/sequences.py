@@ -140,7 +140,7 @@ lipschitz_rule(SequenceModel)(chain_constant)
 
 def _sum(steps: int, like: Tensor) -> list[nn.Module]:
     """The plain modules of a sum over so many steps. A root rounded down keeps their constant below 1."""
-    root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)
+    root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # times the mean: the sum over the root
     return [Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root))]
 
 
