@@ -275,20 +275,15 @@ def as_split(value: Any, name: str = "data") -> Split:
         got = f"{len(value)} values" if isinstance(value, tuple | list) else type(value).__name__
         raise DataError(f"{name}: expected a pair (x, y) of tensors or a torch Dataset of such pairs, got {got}")
     x, y = _tensor(value[0], f"{name}: x"), _tensor(value[1], f"{name}: y")
+    if x.dtype == torch.uint8 and x.ndim == 3:
+        x = x[:, None]  # grey images without a channel axis
+    if x.dtype == torch.uint8 and x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        got = f"{tuple(x.shape)} (channels last: transpose)"
+        raise DataError(f"{name}: expected images of shape (N, C, H, W), got {got}")
     try:
-        return Split(_inputs(x, name), as_targets(y))
+        return Split(x, as_targets(y))
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
-
-
-def _inputs(x: Tensor, name: str) -> Tensor:
-    if x.dtype != torch.uint8:
-        return x
-    if x.ndim == 3:
-        return x[:, None]
-    if x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
-        raise DataError(f"expected images of shape (N, C, H, W), got {tuple(x.shape)} (channels last: transpose)")
-    return x
 
 
 def as_targets(y: Tensor) -> Tensor:
@@ -325,11 +320,8 @@ def _collect(dataset: Dataset[Any], name: str) -> tuple[Tensor, Tensor]:
         x, y = _tensor(sample[0], f"{name}: x at index {i}"), sample[1]
         y = torch.as_tensor(y) if isinstance(y, int | float | np.number) else _tensor(y, f"{name}: y at index {i}")
         if xs and (x.shape != xs[0].shape or y.shape != ys[0].shape):
-            raise DataError(
-                f"{name}: expected samples of one shape, {tuple(xs[0].shape)} with target "
-                f"{tuple(ys[0].shape)} as at index 0, "
-                f"got {tuple(x.shape)} with target {tuple(y.shape)} at index {i}"
-            )
+            first, here = (f"{tuple(a.shape)} with target {tuple(b.shape)}" for a, b in ((xs[0], ys[0]), (x, y)))
+            raise DataError(f"{name}: expected samples of one shape, {first} as at index 0, got {here} at index {i}")
         xs.append(x)
         ys.append(y)
     if not xs:

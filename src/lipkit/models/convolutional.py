@@ -112,7 +112,7 @@ def lbdn_conv(
 
     Args:
         layer, options: as of `kwlarge`.
-        blocks: how many; each halves the image and doubles the channels. The paper: 3 for 32 x 32 images, 4 for 64 x 64.
+        blocks: each halves the image and doubles the channels. The paper: 3 for images of 32 x 32, 4 for 64 x 64.
         width: channels of the first block.
         hidden: units of the hidden linear layers.
         last_layer_normalization: whether the last layer has rows of unit norm and is otherwise free (the network is

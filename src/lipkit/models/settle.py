@@ -100,6 +100,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
 
 
 def _rebuilt(base: type[Any], module: Any) -> nn.Module:
+    """A layer of torch with the geometry and the present numbers of one that inherits from it."""
     weight, bias = module.weight.detach(), module.bias
     names = inspect.signature(base).parameters.keys() - {"bias", "device", "dtype"}
     sizes = {name: getattr(module, name) for name in names}

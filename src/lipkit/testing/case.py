@@ -132,12 +132,12 @@ class Case:
         with self.random(extra):
             return self.make(**options).to(dtype).train()
 
-    def moved(self, layer: nn.Module, extra: int = 1, size: float = 0.3) -> nn.Module:
-        """The layer with every parameter moved away from its initial value by random numbers."""
+    def moved(self, layer: nn.Module, extra: int = 1) -> nn.Module:
+        """The layer with every parameter moved away from its initial value by random numbers, 0.3 of its size."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
                 spread = p.square().mean().sqrt() + 0.05  # parameters that start at zero move, too
-                p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * size)
+                p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * 0.3)
         return layer
 
     def x(self, shape: Shape | None = None, batch: int = 3, dtype: torch.dtype | None = None, extra: int = 2) -> Tensor:
@@ -145,9 +145,9 @@ class Case:
         with self.random(extra):
             return torch.randn(batch, *(shape or self.shape), dtype=torch.float64).to(dtype or self.dtype)
 
-    def eps(self, shape: Shape | None = None, c: float = 4.0) -> float:
+    def eps(self, shape: Shape | None = None) -> float:
         """The rounding allowance for one input of ``shape``."""
-        return tolerance(max(8, math.prod(shape or self.shape)), self.dtype, c)
+        return tolerance(max(8, math.prod(shape or self.shape)), self.dtype)
 
 
 def states(case: Case) -> list[nn.Module]:
