@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -243,32 +243,23 @@ class Builder(Converter):
         """The parts one by one in their 1-Lipschitz forms. A builder makes one network."""
         value, shape = 0, plain.input_shape
         for name, module in plain.named_children():
-            value, shape = self._place(module, name, (value,), shape)
+            value, shape = self._place(module, name, (value,), shape), output_shape(module, shape)
         return nn.Sequential(*self.wiring.chain(value)).requires_grad_(True)
 
-    def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> tuple[int, Shape]:
-        """The value that the new form of a module makes, and its shape."""
+    def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> int:
+        """The value that the new form of a module makes of ``values``; ``shape`` is that of the first of them."""
         if type(module) is Graph:
-            return self._graph(module, name, values[0], shape)
-        after = output_shape(module, shape)
-        for part in self._parts(module, name, shape):
-            values = (self.wiring.add(part, *values),)
-        return values[0], after
+            place, shapes = [*values], value_shapes(module, shape)  # new values, in the order of the graph's own
+            for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
+                given = tuple(place[v] for v in read)
+                place.append(self._place(node, f"{name}.nodes.{i}", given, shapes[read[0]]))
+            return place[-1]
+        join = isinstance(module, Join)
+        for part in self._joined(module, name, len(values)) if join else self._parts(module, name, shape):
+            values = (self.wiring.add(part, *values),)  # a join comes first and takes all values
+        return values[0]
 
-    def _graph(self, graph: Graph, name: str, value: int, shape: Shape) -> tuple[int, Shape]:
-        place, shapes = [value], value_shapes(graph, shape)  # value of the new network for each value of the old graph
-        for i, (node, read) in enumerate(zip(graph.nodes, graph.sources, strict=True)):
-            given, path = tuple(place[v] for v in read), f"{name}.nodes.{i}"
-            if isinstance(node, Join):
-                value = given[0]
-                for part in self._joined(node, path, len(read)):
-                    value = self.wiring.add(part, *(given if isinstance(part, Join) else (value,)))
-                place.append(value)
-            else:
-                place.append(self._place(node, path, given, shapes[read[0]])[0])
-        return place[-1], shapes[-1]
-
-    def _joined(self, node: Join, name: str, count: int) -> Iterable[nn.Module]:
+    def _joined(self, node: nn.Module, name: str, count: int) -> list[nn.Module]:
         if type(node) is Add and count == 2 and node.signs == (1, 1):
             self.note(name, node, "ConvexSum", "share 0.5")
             return [ConvexSum()]
