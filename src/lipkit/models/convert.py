@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipkit.errors import NoRuleError, OptionError, ShapeError
+from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
 from lipkit.layers import Family, families
 from lipkit.layers.export import filled
 from lipkit.layers.structure import ConvexSum, ScaledAvgPool2d
@@ -153,14 +153,13 @@ def convert(
     def skipped(name: str) -> bool:
         return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside of it
 
-    rows: list[Converted] = []
     if input_shape is None:
-        plain = copy.deepcopy(model, computed_tensors(model))
+        plain, rows, errors = copy.deepcopy(model, computed_tensors(model)), list[Converted](), list[LipkitError]()
     else:
         plain, rows, errors = settled(model, input_shape, skipped)
-        if layer is None and errors:
-            raise errors[0]
     if layer is None:
+        if errors:  # elsewhere the report names these layers
+            raise errors[0]
         return Conversion(plain.eval(), tuple(rows), ())
     if new and input_shape is not None:
         builder = Builder(families.get(layer), options, activation)
