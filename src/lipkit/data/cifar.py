@@ -79,14 +79,14 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
     The data root has the folder of the binary version or that of the python version, whose pickles `read_pickle` reads.
     """
     binary, python = root / variant.binary, root / variant.python
-    if binary.is_dir():
-        parts = [[read_binary(binary / f"{n}.bin", variant) for n in part] for part in (variant.train, variant.test)]
-    elif python.is_dir():
-        parts = [[read_python(python / name, variant) for name in part] for part in (variant.train, variant.test)]
-    else:
-        raise DataError(f"expected the folder {binary} or {python}, got neither; {variant.source}")
-    train, test = (_to_split(part) for part in parts)
-    return Data(variant.name, train, test, variant.classes)
+    for folder, read, suffix in ((binary, read_binary, ".bin"), (python, read_python, "")):
+        if folder.is_dir():
+            train, test = (
+                _to_split([read(folder / f"{name}{suffix}", variant) for name in part])
+                for part in (variant.train, variant.test)
+            )
+            return Data(variant.name, train, test, variant.classes)
+    raise DataError(f"expected the folder {binary} or {python}, got neither; {variant.source}")
 
 
 def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:

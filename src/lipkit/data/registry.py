@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10, tiny_imagenet
+from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10
 from lipkit.data.arrays import load_npz
 from lipkit.data.folder import load_folder, load_images
 from lipkit.data.mnist import load_idx
@@ -26,7 +26,7 @@ DATASETS: dict[str, Entry] = {
     "mnist": mnist.ENTRY,
     "cifar10": cifar.ENTRY10,
     "cifar100": cifar.ENTRY100,
-    "tiny_imagenet": tiny_imagenet.ENTRY,
+    "tiny_imagenet": folder.TINY_IMAGENET,
     "stl10": stl10.ENTRY,
     "imagenet": folder.IMAGENET,
     "square_wave": square_wave.ENTRY,
