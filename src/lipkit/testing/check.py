@@ -11,8 +11,7 @@ from torch import nn
 from lipkit.errors import OptionError
 from lipkit.modules import Shape
 from lipkit.testing.case import Case, LawBroken
-from lipkit.testing.laws.bounds import attained, sizes, sound, trained
-from lipkit.testing.laws.gradients import gradients
+from lipkit.testing.laws.bounds import attained, gradients, sizes, sound, trained
 from lipkit.testing.laws.interface import exported, options_act, refusals
 from lipkit.testing.laws.moves import moves
 from lipkit.testing.laws.state import complete, never_stale, pure, round_trips
