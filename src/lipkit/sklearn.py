@@ -158,7 +158,8 @@ class _LipschitzEstimator(BaseEstimator):
         return z, eps + _room(z, eps)
 
     def _outputs(self, X: Any) -> Tensor:
-        found: Tensor = float64_copy(self.export_)(self._scaled(X))
+        z = self._scaled(X)  # first: it refuses an estimator that was not fitted
+        found: Tensor = float64_copy(self.export_)(z)
         return found
 
     def _targets(self, y: Any) -> Tensor:
@@ -268,7 +269,8 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def predict(self, X: Any) -> Array:
         """The most probable class (n,)."""
-        found: Array = self.classes_[self._outputs(X).argmax(1).numpy()]
+        best = self._outputs(X).argmax(1).numpy()
+        found: Array = self.classes_[best]
         return found
 
     def certify(self, X: Any, y: Any) -> Certificate:
