@@ -189,21 +189,12 @@ def forward(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)
 
 
-def _argument(
-    name: str, value: Any, error: type[LipkitError] = OptionError, words: tuple[str, ...] | None = None
-) -> Refusal:
-    def call(make: Callable[..., nn.Module]) -> Any:
-        return make(**{name: value})
-
-    return Refusal(f"{name}={value!r}", call, error, (name, repr(value)) if words is None else words)
+def _argument(name: str, value: Any) -> Refusal:
+    return Refusal(f"{name}={value!r}", lambda make: make(**{name: value}), OptionError, (name, repr(value)))
 
 
-def _input(what: str, shape: tuple[int, ...], words: tuple[str, ...]) -> Refusal:
-    return Refusal(what, lambda make: output_shape(make(), shape), ShapeError, words)
-
-
-def _export(what: str, shape: tuple[int, ...], words: tuple[str, ...]) -> Refusal:
-    return Refusal(what, lambda make: export(make(), shape), ShapeError, words)
+def _input(what: str, verb: Callable[[nn.Module, Shape], Any], shape: Shape, *sizes: int) -> Refusal:
+    return Refusal(what, lambda make: verb(make(), shape), ShapeError, tuple(map(str, sizes)))
 
 
 def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, ...]:
@@ -214,9 +205,9 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
     """
     wrong = (in_channels + 1, height, width)
     return (
-        _argument("kernel_size", 0, words=("kernel_size", "0")),
+        _argument("kernel_size", 0),
         _argument("kernel_size", (3, 3, 3)),
-        _argument("stride", 0, words=("stride", "0")),
+        _argument("stride", 0),
         _argument("stride", (1, 2)),
         _argument("padding", 7),
         _argument("padding_mode", "mirror"),
@@ -226,21 +217,20 @@ def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, .
         _argument("out_channels", -1),
         _argument("out_channels", 2.5),
         _argument("dtype", torch.float16),
-        _input("another number of channels", wrong, (str(in_channels), str(in_channels + 1))),
-        _export("export for another number of channels", wrong, (str(in_channels), str(in_channels + 1))),
-        _export("export for a vector", (in_channels,), (str(in_channels),)),
+        _input("another number of channels", output_shape, wrong, in_channels, in_channels + 1),
+        _input("export for another number of channels", export, wrong, in_channels, in_channels + 1),
+        _input("export for a vector", export, (in_channels,), in_channels),
     )
 
 
 def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
     """Bad arguments of every constrained dense layer, for a factory that takes them as keywords."""
-    wrong = (in_features + 1,)
     return (
         _argument("in_features", 0),
         _argument("out_features", -1),
         _argument("out_features", True),
         _argument("dtype", torch.bfloat16),
-        _export("export for another number of features", wrong, (str(in_features), str(in_features + 1))),
+        _input("export for another number of features", export, (in_features + 1,), in_features, in_features + 1),
     )
 
 
