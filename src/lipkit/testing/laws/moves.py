@@ -130,8 +130,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
 
     to = _waves(y)
     inputs = [*layer.parameters(), x.clone().requires_grad_()]  # the input last
-    found = torch.autograd.grad((layer(inputs[-1]) * to).sum(), inputs, allow_unused=True)
-    slopes = [torch.zeros_like(p) if g is None else g for g, p in zip(found, inputs, strict=True)]
+    slopes = torch.autograd.grad((layer(inputs[-1]) * to).sum(), inputs, allow_unused=True, materialize_grads=True)
     along = {name: _waves(p) * float(p.norm()) / p.numel() ** 0.5 for name, p in values.items()}  # as long as p
     try:
         with torch.no_grad(), _quiet():
