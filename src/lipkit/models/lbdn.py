@@ -130,18 +130,15 @@ class LBDN(nn.Module):
 
     def weights(self) -> list[Tensor]:
         """:math:`W_0 .. W_L` of the plain network, each ``(sizes[k + 1], sizes[k])``."""
-        gamma = self.gamma()
-        # A_{k-1}^T Psi_{k-1} of the layer before, which multiplies W_k from the right.
-        before = (gamma / 2).sqrt().to(self.output.weight().dtype)
-        found = []
+        gamma, last = self.gamma(), self.output.weight()
+        # W_k is lefts[k] times befores[k] = A_{k-1}^T Psi_{k-1}; the first of the latter, a multiple of I, is a number.
+        lefts, befores = list[Tensor](), [(gamma / 2).sqrt().to(last.dtype)]
         for layer in self._sandwiches():
-            at, b = layer.factors()
-            psi = layer.psi()
-            left = 2 * b / psi[:, None]  # 2 Psi_k^-1 B_k: a diagonal from the left divides rows
-            found.append(left * before if before.ndim == 0 else left @ before)
-            before = at * psi  # and one from the right multiplies columns
-        left = self.output.weight() * (2 * gamma).sqrt().to(before.dtype)  # 2 / Psi_L
-        return [*found, left * before if before.ndim == 0 else left @ before]
+            (at, b), psi = layer.factors(), layer.psi()
+            lefts.append(2 * b / psi[:, None])  # 2 Psi_k^-1 B_k: a diagonal from the left divides rows
+            befores.append(at * psi)  # and one from the right multiplies columns
+        lefts.append(last * (2 * gamma).sqrt().to(last.dtype))  # 2 / Psi_L
+        return [a * b if b.ndim == 0 else a @ b for a, b in zip(lefts, befores, strict=True)]
 
     def multipliers(self) -> list[Tensor]:
         """:math:`\\Lambda_k = \\Psi_k^2`, each ``(sizes[k + 1],)``."""
