@@ -90,11 +90,7 @@ def brief(value: Any) -> str:
 
 
 def axes(ax: Any, x: str, y: str) -> Any:
-    """Where a plot goes: the axes given, or new ones of matplotlib.pyplot, with names of x and y and a grid.
-
-    Raises:
-        OptionError: matplotlib is not installed.
-    """
+    """Where a plot goes: the axes given, or new ones of matplotlib.pyplot, with names of x and y and a grid."""
     if ax is None:
         try:
             import matplotlib.pyplot as plt

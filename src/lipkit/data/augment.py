@@ -29,10 +29,9 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
         ShapeError: if `x` is not of shape (N, C, H, W).
         OptionError: if `padding` is not an integer >= 0.
 
-    Example:
-        >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
-        >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
-        torch.Size([1, 1, 2, 2])
+    >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
+    >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
+    torch.Size([1, 1, 2, 2])
 
     References:
         He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
@@ -60,10 +59,9 @@ def random_flip(x: Tensor, generator: Generator) -> Tensor:
     Raises:
         ShapeError: if `x` is not of shape (N, C, H, W).
 
-    Example:
-        >>> x = torch.arange(3.0).reshape(1, 1, 1, 3).repeat(4, 1, 1, 1)
-        >>> random_flip(x, torch.Generator().manual_seed(1))[:, 0, 0, 0].unique()
-        tensor([0., 2.])
+    >>> x = torch.arange(3.0).reshape(1, 1, 1, 3).repeat(4, 1, 1, 1)
+    >>> random_flip(x, torch.Generator().manual_seed(1))[:, 0, 0, 0].unique()
+    tensor([0., 2.])
     """
     _check_images(x)
     chosen = torch.randint(2, (len(x),), generator=generator, device=generator.device).to(x.device).bool()

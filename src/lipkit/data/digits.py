@@ -23,10 +23,9 @@ def load_digits(root: Path | None = None) -> Data:
     The data lie inside scikit-learn (`root` is not used). The split is stratified 80/20 with a fixed seed, and made
     here, so it does not depend on the version of scikit-learn: see `stratified_split`.
 
-    Example:
-        >>> data = load_digits()
-        >>> len(data.train), len(data.test), data.input_shape
-        (1438, 359, (1, 8, 8))
+    >>> data = load_digits()
+    >>> len(data.train), len(data.test), data.input_shape
+    (1438, 359, (1, 8, 8))
 
     References:
         Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998
@@ -63,10 +62,9 @@ def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[
 
     The answer is (train, test): ascending, disjoint indices that cover 0..N-1.
 
-    Example:
-        >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
-        >>> len(train), len(test[test < 10]), len(test[test >= 10])
-        (12, 2, 1)
+    >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
+    >>> len(train), len(test[test < 10]), len(test[test >= 10])
+    (12, 2, 1)
     """
     order = fixed_permutation(len(labels), seed)  # one for all classes: their members in random order
     held_out = np.zeros(len(labels), dtype=bool)

@@ -37,9 +37,8 @@ DATASETS: dict[str, Entry] = {
 def data_root(root: str | Path | None = None) -> Path:
     """Return `root` if given, else `$LIPKIT_DATA` if set, else `./data`.
 
-    Example:
-        >>> data_root("~/sets") == Path.home() / "sets"
-        True
+    >>> data_root("~/sets") == Path.home() / "sets"
+    True
     """
     return Path(root or os.environ.get("LIPKIT_DATA") or "data").expanduser()
 
@@ -62,10 +61,9 @@ def load(
         OptionError: if `spec` is none of these, or `limit` is not a positive integer.
         DataError: if the data are missing or corrupt.
 
-    Example:
-        >>> data = load("digits", limit=100)
-        >>> len(data.train), len(data.test), data.input_shape, data.task
-        (100, 100, (1, 8, 8), 'classification')
+    >>> data = load("digits", limit=100)
+    >>> len(data.train), len(data.test), data.input_shape, data.task
+    (100, 100, (1, 8, 8), 'classification')
     """
     kind, _, rest = spec.partition(":")
     if spec in DATASETS:

@@ -31,11 +31,10 @@ class Split:
         DataError: if a shape or dtype is not one of these, the lengths differ, there is no sample,
             a label is negative, or a value is not finite.
 
-    Example:
-        >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
-        >>> split.batch(torch.tensor([1, 2]))
-        (tensor([[0.2000],
-                [1.0000]]), tensor([1, 1]))
+    >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
+    >>> split.batch(torch.tensor([1, 2]))
+    (tensor([[0.2000],
+            [1.0000]]), tensor([1, 1]))
     """
 
     x: Tensor | ImageFiles
@@ -212,9 +211,8 @@ class Entry:
 def fixed_permutation(n: int, seed: int) -> np.ndarray:
     """Return a permutation of 0..n-1 that depends on `n` and `seed` alone.
 
-    Example:
-        >>> fixed_permutation(5, 0)
-        array([3, 2, 1, 0, 4])
+    >>> fixed_permutation(5, 0)
+    array([3, 2, 1, 0, 4])
     """
     # NumPy guarantees the raw stream of PCG64 across versions and platforms, but not that of Generator.permutation,
     # nor torch that of randperm.
@@ -260,10 +258,9 @@ def as_split(value: Any, name: str = "data") -> Split:
     Raises:
         DataError: if it is none of these, or the samples do not have one shape.
 
-    Example:
-        >>> split = as_split((np.zeros((4, 2)), np.array([0, 1, 1, 0], dtype=np.uint8)))
-        >>> split.x.shape, split.y.dtype
-        (torch.Size([4, 2]), torch.int64)
+    >>> split = as_split((np.zeros((4, 2)), np.array([0, 1, 1, 0], dtype=np.uint8)))
+    >>> split.x.shape, split.y.dtype
+    (torch.Size([4, 2]), torch.int64)
     """
     if isinstance(value, Split):
         return value

@@ -32,10 +32,9 @@ def load_square_wave(root: Path | None = None) -> Data:
 
     The points are the same on every machine: see `uniform_points`. `root` is not used.
 
-    Example:
-        >>> data = load_square_wave()
-        >>> len(data.train), len(data.test), data.input_shape, data.task
-        (300, 200, (1,), 'regression')
+    >>> data = load_square_wave()
+    >>> len(data.train), len(data.test), data.input_shape, data.task
+    (300, 200, (1,), 'regression')
 
     References:
         [LBDN] Wang & Manchester, ICML 2023, section 5.1.

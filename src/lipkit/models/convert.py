@@ -218,10 +218,7 @@ def rebuilt_network(
 ) -> nn.Module:
     """`convert` of a saved network, forward pass included: ``model: {name: rebuild, options: {network: RUN/network}}``.
 
-    ``network`` is a folder of `lipkit.save`, or the name of a network of the package.
-
-    Raises:
-        OptionError: the network has other outputs. ShapeError, DataError: see `lipkit.export` and `lipkit.load`.
+    ``network`` is a folder of `lipkit.save`, or the name of a network of the package; it must have ``classes`` outputs.
     """
     plain = load(network)
     outputs = output_shape(plain, plain.input_shape)
