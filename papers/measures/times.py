@@ -12,7 +12,7 @@ from torch import nn
 from lipkit.linalg.exponential import skew_bound, skew_part, taylor
 from lipkit.lowering import export
 from lipkit.models import lipconvnet
-from lipkit.models.lipconvnet import BLOCKS
+from lipkit.models.convolutional import BLOCKS
 from papers.measures.speed import benchmark
 
 

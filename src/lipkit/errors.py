@@ -83,7 +83,7 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
     try:
         low, high = (float(end) for end in (() if isinstance(value, str) else value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        low = high = math.nan
+        low = high = math.nan  # which is refused next: no comparison with it is true
     if not low < high or (finite and not math.isfinite(high - low)):
         got = " ".join(repr(value).split())
         raise OptionError(
@@ -99,7 +99,7 @@ def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     (['cifar10_cayley', 'cifar10_lbdn'], ['cifar10_lbdn'])
     """
     names = list(known)
-    for start in (f"{word}_", word):
+    for start in (f"{word}_", word):  # whole words first: cifar10_..., then cifar100_...
         if word and (found := [name for name in names if name.startswith(start)]):
             return found
     return difflib.get_close_matches(word, names, 1, cutoff)
@@ -111,7 +111,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     >>> suggestion("digit", ["digits", "mnist"]), suggestion("a", ["a_b", "a_c", "a_d"])
     (", did you mean 'digits'?", ", did you mean 'a_b', 'a_c' or 'a_d'?")
     """
-    *first, last = [repr(name) for name in alike(word, known)] or [""]
+    *first, last = [repr(name) for name in alike(word, known)] or [""]  # [""]: none is alike
     return f", did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else ""
 
 
@@ -136,6 +136,6 @@ __dir__ = __all__.copy
 
 def warn_of_bytes(x: Tensor, remedy: str) -> None:
     """Warn if floating-point images of 1 or 3 channels range from about 0 to about 255: ``/ 255`` was forgotten."""
-    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}
+    images = x.is_floating_point() and x.ndim == 4 and {x.shape[1], x.shape[3]} & {1, 3}  # channels first or last
     if images and 240 <= float(x.max()) <= 255 and 0 <= float(x.min()) < 16:
         warnings.warn(f"expected images in [0, 1], got values up to {float(x.max()):g}: {remedy}", stacklevel=4)

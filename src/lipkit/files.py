@@ -22,17 +22,14 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file for reading if it is a regular one: a device or a pipe has no end, or blocks.
+    """Open a file for reading; ``OSError`` unless it is a regular one: a device or a pipe has no end, or blocks.
 
-    Links are followed. What is looked at is the file that was opened, so that nothing can be put in its place.
-
-    Raises:
-        OSError: there is none, it cannot be read, or it is a folder, a device, a pipe or a socket.
+    Links are followed.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer; it does nothing to a regular file.
     patient = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | patient))  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode
+    mode = os.fstat(file.fileno()).st_mode  # of the file that was opened: nothing can be put in its place
     if not stat.S_ISREG(mode):
         file.close()
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
@@ -41,10 +38,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
-    """The content of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: see `open_regular`; or the file is larger, which is seen before it is read.
+    """The content of a regular file (see `open_regular`); ``OSError`` before it is read if it exceeds ``most`` bytes.
 
     >>> read_bytes("/dev/null")
     Traceback (most recent call last):
@@ -58,19 +52,14 @@ def read_bytes(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], most: int = MAX_TEXT) -> str:
-    """The text of a regular file in UTF-8, of at most ``most`` bytes; line ends become line feeds.
-
-    Raises:
-        OSError: see `read_bytes`. ValueError: the file is not UTF-8.
-    """
+    """The text of a regular file in UTF-8 (else ``ValueError``), read by `read_bytes`; line ends become line feeds."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON, but refuse NaN, infinities and duplicate keys, which different readers may understand differently.
 
-    Raises:
-        ValueError: any other text. RecursionError: it is nested too deeply.
+    Raises ``ValueError``; ``RecursionError`` where the text is nested too deeply.
     """
 
     def refuse(text: str) -> Any:
@@ -99,15 +88,8 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     r"""Write ``content`` to ``path`` so that no reader, and no crash, ever sees a part of it.
 
-    The bytes go to a temporary name in the same folder, are synced to disk, take the final name in one step
-    (``os.replace``), and the folder itself is synced, so that the new name survives a power failure too.
-
-    Args:
-        path: the file to write; one already there is replaced. Its folder must exist.
-        content: the whole content.
-
-    Raises:
-        OSError: the folder is missing or not writable, or the disk is full; ``path`` is then as it was, and named.
+    A file that is there is replaced; its folder must exist. An ``OSError`` (a missing folder, a full disk) names
+    ``path``, which is then as it was.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -123,28 +105,23 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         with _naming(path), open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the name: a crash between the two must not leave an empty file
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # so that the new name survives a power failure, too
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Append one line to a text file with a single write, synced to disk before returning.
+    """Append one line to a text file, made when absent, with a single write that is synced to disk before returning.
 
-    Args:
-        path: the file; made when absent.
-        line: text without a line break.
-
-    Raises:
-        ValueError: if ``line`` holds a line break.
+    ``ValueError`` if ``line`` holds a line break.
     """
     if "\n" in line or "\r" in line:
         raise ValueError(f"expected one line, got {line!r}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-    with _naming(path), open(descriptor, "ab", buffering=0) as file:
+    with _naming(path), open(descriptor, "ab", buffering=0) as file:  # unbuffered: one write, which others see whole
         file.write(line.encode() + b"\n")
         os.fsync(file.fileno())
 

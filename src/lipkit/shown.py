@@ -60,6 +60,7 @@ def upper(value: float) -> str:
     >>> upper(1.00000012), upper(1.0), upper(float("inf"))
     ('1.0000002', '1', 'inf')
     """
+    # A float is an exact decimal; the ceiling of eight digits reads back as a float whose eight digits are these.
     return f"{float(Context(prec=8, rounding=ROUND_CEILING).create_decimal(value)):.8g}"
 
 
@@ -80,7 +81,7 @@ def brief(value: Any) -> str:
     ('0.3', '[1, 2]', 'dict of 99')
     """
     if hasattr(value, "shape"):
-        return f"{type(value).__name__} {str(value.dtype).rpartition('.')[2]} {tuple(value.shape)}"
+        return f"{type(value).__name__} {str(value.dtype).rpartition('.')[2]} {tuple(value.shape)}"  # torch.float32
     if isinstance(value, float):
         return f"{value:.8g}"
     if len(shown := str(value)) <= 70 and "\n" not in shown:
@@ -89,11 +90,7 @@ def brief(value: Any) -> str:
 
 
 def axes(ax: Any, x: str, y: str) -> Any:
-    """Where a plot goes: the axes given, or new ones of matplotlib.pyplot, with names of x and y and a grid.
-
-    Raises:
-        OptionError: matplotlib is not installed.
-    """
+    """Where a plot goes: the axes given, or new ones of matplotlib.pyplot, with names of x and y and a grid."""
     if ax is None:
         try:
             import matplotlib.pyplot as plt

@@ -80,27 +80,23 @@ class _LipschitzEstimator(BaseEstimator):
                 raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
         if not all(isinstance(n, int | np.integer) and n >= 2 and n % 2 == 0 for n in sizes):
             raise OptionError(f"hidden_layer_sizes: expected even numbers, got {self.hidden_layer_sizes!r}")
-        signs = _check_monotonic_cst(self, self.monotonic_cst)
+        signs = _check_monotonic_cst(self, self.monotonic_cst)  # of scikit-learn: a list, or a dict by name
         if signs.any() and outputs > 1:
             raise OptionError(f"monotonic_cst: expected two classes, or a regression, got {outputs} classes")
         rows, inverse = np.unique(np.column_stack((X, y)), axis=0, return_inverse=True)
-        X, y, weights = rows[:, :-1], rows[:, -1], np.bincount(inverse.ravel(), weights)
+        X, y, weights = rows[:, :-1], rows[:, -1], np.bincount(inverse.ravel(), weights)  # sums of equal rows
         self.mean_ = np.average(X, axis=0, weights=weights)
         self.scale_ = self._scales(X, weights)
         seeds = check_random_state(self.random_state)
         labels = isinstance(self, ClassifierMixin)
         middle = 0.0 if labels else np.average(y, weights=weights)
-        unit = 1.0 if labels else np.sqrt(np.average((y - middle) ** 2, weights=weights)) or 1.0
+        unit = 1.0 if labels else np.sqrt(np.average((y - middle) ** 2, weights=weights)) or 1.0  # constant targets
         target = y if labels else (y - middle) / unit
         data = [torch.from_numpy(a) for a in ((X - self.mean_) / self.scale_, target, weights)]
         held = None
         if self.early_stopping:
-            groups = train_test_split(
-                np.arange(len(X)),
-                test_size=self.validation_fraction,
-                random_state=seeds,
-                stratify=y if labels else None,
-            )
+            rows, share = np.arange(len(X)), self.validation_fraction
+            groups = train_test_split(rows, test_size=share, random_state=seeds, stratify=y if labels else None)
             data, held = ([a[g] for a in data] for g in groups)
         trained = _Trained([X.shape[1], *map(int, sizes), outputs], signs, float(self.lipschitz), labels)
         self._train(trained, data, held, torch.Generator().manual_seed(int(seeds.randint(2**31))))
@@ -124,7 +120,7 @@ class _LipschitzEstimator(BaseEstimator):
     def _train(self, network: _Trained, data: list[Tensor], held: list[Tensor] | None, random: torch.Generator) -> None:
         network.start(random)
         optimizer = torch.optim.Adam(network.parameters(), self.learning_rate_init, fused=True)
-        steps = math.ceil(len(data[0]) / self.batch_size)
+        steps = math.ceil(len(data[0]) / self.batch_size)  # batches of nearly equal size, see chunk
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.max_iter * steps)
         best, waited, kept = math.inf, 0, network.state_dict()
         self.loss_curve_: list[float] = []
@@ -141,10 +137,10 @@ class _LipschitzEstimator(BaseEstimator):
             if held is not None:
                 with torch.no_grad():
                     total = float(network.loss(*held))
-                if total < best:
+                if total < best:  # by however little: tol only decides when to stop
                     kept = {name: value.clone() for name, value in network.state_dict().items()}
             waited = 0 if total < best - self.tol else waited + 1
-            best = min(best, total)
+            best = min(best, total)  # after `waited`, which compares with the best before
             if waited >= self.n_iter_no_change:
                 break
         self.n_iter_ = len(self.loss_curve_)
@@ -155,9 +151,15 @@ class _LipschitzEstimator(BaseEstimator):
         X = validate_data(self, X, reset=False, dtype=np.float64)
         return torch.from_numpy((X - self.mean_) / self.scale_)
 
-    def _outputs(self, X: Any) -> Array:
+    def _near(self, X: Any, eps: float) -> tuple[Tensor, float]:
+        """Scaled features, and how far from them those of inputs within eps can be."""
+        check_eps(eps)
         z = self._scaled(X)
-        found: Array = float64_copy(self.export_)(z).numpy()
+        return z, eps + _room(z, eps)
+
+    def _outputs(self, X: Any) -> Tensor:
+        z = self._scaled(X)  # first: it refuses an estimator that was not fitted
+        found: Tensor = float64_copy(self.export_)(z)
         return found
 
     def _targets(self, y: Any) -> Tensor:
@@ -183,7 +185,7 @@ class _LipschitzEstimator(BaseEstimator):
         assert isinstance(first, nn.Linear)
         gains = []
         for column in first.weight.split(1, 1):
-            alone = nn.Linear(1, len(column), bias=False)
+            alone = nn.Linear(1, len(column), bias=False)  # as if no other feature changed
             alone.weight = nn.Parameter(column.clone(), requires_grad=False)
             gains.append(float(lipschitz(Network([alone, *rest], (1,)))))
         return np.array(gains)
@@ -192,7 +194,7 @@ class _LipschitzEstimator(BaseEstimator):
         """Draw `feature_gains` as bars, the largest first; returns the axes of matplotlib."""
         gains, ax = self.feature_gains(), axes(ax, "output per scaled unit (proved bound)", "")
         names = getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(gains))])
-        order = np.argsort(gains)
+        order = np.argsort(gains)  # bars are drawn from below
         ax.barh([str(names[i]) for i in order], gains[order])
         return ax
 
@@ -246,7 +248,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         weights = weights * compute_sample_weight(self.class_weight, y)
         X, y, weights = X[weights > 0], y[weights > 0], weights[weights > 0]
-        self.classes_, numbers = np.unique(y, return_inverse=True)
+        self.classes_, numbers = np.unique(y, return_inverse=True)  # of the rows that weigh something
         if len(self.classes_) < 2:
             raise OptionError(f"expected at least 2 classes, got {len(self.classes_)} class")
         self._fit(X, numbers, weights, len(self.classes_) if len(self.classes_) > 2 else 1)
@@ -254,7 +256,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def _targets(self, y: Any) -> Tensor:
         y = column_or_1d(y)
-        numbers = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)
+        numbers = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)  # unknown labels, too
         if (self.classes_[numbers] != y).any():
             raise OptionError(
                 f"expected labels among {self.classes_.tolist()}, got {np.setdiff1d(y, self.classes_).tolist()}"
@@ -263,13 +265,11 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities (n, classes): the softmax of the logits."""
-        logits = self._outputs(X)
-        found: Array = torch.from_numpy(logits).softmax(1).numpy()
-        return found
+        return self._outputs(X).softmax(1).numpy()
 
     def predict(self, X: Any) -> Array:
         """The most probable class (n,)."""
-        best = self._outputs(X).argmax(1)
+        best = self._outputs(X).argmax(1).numpy()
         found: Array = self.classes_[best]
         return found
 
@@ -277,7 +277,7 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         """Radii, in scaled units, within which the prediction cannot change: see `lipkit.certify`."""
         z = self._scaled(X)
         found = certify(self.export_, z, self._targets(y))
-        radius = found.radius * (1 - 16 * UNIT) - _room(z, 0.0)  # as _room(z, radius)
+        radius = found.radius * (1 - 16 * UNIT) - _room(z, 0.0)  # less _room(z, radius): see there
         return dataclasses.replace(found, radius=radius.clamp_min(0))
 
     def predict_set(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
@@ -285,16 +285,12 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
 
         Needs `calibrate`. See `lipkit.conformal`.
         """
-        check_eps(eps)
-        calibration, z = self._calibration(), self._scaled(X)
-        found: Array = calibration.predict_set(z, alpha, eps + _room(z, eps)).sets.numpy()
-        return found
+        (z, distance), calibration = self._near(X, eps), self._calibration()
+        return calibration.predict_set(z, alpha, distance).sets.numpy()
 
     def worst_case(self, X: Any, eps: float) -> Array:
         """Proved ends (n, classes, 2) of the probabilities that inputs within eps can get."""
-        check_eps(eps)
-        z = self._scaled(X)
-        distance = eps + _room(z, eps)
+        z, distance = self._near(X, eps)
         measured = measure_by(self.export_, z, None)
         logits = measured.logits
         assert logits is not None  # of a proof with sound rounding
@@ -302,13 +298,13 @@ class LipschitzClassifier(ClassifierMixin, _LipschitzEstimator):
         ends = []
         for k in range(logits.values.shape[1]):
             at, slope = sound.margin_errors(logits, torch.full((len(z),), k, dtype=torch.int64), rows)
-            over = logits.values - logits.values[:, [k]]
+            over = logits.values - logits.values[:, [k]]  # of each logit above that of class k
+            # 2^-40 and 2^-50 are far above what these few operations of float64 round.
             moved = (at + (constants[k] + slope) * distance) * (1 + 2.0**-40) + 2.0**-50 * over.abs()
             low, high = (1 / torch.exp(over + s * moved).sum(1) * (1 - s * 2.0**-40) for s in (1, -1))
             # Behind an exponential that overflows the probability is not 0; behind logits that do it is unknown.
             ends.append(torch.stack([low.nan_to_num(0.0), high.nan_to_num(1.0) + 2.0**-1000], 1))
-        found: Array = torch.stack(ends, 1).clamp(0, 1).numpy()
-        return found
+        return torch.stack(ends, 1).clamp(0, 1).numpy()
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -346,38 +342,34 @@ class LipschitzRegressor(RegressorMixin, _LipschitzEstimator):
 
     def predict(self, X: Any) -> Array:
         """Predictions (n,)."""
-        return self._outputs(X)[:, 0]
+        return self._outputs(X)[:, 0].numpy()
 
     def certify(self, X: Any, y: Any, eps: float = 0.1) -> RegressionCertificate:
         """Deviations and worst errors for inputs within eps, see `lipkit.certificates.certify_regression`."""
-        check_eps(eps)
-        z = self._scaled(X)
-        return certify_regression(self.export_, z, self._targets(y), delta=eps + _room(z, eps))
+        z, distance = self._near(X, eps)
+        return certify_regression(self.export_, z, self._targets(y), delta=distance)
 
     def predict_interval(self, X: Any, alpha: float = 0.1, eps: float = 0.0) -> Array:
         """Intervals (n, 2) that hold the target with probability 1 - alpha, though X may have moved by eps.
 
         Needs `calibrate`. See `lipkit.conformal`.
         """
-        check_eps(eps)
-        calibration, z = self._calibration(), self._scaled(X)
-        found = calibration.predict_interval(z, alpha, eps + _room(z, eps))
+        (z, distance), calibration = self._near(X, eps), self._calibration()
+        found = calibration.predict_interval(z, alpha, distance)
         return torch.cat((found.low, found.high), 1).numpy()
 
     def worst_case(self, X: Any, eps: float) -> Array:
         """Proved ends (n, 2) of the predictions that inputs within eps can get."""
         found = self.certify(X, np.zeros(len(X)), eps)
-        half = grow(found.moved + found.prediction_error + found.rounding_error)
+        half = grow(found.moved + found.prediction_error + found.rounding_error)  # rounded up
         return torch.cat((next_down(found.prediction - half), next_up(found.prediction + half)), 1).numpy()
 
 
 class _Trained(nn.Module):
     """The function of the module docstring, with free parameters.
 
-    Args:
-        sizes: features, hidden units, outputs (one for two classes and regressions).
-        signs: of the features that are monotone; 0 for the others.
-        gain: L. labels: whether outputs are logits.
+    ``sizes``: features, hidden units, outputs (one for two classes and regressions); ``signs`` of monotone features, 0
+    for the others; ``gain``: L; ``labels``: whether outputs are logits.
     """
 
     def __init__(self, sizes: list[int], signs: Array, gain: float, labels: bool) -> None:
@@ -386,11 +378,11 @@ class _Trained(nn.Module):
         self.gain, self.labels = gain, labels
         self.free = nn.ParameterList(torch.empty(q, p, dtype=torch.float64) for p, q in pairwise(sizes))
         self.bias = nn.ParameterList(torch.zeros(q, dtype=torch.float64) for q in sizes[1:])
-        self.columns = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))
+        self.columns = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))  # diagonal of D, before it is scaled
 
     def start(self, random: torch.Generator) -> None:
         for weight in self.free:
-            nn.init.orthogonal_(weight, generator=random)
+            nn.init.orthogonal_(weight, generator=random)  # there the rescaling changes nothing
 
     def weights(self) -> list[Tensor]:
         """W_1 D, ..., L W_K."""
@@ -400,7 +392,7 @@ class _Trained(nn.Module):
                 free = torch.where(self.signs == 0, free, free.abs() * self.signs) if i == 0 else free.abs()
             # The shorter side is rescaled: there the diagonal bound is tight for orthogonal vectors.
             found.append(aol_matrix(free) if len(free) >= free.shape[1] else aol_matrix(free.mT).mT)
-        found[0] = found[0] * (self.columns.abs() / self.columns.abs().max())
+        found[0] = found[0] * (self.columns.abs() / self.columns.abs().max())  # D, of norm 1
         found[-1] = found[-1] * self.gain
         return found
 
@@ -435,7 +427,7 @@ class _Trained(nn.Module):
             layer.weight.copy_(weight)
             layer.bias.copy_(bias)
             modules += [layer, MaxMin()]
-        return Network(modules[:-1], (self.free[0].shape[1],))
+        return Network(modules[:-1], (self.free[0].shape[1],))  # without MaxMin at the end
 
 
 def _check_signs(network: Network, signs: Array) -> None:
@@ -449,7 +441,7 @@ def _check_signs(network: Network, signs: Array) -> None:
 
 def _room(z: Tensor, eps: float) -> float:
     """How far the rounding of the scaling can carry a sample and one within eps apart."""
-    return 16 * UNIT * (float(z.norm(dim=1).max()) + eps)
+    return 16 * UNIT * (float(z.norm(dim=1).max()) + eps)  # linear in eps, which `certify` uses
 
 
 __all__ = ["LipschitzClassifier", "LipschitzRegressor"]

@@ -11,15 +11,11 @@ from lipkit.errors import ShapeError
 
 
 def printable(text: object, longest: int | None = None) -> str:
-    r"""One line without a character that moves the cursor, colours, hides or reorders what is read.
+    r"""One line of at most ``longest`` characters, none of which moves the cursor, colours, hides or reorders text.
 
     Control characters (line breaks and ANSI escapes among them), format characters (overrides of the writing
     direction, zero width), surrogates, unassigned characters and all separators but the space are written as their
     escapes in a Python string.
-
-    Args:
-        text: a string, or a value whose ``str`` is shown.
-        longest: number of characters after which the text is cut, with "..." in place of the rest; None for no limit.
 
     >>> print(printable("digits\n\x1b[1mcertified\u202e 100 %"))
     digits\n\x1b[1mcertified\u202e 100 %
@@ -49,18 +45,10 @@ def printable_lines(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
-    """Rows in aligned columns, each cell `printable`.
+    """Rows in aligned columns, each cell `printable`; ``ShapeError`` unless all have the same number of cells.
 
-    Below a header the first column stands to the left and the others, which are figures, to the right; without one all
-    stand to the left.
-
-    Args:
-        header: names of the columns; empty for none, unless in Markdown.
-        rows: cells, of one number in each row.
-        markdown: whether to write a table in Markdown; a ``|`` in a cell is escaped.
-
-    Raises:
-        ShapeError: a row has another number of cells than the header, or than the first row.
+    Below a header (empty for none, unless in Markdown) the first column stands to the left and the others, which are
+    figures, to the right; without one all stand to the left.
 
     >>> print(table(["radius", "certified"], [["36/255", "95.1 %"], ["1", "3.0 %"]]))
     radius  certified
@@ -88,7 +76,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: boo
         cells = [c.rjust(w) if i and header else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip())
     if header:
-        rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
+        rules = [
+            ":" + "-" * (widths[0] + 1),
+            *("-" * (width + 1) + ":" for width in widths[1:]),
+        ]  # ":" aligns
         lines.insert(1, f"|{'|'.join(rules)}|" if markdown else "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

@@ -118,7 +118,7 @@ def test_missing_folders(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     refused(tmp_path, "test, got none")
     (tmp_path / "test").mkdir()
-    refused(tmp_path, r"expected images in .*train/CLASS, got none")
+    refused(tmp_path, r"expected images in .*train/a, got none")
     save(rgb(0), tmp_path / "train" / "b" / "x.png")
     save(rgb(0), tmp_path / "test" / "b" / "x.png")
     refused(tmp_path, r"expected images in .*train/a, got none")

@@ -20,8 +20,7 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     Args:
         x: images of shape (N, C, H, W), any dtype.
         padding: p >= 0, in pixels.
-        generator: the only source of randomness. A CPU generator gives the same offsets for `x` on any
-            device.
+        generator: the only source of randomness. One on the CPU gives the same numbers for `x` on any device.
 
     Returns:
         a new tensor of the shape, dtype and device of `x`.
@@ -30,10 +29,9 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
         ShapeError: if `x` is not of shape (N, C, H, W).
         OptionError: if `padding` is not an integer >= 0.
 
-    Example:
-        >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
-        >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
-        torch.Size([1, 1, 2, 2])
+    >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
+    >>> random_crop(x, 1, torch.Generator().manual_seed(0)).shape
+    torch.Size([1, 1, 2, 2])
 
     References:
         He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
@@ -44,7 +42,7 @@ def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
     n, _, height, width = x.shape
     # Drawn where the generator lives, then moved: two numbers per image.
     offset = torch.randint(2 * padding + 1, (2, n), generator=generator, device=generator.device).to(x.device)
-    padded = functional.pad(x, (padding,) * 4)
+    padded = functional.pad(x, (padding,) * 4)  # the last two axes, both ends
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 2p + 1, 2p + 1, H, W)
     return windows[torch.arange(n, device=x.device), :, offset[0], offset[1]]
 
@@ -53,9 +51,7 @@ def random_flip(x: Tensor, generator: Generator) -> Tensor:
     """Mirror each image left to right with probability 1/2.
 
     Args:
-        x: images of shape (N, C, H, W), any dtype.
-        generator: the only source of randomness. A CPU generator gives the same choices for `x` on any
-            device.
+        x, generator: as of `random_crop`.
 
     Returns:
         a new tensor of the shape, dtype and device of `x`.
@@ -63,10 +59,9 @@ def random_flip(x: Tensor, generator: Generator) -> Tensor:
     Raises:
         ShapeError: if `x` is not of shape (N, C, H, W).
 
-    Example:
-        >>> x = torch.arange(3.0).reshape(1, 1, 1, 3).repeat(4, 1, 1, 1)
-        >>> random_flip(x, torch.Generator().manual_seed(1))[:, 0, 0, 0].unique()
-        tensor([0., 2.])
+    >>> x = torch.arange(3.0).reshape(1, 1, 1, 3).repeat(4, 1, 1, 1)
+    >>> random_flip(x, torch.Generator().manual_seed(1))[:, 0, 0, 0].unique()
+    tensor([0., 2.])
     """
     _check_images(x)
     chosen = torch.randint(2, (len(x),), generator=generator, device=generator.device).to(x.device).bool()

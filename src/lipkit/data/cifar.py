@@ -21,30 +21,21 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Cifar:
-    """One of the two data sets, as its files hold it.
-
-    Attributes:
-        name: of the data set.
-        binary, python: folders of the two versions under the data root; the binary one is taken first.
-        train, test: names of the files; in the binary version they end in ".bin".
-        classes: names of the classes, in label order.
-        label_bytes: before each image of the binary version; the last of them is its label.
-        key: of the labels in the python version.
-    """
+    """One of the two data sets, as its files hold it."""
 
     name: str
-    binary: str
-    python: str
-    train: tuple[str, ...]
+    binary: str  # folder of the binary version under the data root, taken first
+    python: str  # folder of the python version
+    train: tuple[str, ...]  # names of the files, which end in ".bin" in the binary version
     test: tuple[str, ...]
-    classes: tuple[str, ...]
-    label_bytes: int
-    key: str
+    classes: tuple[str, ...]  # names, in label order
+    label_bytes: int  # before each image of the binary version; the last of them is its label
+    key: str  # of the labels in the python version
 
     @property
     def source(self) -> str:
         """Where to get it, and where to put it."""
-        archive = self.name.replace("cifar", "cifar-")
+        archive = self.name.replace("cifar", "cifar-")  # of cifar-10-binary.tar.gz
         return (
             f"unpack {archive}-binary.tar.gz or {archive}-python.tar.gz in the data root ($LIPKIT_DATA or ./data); "
             "they are at https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -86,34 +77,28 @@ def load_cifar(root: Path, variant: Cifar) -> Data:
     """Load CIFAR-10 or CIFAR-100: 50 000 training and 10 000 test RGB images of 32 x 32, uint8.
 
     The data root has the folder of the binary version or that of the python version, whose pickles `read_pickle` reads.
-
-    Raises:
-        DataError: if a file is missing, corrupt, or names anything but arrays.
     """
     binary, python = root / variant.binary, root / variant.python
-    if binary.is_dir():
-        parts = [[read_binary(binary / f"{n}.bin", variant) for n in part] for part in (variant.train, variant.test)]
-    elif python.is_dir():
-        parts = [[read_python(python / name, variant) for name in part] for part in (variant.train, variant.test)]
-    else:
-        raise DataError(f"expected the folder {binary} or {python}, got neither; {variant.source}")
-    train, test = (_to_split(part) for part in parts)
-    return Data(variant.name, train, test, variant.classes)
+    for folder, read, suffix in ((binary, read_binary, ".bin"), (python, read_python, "")):
+        if folder.is_dir():
+            train, test = (
+                _to_split([read(folder / f"{name}{suffix}", variant) for name in part])
+                for part in (variant.train, variant.test)
+            )
+            return Data(variant.name, train, test, variant.classes)
+    raise DataError(f"expected the folder {binary} or {python}, got neither; {variant.source}")
 
 
 def read_binary(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.ndarray]:
     """Read one file of the binary version: per image its label bytes, then 1024 red, green and blue bytes each.
 
     The answer is (images, labels), uint8 of shapes (n, 3072) and (n,).
-
-    Raises:
-        DataError: if the size is not a positive multiple of one image's, or a label is too large.
     """
     label_bytes, classes = variant.label_bytes, len(variant.classes)
     size, each = file_size(path, variant.source), label_bytes + _PIXELS
     if size == 0 or size % each:
         raise DataError(f"{path}: expected a positive multiple of {each} bytes, got {size}")
-    check_claim(path, size, size, compressed=False)
+    check_claim(path, size, size, compressed=False)  # against MAX_BYTES
     with reading(path), open_regular(path) as stream:
         rows = np.frombuffer(read_exactly(stream, size, path), np.uint8).reshape(-1, each)
     labels = rows[:, label_bytes - 1]
@@ -126,9 +111,6 @@ def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
     """Read one file of the python version: a pickled dict of `data`, uint8 (n, 3072), and a list of labels.
 
     The answer is that of `read_binary`.
-
-    Raises:
-        DataError: if the pickle is not of that form (see `read_pickle`), or a label is out of range.
     """
     key, classes = variant.key, len(variant.classes)
     batch = read_pickle(path, source=variant.source)
@@ -139,7 +121,7 @@ def read_python(path: Path, variant: Cifar = CIFAR10) -> tuple[np.ndarray, np.nd
     if not isinstance(labels, list) or len(labels) != len(images):
         got = f"{len(labels)} of them" if isinstance(labels, list) else type(labels).__name__
         raise DataError(f"{path}: expected '{key}' as a list of {len(images)} numbers, got {got}")
-    if wrong := [label for label in labels if type(label) is not int or not 0 <= label < classes]:
+    if wrong := [label for label in labels if type(label) is not int or not 0 <= label < classes]:  # no bool either
         got = wrong[0] if isinstance(wrong[0], int) else type(wrong[0]).__name__
         raise DataError(f"{path}: expected labels 0 to {classes - 1}, got {got}")
     return images, np.array(labels, dtype=np.uint8)

@@ -23,13 +23,9 @@ def load_digits(root: Path | None = None) -> Data:
     The data lie inside scikit-learn (`root` is not used). The split is stratified 80/20 with a fixed seed, and made
     here, so it does not depend on the version of scikit-learn: see `stratified_split`.
 
-    Raises:
-        DataError: if scikit-learn is not installed.
-
-    Example:
-        >>> data = load_digits()
-        >>> len(data.train), len(data.test), data.input_shape
-        (1438, 359, (1, 8, 8))
+    >>> data = load_digits()
+    >>> len(data.train), len(data.test), data.input_shape
+    (1438, 359, (1, 8, 8))
 
     References:
         Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998
@@ -37,18 +33,15 @@ def load_digits(root: Path | None = None) -> Data:
     """
     table = _table()
     labels = table[:, 64].astype(np.int64)
-    # The pixels are counts 0..16; k/16 is exact in float32.
-    x = torch.from_numpy(table[:, :64].astype(np.float32) / 16).reshape(-1, *INPUT_SHAPE)
+    x = torch.from_numpy(table[:, :64].astype(np.float32) / 16).reshape(-1, *INPUT_SHAPE)  # counts 0..16: k/16 is exact
     y = torch.from_numpy(labels)
     train, test = (torch.from_numpy(index) for index in stratified_split(labels, 0.2, SPLIT_SEED))
     return Data("digits", Split(x[train], y[train]), Split(x[test], y[test]), CLASSES)
 
 
 def _table() -> np.ndarray:
-    """The 64 pixels and the label of each digit, ``(1797, 65)``.
-
-    Read from scikit-learn's file where it is: to import that package takes longer than an epoch of training.
-    """
+    """The 64 pixels and the label of each digit, ``(1797, 65)``."""
+    # Read from scikit-learn's file where it is: to import that package takes longer than an epoch of training.
     found = importlib.util.find_spec("sklearn")
     if found is None:
         raise DataError(f"expected scikit-learn for the data set digits, got none; {SOURCE}")
@@ -69,12 +62,11 @@ def stratified_split(labels: np.ndarray, test_share: float, seed: int) -> tuple[
 
     The answer is (train, test): ascending, disjoint indices that cover 0..N-1.
 
-    Example:
-        >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
-        >>> len(train), len(test[test < 10]), len(test[test >= 10])
-        (12, 2, 1)
+    >>> train, test = stratified_split(np.array([0] * 10 + [1] * 5), 0.2, seed=0)
+    >>> len(train), len(test[test < 10]), len(test[test >= 10])
+    (12, 2, 1)
     """
-    order = fixed_permutation(len(labels), seed)
+    order = fixed_permutation(len(labels), seed)  # one for all classes: their members in random order
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = order[labels[order] == label]

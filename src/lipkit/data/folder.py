@@ -1,19 +1,23 @@
-"""A data set of image files, one folder per class."""
+"""Data sets of image files: one folder per class, ImageNet, Tiny-ImageNet."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from lipkit.data.images import ImageFiles, decode
-from lipkit.data.reading import reading
+from lipkit.data.reading import file_size, reading
 from lipkit.data.split import Data, Entry, Split
 from lipkit.errors import DataError, OptionError
+from lipkit.files import read_text
 
 LAYOUT = "the layout is train/CLASS/* and test/CLASS/* or val/CLASS/*"
 MAX_SIDE = 4096
+Listed = tuple[list[str], list[int]]  # files and their labels
 
 
 def load_folder(path: Path) -> Data:
@@ -23,16 +27,13 @@ def load_folder(path: Path) -> Data:
     (C = 1) or RGB (C = 3), as the first one is. Names that start with a dot are skipped. Files are decoded when a
     batch asks for them; `load` decodes a small data set at once.
 
-    Raises:
-        DataError: if a folder is missing or empty, or the first file is not a readable image; or if Pillow is not
-            installed. Another file that is no image, has more than MAX_PIXELS pixels or differs from the first one in
-            size or channels raises it when it is decoded.
+    A file that is no image, has more than MAX_PIXELS pixels or differs from the first one in size or channels raises a
+    DataError when it is decoded.
     """
     train, test, classes = find_images(path, LAYOUT)
     channels, height, width = decode(Path(train[0][0])).shape
-    shape = (channels, height, width)
-    first, second = (Split(ImageFiles(files, shape), torch.tensor(labels)) for files, labels in (train, test))
-    return Data(f"folder:{path}", first, second, classes)
+    shape = (channels, height, width)  # three numbers to mypy
+    return _data(f"folder:{path}", train, test, classes, shape)
 
 
 def load_images(path: Path, size: int, *, name: str | None = None, layout: str = LAYOUT) -> Data:
@@ -40,49 +41,46 @@ def load_images(path: Path, size: int, *, name: str | None = None, layout: str =
 
     The short side becomes 256/224 times `size` (1 to MAX_SIDE), then a square is cut out of the centre; grey, CMYK and
     transparent images become RGB. `layout` is what to add to the message when a folder is missing.
-
-    Raises:
-        OptionError: a size out of range. DataError: as `load_folder`, but for the sizes and channels of images.
     """
     if not 1 <= size <= MAX_SIDE:
         raise OptionError(f"expected a size of images from 1 to {MAX_SIDE}, got {size}")
     train, test, classes = find_images(path, layout)
-    first, second = (
-        Split(ImageFiles(files, (3, size, size), fit=True, convert=True), torch.tensor(labels))
-        for files, labels in (train, test)
-    )
-    return Data(name or f"images:{size}:{path}", first, second, classes)
+    return _data(name or f"images:{size}:{path}", train, test, classes, (3, size, size), fit=True, convert=True)
 
 
-def find_images(
-    path: Path, layout: str
-) -> tuple[tuple[list[str], list[int]], tuple[list[str], list[int]], tuple[str, ...]]:
-    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; and the classes.
+def _data(
+    name: str, train: Listed, test: Listed, classes: Sequence[str], shape: tuple[int, int, int], **how: bool
+) -> Data:
+    first, second = (Split(ImageFiles(files, shape, **how), torch.tensor(labels)) for files, labels in (train, test))
+    return Data(name, first, second, tuple(classes))
 
-    Raises:
-        DataError: a folder is missing or empty, or a class of `test` is not one of `train`.
-    """
+
+def find_images(path: Path, layout: str) -> tuple[Listed, Listed, tuple[str, ...]]:
+    """(files, labels) of `train` and of `test` or `val`, sorted by class and name; the classes, which `train` has."""
     held_out = path / ("val" if (path / "val").exists() and not (path / "test").exists() else "test")
     classes = tuple(_visible(path / "train", layout))
     for name in _visible(held_out, layout):
         if name not in classes:
             raise DataError(f"expected in {held_out} only the classes of train, got {name}; {layout}")
-    train, test = (_list(folder, classes, layout) for folder in (path / "train", held_out))
-    if missing := set(range(len(classes))) - set(train[1]):
-        raise DataError(f"expected images in {path / 'train' / classes[min(missing)]}, got none")
+    train = list_images([path / "train" / name for name in classes], layout)
+    test = list_images([held_out / name for name in classes], layout, needed=False)
+    for folder, (files, _) in ((path / "train", train), (held_out, test)):
+        if not files:
+            raise DataError(f"expected images in {folder}/CLASS, got none")
     return train, test, classes
 
 
-def _list(folder: Path, classes: tuple[str, ...], layout: str) -> tuple[list[str], list[int]]:
+def list_images(folders: Sequence[Path], layout: str, needed: bool = True) -> Listed:
+    """The files of each folder, sorted by name, and its number as their label; ``needed``: no folder may be empty."""
     files: list[str] = []
     labels: list[int] = []
-    for label, name in enumerate(classes):
-        if (folder / name).exists():
-            found = [os.path.join(folder, name, file) for file in _visible(folder / name, layout)]
-            files += found
+    for label, folder in enumerate(folders):
+        if needed or folder.exists():
+            found = _visible(folder, layout)
+            if needed and not found:
+                raise DataError(f"expected images in {folder}, got none")
+            files += [os.path.join(folder, file) for file in found]
             labels += [label] * len(found)
-    if not files:
-        raise DataError(f"expected images in {folder}/CLASS, got none")
     return files, labels
 
 
@@ -103,9 +101,6 @@ SOURCE = (
 def load_imagenet(root: Path) -> Data:
     """Load `imagenet/{train,val}/WNID`: RGB of 224 x 224, the classes named by their WordNet numbers in sorted order.
 
-    Raises:
-        DataError: see `load_images`.
-
     References:
         Russakovsky et al., "ImageNet large scale visual recognition challenge", IJCV 115 (2015).
     """
@@ -115,3 +110,59 @@ def load_imagenet(root: Path) -> Data:
 IMAGENET = Entry(
     "RGB photographs, resized and cropped to 224 x 224, decoded batch by batch", load_imagenet, INPUT_SHAPE, (), SOURCE
 )
+
+TINY_SHAPE = (3, 64, 64)
+TINY_SOURCE = (
+    "unpack tiny-imagenet-200.zip in the data root ($LIPKIT_DATA or ./data), which gives tiny-imagenet-200/wnids.txt, "
+    "train and val; it is at http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+)
+MAX_TEXT = 1 << 24  # bytes of a list of classes or files
+
+
+def load_tiny_imagenet(root: Path) -> Data:
+    """Load Tiny-ImageNet: 100 000 training and 10 000 validation images, RGB (grey ones become RGB), uint8.
+
+    The classes are the WordNet numbers of `wnids.txt`, sorted; the validation images are the test split (the test
+    images have no labels). Reads `wnids.txt`, `train/WNID/images/*`, `val/val_annotations.txt` and `val/images/*` of
+    `root/tiny-imagenet-200`.
+    """
+    folder = root / "tiny-imagenet-200"
+    names = sorted(_lines(folder / "wnids.txt"))
+    for name in names:
+        if not re.fullmatch(r"n\d{1,10}", name):
+            raise DataError(f"{folder / 'wnids.txt'}: expected WordNet numbers such as n01443537, got {name!r}")
+    if len(set(names)) != len(names) or not names:
+        raise DataError(f"{folder / 'wnids.txt'}: expected different classes, got {len(names)} lines")
+    train = list_images([folder / "train" / name / "images" for name in names], TINY_SOURCE)
+    return _data("tiny_imagenet", train, _annotated(folder, names), names, TINY_SHAPE, convert=True)
+
+
+def _annotated(folder: Path, classes: list[str]) -> Listed:
+    """Validation images and their labels: all lie in one folder, and a text names their classes."""
+    path = folder / "val" / "val_annotations.txt"
+    number = {name: label for label, name in enumerate(classes)}
+    files: list[str] = []
+    labels: list[int] = []
+    for line in _lines(path):
+        file, _, rest = line.partition("\t")
+        name = rest.partition("\t")[0]
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file) or name not in number:  # a name, not a path
+            raise DataError(f"{path}: expected lines of a file name, a tab and a class of wnids.txt, got {line[:80]!r}")
+        files.append(os.path.join(folder, "val", "images", file))
+        labels.append(number[name])
+    if not files:
+        raise DataError(f"{path}: expected at least one line, got none")
+    return files, labels
+
+
+def _lines(path: Path) -> list[str]:
+    if (size := file_size(path, TINY_SOURCE)) > MAX_TEXT:
+        raise DataError(f"{path}: expected a text of at most {MAX_TEXT} bytes, got {size}")
+    with reading(path):
+        return [line for line in read_text(path, MAX_TEXT).splitlines() if line.strip()]
+
+
+TINY_IMAGENET = Entry(
+    "64 x 64 RGB photographs of 200 kinds, 100 000 training and 10 000 validation images",
+    load_tiny_imagenet, TINY_SHAPE, (), TINY_SOURCE,
+)  # fmt: skip

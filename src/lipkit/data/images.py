@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,18 +51,13 @@ class ImageFiles:
     fit: bool = False
     convert: bool = False
 
+    ndim: ClassVar[int] = 4
+    dtype: ClassVar[torch.dtype] = torch.uint8
+
     @property
     def shape(self) -> torch.Size:
         """(N, C, H, W)."""
         return torch.Size((len(self.files), *self.sample_shape))
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
 
     @property
     def nbytes(self) -> int:
@@ -88,14 +82,15 @@ class ImageFiles:
         def put(i: int) -> None:
             images[i] = torch.from_numpy(self._read(files[i]))
 
-        with _quiet():
+        # Pillow warns of huge images: lipkit's limit is lower and has its own error.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
             if len(files) < 4:
                 for i in range(len(files)):
                     put(i)
             else:  # the decoders release the interpreter's lock
                 with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-                    for _ in pool.map(put, range(len(files)), chunksize=8):
-                        pass
+                    list(pool.map(put, range(len(files)), chunksize=8))  # a list raises what a thread raised
         return images
 
     def subset(self, index: Tensor) -> ImageFiles:
@@ -115,10 +110,7 @@ class ImageFiles:
 def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False) -> np.ndarray:
     """Decode one image file to uint8 (C, H, W), turned as its EXIF data say; its size is checked before it is decoded.
 
-    ``fit`` and ``convert`` are those of `ImageFiles`.
-
-    Raises:
-        DataError: it is not a readable image, or claims more than MAX_PIXELS; or Pillow is not installed.
+    ``fit`` is the size to fit it into, ``convert`` that of `ImageFiles`.
     """
     image_module = _pillow()
     from PIL import ImageOps
@@ -137,7 +129,7 @@ def decode(file: Path, fit: tuple[int, ...] | None = None, convert: bool = False
                     f"expected a grey or RGB image of 8 bits without transparency, got mode {image.mode}{remedy}"
                 )
             channels = 3 if convert else _CHANNELS[image.mode]
-            made = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+            made = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")  # palettes and bits, too
             pixels = np.array(made if fit is None else _fitted(made, *fit), dtype=np.uint8)
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
@@ -159,14 +151,6 @@ def _fitted(image: Any, height: int, width: int) -> Any:
     left, top = (size[0] - width) // 2, (size[1] - height) // 2
     resized = image.resize(size, _pillow().Resampling.BILINEAR)
     return resized.crop((left, top, left + width, top + height))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Pillow's warning about huge images: lipkit's limit is lower and has its own error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=_pillow().DecompressionBombWarning)
-        yield
 
 
 def _pillow() -> Any:

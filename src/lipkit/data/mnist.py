@@ -29,9 +29,6 @@ def load_mnist(root: Path) -> Data:
     """Load MNIST: 60 000 training and 10 000 test images of 28 x 28 handwritten digits, uint8.
 
     The files are `root/MNIST/raw/*-ubyte`, or the same names with `.gz`. A raw file is taken before a gzipped one.
-
-    Raises:
-        DataError: if a file is missing or is not what its header says.
     """
     folder = root / "MNIST" / "raw"
     train, test = (_split(folder, part) for part in ("train", "t10k"))
@@ -47,9 +44,6 @@ def load_idx(folder: Path) -> Data:
     """Load grey images from the four files in a folder that are named as MNIST's: Fashion-MNIST, KMNIST or EMNIST.
 
     There are as many classes as the largest training label says, named by their numbers.
-
-    Raises:
-        DataError: if a file is missing or is not what its header says, or test data have other labels or sizes.
     """
     train, test = (_split(folder, part) for part in ("train", "t10k"))
     classes, most = int(train.y.max()) + 1, int(test.y.max())
@@ -63,13 +57,12 @@ def load_idx(folder: Path) -> Data:
 
 
 def _split(folder: Path, part: str) -> Split:
-    images_path = _find(folder / f"{part}-images-idx3-ubyte")
     labels_path = _find(folder / f"{part}-labels-idx1-ubyte")
     labels = read_idx(labels_path, 1, source=SOURCE)
-    images = read_idx(images_path, 3, source=SOURCE)
+    images = read_idx(_find(folder / f"{part}-images-idx3-ubyte"), 3, source=SOURCE)
     if len(images) != len(labels):
         raise DataError(f"{labels_path}: expected {len(images)} labels, one for each image, got {len(labels)}")
-    return Split(images[:, None], labels.to(torch.int64))
+    return Split(images[:, None], labels.to(torch.int64))  # with a channel axis
 
 
 def _find(path: Path) -> Path:
@@ -77,21 +70,11 @@ def _find(path: Path) -> Path:
     return zipped if zipped.exists() and not path.exists() else path
 
 
-_UNSIGNED_BYTE = 0x08
-
-
 def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor:
-    """Read an IDX file of unsigned bytes, raw or gzipped (by the suffix `.gz`).
+    """Read an IDX file of unsigned bytes, raw or gzipped (by the suffix `.gz`); `ndim` is 1 for labels, 3 for images.
 
     The layout is `00 00 08 ndim`, then `ndim` big-endian uint32 sizes, then the values in row-major order.
     The sizes are compared with the file before memory is taken, and decompression stops at the claimed size.
-
-    Args:
-        ndim: the number of dimensions it must have: 1 for labels, 3 for images.
-        source: what to add to the message when the file is missing.
-
-    Raises:
-        DataError: if the file is missing, has another magic number, is truncated, or has trailing bytes.
 
     References:
         LeCun, Cortes, Burges, "The MNIST database of handwritten digits", section on file formats.
@@ -101,12 +84,12 @@ def read_idx(path: Path, ndim: int, *, source: str = "check the path") -> Tensor
     with reading(path), open_regular(path) as raw:
         stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if compressed else raw
         header = stream.read(4 + 4 * ndim)
-        magic = bytes([0, 0, _UNSIGNED_BYTE, ndim])
+        magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
         if header[:4] != magic:
             raise DataError(f"{path}: expected the IDX magic number {magic.hex()}, got {header[:4].hex() or 'nothing'}")
         if len(header) < 4 + 4 * ndim:
             raise DataError(f"{path}: expected an IDX header of {4 + 4 * ndim} bytes, got {len(header)}")
-        shape = struct.unpack(f">{ndim}I", header[4:])
+        shape = struct.unpack(f">{ndim}I", header[4:])  # big-endian
         size = math.prod(shape)
         if size == 0:
             raise DataError(f"{path}: expected at least one value, got the sizes {shape}")

@@ -43,10 +43,7 @@ def read_pickle(path: Path, *, source: str = "check the path") -> dict[str, Any]
 
     Reads what Python 2 and Python 3 write in the binary protocols 2 to 5. Strings of Python 2 come back as
     bytes, the keys of the outer dict as str. `source` is what to add to the message when the file is missing.
-
-    Raises:
-        DataError: if the file is missing, is not such a pickle, or names anything but a uint8 NumPy array.
-            Nothing that the file names is imported or run.
+    Another pickle, or one that names anything but a uint8 NumPy array, raises a DataError: nothing is imported or run.
     """
     if (size := file_size(path, source)) > MAX_FILE_BYTES:
         raise DataError(f"{path}: expected a pickle of at most {MAX_FILE_BYTES} bytes, got {size}")
@@ -81,11 +78,11 @@ def _check_opcodes(blob: bytes) -> None:
         if name not in _OPCODES:
             raise DataError(f"expected a pickle of plain arrays, got the opcode {name}")
         if name in _PUTS:
-            index = len(reusable) if argument is None else argument
+            index = len(reusable) if argument is None else argument  # MEMOIZE has none: it counts
             if index > count:
                 raise DataError(f"expected a memo index of at most {count}, got {index}")
-            reusable[index] = before in _REUSABLE
-        elif name in _GETS and not reusable.get(argument or 0, True):
+            reusable[index] = before in _REUSABLE  # what the opcode before it left on the stack
+        elif name in _GETS and not reusable.get(argument or 0, True):  # an unknown one fails when it runs
             raise DataError("expected each tuple and number of the pickle once, got one that is used again")
         tuples += name in _TUPLES
         if tuples > MAX_TUPLES:
@@ -97,8 +94,8 @@ class _Unpickler(pickle.Unpickler):
     """Strings of Python 2 become bytes; a name becomes a function of this module, or an error."""
 
     def __init__(self, blob: bytes) -> None:
-        super().__init__(io.BytesIO(blob), encoding="bytes")
-        self._encodable = len(blob)
+        super().__init__(io.BytesIO(blob), encoding="bytes")  # strings of Python 2, which may be pixels
+        self._encodable = len(blob)  # characters that `_encode` may still copy
 
     def find_class(self, module: str, name: str) -> _Name:
         if (module, name) == ("_codecs", "encode"):
@@ -144,7 +141,7 @@ class _Array:
         self.value = value
 
     def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, fortran, raw = state
+        _, shape, dtype, fortran, raw = state  # the first is the version of NumPy's format
         self.value = _view(raw, dtype, shape, "F" if fortran else "C")
 
 
@@ -159,7 +156,7 @@ def _view(raw: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
 
 
 def _dtype(code: Any, *rest: Any) -> _Dtype:
-    if _text(code) not in ("u1", "|u1"):
+    if _text(code) not in ("u1", "|u1"):  # |: no byte order
         raise DataError(f"expected an array of dtype uint8 (u1), got {_text(code)[:20]!r}")
     return _Dtype()
 
@@ -177,7 +174,7 @@ def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
 
 
 _NAMES = {("numpy", "ndarray"): _Name(_ndarray), ("numpy", "dtype"): _Name(_dtype)}
-for _package in ("numpy.core", "numpy._core"):
+for _package in ("numpy.core", "numpy._core"):  # before and since NumPy 2
     _NAMES[f"{_package}.multiarray", "_reconstruct"] = _Name(_reconstruct)
     _NAMES[f"{_package}.numeric", "_frombuffer"] = _Name(_from_buffer)
 

@@ -31,11 +31,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def file_size(path: Path, source: str) -> int:
-    """Return the size of a regular file in bytes.
-
-    Raises:
-        DataError: if there is none at `path`; the message says where to get it (`source`).
-    """
+    """Return the size of a regular file in bytes; if there is none, the DataError says where to get it (`source`)."""
     with reading(path):
         if not path.exists():
             raise DataError(f"expected a file at {path}, got none; {source}")
@@ -45,11 +41,7 @@ def file_size(path: Path, source: str) -> int:
 
 
 def check_claim(path: Path, claimed: int, stored: int, *, compressed: bool) -> None:
-    """Refuse a claimed number of bytes that `stored` bytes on disk cannot hold, before memory is taken.
-
-    Raises:
-        DataError: if the claim exceeds MAX_BYTES, or what `stored` bytes hold (deflated if `compressed`).
-    """
+    """Refuse a claim of more than MAX_BYTES, or than `stored` bytes on disk can hold, before memory is taken."""
     available = stored * _DEFLATE_RATIO if compressed else stored
     if claimed > MAX_BYTES:
         raise DataError(f"{path}: expected at most {MAX_BYTES} bytes of data, got a header that claims {claimed}")
@@ -60,17 +52,14 @@ def check_claim(path: Path, claimed: int, stored: int, *, compressed: bool) -> N
 
 
 def read_exactly(stream: io.BufferedIOBase, size: int, path: Path) -> bytearray:
-    """Read `size` bytes and the end of the file after them.
+    """Read `size` bytes, behind which the stream must end.
 
     Reads at most size + 1 bytes, so a compressed file cannot unpack to more than its header claims.
-
-    Raises:
-        DataError: if the stream ends earlier or goes on.
     """
     buffer = bytearray(size)
     view = memoryview(buffer)
     filled = 0
-    while filled < size:
+    while filled < size:  # a stream that decompresses may give less than is asked for
         got = stream.readinto(view[filled:])
         if not got:
             raise DataError(f"{path}: expected {size} bytes of data, got {filled} (the file is truncated)")

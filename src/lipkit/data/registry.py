@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10, tiny_imagenet
+from lipkit.data import cifar, digits, folder, mnist, square_wave, stl10
 from lipkit.data.arrays import load_npz
-from lipkit.data.convert import as_data, as_split
 from lipkit.data.folder import load_folder, load_images
 from lipkit.data.mnist import load_idx
-from lipkit.data.split import Data, Entry
+from lipkit.data.split import Data, Entry, as_data, as_split
 from lipkit.errors import DataError, LipkitError, OptionError
 
 HELD_BYTES = 1 << 31
@@ -27,7 +26,7 @@ DATASETS: dict[str, Entry] = {
     "mnist": mnist.ENTRY,
     "cifar10": cifar.ENTRY10,
     "cifar100": cifar.ENTRY100,
-    "tiny_imagenet": tiny_imagenet.ENTRY,
+    "tiny_imagenet": folder.TINY_IMAGENET,
     "stl10": stl10.ENTRY,
     "imagenet": folder.IMAGENET,
     "square_wave": square_wave.ENTRY,
@@ -38,9 +37,8 @@ DATASETS: dict[str, Entry] = {
 def data_root(root: str | Path | None = None) -> Path:
     """Return `root` if given, else `$LIPKIT_DATA` if set, else `./data`.
 
-    Example:
-        >>> data_root("~/sets") == Path.home() / "sets"
-        True
+    >>> data_root("~/sets") == Path.home() / "sets"
+    True
     """
     return Path(root or os.environ.get("LIPKIT_DATA") or "data").expanduser()
 
@@ -63,10 +61,9 @@ def load(
         OptionError: if `spec` is none of these, or `limit` is not a positive integer.
         DataError: if the data are missing or corrupt.
 
-    Example:
-        >>> data = load("digits", limit=100)
-        >>> len(data.train), len(data.test), data.input_shape, data.task
-        (100, 100, (1, 8, 8), 'classification')
+    >>> data = load("digits", limit=100)
+    >>> len(data.train), len(data.test), data.input_shape, data.task
+    (100, 100, (1, 8, 8), 'classification')
     """
     kind, _, rest = spec.partition(":")
     if spec in DATASETS:
@@ -88,25 +85,23 @@ def load(
             f"pkg.mod:factory), got {spec!r}"
         )
     data = replace(data, limits=limits or data.limits)
-    return (data if limit is None else data.take(limit)).held(HELD_BYTES)
+    return (data if limit is None else data.take(limit)).held(HELD_BYTES)  # only the files that were taken
 
 
 def is_code(spec: str) -> bool:
     """True for a name ``pkg.mod:factory``, which stands for code that is run."""
+    # [^\W\d] is a letter or an underscore.
     return re.fullmatch(r"(?!(folder|images|idx|npz):)[^\W\d][\w.]*:[^\W\d]\w*", spec) is not None
 
 
 def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[..., Any]:
     """The function called ``pkg.mod:factory``: the one place where a name becomes code. Only for the user's own names.
 
-    The module may lie in the working directory: it is found there after all installed ones, as ``python -m`` would.
-
-    Raises:
-        error: it cannot be imported, or is no function.
+    Raises ``error`` if it cannot be imported, or is no function.
     """
     module, _, name = spec.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+        sys.path.append(os.getcwd())  # at the end: what is installed comes first
     try:
         factory = getattr(importlib.import_module(module), name)
     except Exception as problem:  # the module is the user's code and may raise anything
@@ -119,11 +114,7 @@ def imported(spec: str, error: type[LipkitError] = OptionError) -> Callable[...,
 def load_custom(spec: str, limits: tuple[float, float] | None = None) -> Data:
     """Import `pkg.mod`, call `factory()` and turn what it returns into a Data. Use only a module whose code you trust.
 
-    The factory takes no arguments and returns a Data, or a pair (train, test) of which each is a Split, a
-    pair (x, y) of tensors or arrays, or a map-style torch Dataset of such pairs (see `as_split`).
-
-    Raises:
-        DataError: if it cannot be imported, fails, or returns something else.
+    The factory takes no arguments and returns a Data, or a pair (train, test) of what `as_split` takes.
     """
     factory = imported(spec, DataError)
     try:

@@ -1,15 +1,17 @@
-"""A data set: two splits of samples, checked once when they are made."""
+"""A data set: two splits of samples, checked once when they are made; and what becomes one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lipkit.data.images import ImageFiles
 from lipkit.errors import DataError, OptionError, ShapeError
@@ -29,11 +31,10 @@ class Split:
         DataError: if a shape or dtype is not one of these, the lengths differ, there is no sample,
             a label is negative, or a value is not finite.
 
-    Example:
-        >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
-        >>> split.batch(torch.tensor([1, 2]))
-        (tensor([[0.2000],
-                [1.0000]]), tensor([1, 1]))
+    >>> split = Split(torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([0, 1, 1]))
+    >>> split.batch(torch.tensor([1, 2]))
+    (tensor([[0.2000],
+            [1.0000]]), tensor([1, 1]))
     """
 
     x: Tensor | ImageFiles
@@ -56,9 +57,7 @@ class Split:
                 f"expected at least one sample, each with one target, got {len(x)} samples and {len(y)} targets"
             )
         for name, values in (("x", x), ("y", y)):
-            if not isinstance(values, Tensor) or not values.is_floating_point():
-                continue
-            if not bool(torch.isfinite(values).all()):
+            if isinstance(values, Tensor) and not bool(torch.isfinite(values).all()):  # integers are
                 raise DataError(f"expected finite values in {name}, got NaN or infinity")
         if not y.is_floating_point() and int(y.min()) < 0:
             raise DataError(f"expected labels >= 0, got {int(y.min())}")
@@ -85,7 +84,7 @@ class Split:
             raise OptionError(f"expected limit as an integer >= 1, got {limit!r}")
         if limit >= len(self):
             return self
-        index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))
+        index = torch.from_numpy(np.sort(fixed_permutation(len(self), SUBSET_SEED)[:limit]))  # sorted: in order
         x = self.x.subset(index) if isinstance(self.x, ImageFiles) else self.x[index]
         return Split(x, self.y[index])
 
@@ -174,7 +173,7 @@ class Data:
     def input_range(self) -> tuple[float, float] | None:
         """(low, high) of every entry, where attacks stay; None without limits."""
         low, high = self.limits or ((0.0, 1.0) if len(self.input_shape) == 3 else (-math.inf, math.inf))
-        return (low, high) if math.isfinite(high - low) else None
+        return (low, high) if math.isfinite(high - low) else None  # one infinite end is as good as none
 
     @property
     def task(self) -> str:
@@ -212,15 +211,116 @@ class Entry:
 def fixed_permutation(n: int, seed: int) -> np.ndarray:
     """Return a permutation of 0..n-1 that depends on `n` and `seed` alone.
 
-    It sorts the raw stream of PCG64, which NumPy guarantees across versions and platforms; the streams of
-    `Generator.permutation` and `torch.randperm` are not guaranteed.
-
-    Example:
-        >>> fixed_permutation(5, 0)
-        array([3, 2, 1, 0, 4])
+    >>> fixed_permutation(5, 0)
+    array([3, 2, 1, 0, 4])
     """
+    # NumPy guarantees the raw stream of PCG64 across versions and platforms, but not that of Generator.permutation,
+    # nor torch that of randperm.
     return np.argsort(np.random.PCG64(seed).random_raw(n), kind="stable")
 
 
 def _describe(t: Tensor | ImageFiles) -> str:
     return f"shape {tuple(t.shape)} and dtype {str(t.dtype).removeprefix('torch.')}"
+
+
+def as_data(
+    name: str,
+    train: Split,
+    test: Split,
+    classes: Sequence[str] | np.ndarray = (),
+    limits: tuple[float, float] | None = None,
+) -> Data:
+    """Join two splits; the classes of a classification are numbered if they have no names.
+
+    Raises:
+        ShapeError, DataError: if the splits do not fit together, see `Data`, or have far more classes than samples.
+    """
+    labels = [split.y for split in (train, test) if not split.y.is_floating_point()]
+    count, samples = max([len(classes), *(int(y.max()) + 1 for y in labels)]), len(train) + len(test)
+    if count > (most := max(1000, samples)):  # before each class gets a name: a tiny file can hold any label
+        raise DataError(f"{name}: expected at most {most} classes for {samples} samples, labels from 0 on, got {count}")
+    if not len(classes) and len(labels) == 2:
+        classes = [str(i) for i in range(count)]
+    return Data(name, train, test, tuple(map(str, classes)), limits)
+
+
+def as_split(value: Any, name: str = "data") -> Split:
+    """Turn a Split, a pair (x, y) of tensors or arrays, or a map-style torch Dataset of pairs into a Split.
+
+    Inputs may be uint8 or floating point. Grey images without a channel axis, uint8 of shape (N, H, W), get
+    one. Integer targets of shape (N,) become int64 labels; floating-point targets of shape (N,) or (N, d) are
+    for regression, (N,) becoming (N, 1). A Dataset is read once, in order, into memory.
+
+    Args:
+        value: the data.
+        name: what to call it in an error message.
+
+    Raises:
+        DataError: if it is none of these, or the samples do not have one shape.
+
+    >>> split = as_split((np.zeros((4, 2)), np.array([0, 1, 1, 0], dtype=np.uint8)))
+    >>> split.x.shape, split.y.dtype
+    (torch.Size([4, 2]), torch.int64)
+    """
+    if isinstance(value, Split):
+        return value
+    if isinstance(value, TensorDataset):
+        value = tuple(value.tensors)  # whole, instead of sample by sample
+    if isinstance(value, Dataset):
+        value = _collect(value, name)
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        got = f"{len(value)} values" if isinstance(value, tuple | list) else type(value).__name__
+        raise DataError(f"{name}: expected a pair (x, y) of tensors or a torch Dataset of such pairs, got {got}")
+    x, y = _tensor(value[0], f"{name}: x"), _tensor(value[1], f"{name}: y")
+    if x.dtype == torch.uint8 and x.ndim == 3:
+        x = x[:, None]  # grey images without a channel axis
+    if x.dtype == torch.uint8 and x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        got = f"{tuple(x.shape)} (channels last: transpose)"
+        raise DataError(f"{name}: expected images of shape (N, C, H, W), got {got}")
+    try:
+        return Split(x, as_targets(y))
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+
+
+def as_targets(y: Tensor) -> Tensor:
+    """Labels as int64, targets of a regression as float32 (N, d)."""
+    if y.is_floating_point():
+        y = y.to(torch.float32)
+        return y[:, None] if y.ndim == 1 else y
+    return y.to(torch.int64)
+
+
+def _tensor(value: Any, name: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not isinstance(value, np.ndarray):
+        raise DataError(f"{name}: expected a tensor or a numpy array, got {type(value).__name__}")
+    if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+        raise DataError(f"{name}: expected an array of numbers of at most 64 bits, got dtype {value.dtype}")
+    native = value.dtype.newbyteorder("=")  # torch has no other order
+    if native.kind == "u" and native.itemsize > 1:  # torch has hardly any operation on wider unsigned integers
+        native = np.dtype(np.int64)
+    return torch.from_numpy(np.array(value, dtype=native, order="C"))
+
+
+def _collect(dataset: Dataset[Any], name: str) -> tuple[Tensor, Tensor]:
+    """Read a map-style Dataset into two tensors."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataError(f"{name}: expected a Dataset with a length, got {type(dataset).__name__} without one")
+    xs: list[Tensor] = []
+    ys: list[Tensor] = []
+    for i in range(len(dataset)):
+        sample = dataset[i]
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise DataError(f"{name}: expected samples (x, y), got {type(sample).__name__} at index {i}")
+        x, y = _tensor(sample[0], f"{name}: x at index {i}"), sample[1]
+        y = torch.as_tensor(y) if isinstance(y, int | float | np.number) else _tensor(y, f"{name}: y at index {i}")
+        if xs and (x.shape != xs[0].shape or y.shape != ys[0].shape):
+            first, here = (f"{tuple(a.shape)} with target {tuple(b.shape)}" for a, b in ((xs[0], ys[0]), (x, y)))
+            raise DataError(f"{name}: expected samples of one shape, {first} as at index 0, got {here} at index {i}")
+        xs.append(x)
+        ys.append(y)
+    if not xs:
+        raise DataError(f"{name}: expected at least one sample, got an empty Dataset")
+    return torch.stack(xs), torch.stack(ys)

@@ -24,8 +24,7 @@ def square_wave(x: Tensor) -> Tensor:
     [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     """
     even = torch.floor(x).remainder(2) == 0
-    # 2 closes the last interval of the definition.
-    return torch.where(even & (x != HIGH), 1.0, 0.0).to(x.dtype)
+    return torch.where(even & (x != HIGH), 1.0, 0.0).to(x.dtype)  # 2 closes the last interval of the definition
 
 
 def load_square_wave(root: Path | None = None) -> Data:
@@ -33,10 +32,9 @@ def load_square_wave(root: Path | None = None) -> Data:
 
     The points are the same on every machine: see `uniform_points`. `root` is not used.
 
-    Example:
-        >>> data = load_square_wave()
-        >>> len(data.train), len(data.test), data.input_shape, data.task
-        (300, 200, (1,), 'regression')
+    >>> data = load_square_wave()
+    >>> len(data.train), len(data.test), data.input_shape, data.task
+    (300, 200, (1,), 'regression')
 
     References:
         [LBDN] Wang & Manchester, ICML 2023, section 5.1.
@@ -47,14 +45,12 @@ def load_square_wave(root: Path | None = None) -> Data:
 
 
 def uniform_points(n: int, seed: int) -> Tensor:
-    """(n,) float32 numbers, uniform in [-2, 2], that depend on ``n`` and ``seed`` alone.
-
-    They come from the raw stream of PCG64, which NumPy guarantees across versions and platforms.
+    """(n,) float32 numbers, uniform in [-2, 2], that depend on ``n`` and ``seed`` alone, as a `fixed_permutation`.
 
     >>> bool((uniform_points(9, 0) == uniform_points(10, 0)[:9]).all())
     True
     """
-    unit = (np.random.PCG64(seed).random_raw(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    unit = (np.random.PCG64(seed).random_raw(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53  # 53 bits: exact
     return torch.from_numpy((LOW + (HIGH - LOW) * unit).astype(np.float32))
 
 

@@ -27,9 +27,6 @@ def load_stl10(root: Path) -> Data:
 
     The files are `root/stl10_binary/{train,test}_{X,y}.bin`; they are mapped into memory, so only what is used is read.
 
-    Raises:
-        DataError: a file is missing or has another size, or a label is not 1 to 10.
-
     References:
         Coates, Lee, Ng, "An analysis of single-layer networks in unsupervised feature learning", AISTATS 2011.
     """
@@ -47,16 +44,13 @@ def _split(folder: Path, part: str) -> Split:
     if labels.min() < 1 or labels.max() > 10:
         wrong = labels[(labels < 1) | (labels > 10)][0]
         raise DataError(f"{path}: expected labels 1 to 10, got {wrong}")
-    return Split(images, torch.from_numpy(labels.astype(np.int64) - 1))
+    return Split(images, torch.from_numpy(labels.astype(np.int64) - 1))  # stored as 1 to 10
 
 
 def read_images(path: Path) -> Tensor:
     """Map a file of images: red, green and blue planes of 96 x 96 bytes, each stored column by column.
 
     The answer, uint8 (N, 3, 96, 96), is a view of the file; writing to it does not change the file.
-
-    Raises:
-        DataError: the size is not a positive multiple of 27648.
     """
     size = file_size(path, SOURCE)
     if size == 0 or size % _PIXELS:
@@ -64,7 +58,7 @@ def read_images(path: Path) -> Tensor:
     with reading(path):
         # "c": a private copy on write; torch refuses to share memory that it may not write to.
         mapped = np.memmap(path, np.uint8, "c", shape=(size // _PIXELS, 3, 96, 96))
-    return torch.from_numpy(mapped).transpose(2, 3)
+    return torch.from_numpy(mapped).transpose(2, 3)  # stored column by column
 
 
 ENTRY = Entry(

@@ -1,4 +1,4 @@
-"""Architectures, one per file, and the table that recipes name them by."""
+"""Architectures, and the table that recipes name them by."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from typing import Any
 from torch import nn
 
 from lipkit.errors import OptionError
-from lipkit.models._parts import check_flag, find, make_activation
-from lipkit.models.bronet import bronet
 from lipkit.models.constrained import Converted, Kept
 from lipkit.models.convert import Conversion, convert, rebuilt_network
-from lipkit.models.frame import split_gain
-from lipkit.models.kwlarge import kwlarge, small
+from lipkit.models.convolutional import convnet, kwlarge, lbdn_conv, lipconvnet, sllnet, small
+from lipkit.models.frame import check_flag, find, make_activation, split_gain
 from lipkit.models.lbdn import LBDN, from_network, lbdn
-from lipkit.models.lbdn_conv import lbdn_conv
-from lipkit.models.lipconvnet import lipconvnet
-from lipkit.models.liresnet import liresnet
 from lipkit.models.mlp import mlp
-from lipkit.models.patchnet import patchnet
-from lipkit.models.plain_networks import convnet, resnet_plain, wrn_plain
-from lipkit.models.resnet9 import resnet9
+from lipkit.models.patches import bronet, liresnet, patchnet, vision_transformer
+from lipkit.models.resnets import resnet9, resnet_plain, wide_resnet, wrn_plain
 from lipkit.models.sequences import sequence_classifier, sequence_regressor
-from lipkit.models.sllnet import sllnet
 from lipkit.models.unet import autoencoder, denoiser, unet
-from lipkit.models.vision_transformer import vision_transformer
-from lipkit.models.wide_resnet import wide_resnet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "bronet": bronet,
@@ -83,7 +74,7 @@ def build(name: str, **options: Any) -> nn.Module:
     'Sequential'
     """
     check_names(name, options)
-    split = options.pop("split", False)
+    split = options.pop("split", False)  # an option of `build`, of no architecture
     check_flag(split=split)
     if split and "lipschitz" not in options:
         raise OptionError(f"model {name}: expected the option lipschitz beside split, got none to split")

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.conv.patches import polyphase
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.layers import families
 from lipkit.layers.aol import AolConv2d, AolLinear
@@ -94,7 +96,7 @@ class Converter:
         if (why := obstacle(module)) is not None:
             return why
         family, k, step = self.family, kernel_size(module), module.stride[0]
-        for h, w in sorted(sizes):
+        for h, w in sorted(sizes):  # sorted: the same message each time
             if h % step or w % step:
                 return f"the stride {step} does not divide its image of {h} x {w}"
             if not all(family.accepts(side, h // step, w // step) for side in k):
@@ -112,7 +114,7 @@ class Converter:
             return family.last(module.in_features, module.out_features, **common)
         assert isinstance(module, nn.Conv2d)
         sizes = (module.in_channels, module.out_channels, kernel_size(module), module.stride[0])
-        bare = {"activation": None} if family.own_activation else {}
+        bare = {"activation": None} if family.own_activation else {}  # the network keeps its own activations
         try:
             return family.conv(*sizes, **{**common, **bare, **self.options})
         except TypeError as error:
@@ -141,15 +143,16 @@ def inverse_cayley(q: Tensor) -> Tensor | None:
     if m < n:
         wide = inverse_cayley(q.mT)
         return None if wide is None else wide.mT
-    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)
+    top = q[:n] + torch.eye(n, dtype=q.dtype, device=q.device)  # 2 X of the docstring
     if float(torch.linalg.svdvals(top)[-1]) < _CAYLEY_GAP:
         return None
-    inverse = 2 * torch.linalg.inv(top)
+    inverse = 2 * torch.linalg.inv(top)  # X^-1
     return torch.cat(((inverse - inverse.mT) / 4, -q[n:] @ inverse / 2))
 
 
 def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = None) -> str:
-    """Set the free parameters of a constrained layer from the weight of an ordinary one; returns what was done:
+    """Set the free parameters of a constrained layer from the weight ``(out, in)`` of an ordinary one, or its kernel
+    ``(cout, s^2 cin, kh, kw)`` after downsampling; ``size`` is that of the layer's input before. Returns what was done:
 
     =============================== ====================================================================================
     nearest                         LOT (at each frequency), RKO (as a matrix), Björck and polar dense layers (polar
@@ -159,10 +162,6 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
     not projected yet               SVCM of an unknown image size: the weight as it is
     own start                       every other: its feasible set is not parameterised by a kernel of this size
     =============================== ====================================================================================
-
-    Args:
-        weight: ``(out, in)``, or the kernel ``(cout, s^2 cin, kh, kw)`` after downsampling.
-        size: height and width of the layer's input, before downsampling.
 
     >>> layer = BjorckLinear(2, 2)
     >>> start_near(layer, torch.tensor([[0.0, -3.0], [2.0, 0.0]]))
@@ -197,7 +196,7 @@ def start_near(layer: nn.Module, weight: Tensor, size: tuple[int, int] | None = 
             # The iteration stops early for badly conditioned matrices: give it the limit itself.
             free.copy_(polar(weight.double().flatten(1)).reshape(weight.shape))
         else:
-            free.copy_(weight)
+            free.copy_(weight)  # the projection or bound of the layer does the rest
         return NEAREST if exact else DIRECTION
 
 
@@ -225,7 +224,7 @@ def obstacle(conv: nn.Conv2d) -> str | None:
             None if conv.padding == "same" or conv.kernel_size == (1, 1) else "padding='valid' changes the image size"
         )
     for k, p in zip(conv.kernel_size, conv.padding, strict=True):
-        if (2 * p - k) // step != -1:
+        if (2 * p - k) // step != -1:  # see the docstring
             return (
                 f"padding {p} with kernel_size {k} and stride {step} changes the image size, "
                 f"expected padding {max(0, (k - step + 1) // 2)}"
@@ -239,11 +238,9 @@ def left_padding(conv: nn.Conv2d) -> tuple[int, int]:
     >>> left_padding(nn.Conv2d(1, 1, 5, padding="same")), left_padding(nn.Conv2d(1, 1, 3, padding=1))
     ((2, 2), (1, 1))
     """
-    if isinstance(conv.padding, str):
-        rows, cols = ((k - 1) // 2 for k in conv.kernel_size)
-        return rows, cols
-    rows, cols = conv.padding
-    return int(rows), int(cols)
+    same = isinstance(conv.padding, str)
+    rows, cols = ((k - 1) // 2 for k in conv.kernel_size) if same else map(int, conv.padding)
+    return rows, cols
 
 
 def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
@@ -258,11 +255,11 @@ def kernel_size(conv: nn.Conv2d) -> tuple[int, int]:
     if step == 1:
         rows, cols = conv.kernel_size
         return rows, cols
-    sizes = []
-    for k, p in zip(conv.kernel_size, left_padding(conv), strict=True):
-        reach = max(-(-p // step), (k - 1 - p) // step)
-        sizes.append(2 * reach + 1)
-    return sizes[0], sizes[1]
+    rows, cols = (
+        2 * max(-(-p // step), (k - 1 - p) // step) + 1  # patches before the centre (rounded up), and behind it
+        for k, p in zip(conv.kernel_size, left_padding(conv), strict=True)
+    )
+    return rows, cols
 
 
 def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
@@ -273,15 +270,11 @@ def unstrided_kernel(conv: nn.Conv2d) -> Tensor:
     >>> unstrided_kernel(nn.Conv2d(3, 8, 3, stride=2, padding=1)).shape
     torch.Size([8, 12, 3, 3])
     """
-    step = conv.stride[0]
-    weight = conv.weight.detach()
+    step, weight = conv.stride[0], conv.weight.detach()
     if step == 1:
         return weight.clone()
-    cout, cin, kh, kw = weight.shape
-    (rows, cols), (top, left) = kernel_size(conv), left_padding(conv)
-    kernel = torch.zeros(cout, cin, step, step, rows, cols, device=weight.device, dtype=weight.dtype)
-    for i in range(kh):
-        for j in range(kw):
-            (patch_i, inner_i), (patch_j, inner_j) = divmod(i - top, step), divmod(j - left, step)
-            kernel[:, :, inner_i, inner_j, patch_i + rows // 2, patch_j + cols // 2] = weight[:, :, i, j]
-    return kernel.flatten(1, 3)
+    pads: list[int] = []
+    for size, k, p in zip(kernel_size(conv), weight.shape[2:], left_padding(conv), strict=True):
+        before = size // 2 * step - p  # zeros that move the centre tap to the start of the centre patch
+        pads = [before, size * step - before - k, *pads]  # F.pad takes the last axis first
+    return polyphase(F.pad(weight, pads), (step, step))

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import families
-from lipkit.lowering import export
+from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
+from lipkit.layers import Family, families
+from lipkit.layers.export import filled
+from lipkit.layers.structure import ConvexSum, ScaledAvgPool2d
+from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import computed_tensors
 from lipkit.models.constrained import Converted, Converter, Kept
-from lipkit.models.rebuild import Builder
 from lipkit.models.settle import replaced, settled, watched
-from lipkit.modules import Shape, load, output_shape
+from lipkit.modules import (
+    Add,
+    Affine,
+    Concatenate,
+    Enlarge,
+    EnlargeBilinear,
+    Graph,
+    MaxMin,
+    Mean,
+    Network,
+    Shape,
+    load,
+    output_shape,
+)
+from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.graph import Join, Wiring, value_shapes
 from lipkit.modules.guarding import refuse_wrapper
 from lipkit.modules.plain import rules
 
@@ -133,16 +151,15 @@ def convert(
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
 
     def skipped(name: str) -> bool:
-        return any(name == s or name.startswith(f"{s}.") for s in skip)
+        return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside of it
 
-    rows: list[Converted] = []
     if input_shape is None:
-        plain = copy.deepcopy(model, computed_tensors(model))
+        plain, rows, errors = copy.deepcopy(model, computed_tensors(model)), list[Converted](), list[LipkitError]()
     else:
         plain, rows, errors = settled(model, input_shape, skipped)
-        if layer is None and errors:
-            raise errors[0]
     if layer is None:
+        if errors:  # elsewhere the report names these layers
+            raise errors[0]
         return Conversion(plain.eval(), tuple(rows), ())
     if new and input_shape is not None:
         builder = Builder(families.get(layer), options, activation)
@@ -154,7 +171,7 @@ def convert(
         shapes = [tuple(watched(each, input_shape)[0].shape) for each in (model, result)]
         if shapes[0] != shapes[1]:
             raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
-    by_name = {row.name: row for row in (*rows, *converter.converted)}
+    by_name = {row.name: row for row in (*rows, *converter.converted)}  # a settled layer may be converted, too
     return Conversion(result, tuple(by_name.values()), tuple(converter.kept))
 
 
@@ -185,7 +202,7 @@ def _reason(module: nn.Module) -> str | None:
     if parametrize.is_parametrized(module):
         return "it is parametrised: with input_shape, it becomes a plain layer first, if that computes the same"
     own = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
-    leaf = not any(True for _ in module.children())
+    leaf = not any(True for _ in module.children())  # a container is as good as its parts, unless it owns numbers
     if (leaf or own) and not rules().get(type(module), (False, False))[0]:
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
     return None
@@ -201,10 +218,7 @@ def rebuilt_network(
 ) -> nn.Module:
     """`convert` of a saved network, forward pass included: ``model: {name: rebuild, options: {network: RUN/network}}``.
 
-    ``network`` is a folder of `lipkit.save`, or the name of a network of the package.
-
-    Raises:
-        OptionError: the network has other outputs. ShapeError, DataError: see `lipkit.export` and `lipkit.load`.
+    ``network`` is a folder of `lipkit.save`, or the name of a network of the package; it must have ``classes`` outputs.
     """
     plain = load(network)
     outputs = output_shape(plain, plain.input_shape)
@@ -212,3 +226,119 @@ def rebuilt_network(
         raise OptionError(f"network {network}: expected {classes} outputs, got {outputs}")
     shape = tuple(input_shape)
     return convert(plain, layer, input_shape=shape, forward="rebuild", activation=activation, **options).model
+
+
+class Builder(Converter):
+    """A `Converter` of a whole network: the graph of 1-Lipschitz parts near an exported one."""
+
+    def __init__(self, family: Family, options: dict[str, Any], activation: str | None) -> None:
+        super().__init__(family, options)
+        self.activation, self.wiring = activation, Wiring()
+
+    def network(self, plain: Network) -> nn.Sequential:
+        """The parts one by one in their 1-Lipschitz forms. A builder makes one network."""
+        value, shape = 0, plain.input_shape
+        for name, module in plain.named_children():
+            value, shape = self._place(module, name, (value,), shape), output_shape(module, shape)
+        return nn.Sequential(*self.wiring.chain(value)).requires_grad_(True)
+
+    def _place(self, module: nn.Module, name: str, values: tuple[int, ...], shape: Shape) -> int:
+        """The value that the new form of a module makes of ``values``; ``shape`` is that of the first of them."""
+        if type(module) is Graph:
+            place, shapes = [*values], value_shapes(module, shape)  # new values, in the order of the graph's own
+            for i, (node, read) in enumerate(zip(module.nodes, module.sources, strict=True)):
+                given = tuple(place[v] for v in read)
+                place.append(self._place(node, f"{name}.nodes.{i}", given, shapes[read[0]]))
+            return place[-1]
+        join = isinstance(module, Join)
+        for part in self._joined(module, name, len(values)) if join else self._parts(module, name, shape):
+            values = (self.wiring.add(part, *values),)  # a join comes first and takes all values
+        return values[0]
+
+    def _joined(self, node: nn.Module, name: str, count: int) -> list[nn.Module]:
+        if type(node) is Add and count == 2 and node.signs == (1, 1):
+            self.note(name, node, "ConvexSum", "share 0.5")
+            return [ConvexSum()]
+        if type(node) is Concatenate:
+            self.note(name, node, "Concatenate", f"divided by the root of {count}")
+            return [node, _gain(1 / math.sqrt(count))]  # k values of norm 1 side by side have norm root k
+        return [self.keep(name, node, "its constant is that of several values together")]
+
+    def _parts(self, module: nn.Module, name: str, shape: Shape) -> list[nn.Module]:
+        kind = type(module)
+        if isinstance(module, nn.ConvTranspose2d) and (blocks := _blocks(module)) is not None:
+            return [*self._parts(blocks, name, shape), nn.PixelShuffle(module.stride[0])]  # blocks do not overlap
+        if kind in (nn.Conv2d, nn.Linear):
+            new = self.layer(name, module, {(shape[1], shape[2])} if kind is nn.Conv2d else set())
+            if new is not module and isinstance(new.bias, Tensor) and not _same(new, module, shape):
+                nn.init.zeros_(new.bias)  # biases scaled for norm 30 would saturate a layer of norm 1
+            return [new]
+        if kind in ACTIVATIONS and self.activation and len(shape) in (1, 3) and shape[0] % 2 == 0:  # pairs of channels
+            return [MaxMin()]
+        per_channel = kind is Affine and module.get_buffer("scale").ndim == 1
+        if per_channel and name == "0":
+            # Only the translation is kept: learnt scales could raise the norm above 1.
+            self.note(name, module, "Affine", "its scales became 1")
+            scale = module.get_buffer("scale")
+            signs = torch.where(scale < 0, -1.0, 1.0).to(scale)
+            return [Affine(signs, module.get_buffer("shift") / scale.abs().clamp_min(1e-3))]
+        if per_channel:
+            self.note(name, module, "nothing", "the layers around it have biases")
+            return []
+        if kind in (Enlarge, EnlargeBilinear):
+            self.note(name, module, kind.__name__, "divided by the root of its factor")
+            return [module, _gain(1 / math.sqrt(module.rows * module.cols))]  # type: ignore[operator]
+        pool = _window(module, shape)
+        if pool is not None:
+            self.note(name, module, "ScaledAvgPool2d", "rescaled")
+            flat = [nn.Flatten()] if len(output_shape(module, shape)) == 1 else []
+            return [ScaledAvgPool2d(pool), *flat]
+        try:
+            constant = float(lipschitz(module, shape).detach())
+        except NoRuleError as error:
+            self.keep(name, module, str(error))
+        else:
+            if constant > 1 + 1e-9:  # what rounding up adds is no reason to report
+                self.keep(name, module, f"its constant is {constant:.4g}")
+        return [module]
+
+
+def _same(new: nn.Module, old: nn.Module, shape: Shape) -> bool:
+    """True if the outputs of two layers on random inputs differ by at most 1 % in norm."""
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(old.get_parameter("weight"))
+    with torch.no_grad():
+        expected = old(x)
+        return float((new(x) - expected).norm()) <= 0.01 * float(expected.norm())
+
+
+def _gain(factor: float) -> Affine:
+    return Affine(torch.tensor([factor]), torch.zeros(1))
+
+
+def _blocks(module: nn.ConvTranspose2d) -> nn.Conv2d | None:
+    """The 1 x 1 convolution whose channels are the blocks of a transposed convolution; None if blocks overlap."""
+    k = module.kernel_size[0]
+    apart = module.kernel_size == module.stride == (k, k) and module.dilation == (1, 1) and module.groups == 1
+    if not apart or module.padding != (0, 0) or module.output_padding != (0, 0):
+        return None
+    conv = nn.Conv2d(module.in_channels, module.out_channels * k * k, 1, bias=module.bias is not None)
+    bias = None if module.bias is None else module.bias.repeat_interleave(k * k)  # one bias for each pixel of a block
+    return filled(conv.to(module.weight), module.weight.flatten(1).t()[:, :, None, None], bias)
+
+
+def _window(module: nn.Module, shape: Shape) -> int | None:
+    """The side of an average's windows if they are square, disjoint and cover the image; else None."""
+    if len(shape) != 3:
+        return None
+    after = output_shape(module, shape)
+    if type(module) is Mean and module.dims == (2, 3):
+        return shape[1] if shape[1] == shape[2] else None
+    if type(module) is nn.AdaptiveAvgPool2d or (
+        type(module) is nn.AvgPool2d
+        and module.kernel_size in (module.stride, (module.stride,) * 2)
+        and module.padding in (0, (0, 0))
+    ):
+        sides = {shape[1] // after[1], shape[2] // after[2]}  # one number: square windows
+        exact = (after[1] * max(sides), after[2] * max(sides)) == shape[1:]  # the windows leave no rest
+        return sides.pop() if len(sides) == 1 and exact else None
+    return None

@@ -1,22 +1,28 @@
-"""The frame of the architectures for images: five keywords, their checks, normalisation and gain in front.
+"""The frame of all architectures: keywords, checked options, activations, families, normalisation and gain in front.
 
 An architecture is a function from an `Image` to layers. `architecture` makes the builder of it that users call.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, Concatenate, ParamSpec, TypedDict, get_type_hints
 
 from torch import nn
 
 from lipkit.errors import OptionError, ShapeError
-from lipkit.layers import Normalize, Scale
-from lipkit.modules import Shape
+from lipkit.layers import CayleyLinear, Family, MaxMin, Normalize, Scale, families
+from lipkit.layers.base import check_positive
+from lipkit.modules import GroupSort, HalfAbs, Shape
+from lipkit.modules.activations import BY_NAME, slope_restricted
 
 P = ParamSpec("P")
 
@@ -55,8 +61,7 @@ class Image:
 
     def pixels(self, by: int) -> int:
         """Number of pixels after both sides are divided: ``rows columns / by^2``."""
-        rows, columns = self.divided(by)
-        return rows * columns
+        return math.prod(self.divided(by))
 
 
 def architecture(
@@ -73,13 +78,7 @@ def architecture(
     >>> net(8, input_shape=(1, 4, 4), lipschitz=2.0)[0], inspect.signature(net).parameters["classes"]
     (Scale(gamma=2, learnable=False), <Parameter "classes: int = 2">)
     """
-    defaults: dict[str, Any] = {
-        "input_shape": input_shape,
-        "classes": classes,
-        "lipschitz": 1.0,
-        "mean": None,
-        "std": None,
-    }
+    defaults = {"input_shape": input_shape, "classes": classes, "lipschitz": 1.0, "mean": None, "std": None}
     common = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kind)
         for name, kind in get_type_hints(Common).items()
@@ -87,22 +86,22 @@ def architecture(
 
     def frame(layers: Callable[Concatenate[Image, P], list[nn.Module]]) -> Callable[P, nn.Sequential]:
         given = inspect.signature(layers).parameters.values()
-        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]
-        # Python's order of parameters: positional ones, keywords, ``**options``.
-        signature = inspect.Signature(sorted([*own, *common], key=lambda p: p.kind), return_annotation=nn.Sequential)
+        own = [p for p in given if p.annotation not in ("Image", "Unpack[Common]")]  # strings: annotations stay text
+        ordered = sorted([*own, *common], key=lambda p: p.kind)  # as Python wants them: keywords before ``**options``
+        signature = inspect.Signature(ordered, return_annotation=nn.Sequential)
 
         @functools.wraps(layers)
         def build(*args: P.args, **options: P.kwargs) -> nn.Sequential:
             signature.bind(*args, **options)  # its TypeError counts the arguments that the caller sees
             values: list[Any] = [options.pop(name, default) for name, default in defaults.items()]
-            shape, outputs, gain, mean, std = values
+            shape, outputs, gain, mean, std = values  # in the order of `defaults`
             image = Image(layers.__name__, *check_image(shape, 1, layers.__name__), outputs)
             check_classes(outputs)
             check_options(options)
             return bounded(layers(image, *args, **options), gain, mean, std, image.channels)
 
         build.__signature__ = signature  # type: ignore[attr-defined]
-        described = rf"    input_shape: \1\n{DESCRIBED}"
+        described = rf"    input_shape: \1\n{DESCRIBED}"  # \1: what the builder says of its images
         build.__doc__ = re.sub("^    image: (.*)$", described, inspect.cleandoc(layers.__doc__ or ""), flags=re.M)
         return build
 
@@ -111,9 +110,8 @@ def architecture(
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
     """(C, H, W), or ``ShapeError`` unless H and W are multiples of ``multiple``."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    sizes = len(shape) == 3 and all(type(n) is int and n >= 1 for n in shape)
-    if not sizes or shape[1] % multiple or shape[2] % multiple:
+    shape = sizes_of(input_shape)
+    if len(shape) != 3 or shape[1] % multiple or shape[2] % multiple:
         sides = f"with H and W multiples of {multiple}" if multiple > 1 else "of positive integers"
         raise ShapeError(f"{model}: expected an input shape (C, H, W) {sides}, got {input_shape}")
     return shape[0], shape[1], shape[2]
@@ -144,7 +142,7 @@ def bounded(
     The gain comes before the layers, so that the last module of a classifier stays its last linear layer. Dividing
     by std multiplies the constant of the whole network by ``1 / min(std)``; ``lipschitz`` is that of the rest.
     """
-    head: list[nn.Module] = []
+    head: list[nn.Module] = []  # normalisation, then gain: L is the constant behind the normalisation
     if (mean is None) != (std is None):
         raise OptionError(f"mean and std: expected both or neither, got mean={mean}, std={std}")
     if mean is not None and std is not None:
@@ -165,9 +163,148 @@ def split_gain(model: nn.Module) -> nn.Module:
         [Cayley] section 5.1, "Ensuring Lipschitz constraints".
     """
     gain = next((layer for layer in model.children() if isinstance(layer, Scale)), None)
-    if gain is None:  # the gain is 1
+    if gain is None:  # `bounded` makes none for a gain of 1
         return model
     layers = [layer for layer in model.children() if layer is not gain]
-    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]
-    part = float(gain.gamma()) ** (1 / len(owners))
+    owners = [layer for layer in layers if next(layer.parameters(), None) is not None]  # not a Normalize
+    part = float(gain.gamma()) ** (1 / len(owners))  # their product is L again
     return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"maxmin": MaxMin, "halfabs": HalfAbs, **BY_NAME}
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise ``OptionError`` unless each size, or each in a list of them, is an integer of at least 1.
+
+    >>> check_sizes(width=3, dense=[16, 0])
+    Traceback (most recent call last):
+    lipkit.errors.OptionError: dense[1]: expected an integer of at least 1, got 0
+    """
+    for name, value in sizes.items():
+        if isinstance(value, list | tuple):
+            check_sizes(**{f"{name}[{i}]": each for i, each in enumerate(value)})
+        else:
+            check_positive(**{name: value})
+
+
+def check_flag(**flags: Any) -> None:
+    """Raise ``OptionError`` unless each is a boolean."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}: expected true or false, got {value!r}")
+
+
+def sizes_of(input_shape: Shape) -> Shape:
+    """The sizes of an input shape; empty if it is not a sequence of positive integers."""
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    return shape if all(type(n) is int and n >= 1 for n in shape) else ()  # `type`: True is no size
+
+
+def flat_size(input_shape: Shape) -> int:
+    """Number of entries of one input; ``ShapeError`` unless the shape consists of positive integers."""
+    if not (shape := sizes_of(input_shape)):
+        raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
+    return math.prod(shape)
+
+
+def make_activation(activation: str | nn.Module | None) -> nn.Module:
+    """The activation of this name, or a copy of this module; ``None`` is MaxMin.
+
+    >>> make_activation(None), make_activation("relu")
+    (MaxMin(), ReLU())
+    """
+    if activation is None:
+        return MaxMin()
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation]()
+    sorting = type(activation) in (MaxMin, GroupSort, HalfAbs)  # 1-Lipschitz, though not scalar
+    if isinstance(activation, nn.Module) and (sorting or slope_restricted(activation)):
+        return copy.deepcopy(activation)
+    raise OptionError(
+        f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, or a module of these types, got {activation!r}"
+    )
+
+
+def plain_conv2d(
+    in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, *, padding_mode: Any = "zeros", **named: Any
+) -> nn.Conv2d:
+    """``nn.Conv2d`` with odd kernels whose output is as large as the input divided by the stride.
+
+    >>> plain_conv2d(3, 8, 3, stride=2).padding
+    (1, 1)
+    """
+    if kernel_size % 2 == 0:
+        raise OptionError(f"kernel_size: expected an odd number for plain convolutions, got {kernel_size}")
+    return nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride, kernel_size // 2, padding_mode=padding_mode, **named
+    )
+
+
+_plain = partial(Family, paper="", equation="", claim="none", sizes="odd kernels, any image")
+# Not in the table of families: these layers are unconstrained, so the table's laws do not hold for them.
+UNCONSTRAINED: dict[str, Family] = {
+    "plain": _plain(name="plain", title="nn.Conv2d and nn.Linear", conv=plain_conv2d, linear=nn.Linear),
+    "plain_conv": _plain(
+        name="plain_conv",
+        title="circular nn.Conv2d, dense layers by the Cayley transform",
+        conv=partial(plain_conv2d, padding_mode="circular"),
+        linear=CayleyLinear,
+    ),
+}
+
+
+def find(name: str) -> Family:
+    """The family of this acronym, or one of the two unconstrained ones; the OptionError for another lists all.
+
+    >>> find("plain").linear.__name__, find("cayley").linear.__name__
+    ('Linear', 'CayleyLinear')
+    """
+    if name in UNCONSTRAINED:
+        return UNCONSTRAINED[name]
+    try:
+        return families.get(name)
+    except OptionError as error:
+        raise OptionError(str(error).replace(", got ", f", {', '.join(UNCONSTRAINED)}, got ", 1)) from None
+
+
+class Layers:
+    """Layers of a family, each followed by an activation (None: MaxMin) unless the family has one inside its layers.
+
+    ``options`` are those of its convolutions; an activation among them is used in the dense layers, too.
+
+    >>> made = Layers("cayley", {})
+    >>> made.dense(4, 2), made.strided(5), Layers("plain", {}).strided(5)
+    ([CayleyLinear(4, 2, bias=True), MaxMin()], 2, 5)
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], activation: str | nn.Module | None = None) -> None:
+        self.family = find(name)
+        self.outer: list[nn.Module] = [] if self.family.own_activation else [make_activation(activation)]
+        inner = {"activation": activation} if self.family.own_activation and activation is not None else {}
+        self.options = {**options, **inner}
+        self.inner = {k: v for k, v in self.options.items() if self.family.own_activation and k == "activation"}
+
+    def conv(self, cin: int, cout: int, kernel_size: int, stride: int = 1) -> list[nn.Module]:
+        return [self.bare(cin, cout, kernel_size, stride), *self.behind()]
+
+    def bare(self, cin: int, cout: int, kernel_size: int, stride: int = 1) -> nn.Module:
+        """A convolution without an activation after it."""
+        return self.family.conv(cin, cout, kernel_size, stride=stride, **self.options)
+
+    def dense(self, *sizes: int) -> list[nn.Module]:
+        """Hidden dense layers, from each size to the next."""
+        return [m for p, q in pairwise(sizes) for m in (self.family.linear(p, q, **self.inner), *self.behind())]
+
+    def last(self, inputs: int, outputs: int) -> nn.Module:
+        return self.family.last(inputs, outputs)
+
+    def behind(self) -> list[nn.Module]:
+        """The modules after a layer: a copy of the activation, or none."""
+        return copy.deepcopy(self.outer)  # each place its own: activations may have parameters
+
+    def strided(self, kernel_size: int, emulated: int | None = None) -> int:
+        """Kernel size of a strided layer: a constrained one downsamples first, and takes half of it or ``emulated``."""
+        if self.family.name in UNCONSTRAINED:  # a real stride
+            return kernel_size
+        return max(1, kernel_size // 2) if emulated is None else emulated

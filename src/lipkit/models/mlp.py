@@ -11,8 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import Scale
-from lipkit.models._parts import Layers, check_sizes, flat_size
-from lipkit.models.frame import bounded, check_options
+from lipkit.models.frame import Layers, bounded, check_options, check_sizes, flat_size
 from lipkit.modules import Shape
 
 
@@ -60,13 +59,13 @@ def mlp(
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
     check_options(options)
-    sizes = [flat_size(input_shape), *hidden, classes]
+    sizes = [flat_size(input_shape), *hidden, classes]  # flat_size comes first: it checks the shape
     check_sizes(hidden=hidden, classes=classes)
     if not (math.isfinite(gamma) and gamma > 0):
         raise OptionError(f"gamma: expected a positive finite number, got {gamma}")
     made = Layers(layer, options, activation)
     share = math.sqrt(gamma)
-    scaled = gamma != 1.0 or learnable_gamma
+    scaled = gamma != 1.0 or learnable_gamma  # a factor of 1 that stays 1 is left out
     layers: list[nn.Module] = [] if len(input_shape) == 1 else [nn.Flatten()]
     for i, (p, q) in enumerate(pairwise(sizes)):
         last = i == len(hidden)

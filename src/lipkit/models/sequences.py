@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lipkit.errors import OptionError, ShapeError
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
-from lipkit.models._parts import check_sizes
-from lipkit.models.frame import check_classes
+from lipkit.models.frame import check_classes, check_sizes, sizes_of
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
 from lipkit.modules.registry import export_plain, output_shape
@@ -35,7 +34,7 @@ class SumOverTime(nn.Module):
         if y.ndim != 3:
             raise ShapeError(f"SumOverTime: expected (B, T, n), got {tuple(y.shape)}")
         if mask is None:
-            return y.sum(1) / math.sqrt(y.shape[1])
+            return y.sum(1) / math.sqrt(y.shape[1])  # a sum of T vectors has norm root T
         return masked(y, mask).sum(1) / mask.sum(1, keepdim=True).clamp_min(1).to(y).sqrt()
 
 
@@ -51,7 +50,7 @@ class SequenceModel(nn.Sequential):
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         for module in self:
-            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)
+            takes = mask is not None and isinstance(module, RecurrentLayer | SumOverTime)  # others see single steps
             u = module(u, mask) if takes else module(u)
         return u
 
@@ -60,23 +59,22 @@ def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, option
     check_sizes(states=states, units=units, outputs=outputs)
     if kind not in LAYERS:
         raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {kind!r}")
-    own = (states,) if kind == "linear" else (states, units)
+    own = (states,) if kind == "linear" else (states, units)  # a linear system has no units
     return LAYERS[kind](inputs, outputs, *own, **options)
 
 
 def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
     """The normalisation of each feature, if any; ``ShapeError`` unless inputs are (T, features)."""
-    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    if len(shape) != 2 or not all(type(n) is int and n >= 1 for n in shape):
+    shape = sizes_of(input_shape)
+    if len(shape) != 2:
         raise ShapeError(f"{model}: expected an input shape (steps, features) of positive integers, got {input_shape}")
     if mean is None and std is None:
         return []
     if mean is None or std is None or len(mean) != shape[1] or len(std) != shape[1] or min(std) <= 0:
         raise OptionError(f"mean and std: expected {shape[1]} numbers each, std positive, got mean={mean}, std={std}")
-    scale = 1 / torch.tensor(std, dtype=torch.float64)
-    shift = -torch.tensor(mean, dtype=torch.float64) * scale
-    dtype = torch.get_default_dtype()
-    return [Affine(scale[None].to(dtype), shift[None].to(dtype))]
+    scale = 1 / torch.tensor(std, dtype=torch.float64)  # rounded to the default dtype once, at the end
+    shift, dtype = -torch.tensor(mean, dtype=torch.float64) * scale, torch.get_default_dtype()
+    return [Affine(scale[None].to(dtype), shift[None].to(dtype))]  # [None]: (1, features), for all steps
 
 
 def sequence_classifier(
@@ -137,16 +135,12 @@ def sequence_regressor(
 
 
 lipschitz_rule(SumOverTime)(1.0)
-
-
-@lipschitz_rule(SequenceModel)
-def _bound(model: SequenceModel, input_shape: Shape | None) -> Tensor:
-    return chain_constant(model, input_shape)
+lipschitz_rule(SequenceModel)(chain_constant)
 
 
 def _sum(steps: int, like: Tensor) -> list[nn.Module]:
     """The plain modules of a sum over so many steps. A root rounded down keeps their constant below 1."""
-    root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)
+    root = torch.tensor([math.sqrt(steps)], dtype=torch.float64).to(like)  # times the mean: the sum over the root
     return [Mean(1), Affine(root * (1 - 4 * torch.finfo(root.dtype).eps), torch.zeros_like(root))]
 
 
@@ -162,5 +156,5 @@ def _export(model: SequenceModel, input_shape: Shape) -> nn.Module:
     for module in model:
         one = nn.Sequential(*_sum(input_shape[0], like)) if type(module) is SumOverTime else module
         parts.append(export_plain(one, input_shape))
-        input_shape = output_shape(parts[-1], input_shape)
+        input_shape = output_shape(parts[-1], input_shape)  # of the next module
     return nn.Sequential(*parts)

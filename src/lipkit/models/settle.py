@@ -27,23 +27,20 @@ PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d
 def _folded(module: Any, gain: float) -> nn.Module:
     """A `Householder` for torchlip's, which folds to the opposite side of the line: the angle plus 2 pi here."""
     angles = module.theta.detach().reshape(1, -1) + 2 * math.pi
-    fold = Householder(2 * angles.shape[1]).to(angles)
+    fold = Householder(2 * angles.shape[1]).to(angles)  # one angle for each pair of channels
     fold.angles.data.copy_(angles)
     return fold if gain == 1 else nn.Sequential(fold, Scale(gain))
 
 
 def _ascending(group_size: int | None) -> nn.Module:
     """A `GroupSort` in ascending order, as torchlip sorts; lipkit sorts downwards."""
-
-    def turn() -> nn.Module:
-        return Affine(torch.tensor([-1.0]), torch.tensor([0.0]))
-
-    return nn.Sequential(turn(), GroupSort(group_size), turn())
+    before, behind = (Affine(torch.tensor([-1.0]), torch.tensor([0.0])) for _ in range(2))  # -sort(-x)
+    return nn.Sequential(before, GroupSort(group_size), behind)
 
 
 def _centred(module: Any) -> nn.Module:
     """A `LayerCenter`. Negative dimensions count as those of images; the comparison of outputs finds other cases."""
-    dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]
+    dims = [d % 4 for d in getattr(module, "dim", (-2, -1))]  # images have four axes
     if module.bias is None:
         return LayerCenter(*dims)
     bias = module.bias.detach().flatten()
@@ -82,16 +79,16 @@ def plain_form(module: nn.Module) -> nn.Module | None:
     (<class 'torch.nn.modules.linear.Linear'>, None)
     """
     kind = type(module)
-    original = kind.__mro__[1] if parametrize.is_parametrized(module) else kind
+    original = kind.__mro__[1] if parametrize.is_parametrized(module) else kind  # torch makes a subclass
     known = OURS.get((original.__module__.split(".")[0], original.__name__))
     if known is not None:
         return known(module)
     base = next((k for k in PLAIN if isinstance(module, k)), None)
-    dressed = kind is not base or bool(module._forward_pre_hooks)
+    dressed = kind is not base or bool(module._forward_pre_hooks)  # older spectral_norm is a hook
     if (not dressed and base is not None) or (kind not in PLAIN and rules().get(kind, (False, False))[0]):
         return None
     exported = getattr(module, "vanilla_export", None)
-    leaf = all(name == "parametrizations" for name, _ in module.named_children())
+    leaf = all(name == "parametrizations" for name, _ in module.named_children())  # not a whole network
     if callable(exported) and leaf:
         result = exported()
         return result if isinstance(result, nn.Module) and result is not module else None
@@ -103,6 +100,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
 
 
 def _rebuilt(base: type[Any], module: Any) -> nn.Module:
+    """A layer of torch with the geometry and the present numbers of one that inherits from it."""
     weight, bias = module.weight.detach(), module.bias
     names = inspect.signature(base).parameters.keys() - {"bias", "device", "dtype"}
     sizes = {name: getattr(module, name) for name in names}
@@ -144,12 +142,12 @@ def settled(
             try:
                 if module not in calls:
                     raise ShapeError(f"convert: expected an input that reaches every layer, got none at {name!r}")
-                x, y = calls[module][-1]
+                x, y = calls[module][-1]  # one call is enough: weights are the same in all
                 _compare(form(x), y, f"{name!r}, {type(module).__name__} as {form}")
             except LipkitError as error:
                 errors.append(error)
             else:
-                new[module] = form.train(modes[module])
+                new[module] = form.train(modes[module])  # the mode that it had before eval()
                 rows.append(Converted(name, type(module).__name__, type(form).__name__, "the same function"))
     for module, mode in modes.items():
         module.training = mode
@@ -158,7 +156,7 @@ def settled(
         if rows:
             _compare(watched(result, input_shape)[0], expected, "the network")
     except NoRuleError as error:
-        return copy.deepcopy(model, computed_tensors(model)), [], [error]
+        return copy.deepcopy(model, computed_tensors(model)), [], [error]  # all or nothing
     return result, rows, errors
 
 
@@ -184,7 +182,7 @@ def watched(
         calls.setdefault(module, []).append((inputs[0], output))
 
     modes = [(module, module.training) for module in model.modules()]
-    first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))  # for dtype and device
     x = torch.rand(1, *input_shape, generator=torch.Generator().manual_seed(0)).to(first)
     handles = [module.register_forward_hook(note) for module in modules]
     try:
@@ -205,7 +203,7 @@ def _compare(found: Any, expected: Any, what: str) -> None:
     if same:
         # Sums in another order; a weight is the same number in both.
         size = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().max().clamp_min(1e-30))
-        same = bool((found - expected).abs().max() <= size)
+        same = bool((found - expected).abs().max() <= size)  # False with NaN
     if not same:
         raise NoRuleError(
             f"convert: expected a plain layer that computes the same, got other outputs at {what}: write the layer as "

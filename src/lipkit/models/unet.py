@@ -11,8 +11,7 @@ from torch import nn
 
 from lipkit.errors import OptionError
 from lipkit.layers import HalfThrough
-from lipkit.models._parts import Layers, check_sizes
-from lipkit.models.frame import bounded, check_image, check_options
+from lipkit.models.frame import Layers, bounded, check_image, check_options, check_sizes
 from lipkit.modules import Blend, Graph, Shape
 
 # A product of proved constants may exceed 1 by this much in float32, so the denoiser's gain is below 1 by as much.
@@ -76,13 +75,13 @@ def unet(
         raise OptionError(f"channels: expected a multiple of 2, got {channels}")
     made = _layers(layer, options, activation)
     inputs = check_image(input_shape, patch * 2**depth, "unet")[0]
-    pixels = inputs * patch**2
+    pixels = inputs * patch**2  # channels of a patch
 
     def convolutions(*widths: int) -> list[nn.Module]:
         return [m for a, b in pairwise(widths) for m in made.conv(a, b, kernel_size)]
 
     def level(width: int, below: int) -> list[nn.Module]:
-        side = [width] * (blocks + 1)
+        side = [width] * (blocks + 1)  # as many convolutions as gaps
         if below == 0:
             return convolutions(*side)
         inner = nn.Sequential(nn.PixelUnshuffle(2), *level(2 * width, below - 1), nn.PixelShuffle(2))
@@ -94,7 +93,7 @@ def unet(
         return bounded(layers, lipschitz)
     if isinstance(last.bias, nn.Parameter):
         nn.init.constant_(last.bias, mean)
-    return bounded(layers, lipschitz, [mean] * inputs, [1.0] * inputs)
+    return bounded(layers, lipschitz, [mean] * inputs, [1.0] * inputs)  # std 1: the constant stays
 
 
 def autoencoder(
@@ -140,7 +139,7 @@ def autoencoder(
         current = width
     down.append(made.bare(current, code, kernel_size))
     up = [*made.conv(code, current, kernel_size), *up]
-    net = nn.Sequential()
+    net = nn.Sequential()  # of named parts
     net.add_module("encoder", bounded(down, lipschitz))
     net.add_module("decoder", nn.Sequential(*up))
     return net
@@ -177,7 +176,7 @@ def denoiser(channels: int = 32, depth: int = 1, blocks: int = 2, **options: Any
     if "lipschitz" in options:
         raise OptionError(f"denoiser: expected no gain but its own, got lipschitz={options['lipschitz']}")
     body = unet(channels, depth, blocks, lipschitz=1 - SLACK, **{"mean": 0.5, **options})
-    return Graph([body, Blend(torch.tensor(0.5))], [[0], [1, 0]])
+    return Graph([body, Blend(torch.tensor(0.5))], [[0], [1, 0]])  # value 0 is x, value 1 is N(x)
 
 
 def _layers(name: str, options: Mapping[str, Any] | None, activation: str | nn.Module | None) -> Layers:

@@ -45,8 +45,7 @@ def folder(name: str) -> Path:
 
 def resolved(path: str | os.PathLike[str]) -> Path:
     """``path``, or the folder of the package's network of this name if nothing lies at ``path``."""
-    found = Path(path)
-    name = os.fspath(path)
+    found, name = Path(path), os.fspath(path)
     return _FOLDER / name if not found.exists() and name in names() else found
 
 

@@ -7,11 +7,17 @@
 ([1, 2, 4], 1.0)
 """
 
-from lipkit.testing.case import Case, LawBroken, Refusal
-from lipkit.testing.check import check_layer, run_law
-from lipkit.testing.laws import LAWS, Law
+from lipkit.testing.case import (
+    Case,
+    LawBroken,
+    Refusal,
+    conv_options,
+    conv_refusals,
+    linear_options,
+    linear_refusals,
+)
+from lipkit.testing.check import LAWS, Law, check_layer, run_law
 from lipkit.testing.reference import dense_matrix, is_affine, jacobians, tolerance
-from lipkit.testing.tables import conv_options, conv_refusals, linear_options, linear_refusals
 
 __all__ = [
     "LAWS",

@@ -1,4 +1,4 @@
-"""One layer under test: how to make it, what it claims, and on which inputs."""
+"""One layer under test: how to make it, what it claims, on which inputs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import LipkitError, OptionError
-from lipkit.modules import Shape
+from lipkit.errors import LipkitError, OptionError, ShapeError
+from lipkit.lowering import export
+from lipkit.modules import Shape, output_shape
 from lipkit.testing.reference import tolerance
 
 CLAIMS = ("orthogonal", "contraction", "none")
@@ -20,6 +21,11 @@ CLAIMS = ("orthogonal", "contraction", "none")
 
 class LawBroken(AssertionError):
     """A layer breaks one of the laws; the message names the law, what it expects and what it found."""
+
+
+def require_bound(value: float, bound: float, allowed: float, what: str) -> None:
+    """Raise ``LawBroken`` unless ``value`` is at most ``bound`` and the relative ``allowed``; ``what`` names both."""
+    require(value <= bound * (1 + allowed), f"{what} = {bound:.17g}, got {value:.17g}")
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -126,12 +132,12 @@ class Case:
         with self.random(extra):
             return self.make(**options).to(dtype).train()
 
-    def moved(self, layer: nn.Module, extra: int = 1, size: float = 0.3) -> nn.Module:
-        """The layer with every parameter moved away from its initial value by random numbers."""
+    def moved(self, layer: nn.Module, extra: int = 1) -> nn.Module:
+        """The layer with every parameter moved away from its initial value by random numbers, 0.3 of its size."""
         with self.random(extra), torch.no_grad():
             for p in layer.parameters():
-                spread = p.square().mean().sqrt() + 0.05
-                p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * size)
+                spread = p.square().mean().sqrt() + 0.05  # parameters that start at zero move, too
+                p.add_(torch.randn(p.shape, dtype=p.dtype).to(p.device) * spread * 0.3)
         return layer
 
     def x(self, shape: Shape | None = None, batch: int = 3, dtype: torch.dtype | None = None, extra: int = 2) -> Tensor:
@@ -139,18 +145,14 @@ class Case:
         with self.random(extra):
             return torch.randn(batch, *(shape or self.shape), dtype=torch.float64).to(dtype or self.dtype)
 
-    def eps(self, shape: Shape | None = None, c: float = 4.0) -> float:
+    def eps(self, shape: Shape | None = None) -> float:
         """The rounding allowance for one input of ``shape``."""
-        return tolerance(max(8, math.prod(shape or self.shape)), self.dtype, c)
+        return tolerance(max(8, math.prod(shape or self.shape)), self.dtype)
 
 
 def states(case: Case) -> list[nn.Module]:
-    """The layers on which bounds are tested: a new one in training mode, and moved ones.
-
-    Initial weights can be special, so a moved layer is tested, too: in evaluation mode, and if the modes differ
-    (``train_gap``) also in training mode.
-    """
-    found = [case.layer(), case.moved(case.layer()).eval()]
+    """The layers on which bounds are tested: a new one in training mode, and moved ones in each mode that differs."""
+    found = [case.layer(), case.moved(case.layer()).eval()]  # initial weights can be special
     return [*found, case.moved(case.layer())] if case.train_gap else found
 
 
@@ -162,12 +164,12 @@ def distance(a: Tensor, b: Tensor) -> float:
     """
     if a.shape != b.shape:
         return math.inf
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()  # the difference itself does not round
     gap = float(torch.linalg.vector_norm(a - b))
     size = max(float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b)))
     if not math.isfinite(gap):
         return math.inf
-    return gap / size if size else gap
+    return gap / size if size else gap  # two tensors of zeros are the same
 
 
 def require_same(a: Tensor, b: Tensor, allowed: float, what: str) -> float:
@@ -185,3 +187,67 @@ def forward(layer: nn.Module, x: Tensor) -> Tensor:
     """The output without a graph."""
     with torch.no_grad():
         return layer(x)
+
+
+def _argument(name: str, value: Any) -> Refusal:
+    return Refusal(f"{name}={value!r}", lambda make: make(**{name: value}), OptionError, (name, repr(value)))
+
+
+def _input(what: str, verb: Callable[[nn.Module, Shape], Any], shape: Shape, *sizes: int) -> Refusal:
+    return Refusal(what, lambda make: verb(make(), shape), ShapeError, tuple(map(str, sizes)))
+
+
+def conv_refusals(in_channels: int, height: int, width: int) -> tuple[Refusal, ...]:
+    """Bad arguments of every constrained convolution, for a factory that takes them as keywords.
+
+    Args:
+        in_channels, height, width: of an input that the layer accepts.
+    """
+    wrong = (in_channels + 1, height, width)
+    return (
+        _argument("kernel_size", 0),
+        _argument("kernel_size", (3, 3, 3)),
+        _argument("stride", 0),
+        _argument("stride", (1, 2)),
+        _argument("padding", 7),
+        _argument("padding_mode", "mirror"),
+        _argument("dilation", 3),
+        _argument("groups", 3),
+        _argument("in_channels", 0),
+        _argument("out_channels", -1),
+        _argument("out_channels", 2.5),
+        _argument("dtype", torch.float16),
+        _input("another number of channels", output_shape, wrong, in_channels, in_channels + 1),
+        _input("export for another number of channels", export, wrong, in_channels, in_channels + 1),
+        _input("export for a vector", export, (in_channels,), in_channels),
+    )
+
+
+def linear_refusals(in_features: int) -> tuple[Refusal, ...]:
+    """Bad arguments of every constrained dense layer, for a factory that takes them as keywords."""
+    return (
+        _argument("in_features", 0),
+        _argument("out_features", -1),
+        _argument("out_features", True),
+        _argument("dtype", torch.bfloat16),
+        _input("export for another number of features", export, (in_features + 1,), in_features, in_features + 1),
+    )
+
+
+def conv_options() -> dict[str, tuple[Any, ...]]:
+    """Values of the arguments of ``nn.Conv2d`` that a constrained convolution must act on, or refuse."""
+    return {
+        "kernel_size": (1, 3),
+        "stride": (1, 2),
+        "padding": ("same", 0),
+        "padding_mode": ("circular", "zeros"),
+        "dilation": (1, 2),
+        "groups": (1, 2),
+        "bias": (True, False),
+        "dtype": (torch.float32, torch.float64),
+    }
+
+
+def linear_options() -> dict[str, tuple[Any, ...]]:
+    """Values of the arguments of ``nn.Linear`` that a constrained dense layer must act on."""
+    return {"bias": (True, False), "dtype": (torch.float32, torch.float64)}

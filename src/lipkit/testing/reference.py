@@ -46,10 +46,10 @@ def dense_matrix(f: Function, input_shape: Shape, dtype: torch.dtype = torch.flo
     [[2.0, 0.0], [0.0, 2.0]]
     """
     n = math.prod(input_shape)
-    points = torch.cat((torch.zeros(1, n, dtype=dtype), torch.eye(n, dtype=dtype)))
+    points = torch.cat((torch.zeros(1, n, dtype=dtype), torch.eye(n, dtype=dtype)))  # the first one gives the bias
     with torch.no_grad():
         y = f(points.reshape(n + 1, *input_shape)).flatten(1).double().numpy()
-    return (y[1:] - y[0]).T
+    return (y[1:] - y[0]).T  # row i of y is the image of e_i: a column
 
 
 def jacobians(f: Function, x: Tensor) -> list[Matrix]:
@@ -64,7 +64,7 @@ def jacobians(f: Function, x: Tensor) -> list[Matrix]:
     for point in x.detach():
         with torch.no_grad():
             outputs = f(point[None]).numel()
-        copies = point.expand(outputs, *point.shape).clone().requires_grad_()
+        copies = point.expand(outputs, *point.shape).clone().requires_grad_()  # clone: each with its own gradient
         with torch.enable_grad():
             # One copy of the point for each output: the diagonal takes output i of copy i, whose gradient is row i.
             (rows,) = torch.autograd.grad(f(copies).flatten(1).diagonal().sum(), copies)
@@ -84,7 +84,7 @@ def is_affine(f: Function, x: Tensor) -> bool:
         a, b = torch.cat((4 * x, 4 * x)), torch.cat((4 * x.roll(1, 0), -4 * x))
         zero = f(torch.zeros_like(x[:1]))
         parts, whole = f(a) + f(b) - zero, f(a + b)
-    allowed = tolerance(64 * x[0].numel(), x.dtype)
+    allowed = tolerance(64 * x[0].numel(), x.dtype)  # three evaluations, far from the origin
     return float((parts - whole).norm()) <= allowed * max(float(whole.norm()), float(parts.norm()))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lipkit.data import Data, Split, as_split
-from lipkit.data.convert import as_targets
+from lipkit.data.split import as_targets
 from lipkit.errors import DataError, warn_of_bytes
 from lipkit.training.losses import LOSSES
 

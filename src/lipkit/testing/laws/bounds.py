@@ -1,18 +1,21 @@
-"""Laws of the bound and the shapes: sound (1), attained (2), trained (10), sizes (11)."""
+"""Laws of the bound, the shapes and the gradients: sound (1), attained (2), gradients (9), trained (10), sizes (11)."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.func import functional_call
 
 from lipkit.layers import after_step
 from lipkit.lowering import export, lipschitz
 from lipkit.modules import Shape
-from lipkit.testing.case import Case, forward, require, require_same, states
+from lipkit.testing.case import Case, LawBroken, forward, require, require_bound, require_same, states
 from lipkit.testing.reference import operators, singular_values, steepest_secant, tolerance
 
 
@@ -28,35 +31,21 @@ def check_bounds(layer: nn.Module, case: Case, shape: Shape) -> dict[str, float]
     claimed = float(lipschitz(layer, shape).detach())
     require(math.isfinite(claimed), f"input {shape}: expected a finite lipschitz(layer), got {claimed}")
     reached = true_norm(layer, case, shape, case.dtype)
-    require(
-        reached <= claimed * (1 + eps),
-        f"input {shape}: expected a norm of at most lipschitz(layer) = {claimed:.9g} (training={layer.training}), "
-        f"got {reached:.9g}",
-    )
+    place = f"input {shape} (training={layer.training}): expected"
+    require_bound(reached, claimed, eps, f"{place} a norm of at most lipschitz(layer)")
     network = export(layer, shape)
     proved = float(lipschitz(network))
     # The proof adds its own rounding allowance, of the order n^2 u times the condition of a diagonal scaling.
     proof = tolerance(max(8, math.prod(shape)) ** 2, torch.float64, c=256.0)
-    require(
-        proved <= claimed * (1 + case.slack + eps + proof),
-        f"input {shape}: expected lipschitz(export(layer)) of at most lipschitz(layer) = {claimed:.12g}, "
-        f"got {proved / claimed - 1:.3g} (relative) above it",
-    )
+    allowed = case.slack + eps + proof
+    require_bound(proved, claimed, allowed, f"{place} lipschitz(export(layer)) of at most lipschitz(layer)")
     exported = true_norm(network, case, shape, case.dtype)
-    require(
-        exported <= proved * (1 + eps),
-        f"input {shape}: expected the exported layer to have a norm of at most its bound {proved:.9g}, "
-        f"got {exported:.9g}",
-    )
+    require_bound(exported, proved, eps, f"{place} the exported layer to have a norm of at most its bound")
     # The same numbers in float64 arithmetic: the bound must hold to float64 rounding, whatever dtype they had.
     double = copy.deepcopy(network).double()
     exact, bound = true_norm(double, case, shape, torch.float64), float(lipschitz(double))
     allowed = tolerance(max(8, math.prod(shape)), torch.float64)
-    require(
-        exact <= bound * (1 + allowed),
-        f"input {shape}: expected the exported layer in float64 to have a norm of at most its bound {bound:.17g}, "
-        f"got {exact:.17g}",
-    )
+    require_bound(exact, bound, allowed, f"{place} the exported layer in float64 to have a norm of at most its bound")
     return {"norm": reached, "claimed": claimed, "proved": proved, "exported": exported}
 
 
@@ -68,12 +57,10 @@ def sound(case: Case) -> dict[str, float]:
             found = check_bounds(layer, case, shape)
             measured = {key: max(value, measured.get(key, 0.0)) for key, value in found.items()}
             if case.claim != "none":
-                limit = case.gamma * (1 + case.slack) * (1 + case.eps(shape))
-                require(
-                    found["claimed"] <= limit,
-                    f"input {shape}: expected lipschitz(layer) of at most the claimed {limit:.9g} "
-                    f"(training={layer.training}), got {found['claimed']:.9g}",
+                what = (
+                    f"input {shape} (training={layer.training}): expected lipschitz(layer) of at most the claimed gamma"
                 )
+                require_bound(found["claimed"], case.gamma * (1 + case.slack), case.eps(shape), what)
     return measured
 
 
@@ -117,12 +104,11 @@ def trained(case: Case) -> dict[str, float]:
         for step in range(STEPS):
             optimiser.zero_grad()
             y = layer(case.x(extra=37 + step))
-            (-y.square().mean() + y.mean()).backward()
+            (-y.square().mean() + y.mean()).backward()  # outputs grow, and no symmetry keeps a gradient at zero
             optimiser.step()
         broken = [name for name, p in layer.named_parameters() if not bool(torch.isfinite(p).all())]
-        require(
-            not broken, f"expected finite parameters after {STEPS} Adam steps of rate {RATE}, got others in {broken}"
-        )
+        what = f"{STEPS} Adam steps of rate {RATE}"
+        require(not broken, f"expected finite parameters after {what}, got others in {broken}")
     before = {**check_bounds(layer, case, case.shape), **check_bounds(layer.eval(), case, case.shape)}
     if not after_step(layer, case.shape):
         return before
@@ -159,3 +145,78 @@ def sizes(case: Case) -> dict[str, float]:
         one = forward(used, x[:1])
         require_same(one, y[:1], case.eps(shape), f"input {shape}: one sample against the same one in a batch")
     return {"sizes": float(len(case.input_shapes))}
+
+
+def _semi_orthogonal(rows: int, cols: int) -> Tensor:
+    q, _ = torch.linalg.qr(torch.randn(max(rows, cols), min(rows, cols), dtype=torch.float64))
+    return q if rows >= cols else q.mT  # orthonormal columns, or rows
+
+
+def _repeated_matrices(p: Tensor) -> Tensor:
+    """Semi-orthogonal matrices in the last two dimensions: all their singular values are 1."""
+    if p.ndim < 2:
+        return p
+    flat = p.reshape(-1, *p.shape[-2:])
+    return torch.stack([_semi_orthogonal(*p.shape[-2:]) for _ in flat]).reshape(p.shape)
+
+
+def _repeated_kernel(p: Tensor) -> Tensor:
+    """A kernel of one tap, a semi-orthogonal matrix: all singular values of the convolution are 1."""
+    if p.ndim != 4:
+        return _repeated_matrices(p)
+    kernel = torch.zeros_like(p)
+    kernel[:, :, (p.shape[2] - 1) // 2, (p.shape[3] - 1) // 2] = _semi_orthogonal(*p.shape[:2])
+    return kernel
+
+
+POINTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "random parameters": lambda p: p,
+    "repeated singular values of matrices": _repeated_matrices,
+    "repeated singular values of a kernel": _repeated_kernel,
+    "zero matrices": lambda p: torch.zeros_like(p) if p.ndim >= 2 else p,
+    "zero parameters": torch.zeros_like,
+}
+
+
+def _finite(layer: nn.Module, x: Tensor, where: str) -> None:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    bad = int((~y.isfinite()).sum())
+    require(not bad, f"{where}: expected a finite output, got {bad} others")
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
+    for name, p in (("input", x), *layer.named_parameters()):
+        grad = p.grad
+        bad = 0 if grad is None else int((~grad.isfinite()).sum())
+        require(not bad, f"{where}: expected a finite gradient of {name}, got {bad} entries that are not")
+
+
+def _right(layer: nn.Module, x: Tensor, where: str) -> None:
+    names = [name for name, p in layer.named_parameters() if p.requires_grad]
+    values = [p.detach().clone().requires_grad_() for p in layer.parameters() if p.requires_grad]
+
+    def f(x: Tensor, *parameters: Tensor) -> Tensor:
+        return functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            gradcheck(f, (x.clone().requires_grad_(), *values), fast_mode=True)  # along random directions
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise LawBroken(f"{where}: expected gradients that agree with finite differences, got {reason}") from None
+
+
+def gradients(case: Case) -> dict[str, float]:
+    """Law 9, in float64: gradcheck at random weights and repeated singular values; finite there and at zero."""
+    x = case.x(batch=2, dtype=torch.float64)  # finite differences need float64
+    for where, point in POINTS.items():
+        layer = case.moved(case.layer(dtype=torch.float64))
+        with case.random(31), torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(point(p.detach().clone()))
+        _finite(layer, x, where)
+        if where.startswith("random") or (where.startswith("repeated") and case.smooth):
+            _right(layer, x, where)
+        if not any(True for _ in layer.parameters()):
+            break
+    return {}

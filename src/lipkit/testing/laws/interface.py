@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipkit.errors import LipkitError, OptionError, ShapeError
 from lipkit.lowering import export, lipschitz
@@ -24,7 +24,7 @@ def exported(case: Case) -> dict[str, float]:
         x, eps = case.x(shape), case.eps(shape)
         layer = case.moved(case.layer()).eval()
         y = forward(layer, x)
-        before = torch.get_rng_state()
+        before = torch.get_rng_state()  # an export may look for norms, but not at random
         network = export(layer, shape)
         drawn = not torch.equal(before, torch.get_rng_state())
         require(not drawn, "expected an export that leaves the random state as it is, got one that draws from it")
@@ -36,7 +36,7 @@ def exported(case: Case) -> dict[str, float]:
         asking = [name for name, p in network.named_parameters() if p.requires_grad]
         require(not asking, f"expected an export without trainable parameters, got {asking}")
         require(not any(m.training for m in network.modules()), "expected an export in evaluation mode, got training")
-        fresh = case.layer(extra=7)
+        fresh = case.layer(extra=7)  # other weights
         fresh.load_state_dict(layer.state_dict())
         again = forward(export(fresh, shape), x)
         require_same(again, y, eps, f"input {shape}: export of a freshly loaded layer before any forward pass")
@@ -88,18 +88,15 @@ def options_act(case: Case) -> dict[str, float]:
 
 def refusals(case: Case) -> dict[str, float]:
     """Law 13: each bad argument raises its error, whose message has "expected ..., got ..." and both values."""
-    shape, other = case.shape, (*case.shape[:-1], case.shape[-1] + 1)
+    shape, other = case.shape, (*case.shape[:-1], case.shape[-1] + 1)  # an export is for one shape
     what, words = f"the layer exported for {shape} called on {other}", (str(shape[-1]), str(other[-1]))
     other_size = Refusal(what, lambda make: export(make(), shape)(case.x(other)), ShapeError, words)
     table = (other_size, *case.refusals)
 
-    def make(**options: Any) -> nn.Module:
-        return case.layer(**options)
-
     for refusal in table:
         name = refusal.error.__name__
         try:
-            refusal.call(make)
+            refusal.call(case.layer)
         except LipkitError as error:
             message = str(error)
             require(isinstance(error, refusal.error), f"{refusal.what}: expected {name}, got {type(error).__name__}")

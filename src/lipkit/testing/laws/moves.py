@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipkit.errors import OptionError
 from lipkit.lowering import export
-from lipkit.testing.case import Case, distance, forward, require, require_same, require_small
+from lipkit.testing.case import Case, LawBroken, distance, forward, require, require_same, require_small
 from lipkit.testing.reference import tolerance
 
 OBJECTS = ("weight", "kernel", "symbol", "generator")
@@ -70,7 +70,7 @@ def _recorded(layer: nn.Module) -> Iterator[list[Tensor]]:
         yield made
     finally:
         for module, name in touched:
-            delattr(module, name)
+            delattr(module, name)  # the method of the class is there again
 
 
 def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -80,9 +80,8 @@ def _autocast(layer: nn.Module, x: Tensor, y: Tensor) -> float:
     with _recorded(layer) as low, torch.autocast(x.device.type, torch.bfloat16):
         z = layer(x)
     for a, b in zip(exact, low, strict=True):
-        require(
-            b.dtype == a.dtype, f"bfloat16 autocast: expected a constrained object of dtype {a.dtype}, got {b.dtype}"
-        )
+        dtypes = f"{a.dtype}, got {b.dtype}"
+        require(b.dtype == a.dtype, f"bfloat16 autocast: expected a constrained object of dtype {dtypes}")
         require_same(b, a, tolerance(64, a.dtype), "bfloat16 autocast: constrained object against float32")
     gap = distance(z, y)
     allowed = tolerance(1, torch.bfloat16)
@@ -105,7 +104,7 @@ def _another_device(layer: nn.Module, x: Tensor, y: Tensor, case: Case) -> None:
         require(z.shape == y.shape and z.is_meta, f"device meta: expected shape {tuple(y.shape)}, got {tuple(z.shape)}")
     if torch.cuda.is_available():
         there = copy.deepcopy(layer).cuda()
-        require_same(forward(there, x.cuda()), y, 4 * case.eps(), "device cuda")
+        require_same(forward(there, x.cuda()), y, 4 * case.eps(), "device cuda")  # sums in another order
 
 
 @contextmanager
@@ -130,10 +129,9 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
         return made
 
     to = _waves(y)
-    inputs = [*layer.parameters(), x.clone().requires_grad_()]
-    found = torch.autograd.grad((layer(inputs[-1]) * to).sum(), inputs, allow_unused=True)
-    slopes = [torch.zeros_like(p) if g is None else g for g, p in zip(found, inputs, strict=True)]
-    along = {name: _waves(p) * float(p.norm()) / p.numel() ** 0.5 for name, p in values.items()}
+    inputs = [*layer.parameters(), x.clone().requires_grad_()]  # the input last
+    slopes = torch.autograd.grad((layer(inputs[-1]) * to).sum(), inputs, allow_unused=True, materialize_grads=True)
+    along = {name: _waves(p) * float(p.norm()) / p.numel() ** 0.5 for name, p in values.items()}  # as long as p
     try:
         with torch.no_grad(), _quiet():
             each = torch.func.vmap(lambda one: call(values, one[None])[0])(x)
@@ -141,11 +139,10 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
         for_values, for_x = torch.func.grad(lambda values, x: (call(values, x) * to).sum(), (0, 1))(values, x)
     except (RuntimeError, NotImplementedError) as error:
         line = str(error).strip().split("\n")[0]
-        require(
-            False,
+        raise LawBroken(
             "torch.func: expected a layer that vmap, jvp and grad can follow (an autograd.Function needs setup_context "
-            f"and rules for vmap and jvp), got {type(error).__name__}: {line}",
-        )
+            f"and rules for vmap and jvp), got {type(error).__name__}: {line}"
+        ) from None
     gap = require_same(each, y, eps, "torch.func.vmap over the samples")
     # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
     size = float(to.norm() * max(1.0, float(y.norm())))
@@ -159,7 +156,7 @@ def _transforms(layer: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
 def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
     plain, compiled = copy.deepcopy(layer), copy.deepcopy(layer)
     x = x.clone().requires_grad_()
-    torch.compiler.reset()
+    torch.compiler.reset()  # graphs of another layer of this class would be tried first
     with _quiet():
         z = torch.compile(compiled, backend=backend, fullgraph=case.fullgraph)(x)
         z.square().sum().backward()
@@ -168,8 +165,8 @@ def _compile(layer: nn.Module, x: Tensor, backend: str, case: Case) -> float:
     gap = require_same(z, y, case.eps(), f"torch.compile(backend={backend!r})")
     for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         if p.grad is not None:
-            require(q.grad is not None, f"torch.compile(backend={backend!r}): expected a gradient of {name}, got None")
-            assert q.grad is not None
+            if q.grad is None:
+                raise LawBroken(f"torch.compile(backend={backend!r}): expected a gradient of {name}, got None")
             # Gradients of a norm nearly cancel for an orthogonal layer: compared with the size of the output's.
             size = max(float(p.grad.norm()), float(y.detach().norm()))
             off = float((p.grad - q.grad).norm()) / size

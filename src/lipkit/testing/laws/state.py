@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lipkit.testing.case import Case, distance, forward, require, require_same
+from lipkit.testing.case import Case, LawBroken, distance, forward, require, require_same
 
 
 def _inventory(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -34,23 +34,21 @@ def complete(case: Case) -> dict[str, float]:
     before = _inventory(layer)
     forward(layer, case.x())
     after = _inventory(layer)
-    require(
-        before == after, f"expected the same parameters after a forward pass, {sorted(before)}, got {sorted(after)}"
-    )
+    names = f"{sorted(before)}, got {sorted(after)}"
+    require(before == after, f"expected the same parameters after a forward pass, {names}")
     layer = case.moved(case.layer())
     if not any(p.requires_grad for p in layer.parameters()):
         return {"parameters": 0.0}
     y = layer(case.x())
     with case.random(5):
-        direction = torch.randn_like(y)
+        direction = torch.randn_like(y)  # random: the gradient of a norm vanishes for orthogonal layers
     require(y.requires_grad, "expected an output that depends on the parameters, got one without a gradient")
     (y * direction).sum().backward()
     for name, p in layer.named_parameters():
         if not p.requires_grad:
             continue
-        grad = p.grad
-        require(grad is not None, f"parameter {name}: expected a gradient, got None: the output does not depend on it")
-        assert grad is not None
+        if (grad := p.grad) is None:
+            raise LawBroken(f"parameter {name}: expected a gradient, got None: the output does not depend on it")
         require(bool(torch.isfinite(grad).all()), f"parameter {name}: expected a finite gradient, got {grad}")
         require(bool((grad != 0).any()), f"parameter {name}: expected a gradient that is not all zero, got zeros")
     return {"parameters": float(sum(p.numel() for p in layer.parameters()))}
@@ -96,9 +94,8 @@ def _independent(case: Case, copied: nn.Module, original: nn.Module, what: str) 
     case.moved(copied, extra=11)
     if any(True for _ in copied.parameters()):
         require_same(forward(original, x), y, eps, f"the original after a change of its {what}")
-        require(
-            distance(forward(copied, x), y) > eps, f"expected a changed {what} to give another output, got the same"
-        )
+        gap = distance(forward(copied, x), y)
+        require(gap > eps, f"expected a changed {what} to give another output, got the same")
 
 
 def round_trips(case: Case) -> dict[str, float]:
@@ -125,19 +122,18 @@ def round_trips(case: Case) -> dict[str, float]:
 def _ema(case: Case, layer: nn.Module) -> None:
     x, eps = case.x(), case.eps()
     average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    average.update_parameters(layer)
+    average.update_parameters(layer)  # the first one copies
     y = forward(layer, x)
     first = {name: t.detach().clone() for name, t in layer.state_dict().items()}
     case.moved(layer, extra=13)
     require_same(forward(average.module, x), y, eps, "EMA copy after a change of the layer")
     average.update_parameters(layer)
     reference = case.layer(extra=7)
-    trained = {name for name, _ in layer.named_parameters()}
+    trained = {name for name, _ in layer.named_parameters()}  # buffers are copied, not averaged
     mean = {name: (first[name] + t) / 2 if name in trained else t for name, t in layer.state_dict().items()}
     reference.load_state_dict(mean)
-    require_same(
-        forward(average.module, x), forward(reference, x), eps, "EMA copy against a layer of averaged parameters"
-    )
+    averaged = forward(average.module, x)
+    require_same(averaged, forward(reference, x), eps, "EMA copy against a layer of averaged parameters")
 
 
 def _optimiser_step(case: Case, layer: nn.Module) -> None:
@@ -148,12 +144,12 @@ def _optimiser_step(case: Case, layer: nn.Module) -> None:
             # Whatever the loss says: every parameter moves, by about half of its size.
             p.grad = torch.randn(p.shape, dtype=p.dtype).to(p.device) * (p.detach().square().mean().sqrt() + 0.1)
     optimiser.step()
-    optimiser.zero_grad()
+    optimiser.zero_grad()  # a gradient left behind would be state, too
 
 
 def _data(case: Case, layer: nn.Module) -> None:
     for p, q in zip(layer.parameters(), case.moved(case.layer(extra=29), extra=29).parameters(), strict=True):
-        p.data = q.data.clone()
+        p.data = q.data.clone()  # no version counter sees it
 
 
 CHANGES: dict[str, Callable[[Case, nn.Module], object]] = {

@@ -1,0 +1,318 @@
+"""Chains of convolutions: KWLarge and smaller ones, the sandwich networks of [LBDN], LipConvnet, the SLL networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from torch import nn
+
+from lipkit.errors import OptionError
+from lipkit.layers import NormalizedLinear
+from lipkit.layers.sll import SllConv2d, SllLinear
+from lipkit.models.frame import Common, Image, Layers, architecture, check_flag, check_sizes
+from lipkit.modules.views import Pad
+
+
+@architecture()
+def kwlarge(
+    image: Image,
+    layer: str = "cayley",
+    width: int = 1,
+    *,
+    kernel_size: int = 3,
+    dense: Sequence[int] | None = None,
+    activation: str | nn.Module | None = None,
+    pool: bool = False,
+    **options: Any,
+) -> list[nn.Module]:
+    """conv 32w, conv 32w /2, conv 64w, conv 64w /2, linear 512w, linear 512, linear classes; MaxMin between
+    (not for families whose layers contain an activation).
+
+    Args:
+        layer: acronym of the family (``lipkit list layers``), or ``plain`` or ``plain_conv``: unconstrained.
+        width: w, multiplies the channels.
+        kernel_size: of the layers of stride 1; strided layers act on 4 times the channels with half of it, rounded
+            down (3 -> 1); unconstrained ones have a stride, and the whole kernel.
+        dense: units of the two hidden linear layers instead of (512w, 512).
+        activation: name such as 'relu', or a module, instead of MaxMin; for layers with an inner activation, that one.
+        pool: no strides, but the sums of 4 x 4 pixels over 4 (of norm 1, as in the code that [LBDN] published) in
+            front of the linear layers, for families that have no strided layer in the papers.
+        image: (C, H, W) with H and W multiples of 4.
+        options: options of the family's convolution.
+
+    >>> from lipkit.lowering import lipschitz
+    >>> float(lipschitz(kwlarge(input_shape=(3, 8, 8))))
+    1.0
+
+    References:
+        [Cayley] section 5; Wong & Kolter's "large" network as used by Li et al., NeurIPS 2019; [LBDN] table 5 (dense,
+        activation, pool).
+    """
+    units = [512 * width, 512] if dense is None else list(dense)
+    if len(units) != 2:
+        raise OptionError(f"dense: expected the units of two layers, got {dense!r}")
+    check_sizes(kernel_size=kernel_size, dense=units)
+    made, features = Layers(layer, options, activation), 64 * width * image.pixels(4)
+    down = (kernel_size, 1) if pool else (made.strided(kernel_size), 2)  # kernel and stride of the second of each pair
+    return [
+        *made.conv(image.channels, 32 * width, kernel_size),
+        *made.conv(32 * width, 32 * width, *down),
+        *made.conv(32 * width, 64 * width, kernel_size),
+        *made.conv(64 * width, 64 * width, *down),
+        *([nn.AvgPool2d(4, divisor_override=4)] if pool else []),  # sixteen weights of a quarter: norm 1
+        nn.Flatten(),
+        *made.dense(features, *units),
+        made.last(units[1], image.classes),
+    ]
+
+
+@architecture(input_shape=(1, 8, 8))
+def small(
+    image: Image, layer: str = "cayley", width: int = 1, *, kernel_size: int = 3, **options: Any
+) -> list[nn.Module]:
+    """conv 16w, conv 32w /2 (and conv 32w /2 again above 12 x 12), linear 256w, linear classes; MaxMin between
+    (for families whose layers contain their activation, none).
+
+    Args:
+        layer, width, options: as of `kwlarge`.
+        kernel_size: of the first layer; strided layers use 1, unconstrained ones the whole kernel.
+        image: (C, H, W) with H and W even (multiples of 4 above 12 x 12).
+
+    >>> small(input_shape=(1, 8, 8), classes=3)[-1].out_features
+    3
+    """
+    made, twice = Layers(layer, options), max(image.rows, image.columns) > 12
+    features = 32 * width * image.pixels(4 if twice else 2)
+    down = made.strided(kernel_size, 1), 2  # kernel and stride
+    return [
+        *made.conv(image.channels, 16 * width, kernel_size),
+        *made.conv(16 * width, 32 * width, *down),
+        *(made.conv(32 * width, 32 * width, *down) if twice else []),
+        nn.Flatten(),
+        *made.dense(features, 256 * width),
+        made.last(256 * width, image.classes),
+    ]
+
+
+@architecture(classes=100)
+def lbdn_conv(
+    image: Image,
+    layer: str = "sandwich",
+    blocks: int = 3,
+    width: int = 64,
+    *,
+    hidden: Sequence[int] = (2048, 2048, 1024),
+    last_layer_normalization: bool = True,
+    kernel_size: int = 3,
+    **options: Any,
+) -> list[nn.Module]:
+    """Blocks of conv w, conv w /2 with w = 64, 128, 256 (, 512), then linear 2048, 2048, 1024 and a last layer of
+    unit rows.
+
+    Args:
+        layer, options: as of `kwlarge`.
+        blocks: each halves the image and doubles the channels. The paper: 3 for images of 32 x 32, 4 for 64 x 64.
+        width: channels of the first block.
+        hidden: units of the hidden linear layers.
+        last_layer_normalization: whether the last layer has rows of unit norm and is otherwise free (the network is
+            then not 1-Lipschitz; the pairwise certificate takes the last layer's rows into account). False: a
+            layer of the family.
+        kernel_size: of the layers of stride 1; strided layers have half of it, rounded down, after downsampling.
+        image: (C, H, W) with H and W multiples of 2 to the power of ``blocks``.
+
+    Raises:
+        OptionError: another number of blocks or units than above. ShapeError: an input shape that does not fit.
+
+    >>> net = lbdn_conv(width=4, hidden=[32], input_shape=(3, 8, 8))
+    >>> type(net[-1]).__name__, net[-1].out_features
+    ('NormalizedLinear', 100)
+
+    References:
+        [LBDN] table 6, section 5.2; Singla, Singla & Feizi, ICLR 2022 (last-layer normalisation).
+    """
+    check_sizes(blocks=blocks, width=width, kernel_size=kernel_size, hidden=hidden)
+    check_flag(last_layer_normalization=last_layer_normalization)
+    made, pixels = Layers(layer, options), image.pixels(2**blocks)
+    layers: list[nn.Module] = []
+    current = image.channels
+    for block in range(blocks):
+        target = width * 2**block  # half the sides, twice the channels
+        layers += made.conv(current, target, kernel_size)
+        layers += made.conv(target, target, made.strided(kernel_size), 2)
+        current = target
+    sizes = [current * pixels, *hidden]
+    last = NormalizedLinear if last_layer_normalization else made.last
+    return [*layers, nn.Flatten(), *made.dense(*sizes), last(sizes[-1], image.classes)]
+
+
+# (channels of group 1, channels of group 2, stride of group 2) of each block.
+BLOCKS = ((32, 64, 2), (64, 128, 2), (128, 256, 2), (256, 512, 3), (512, 1024, 1))
+
+
+@architecture()
+def lipconvnet(
+    image: Image,
+    depth: int = 5,
+    first_blocks: str = "soc",
+    last_blocks: str = "eco",
+    first: int = 2,
+    *,
+    layer: str | None = None,
+    width: float = 1.0,
+    kernel_size: int = 3,
+    side: int = 24,
+    first_options: Mapping[str, Any] | None = None,
+    last_options: Mapping[str, Any] | None = None,
+    **common: Unpack[Common],
+) -> list[nn.Module]:
+    """Five blocks of depth / 5 convolutions with MaxMin after each, then one linear layer.
+
+    Block b has depth / 5 - 1 layers of stride 1 and one that downsamples: 24 -> 12 -> 6 -> 3 -> 1 -> 1 pixels and 64,
+    128, 256, 512, 1024 channels. Images of another size are cropped around the centre, or padded with zeros, to
+    ``side x side`` by the first layer of the model, which is 1-Lipschitz: certificates hold for the whole image.
+    Where one pixel is left (from the downsampling layer of block 4 on) a kernel is a single matrix, and its size is 1.
+
+    Args:
+        image: (C, H, W) of any size.
+        depth: number of convolutions, a multiple of 5.
+        first_blocks, last_blocks: families of the first ``first`` blocks and of the others.
+        first: l of the paper's ablation, 0 to 5.
+        layer: one family for all blocks, instead of the three arguments above; ``plain`` or ``plain_conv`` for
+            ordinary convolutions (and an ordinary or a Cayley last layer).
+        width: factor on the channels.
+        kernel_size: of the convolutions on more than one pixel.
+        side: working size, a multiple of 24.
+        first_options, last_options: options of the two families' convolutions.
+
+    Raises:
+        OptionError: depth is not a multiple of 5, first is not in 0..5, side is not a multiple of 24.
+
+    >>> net = lipconvnet(5, layer="cayley", width=0.125)
+    >>> from lipkit.lowering import lipschitz
+    >>> lipschitz(net).item()
+    1.0
+
+    References:
+        [ECO] Table 1, section 5.1; Singla & Feizi, ICML 2021.
+    """
+    check_sizes(depth=depth)
+    if depth % 5:
+        raise OptionError(f"depth: expected a multiple of 5, got {depth}")
+    if not 0 <= first <= 5:
+        raise OptionError(f"first: expected a number of blocks from 0 to 5, got {first}")
+    if side < 24 or side % 24:
+        raise OptionError(f"side: expected a multiple of 24, got {side}")
+    if layer is not None:
+        first_blocks = last_blocks = layer  # wherever the boundary is
+    layers: list[nn.Module] = []
+    if (image.rows, image.columns) != (side, side):
+        top, left = (side - image.rows) // 2, (side - image.columns) // 2  # negative ones crop
+        layers.append(nn.ZeroPad2d((left, side - image.columns - left, top, side - image.rows - top)))
+    front, back = Layers(first_blocks, first_options or {}), Layers(last_blocks, last_options or {})
+    current, size = image.channels, side
+    for block, (inner, last, stride) in enumerate(BLOCKS):
+        made = front if block < first else back
+        steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]  # channels and stride of each layer of the block
+        for target, step in steps:
+            before, size = size, size // step
+            cout = max(2, 2 * round(target * width / 2))  # even, for MaxMin
+            kernel = 1 if before == 1 else made.strided(kernel_size, kernel_size if size > 1 else 1)
+            layers += made.conv(current, cout, kernel, step)
+            current = cout
+    return [*layers, nn.Flatten(), back.last(current * size**2, image.classes)]
+
+
+# Channels, convolutions, dense layers.
+SIZES = {"small": (45, 20, 7), "medium": (60, 30, 10), "large": (90, 50, 10), "xlarge": (120, 70, 15)}
+POOL = 4
+
+
+@architecture()
+def sllnet(
+    image: Image,
+    size: str = "small",
+    *,
+    channels: int | None = None,
+    depth: int | None = None,
+    dense: Sequence[int] | None = None,
+    inner: int = 5,
+    last_layer_normalization: bool = False,
+    **options: Any,
+) -> list[nn.Module]:
+    """Zeros as further channels, ``depth`` SLL convolutions, sums of 4 x 4 pixels over 4, SLL dense layers, classes.
+
+    Every layer is a residual one of constant width. ``size`` sets channels, convolutions and dense layers (of 2048
+    inner units): small 45, 20, 7; medium 60, 30, 10; large 90, 50, 10; xlarge 120, 70, 15. Most of the parameters
+    (41, 79, 118 and 236 million for 32 x 32 images) are in the dense layers.
+
+    Args:
+        size: small, medium, large or xlarge; what follows replaces its parts.
+        channels: width of the convolutions.
+        depth: number of convolutions.
+        dense: inner units of each dense layer.
+        inner: inner channels of each convolution.
+        last_layer_normalization: whether a last layer with rows of unit norm and free otherwise follows. False: the
+            first outputs are the classes, without parameters.
+        image: (C, H, W) with H and W multiples of 4.
+        options: options of the layers: ``activation``.
+
+    Raises:
+        OptionError: an unknown size, fewer features than classes. ShapeError: an input shape that does not fit.
+
+    >>> net = sllnet(channels=4, depth=2, dense=[8], input_shape=(1, 8, 8), last_layer_normalization=True)
+    >>> [type(layer).__name__ for layer in net]
+    ['SllConv2d', 'SllConv2d', 'AvgPool2d', 'Flatten', 'SllLinear', 'NormalizedLinear']
+
+    References:
+        Araujo et al., ICLR 2023, section 5 and appendix; the inner channels are those of its code, and the only ones
+        that give the printed numbers of parameters. Convolutions are circular here, zero-padded there.
+    """
+    if size not in SIZES:
+        raise OptionError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
+    check_flag(last_layer_normalization=last_layer_normalization)
+    width, convolutions, linears = SIZES[size]
+    width = width if channels is None else channels
+    convolutions = convolutions if depth is None else depth
+    units = [2048] * linears if dense is None else list(dense)
+    check_sizes(channels=width, depth=convolutions, inner=inner, dense=units)
+    features = width * image.pixels(POOL)
+    if width < image.channels:
+        raise OptionError(f"channels: expected at least the {image.channels} of the images, got {width}")
+    if features < image.classes:
+        raise OptionError(
+            f"channels: expected at least as many features as the {image.classes} classes, got {features}"
+        )
+    inputs = [image.channels, *[width] * (convolutions - 1)]  # the first layer adds channels of zeros
+    layers: list[nn.Module] = [SllConv2d(n, width, 3, hidden=inner, **options) for n in inputs]
+    # Of norm 1: sixteen weights of a quarter.
+    layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]
+    layers += [SllLinear(features, features, hidden=n, **options) for n in units]
+    dropped = Pad(0, image.classes - features)  # a negative pad drops the outputs behind the classes
+    return [*layers, NormalizedLinear(features, image.classes) if last_layer_normalization else dropped]
+
+
+@architecture(input_shape=(1, 8, 8))
+def convnet(image: Image, width: int = 1, *, batch_norm: bool = True, **common: Unpack[Common]) -> list[nn.Module]:
+    """conv 16w, conv 32w /2, conv 32w /2, linear 64w, linear classes; 3 x 3 kernels, batch norm and ReLU between.
+
+    Args:
+        width: w, multiplies the channels.
+        image: (C, H, W) with H and W multiples of 4.
+        batch_norm: whether batch norm follows each hidden layer (which then has no bias of its own).
+
+    >>> [type(m).__name__ for m in convnet(batch_norm=False)][:3], convnet()[-1].out_features
+    (['Conv2d', 'ReLU', 'Conv2d'], 10)
+    """
+    pixels = image.pixels(4)
+    check_sizes(width=width)
+    check_flag(batch_norm=batch_norm)
+    layers: list[nn.Module] = []
+    cin = image.channels
+    for cout, stride in ((16 * width, 1), (32 * width, 2), (32 * width, 2)):
+        layers.append(nn.Conv2d(cin, cout, 3, stride, 1, bias=not batch_norm))  # batch norm has a bias itself
+        layers += [nn.BatchNorm2d(cout), nn.ReLU()] if batch_norm else [nn.ReLU()]
+        cin = cout
+    layers += [nn.Flatten(), nn.Linear(cin * pixels, 64 * width, bias=not batch_norm)]
+    layers += [nn.BatchNorm1d(64 * width), nn.ReLU()] if batch_norm else [nn.ReLU()]
+    return [*layers, nn.Linear(64 * width, image.classes)]
