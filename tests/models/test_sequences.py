@@ -12,6 +12,7 @@ import lipkit
 from lipkit import interop, models, modules
 from lipkit.attacks import pgd
 from lipkit.errors import OptionError, ShapeError
+from lipkit.models import sequences
 from lipkit.models.sequences import SumOverTime
 
 MEAN, STD = [0.5, -1.0, 0.0], [0.5, 2.0, 1.0]
@@ -72,3 +73,11 @@ def test_arguments_that_do_not_fit() -> None:
         models.sequence_regressor(layer="lstm", input_shape=(8, 3))
     with pytest.raises(OptionError, match="mean and std: expected 3 numbers each"):
         models.sequence_regressor(input_shape=(8, 3), mean=[0.0] * 3, std=[1.0])
+
+
+@pytest.mark.parametrize("layer", sequences.LAYERS)
+def test_recipes_name_the_recurrent_layer(layer: str) -> None:
+    model = models.build("sequence_classifier", layer=layer, states=4, units=4, input_shape=(6, 3), classes=2)
+    assert type(model[0]) is sequences.LAYERS[layer]
+    with pytest.raises(OptionError, match="layer: expected one of r2dn, ren, linear, got 'cayley'"):
+        models.build("sequence_classifier", layer="cayley", input_shape=(6, 3), classes=2)

@@ -17,7 +17,7 @@ from lipkit.models.lbdn import LBDN, from_network, lbdn
 from lipkit.models.mlp import mlp
 from lipkit.models.patches import bronet, liresnet, patchnet, vision_transformer
 from lipkit.models.resnets import resnet9, resnet_plain, wide_resnet, wrn_plain
-from lipkit.models.sequences import sequence_classifier, sequence_regressor
+from lipkit.models.sequences import recurrent, sequence_classifier, sequence_regressor
 from lipkit.models.unet import autoencoder, denoiser, unet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -51,9 +51,10 @@ def check_names(name: str, options: Mapping[str, Any]) -> None:
         inspect.signature(MODELS[name]).bind_partial(**{key: options[key] for key in options if key != "split"})
     except TypeError as error:
         raise OptionError(f"model {name}: {error}") from None
+    known = recurrent if name == "sequence_classifier" else find
     for key in ("layer", "first_blocks", "last_blocks"):
         if options.get(key) is not None:
-            find(options[key])
+            known(options[key])
     activations = options.get("activation")
     for activation in activations if isinstance(activations, list | tuple) else [activations]:
         make_activation(activation)

@@ -55,12 +55,17 @@ class SequenceModel(nn.Sequential):
         return u
 
 
+def recurrent(name: str) -> Callable[..., RecurrentLayer]:
+    """The recurrent layer of this name, or an OptionError."""
+    if name not in LAYERS:
+        raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {name!r}")
+    return LAYERS[name]
+
+
 def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, options: dict[str, Any]) -> RecurrentLayer:
     check_sizes(states=states, units=units, outputs=outputs)
-    if kind not in LAYERS:
-        raise OptionError(f"layer: expected one of {', '.join(LAYERS)}, got {kind!r}")
     own = (states,) if kind == "linear" else (states, units)  # a linear system has no units
-    return LAYERS[kind](inputs, outputs, *own, **options)
+    return recurrent(kind)(inputs, outputs, *own, **options)
 
 
 def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
@@ -107,8 +112,8 @@ def sequence_classifier(
     """
     check_classes(classes)
     head, outputs = _head("sequence_classifier", input_shape, mean, std), features or max(states, classes)
-    recurrent = _layer(layer, input_shape[1], outputs, states, units, {"gamma": lipschitz, **options})
-    return SequenceModel(*head, recurrent, SumOverTime(), CayleyLinear(outputs, classes))
+    core = _layer(layer, input_shape[1], outputs, states, units, {"gamma": lipschitz, **options})
+    return SequenceModel(*head, core, SumOverTime(), CayleyLinear(outputs, classes))
 
 
 def sequence_regressor(
