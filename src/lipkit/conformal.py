@@ -31,12 +31,12 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.certificate import pair_constants
 from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, evaluate, measure_by
-from lipkit.certificates.regression import output_constants
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_inputs, evaluate, measure_by
+from lipkit.certificates.regression import output_constants, reach
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.modules.guarding import guard
-from lipkit.proof.roundoff import grow, next_down, next_up, product
+from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
 
 # Samples evaluated at once.
@@ -68,7 +68,7 @@ class PredictionSets(Shown):
         Raises:
             ShapeError, OptionError: labels that are not (N,) whole numbers from 0 to K - 1.
         """
-        labels = as_tensors(y, y)[1].cpu()
+        labels = as_tensor(y).cpu()
         labels = labels if labels.is_floating_point() else labels.long()
         margins.check_logits(self.sets.double(), labels)
         return float(self.sets.gather(1, labels[:, None]).double().mean())
@@ -100,7 +100,7 @@ class PredictionIntervals(Shown):
 
     def coverage(self, y: Samples) -> float:
         """Fraction of the targets (N,) or (N, d) inside their intervals."""
-        y = _columns(as_tensors(y, y)[1].cpu())
+        y = _columns(as_tensor(y).cpu())
         if y.shape != self.low.shape:
             raise ShapeError(f"expected targets of shape {tuple(self.low.shape)}, got {tuple(y.shape)}")
         return float(((self.low <= y) & (y <= self.high)).double().mean())
@@ -211,9 +211,8 @@ class Calibration(Shown):
         self._check(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)
         outputs = _columns(measured.outputs)
-        constants, _ = output_constants(self.proof.network, outputs.shape[1], self.proof.chain)
-        moved = [product(k * self.proof.chain.slack, eps) for k in constants.tolist()]
-        half = grow(q + torch.tensor(moved, dtype=torch.float64) + _errors(measured))
+        moved = reach(output_constants(self.proof, outputs.shape[1])[0], eps)
+        half = grow(q + moved + measured.errors(0.0)[0])
         half = torch.where(outputs.isfinite(), half, math.inf)
         outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, float(eps))
@@ -239,12 +238,12 @@ class Calibration(Shown):
             raise OptionError(f"delta: expected a number in (0, 0.5], got {delta!r}")
         if not hasattr(eps, "__iter__"):
             raise OptionError(f"eps: expected radii, such as [0, 0.1], got {eps!r}")
-        q, (x, y) = self.quantile(alpha), as_tensors(x, y)
+        q, x, y = self.quantile(alpha), as_tensor(x), as_tensor(y)
         measured = _measured(self.proof, x)
         found = []
         for radius in eps:
             check_eps(radius)
-            worst = _own(measured, y, radius) if self.labels else _distances(self.proof, measured, y, radius)
+            worst = _own(measured, y, radius) if self.labels else _distances(measured, y, radius)
             found.append(float((worst <= q).all(1).double().mean()))
         room = math.sqrt(math.log(1 / delta) / (2 * len(x)))
         lower = tuple(max(0.0, value - room) for value in found)
@@ -278,16 +277,16 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
     >>> found.predict_set(torch.tensor([[0.3]]), alpha=0.1, eps=0.4).sets.tolist()
     [[True, True]]
     """
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     labels, measured = not y.is_floating_point(), measure_by(network, x, proof)
     if measured.logits is None:
         raise OptionError("proof: expected one with rounding='sound', got rounding='ignore'")
-    scores = _own(measured, y, 0.0) if labels else _distances(measured.proof, measured, y, 0.0)
+    scores = _own(measured, y, 0.0) if labels else _distances(measured, y, 0.0)
     return Calibration(scores.sort(0).values, labels, measured.proof)
 
 
 def _measured(proof: Proof, x: Samples) -> Measurement:
-    x, _ = as_tensors(x, torch.empty(0))
+    x = as_tensor(x)
     check_inputs(proof.network, x, _BATCH)
     proof.evaluator.check(proof.network)
     for module in proof.network.modules():
@@ -320,29 +319,20 @@ def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     return _scores(measured, eps, lower=False).gather(1, y[:, None])
 
 
-def _distances(proof: Proof, measured: Measurement, y: Tensor, eps: float) -> Tensor:
+def _distances(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     """Upper bounds (N, d) of the distances of outputs within eps from the targets."""
     outputs, target = _columns(measured.outputs), _columns(y.detach().cpu().double())
     if outputs.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
     if not bool(target.isfinite().all()):
         raise OptionError("expected finite targets, got NaN or infinity")
-    constants, _ = output_constants(proof.network, outputs.shape[1], proof.chain)
-    moved = torch.tensor([product(k * proof.chain.slack, eps) for k in constants.tolist()], dtype=torch.float64)
-    distance = grow((outputs - target).abs() + _errors(measured) + moved)
+    moved = reach(output_constants(measured.proof, outputs.shape[1])[0], eps)
+    distance = grow((outputs - target).abs() + measured.errors(0.0)[0] + moved)
     return torch.where(outputs.isfinite(), distance, math.inf)
 
 
 def _columns(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values
-
-
-def _errors(measured: Measurement) -> Tensor:
-    """Bounds (N, d) of the rounding errors of the outputs."""
-    assert measured.logits is not None
-    last = measured.proof.chain.last
-    weight = None if last is None else last.weight.detach().cpu()
-    return sound.output_errors(measured.logits, 0.0, weight, measured.proof.arithmetic)[0]
 
 
 __all__ = ["Calibration", "CoverageCurve", "PredictionIntervals", "PredictionSets", "calibrate"]

@@ -106,15 +106,7 @@ def apgd_then_targeted(
 ) -> Tensor:
     """One start of `apgd` on the margin loss; then, on the samples that survive it, ``restarts - 1`` targeted ones.
 
-    Args:
-        model, x, y, eps, norm, steps, box, generator: see `apgd`.
-        restarts: None is one start, then one for each of the 9 largest wrong logits.
-
-    Returns:
-        (N, ...), see `apgd`.
-
-    Raises:
-        OptionError, ShapeError: see `apgd`.
+    None is one start, then one for each of the 9 largest wrong logits.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
@@ -169,14 +161,10 @@ def climb(
     target: Tensor | None, loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool,
     look: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """One start; what it finds goes to ``best``.
+    """One start, whose finds go to ``best``; returns those of ``index`` that stayed to the end.
 
-    Args:
-        look: after so many steps, and again, drop rows without hope: to reach 0, their loss would have to rise by more
-            than a quarter of its rise so far, and by ten times its rise since the last look.
-
-    Returns:
-        Those of ``index`` that stayed to the end.
+    After every ``look`` steps it drops rows without hope: to reach 0, their loss would have to rise by more than a
+    quarter of its rise so far, and by ten times its rise since the last look.
     """
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)

@@ -64,17 +64,7 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     The solution is ``d_j = sign(w_j gap) min(s r_j, room_j)`` with ``r_j = |w_j|`` for l2 and 1 for l_inf. The length
     ``s`` solves ``sum_j |w_j| min(s r_j, room_j) = |gap|``, whose left side is concave and piecewise linear: Newton's
     method from below grows towards the root and never passes it. Where the hyperplane does not meet the box, the step
-    goes to the corner nearest to it.
-
-    Args:
-        point: (N, d), in the box.
-        normal: (N, d), the vectors w.
-        gap: (N,).
-        norm: ``"l2"`` or ``"linf"``.
-        box: (low, high) or None.
-
-    Returns:
-        (N, d) steps; 0 where ``normal`` is 0.
+    goes to the corner nearest to it. Points, ``normal`` w and steps are (N, d); the step is 0 where ``normal`` is.
 
     >>> w = torch.tensor([[3.0, 4.0]])
     >>> towards_hyperplane(torch.zeros(1, 2), w, torch.tensor([5.0]), "l2", None).tolist()

@@ -16,7 +16,7 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
 from lipkit.certificates.intervals import check_radii, format_radius
 from lipkit.certificates.local import Bounds
-from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules.chains import ChainProof
@@ -241,7 +241,7 @@ def certify(
     if method not in METHODS or (method != "global" and evaluator == "integer"):
         wanted = "'global' for an integer program" if method in METHODS else f"one of {', '.join(METHODS)}"
         raise OptionError(f"method: expected {wanted}, got {method!r}")
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     seen = check_inputs(network, x, batch_size)
     _check_labels(x, y)
     measured = measure(

@@ -29,7 +29,7 @@ import lipkit
 from lipkit import modules
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.evaluators import Evaluator
-from lipkit.certificates.measurement import Samples, as_tensors
+from lipkit.certificates.measurement import Samples, as_tensor
 from lipkit.errors import CertificateViolation, DataError, OptionError
 from lipkit.files import open_regular, parse_json, write_atomic
 from lipkit.text import printable
@@ -50,7 +50,7 @@ def data_sha256(x: Samples, y: Samples) -> str:
     '6817504a'
     """
     digest = hashlib.sha256()
-    for values in as_tensors(x, y):
+    for values in map(as_tensor, (x, y)):
         flat = values.detach().cpu().contiguous()
         digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
         digest.update(flat.reshape(-1)[:, None].view(torch.uint8).numpy().tobytes())
@@ -329,7 +329,7 @@ def verify(
         CertificateViolation: the file says something else than is found here: larger radii or smaller constants, or
             other margins, by more than a relative 1e-9; another prediction, method, architecture, input shape, ...
     """
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     claimed = file.certificate
     if modules.sha256(network) != claimed.network_sha256:
         raise DataError(

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates import sound
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.margins import last_layer_constants
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, dtype_name, measure_by
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
+from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root
 from lipkit.shown import Shown
 
@@ -133,7 +133,7 @@ def dense(
     check_eps(eps)
     if proof is not None and proof.program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     measured = measure_by(network, x, proof)
     outputs, labels = measured.outputs, y.cpu()
     if not -outputs.ndim <= dim < outputs.ndim or outputs.ndim < 2 or dim % outputs.ndim == 0:
@@ -196,8 +196,8 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     proof, chain, classes = measured.proof, measured.proof.chain, measured.outputs.shape[dim]
     error = torch.zeros(len(measured.outputs), dtype=torch.float64)
     if measured.logits is not None:
-        weight = None if chain.last is None else chain.last.weight.detach().cpu()
-        error = sound.total_error(measured.logits, eps, weight, proof.arithmetic)
+        centre, machine = measured.errors(eps)
+        error = grow(size(centre) + size(machine))  # of all outputs of a sample together
     both = torch.full((classes, classes), root(2), dtype=torch.float64)
     one = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)

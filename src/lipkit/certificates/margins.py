@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, check_labels
 from lipkit.proof.roundoff import next_down, next_up, product, root
 
 
@@ -161,13 +161,7 @@ def check_logits(logits: Tensor, labels: Tensor) -> None:
             f"expected logits of shape (N, K) with K >= 2 classes, got {tuple(logits.shape)}: numbers are certified by "
             "lipkit.certificates.certify_regression"
         )
-    if labels.shape != logits.shape[:1]:
-        raise ShapeError(f"expected {len(logits)} labels of shape ({len(logits)},), got {tuple(labels.shape)}")
-    if labels.dtype != torch.int64:
-        raise OptionError(f"expected integer class labels (int64), got {str(labels.dtype).removeprefix('torch.')}")
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
-        found = f"labels from {int(labels.min())} to {int(labels.max())}"
-        raise OptionError(f"expected labels from 0 to {logits.shape[1] - 1} for {logits.shape[1]} logits, got {found}")
+    check_labels(labels, len(logits), logits.shape[1])
 
 
 def check_constant(constant: float) -> None:

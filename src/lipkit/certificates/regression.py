@@ -22,11 +22,11 @@ from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
-from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, float64_copy, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
-from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
+from lipkit.modules.chains import SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import grow, product, up
 from lipkit.shown import Shown, upper
@@ -175,7 +175,7 @@ def certify_regression(
     >>> [round(value, 6) for value in found.output_deviation.tolist()]  # 5 delta and 1 delta
     [0.5, 0.1]
     """
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     check_inputs(network, x, batch_size)
     sensors = None
     if isinstance(delta, Tensor | np.ndarray) and delta.ndim:
@@ -194,19 +194,15 @@ def certify_regression(
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
     chain = measured.proof.chain
-    constants, method = output_constants(float64_copy(network), target.shape[1], chain)
-    constant, constants = chain.constant * chain.slack, constants * chain.slack
-    moved = torch.tensor([product(k, delta) for k in constants.tolist()], dtype=torch.float64)
+    constants, method = output_constants(measured.proof, target.shape[1])
+    moved = reach(constants, delta)
     if sensors is not None:
         moved = torch.minimum(moved, _by_entries(measured.proof.network, sensors, chain.slack, moved))
-    centre = machine = torch.zeros_like(prediction)
-    if measured.logits is not None:
-        weight = None if chain.last is None else chain.last.weight.detach().cpu()
-        centre, machine = sound.output_errors(measured.logits, delta, weight, measured.proof.arithmetic)
-    # The root of the sum of squares bounds the whole network too.
+    centre, machine = (error.expand_as(prediction) for error in measured.errors(delta))
     return RegressionCertificate(
         delta=delta,
-        constant=min(constant, float(size(constants[None]))),
+        # The root of the sum of squares bounds the whole network, too.
+        constant=min(chain.constant * chain.slack, float(size(constants[None]))),
         output_constants=constants,
         prediction=prediction,
         target=target,
@@ -233,23 +229,21 @@ def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tens
     return up(terms.sum(1), terms.shape[1])
 
 
-def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple[Tensor, str]:
-    """Constants of the d outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
+def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
+    """Constants (d,) of the outputs one by one and ``"outputs"``, or the whole network's and ``"global"``.
 
-    Output j alone is the network with row j of the last layer only; its bound, by the LMI where the network carries
-    multipliers, by the product of norms (``L_body ||w_j||``) otherwise, times the scale of the output. None is above
-    that of the whole network, whose ``proof`` it is.
-
-    Returns:
-        ``((d,) float64, "outputs")``, or all the whole's constant and ``"global"`` for other networks.
+    Of networks that end in ``nn.Linear``, with or without an output scaling: output j alone is the network with row j
+    of the last layer only; its bound, by the LMI where the network carries multipliers, by the product of norms
+    (``L_body ||w_j||``) otherwise, times the scale of the output. None is above that of the whole network.
     """
+    network, proof = proved.network, proved.chain
     modules = list(network)
     tail = modules[-1] if modules else None
     scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
     position = len(modules) - (1 if scaling is None else 2)
     last = modules[position] if position >= 0 else None
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
-        return torch.full((outputs,), proof.constant, dtype=torch.float64), "global"
+        return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     runs = slope_runs(network) if outputs <= _MOST_LMI_OUTPUTS else []
     run = next((run for run in runs if run.stop == position + 1), None)
@@ -259,7 +253,12 @@ def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple
         if run:
             best = min(best, product(proof.prefixes[run.start], _by_multipliers(run, i)))
         found.append(min(proof.constant, product(best, scale)))
-    return torch.tensor(found, dtype=torch.float64), "outputs"
+    return torch.tensor(found, dtype=torch.float64) * proof.slack, "outputs"
+
+
+def reach(constants: Tensor, distance: float) -> Tensor:
+    """How far outputs of these constants (d,) can move within a distance, rounded up."""
+    return torch.tensor([product(k, distance) for k in constants.tolist()], dtype=torch.float64)
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
