@@ -10,7 +10,6 @@ inner products of a known number of terms, in any order.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -149,11 +148,7 @@ class Circuit:
         return len(self.nodes)
 
     def module(self, module: nn.Module, *values: int) -> int:
-        """The value that a module makes of values.
-
-        Raises:
-            NoRuleError: it, or a part of it, has no rule.
-        """
+        """The value that a module makes of values; ``NoRuleError`` where it, or a part of it, has no rule."""
         guard(module)
         if type(module) not in _RULES:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
@@ -446,27 +441,18 @@ def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
     shape = circuit.shape(value)
     if module.return_indices:
         raise NoRuleError("local bounds: expected a pooling that returns no indices")
-    # The windows' taps: each by a pooling of numbers in another order would do, but one window at a time is simplest.
-    one = copy.deepcopy(module)
-    one.return_indices = True
-    grid = _positions(shape, torch.device("cpu"))
-    _, first = one(grid)
     kernel, stride, padding, dilation = (
         (n, n) if isinstance(n, int) else tuple(n)
         for n in (module.kernel_size, module.stride, module.padding, module.dilation)
     )
-    rows, cols = first.shape[-2:]
-    at = [
-        torch.arange(n)[:, None] * s - p + torch.arange(k)[None] * d
-        for n, s, p, k, d in zip((rows, cols), stride, padding, kernel, dilation, strict=True)
-    ]
-    inside = [(i >= 0) & (i < n) for i, n in zip(at, shape[-2:], strict=True)]
-    places = at[0][:, None, :, None] * shape[-1] + at[1][None, :, None, :]
-    inside_both = (inside[0][:, None, :, None] & inside[1][None, :, None, :]).flatten(2)
+    out, border = output_shape(module, shape), list[int]()
+    for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
+        border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries
+    grid = F.pad(_positions(shape, torch.device("cpu")).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
+    windows = F.unfold(grid, kernel, dilation, stride=stride)
     # Taps beyond the border repeat one that the window has.
-    places = torch.where(inside_both, places.flatten(2), first[0].reshape(-1, rows, cols)[0][..., None])
-    index = torch.arange(math.prod(shape[:-2])).reshape(-1, 1, 1, 1) * math.prod(shape[-2:]) + places + 1
-    taps = [circuit.select(value, tap) for tap in index.reshape(*shape[:-2], rows, cols, -1).unbind(-1)]
+    index = torch.where(windows > 0, windows, windows.amax(1, keepdim=True)).long()
+    taps = [circuit.select(value, tap.reshape(out)) for tap in index.unbind(1)]
     while len(taps) > 1:
         pairs = [circuit.maximum(a, b) for a, b in zip(taps[::2], taps[1::2], strict=False)]
         taps = pairs + taps[len(taps) - len(taps) % 2 :]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -148,16 +149,19 @@ def dense(
     labels = labels.reshape(outputs.shape if several else (len(outputs), -1))
     found = [decide(outputs, labels, ignore_index, b) for b in budgets]
     first = found[0]
+
+    def best(bound: Callable[[_Decisions, Tensor], Tensor]) -> Tensor:
+        """The larger one of what the budgets prove."""
+        return torch.stack([bound(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0)
+
     return DenseCertificate(
         eps=float(eps),
         positions=first.counts,
         right=first.right.sum((1, 2)),
-        worst=torch.stack([_kept(d.right, d.turn, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
-        alone=torch.stack(
-            [(d.right & (d.turn > b.square[:, None, None])).sum((1, 2)) for d, b in zip(found, budgets, strict=True)]
-        ).amax(0),
+        worst=best(_kept),
+        alone=best(lambda d, square: (d.right & (d.turn > square[:, None, None])).sum((1, 2))),
         iou=first.intersection.sum(0).double() / first.union.sum(0),
-        worst_iou=torch.stack([_worst_iou(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
+        worst_iou=best(_worst_iou),
         proof=measured.proof,
     )
 
@@ -283,10 +287,10 @@ def _sums(energies: Tensor) -> Tensor:
     return torch.cat((torch.zeros_like(total[..., :1]), total), -1)
 
 
-def _kept(right: Tensor, turn: Tensor, square: Tensor) -> Tensor:
+def _kept(decisions: _Decisions, square: Tensor) -> Tensor:
     """How many of the right decisions are left in the worst case, (N,)."""
-    turned = (_sums(turn)[..., 1:] <= square[:, None, None]).sum(2)
-    return (right.sum(2) - torch.minimum(turned, right.sum(2))).sum(1)
+    turned, right = (_sums(decisions.turn)[..., 1:] <= square[:, None, None]).sum(2), decisions.right.sum(2)
+    return (right - torch.minimum(turned, right)).sum(1)
 
 
 def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:

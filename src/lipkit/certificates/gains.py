@@ -343,11 +343,7 @@ def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
 
 
 def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Lowest and highest inputs, each of this shape, float64: a box as `local_gain` takes it.
-
-    Raises:
-        OptionError, ShapeError: a box that does not fit, or is empty.
-    """
+    """Lowest and highest inputs, each of this shape, float64: a box as `local_gain` takes it, unless it is empty."""
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):

@@ -45,9 +45,6 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.
 
-    Raises:
-        OptionError: not ``0 <= count <= total``, or ``confidence`` outside (0, 1).
-
     >>> [round(end, 4) for end in clopper_pearson(95, 100)]
     [0.8872, 0.9836]
 
@@ -69,10 +66,7 @@ LARGE = 8.0
 
 
 def format_radius(eps: float) -> str:
-    r"""A radius as people write it: ``36/255`` where it is a whole number of 255ths, else a decimal.
-
-    Args:
-        eps: l2 radius in units of the input (pixels in [0, 1]).
+    r"""A radius as people write it: ``36/255`` where it is a whole number of 255ths of a pixel's range, else a decimal.
 
     >>> format_radius(36 / 255), format_radius(0.15), format_radius(1.0), format_radius(0.0)
     ('36/255', '0.15', '1', '0')
@@ -99,16 +93,9 @@ def check_radii(
 ) -> None:
     r"""Refuse radii that nobody means: above the diameter of the inputs' domain, and large ones not asked for by name.
 
-    The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf.
-
-    Args:
-        radii: in units of the input. name: what a message calls them.
-        input_range: (low, high) of every entry; None for inputs without limits, of which nothing is known.
-        seen: (low, high) of the samples: without an ``input_range``, large radii beside it are warned of.
-        large: whether a radius above LARGE (times ``high - low``) is meant.
-
-    Raises:
-        OptionError: such a radius; the message asks for the quotient that was probably meant.
+    The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
+    ``input_range``, radii that are large beside the samples (``seen``) are warned of. ``large`` allows radii above
+    LARGE (times ``high - low``); ``name`` is what a message calls them.
 
     >>> check_radii([36 / 255, 1.0], (1, 28, 28), (0.0, 1.0))
     >>> check_radii([36], (1, 28, 28), (0.0, 1.0))

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -65,14 +64,9 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 class Ball:
-    """Bounds that hold for all inputs within ``radius`` of N samples.
+    """Bounds that hold for all inputs within ``radius`` (N,), finite, of N samples x, and in ``box``; all in float64.
 
-    Args:
-        circuit: of the network.
-        x: (N, *input_shape) float64.
-        radius: (N,) float64, finite.
-        box: limits of every input, or of each, or None.
-        walks: of the leaves' modules, see `Bounds`.
+    ``walks`` are those of the leaves' modules, see `Bounds`.
     """
 
     def __init__(
@@ -211,26 +205,25 @@ class Ball:
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.
 
-        Args:
-            value: v. rows: (N or 1, R, *shape of v).
-            mirrored: for the rows and then for their negatives, which are carried along from the first activation on.
+        ``mirrored``: for the rows (N or 1, R, *shape of v) and then for their negatives, which are carried along from
+        the first activation on.
         """
         pending = {value: rows}
-        zero = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
-        const, moduli, error, norm = zero, zero, zero, zero
-        for at in range(value, 0, -1):
-            if at not in pending:
-                continue
-            node, sources = self.circuit.nodes[at - 1], self.circuit.sources[at - 1]
-            if mirrored and isinstance(node, Scalar):
+        const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
+        for at in range(value, -1, -1):
+            node = self.circuit.nodes[at - 1] if at else None
+            if mirrored and (node is None or (at in pending and isinstance(node, Scalar))):
                 mirrored = False
                 pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
                 const = torch.cat((const, -const), 1)
-                zero, moduli, error, norm = (torch.cat((t, t), 1) for t in (zero, moduli, error, norm))
+                moduli, error, norm = (torch.cat((t, t), 1) for t in (moduli, error, norm))
+            if at not in pending or node is None:
+                continue
+            sources = self.circuit.sources[at - 1]
             a = pending.pop(at)
             size = a.abs()
             error = error + dot(size, self.errors[at - 1]) + self.lost[at - 1][:, None]
-            term, parts = zero, list[Tensor]()
+            term, parts = torch.zeros_like(const), list[Tensor]()
             if isinstance(node, Linear):
                 if node.bias is not None:
                     term = dot(a, node.bias[None])
@@ -256,10 +249,6 @@ class Ball:
                     part = pending[source] + part
                     error = error + 2 * _UNIT * dot(part.abs(), self.sizes[source])
                 pending[source] = part
-        if mirrored:
-            pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
-            const = torch.cat((const, -const), 1)
-            moduli, error, norm = (torch.cat((t, t), 1) for t in (moduli, error, norm))
         if 0 in pending:
             a = pending[0]
             term = dot(a, self.x)
@@ -311,20 +300,11 @@ def _norm(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=2) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500
 
 
-def _blocks(entries: int, step: int) -> Iterator[range]:
-    return (range(i, min(i + step, entries)) for i in range(0, entries, step))
-
-
 class Bounds:
-    """Local radii of one network, batch by batch.
+    """Local radii of one network in float64, batch by batch.
 
-    Args:
-        network: exported, in float64.
-        arithmetic: of the evaluator; None ignores its rounding (the computation's own is still taken off).
-        box: limits of the inputs, outside of which nothing is said; None for none.
-
-    Raises:
-        NoRuleError: a value with more than 2^22 entries.
+    ``arithmetic`` None ignores the evaluator's rounding (the computation's own is still taken off). Nothing is said
+    about inputs outside of ``box``.
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
@@ -352,19 +332,14 @@ class Bounds:
         return walks
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign.
-
-        Args:
-            x: (N, *input_shape) float64. labels: (N,). radius: (N,) float64, finite.
-        """
+        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
         outputs = math.prod(self.circuit.shape(self.circuit.output))
         own = torch.nn.functional.one_hot(labels, outputs).double()
         others = torch.arange(outputs - 1, device=x.device)
         others = others + (others >= labels[:, None])
         found = torch.full_like(radius, math.inf)
-        for block in _blocks(outputs - 1, self.classes):
-            other = others[:, block.start : block.stop]
+        for other in others.split(self.classes, 1):
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
             # Below 0 where an inequality fails at any distance: a search learns from how much.
@@ -397,11 +372,7 @@ class Bounds:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
         A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
-        radius that a pass has proved counts.
-
-        Args:
-            x: (N, *input_shape) float64, on the network's device. labels: (N,) int64.
-            start: (N,) radii known from elsewhere.
+        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere.
         """
         parts = zip(x.split(self.samples), labels.split(self.samples), start.split(self.samples), strict=True)
         with torch.no_grad():

@@ -34,10 +34,6 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 
     (N,) float64 of logits (N, K) and labels (N,); NaN where a logit is NaN or infinite.
 
-    Raises:
-        ShapeError: the shapes are not (N, K >= 2) and (N,).
-        OptionError: a label is not an integer in [0, K).
-
     >>> margins(torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([0, 1])).tolist()
     [-2.0, 0.0]
     """
@@ -54,18 +50,11 @@ def global_constants(constant: float, classes: int) -> Tensor:
 
     L is a proved upper bound; with ``inf`` (nothing is known) radii are 0.
 
-    Raises:
-        OptionError: ``constant`` is negative or NaN.
-
     >>> global_constants(1.0, 2)[0, 1].item() >= 2**0.5
     True
     """
     check_constant(constant)
     return torch.full((classes, classes), product(root(2), constant), dtype=torch.float64).fill_diagonal_(0.0)
-
-
-# Numbers: K^2 n at once would not fit for many classes.
-_AT_ONCE = 2**18
 
 
 def row_distances(weight: Tensor) -> Tensor:
@@ -78,8 +67,8 @@ def row_distances(weight: Tensor) -> Tensor:
         raise ShapeError(f"expected a last-layer weight of shape (K, n), got {tuple(weight.shape)}")
     rows = weight.detach().double()
     slack = 1.0 + (rows.shape[1] + 8) * torch.finfo(torch.float64).eps
-    result = []
-    for some in rows.split(max(1, _AT_ONCE // max(1, rows.numel()))):
+    result = []  # in parts: K^2 n numbers at once would not fit for many classes
+    for some in rows.split(max(1, 2**18 // max(1, rows.numel()))):
         difference = (rows - some[:, None]).abs()
         largest = difference.amax(dim=2, keepdim=True)  # scaled, so that the squares cannot underflow to 0
         scaled = difference / torch.where(largest > 0, largest, 1.0)
@@ -92,10 +81,6 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
 
     ``w_i`` are the rows of the last layer's ``weight`` and L_b a proved upper bound for everything before it. 0 on the
     diagonal, and where two rows are equal: then the difference of the two logits is the same for every input.
-
-    Raises:
-        ShapeError: ``weight`` is not a matrix.
-        OptionError: ``body_constant`` is negative or NaN.
 
     >>> last_layer_constants(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), 2.0)[0, 1].item() >= 10.0
     True
@@ -116,6 +101,8 @@ def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
 def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``, (N,) float64 in units of the input's l2 norm.
 
+    ``constants`` K (K, K) are from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
+
     **Guarantee.** A lower bound of the distance to the nearest input that is classified differently, if ``K_ti`` are
     proved Lipschitz constants of the logit differences and the logits are exact: the prediction is constant on the
     open ball. Subtraction and division are rounded down.
@@ -123,13 +110,6 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     Radius 0: a wrong prediction, a tie, a NaN or infinite logit, a NaN or infinite constant. Where ``K_ti`` is 0 (a
     constant network, two equal last-layer rows) the pair never changes order: it allows every radius (``inf``) if
     ``y_t - y_i`` is positive, and none otherwise; 0/0 does not occur.
-
-    Args:
-        constants: (K, K), from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
-
-    Raises:
-        ShapeError: the shapes do not fit together.
-        OptionError: a label is not an integer in [0, K).
 
     >>> y = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     >>> radii(y, torch.tensor([0, 0]), global_constants(1.0, 3))  # 2 / sqrt(2), and a tie

@@ -86,11 +86,7 @@ class Lines(NamedTuple):
 
 
 def curve_of(module: Any) -> Curve | None:
-    """The curve of an activation; None where its slopes alone are known.
-
-    Raises:
-        NoRuleError: a module that is no scalar activation.
-    """
+    """The curve of a scalar activation; None where its slopes alone are known."""
     if type(module) is nn.GELU and module.approximate == "none":
         return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
     if type(module) is nn.ELU:

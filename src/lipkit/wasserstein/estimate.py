@@ -221,17 +221,7 @@ def fit(
 ) -> list[float]:
     """Train a critic in place: Adam, its rate falling linearly to zero, on batches drawn with replacement.
 
-    Returns the differences of its means on each batch.
-
-    Args:
-        model: with one output for each sample.
-        x, y: samples of P and Q.
-        steps, batch_size, lr, loss: see `distance`.
-        generator: on the CPU, draws the batches.
-        device: of the model.
-
-    Raises:
-        OptionError: the model does not have one output, or the loss becomes NaN or infinite.
+    Returns the differences of its means on each batch. ``generator``, on the CPU, draws them.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -273,11 +263,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
 
 
 def one_output(values: Tensor, count: int) -> Tensor:
-    """The outputs (n, 1) or (n,) of a critic as (n,).
-
-    Raises:
-        OptionError: another shape.
-    """
+    """The outputs (n, 1) or (n,) of a critic as (n,); others are refused."""
     if values.shape not in ((count, 1), (count,)):
         raise OptionError(f"expected a critic of one output, {count} values, got the shape {tuple(values.shape)}")
     return values.reshape(count)

@@ -22,10 +22,7 @@ class Moments:
 
 
 def moments(values: Tensor) -> Moments:
-    """The moments of an (n,) tensor, in float64.
-
-    Raises:
-        OptionError: fewer than two values.
+    """The moments of an (n,) tensor of two values or more, in float64.
 
     >>> import torch
     >>> moments(torch.tensor([1.0, 3.0]))
@@ -38,7 +35,7 @@ def moments(values: Tensor) -> Moments:
 
 
 def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
-    r"""Half the width of Welch's interval for the average of the differences of means of all pairs.
+    r"""Half the width of Welch's interval for the average of the differences of means of all K pairs (of folds).
 
     .. math:: \frac1K \sum_k t_{\nu_k,(1 + c)/2} \sqrt{\frac{v_k}{n_k} + \frac{w_k}{m_k}}
 
@@ -50,10 +47,6 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
     Guarantee:
         None for a finite sample: the coverage is at least c in the limit of large samples (central limit theorem), if
         g has a finite variance.
-
-    Args:
-        pairs: for each of K folds, the moments of g on held-out samples of P and of Q.
-        confidence: c, in (0, 1).
 
     >>> round(student([(Moments(100, 1.0, 1.0), Moments(100, 0.0, 1.0))], 0.95), 4)
     0.2789
@@ -88,12 +81,8 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
 
     Guarantee:
         Covers :math:`E\,g(x) - E\,g(y)`, averaged over the folds, with probability at least c, whatever the
-        distributions, if the held-out samples are independent draws and g takes values in an interval of length D.
-
-    Args:
-        pairs: for each of K folds, the moments of g on held-out samples of P and of Q.
-        confidence: c, in (0, 1).
-        width: D.
+        distributions, if the held-out samples are independent draws and g takes values in an interval of length D
+        (``width``).
 
     >>> round(bernstein([(Moments(100, 1.0, 0.0), Moments(100, 0.0, 0.0))], 0.95, 1.0), 4)
     0.2392
