@@ -29,10 +29,18 @@ from torch import Tensor
 
 from lipkit.certificates import margins, sound
 from lipkit.certificates.certificate import pair_constants
-from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_inputs, evaluate, measure_by
-from lipkit.certificates.regression import output_constants, reach
+from lipkit.certificates.measurement import (
+    Measurement,
+    Proof,
+    Samples,
+    as_tensor,
+    check_eps,
+    check_inputs,
+    evaluate,
+    measure_by,
+)
+from lipkit.certificates.regression import columns, output_constants, reach, with_targets
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.modules.guarding import guard
@@ -100,7 +108,7 @@ class PredictionIntervals(Shown):
 
     def coverage(self, y: Samples) -> float:
         """Fraction of the targets (N,) or (N, d) inside their intervals."""
-        y = _columns(as_tensor(y).cpu())
+        y = columns(as_tensor(y).cpu())
         if y.shape != self.low.shape:
             raise ShapeError(f"expected targets of shape {tuple(self.low.shape)}, got {tuple(y.shape)}")
         return float(((self.low <= y) & (y <= self.high)).double().mean())
@@ -210,7 +218,7 @@ class Calibration(Shown):
         """
         self._check(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)
-        outputs = _columns(measured.outputs)
+        outputs = columns(measured.outputs)
         moved = reach(output_constants(self.proof, outputs.shape[1])[0], eps)
         half = grow(q + moved + measured.errors(0.0)[0])
         half = torch.where(outputs.isfinite(), half, math.inf)
@@ -289,15 +297,14 @@ def _measured(proof: Proof, x: Samples) -> Measurement:
     x = as_tensor(x)
     check_inputs(proof.network, x, _BATCH)
     proof.evaluator.check(proof.network)
-    for module in proof.network.modules():
-        guard(module)
+    guard(*proof.network.modules())
     return evaluate(proof, x, proof.evaluator, _BATCH)
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
     """Bounds (N, K) of the scores of all classes, within eps of each sample, from below or from above."""
     outputs, proof, logits = measured.outputs, measured.proof, measured.logits
-    margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64))
+    margins.check_logits(outputs)
     assert logits is not None
     constants, rows = pair_constants(proof.chain, outputs.shape[1])
     moved = grow(constants * eps)
@@ -321,18 +328,10 @@ def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
 
 def _distances(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     """Upper bounds (N, d) of the distances of outputs within eps from the targets."""
-    outputs, target = _columns(measured.outputs), _columns(y.detach().cpu().double())
-    if outputs.shape != target.shape:
-        raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
-    if not bool(target.isfinite().all()):
-        raise OptionError("expected finite targets, got NaN or infinity")
+    outputs, target = with_targets(measured.outputs, y)
     moved = reach(output_constants(measured.proof, outputs.shape[1])[0], eps)
     distance = grow((outputs - target).abs() + measured.errors(0.0)[0] + moved)
     return torch.where(outputs.isfinite(), distance, math.inf)
-
-
-def _columns(values: Tensor) -> Tensor:
-    return values[:, None] if values.ndim == 1 else values
 
 
 __all__ = ["Calibration", "CoverageCurve", "PredictionIntervals", "PredictionSets", "calibrate"]

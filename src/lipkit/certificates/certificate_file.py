@@ -252,7 +252,7 @@ def _expect(where: object, good: bool, what: str, got: object) -> None:
 
 def _number(where: object, key: str, value: Any, least: float | None = None) -> float:
     """A number of a file, which may be a word, as a float; not below ``least``, if one is given."""
-    number = _WORDS.get(value) if isinstance(value, str) else value
+    number: Any = _WORDS.get(value) if isinstance(value, str) else value
     good = isinstance(number, int | float) and not isinstance(number, bool)
     _expect(
         where,

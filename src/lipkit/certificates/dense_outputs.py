@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.margins import last_layer_constants
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_eps, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.proof.arithmetic import size
@@ -316,12 +316,6 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
             value = min(best, top / bottom) if bottom else best
         found.append(best * (1 - 2.0**-40))
     return torch.tensor(found, dtype=torch.float64)
-
-
-def check_eps(eps: float) -> None:
-    """Raise ``OptionError`` unless eps is a finite number >= 0."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
-        raise OptionError(f"eps: expected a finite number >= 0 (int or float), got {eps!r}")
 
 
 def _check_labels(outputs: Tensor, labels: Tensor, ignored: int) -> None:

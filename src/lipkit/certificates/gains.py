@@ -295,7 +295,9 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
         if type(module) in _SAME:
             continue
         constant = float(lipschitz(module, before))
-        weight = _matrix(twin, before)
+        on_vectors = type(module) is nn.Linear and math.prod(before) == before[-1]
+        # A matrix, or the diagonal of a scaling.
+        weight = _linear_map(twin, before, True) if on_vectors or type(module) is Affine else None
         if weight is not None:
             run.linear(weight)
             run.constant = product(run.constant, constant)
@@ -333,13 +335,6 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     if units is None and run.value is not None and run.value[0].ndim == 1:
         run.linear(torch.eye(len(centre), dtype=torch.float64))
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
-
-
-def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
-    """A dense layer, on vectors, or a scaling as a matrix or a diagonal."""
-    if type(module) is nn.Linear:
-        return _linear_map(module, shape, True) if math.prod(shape) == shape[-1] else None
-    return _linear_map(module, shape, True) if type(module) is Affine else None
 
 
 def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -389,23 +384,20 @@ class _Smooth(NamedTuple):
     error: float = 2.0**-44
 
 
-def _silu_slope(x: Tensor) -> Tensor:
-    s = x.sigmoid()
-    return s * (1 + x * (1 - s))
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    return torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
 # Places where a function turns need no more digits: its values beside them differ by the square of what is missing.
 _SMOOTH: dict[type[nn.Module], _Smooth] = {
     nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square(), (0.0,)),
     nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid()), (0.0,)),
     # Beyond its threshold, at least 20, it is the identity.
     nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),
-    nn.SiLU: _Smooth(_silu_slope, (-2.3993572805, 2.3993572805), (-1.2784645428,)),
-    nn.GELU: _Smooth(_gelu_slope, (-math.sqrt(2), math.sqrt(2)), (-0.7517915247,)),
+    nn.SiLU: _Smooth(
+        lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())), (-2.3993572805, 2.3993572805), (-1.2784645428,)
+    ),
+    nn.GELU: _Smooth(
+        lambda x: torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi),
+        slope_turns=(-math.sqrt(2), math.sqrt(2)),
+        turns=(-0.7517915247,),
+    ),
 }
 
 

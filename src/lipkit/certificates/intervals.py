@@ -53,12 +53,17 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     """
     if not 0 <= count <= total:
         raise OptionError(f"expected 0 <= count <= total, got count={count}, total={total}")
-    if not 0 < confidence < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
+    check_confidence(confidence)
     tail = (1 - confidence) / 2
     low = float(betaincinv(count, total - count + 1, tail)) if count > 0 else 0.0
     high = float(betaincinv(count + 1, total - count, 1 - tail)) if count < total else 1.0
     return low, high
+
+
+def check_confidence(confidence: float) -> None:
+    """Raise `OptionError` unless it is above 0 and below 1."""
+    if not 0 < confidence < 1:
+        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
 
 
 LARGE = 8.0

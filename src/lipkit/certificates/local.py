@@ -188,7 +188,9 @@ class Ball:
         low, high = self.x.new_empty(2, len(self.x), entries)
         # All channels of a place after each other: the rows of a block then read the same part of an image.
         order = torch.arange(entries, device=self.x.device).reshape(shape[0], -1).T.flatten()
-        for units in order.split(self._step(shape)):
+        widest = max(math.prod(shape) for shape in self.circuit.shapes)
+        line = entries // (shape[1] if len(shape) == 3 else 1)  # of an image
+        for units in order.split(max(1, min(_BLOCK // (2 * widest * len(self.x)), line))):
             rows = torch.zeros(len(units), entries, dtype=torch.float64, device=self.x.device)
             rows[torch.arange(len(units), device=self.x.device), units] = 1.0
             base, norm = self.below(value, rows.reshape(1, -1, *shape), mirrored=True)
@@ -196,11 +198,6 @@ class Ball:
             low[:, units], negative = found.expand(len(self.x), -1).chunk(2, 1)
             high[:, units] = -negative
         return low.reshape(-1, *shape), high.reshape(-1, *shape)
-
-    def _step(self, shape: tuple[int, ...]) -> int:
-        widest = max(math.prod(shape) for shape in self.circuit.shapes)
-        lines = math.prod(shape) // (shape[1] if len(shape) == 3 else 1)  # one of an image
-        return max(1, min(_BLOCK // (2 * widest * len(self.x)), lines))
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.

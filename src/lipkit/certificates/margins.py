@@ -134,14 +134,15 @@ def nearest(gap: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
     return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
 
 
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """Raise unless ``logits`` is (N, K >= 2) and ``labels`` holds N integers in [0, K)."""
+def check_logits(logits: Tensor, labels: Tensor | None = None) -> None:
+    """Raise unless ``logits`` is (N, K >= 2), and ``labels``, if given, N integers in [0, K)."""
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ShapeError(
             f"expected logits of shape (N, K) with K >= 2 classes, got {tuple(logits.shape)}: numbers are certified by "
             "lipkit.certificates.certify_regression"
         )
-    check_labels(labels, len(logits), logits.shape[1])
+    if labels is not None:
+        check_labels(labels, len(logits), logits.shape[1])
 
 
 def check_constant(constant: float) -> None:

@@ -12,9 +12,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure_by
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_eps, check_inputs, measure_by
 from lipkit.certificates.regression import output_constants, reach
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network

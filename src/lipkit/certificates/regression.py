@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
-from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_eps, check_inputs, dtype_name, measure
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
@@ -183,14 +182,12 @@ def certify_regression(
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
         delta = float(size(sensors[None]))
-    delta = _check_targets(x, y, delta)
+    delta = check_eps(delta, "delta")
+    _check_targets(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
     )
-    # Outputs and targets (N,) are vectors of one entry.
-    prediction, target = (t[:, None] if t.ndim == 1 else t for t in (measured.outputs, y.detach().cpu().double()))
-    if prediction.shape != target.shape:
-        raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
+    prediction, target = with_targets(measured.outputs, y)
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
     chain = measured.proof.chain
@@ -268,9 +265,22 @@ def _by_multipliers(run: SlopeRun, row: int) -> float:
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))
 
 
-def _check_targets(x: Tensor, y: Tensor, delta: Any) -> float:
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not (delta >= 0 and math.isfinite(delta)):
-        raise OptionError(f"expected delta as a finite number >= 0, got {delta!r}")
+def columns(values: Tensor) -> Tensor:
+    """Outputs or targets (N, d); those of shape (N,) are vectors of one entry."""
+    return values[:, None] if values.ndim == 1 else values
+
+
+def with_targets(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and finite targets of their shape, (N, d) float64."""
+    outputs, target = columns(outputs), columns(y.detach().cpu().double())
+    if outputs.shape != target.shape:
+        raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
+    if not bool(target.isfinite().all()):
+        raise OptionError("expected finite targets, got NaN or infinity")
+    return outputs, target
+
+
+def _check_targets(x: Tensor, y: Tensor) -> None:
     if not y.is_floating_point():
         raise OptionError(
             f"expected floating-point targets for an output deviation, got {dtype_name(y)}: class labels are "
@@ -278,6 +288,3 @@ def _check_targets(x: Tensor, y: Tensor, delta: Any) -> float:
         )
     if y.ndim not in (1, 2) or len(y) != len(x):
         raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")
-    if not bool(y.isfinite().all()):
-        raise OptionError("expected finite targets, got NaN or infinity")
-    return float(delta)

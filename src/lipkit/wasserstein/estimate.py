@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipkit.certificates.intervals import check_confidence
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
@@ -25,7 +26,7 @@ from lipkit.modules.chains import prove_chain
 from lipkit.shown import Shown, upper
 from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.intervals import Moments, bernstein, check_confidence, moments, student
+from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
 from lipkit.wasserstein.losses import kr_loss
 from lipkit.wasserstein.samples import as_pair, check_counts, check_positive
 
@@ -279,11 +280,8 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
     first, second = (order.tensor_split(max(folds, 2)) for order in orders)
     if min(len(part) for part in (*first, *second)) < 2:
         raise DataError(f"expected at least {2 * max(folds, 2)} samples of each for {folds} folds, got {n} and {m}")
-    return [((_without(first, k), _without(second, k)), (first[k], second[k])) for k in range(folds)]
-
-
-def _without(pieces: Sequence[Tensor], k: int) -> Tensor:
-    return torch.cat([piece for j, piece in enumerate(pieces) if j != k])
+    rest = [[torch.cat(pieces[:k] + pieces[k + 1 :]) for pieces in (first, second)] for k in range(folds)]
+    return [((rest[k][0], rest[k][1]), (first[k], second[k])) for k in range(folds)]
 
 
 def _evaluate(network: nn.Module, samples: Tensor, batch_size: int) -> Tensor:

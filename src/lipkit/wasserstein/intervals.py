@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 from torch import Tensor
 
+from lipkit.certificates.intervals import check_confidence
 from lipkit.errors import OptionError
 from lipkit.wasserstein.samples import check_positive
 
@@ -99,9 +100,3 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
         for m in pair
     )
     return sum(each) / len(pairs)
-
-
-def check_confidence(confidence: float) -> None:
-    """Raise `OptionError` unless it is above 0 and below 1."""
-    if not 0 < confidence < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
