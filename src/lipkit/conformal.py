@@ -183,13 +183,13 @@ class Calibration(Shown):
         least = Fraction(1, len(self) + 1)
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         # As it is written: 0.3 is three tenths.
-        written = Fraction(repr(float(alpha))) if number and math.isfinite(alpha) else Fraction(0)
+        written = Fraction(repr(float(alpha))) if number and math.isfinite(alpha) else Fraction(0)  # 0 is refused below
         if not least <= written < 1:
             raise OptionError(
                 f"alpha: expected a number from 1/(n + 1) = {float(least):.4g} (of {len(self)} calibration samples) to "
                 f"below 1, got {alpha!r}"
             )
-        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]
+        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]  # the k-th smallest counts from 0
 
     def predict_set(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionSets:
         r"""Sets of classes for samples that may have moved by eps: see the top of this module.
@@ -209,7 +209,7 @@ class Calibration(Shown):
         self._check(True, eps)
         q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
         scores = _scores(outputs, eps, lower=True)
-        return PredictionSets(~(scores > q), alpha, float(eps))
+        return PredictionSets(~(scores > q), alpha, float(eps))  # not <=: a NaN leaves the label in
 
     def predict_interval(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionIntervals:
         r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
@@ -221,7 +221,7 @@ class Calibration(Shown):
         outputs = columns(measured.outputs)
         moved = reach(output_constants(self.proof, outputs.shape[1])[0], eps)
         half = grow(q + moved + measured.errors(0.0)[0])
-        half = torch.where(outputs.isfinite(), half, math.inf)
+        half = torch.where(outputs.isfinite(), half, math.inf)  # what overflowed may be anything
         outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, float(eps))
 
@@ -253,7 +253,7 @@ class Calibration(Shown):
             check_eps(radius)
             worst = _own(measured, y, radius) if self.labels else _distances(measured, y, radius)
             found.append(float((worst <= q).all(1).double().mean()))
-        room = math.sqrt(math.log(1 / delta) / (2 * len(x)))
+        room = math.sqrt(math.log(1 / delta) / (2 * len(x)))  # Massart's constant for one side
         lower = tuple(max(0.0, value - room) for value in found)
         return CoverageCurve(tuple(map(float, eps)), lower, tuple(found), alpha, delta)
 
@@ -307,15 +307,15 @@ def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
     margins.check_logits(outputs)
     assert logits is not None
     constants, rows = pair_constants(proof.chain, outputs.shape[1])
-    moved = grow(constants * eps)
+    moved = grow(constants * eps)  # K eps, pair by pair
     found = []
     for k in range(outputs.shape[1]):
         label = torch.full((len(outputs),), k, dtype=torch.int64)
         error = grow(sound.margin_errors(logits, label, rows)[0] + moved[k])
-        over = outputs - outputs[:, [k]]
+        over = outputs - outputs[:, [k]]  # 0 at k itself, which is no rival
         ends = next_down(next_down(over) - error) if lower else next_up(next_up(over) + error)
         found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))
-    unknown = -math.inf if lower else math.inf
+    unknown = -math.inf if lower else math.inf  # as if the label surely were in, or never
     return torch.where(outputs.isfinite().all(1, keepdim=True), torch.stack(found, 1), unknown)
 
 

@@ -84,7 +84,7 @@ def apgd(
         index = best.left(stop_early)
         if not len(index):
             break
-        centre = x[index].detach()
+        centre = x[index].detach()  # samples that an earlier start left
         point = space.start(centre, radius[index], box, generator) if start else centre.clone()
         target = order[index, start % order.shape[1]] if targeted else None
         climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
@@ -168,7 +168,7 @@ def climb(
     """
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)
-    step = 2 * radius
+    step = 2 * radius  # the diameter
     s = _State(
         index, centre, label, radius, target, point, point, value, slope, point, value, slope, value,
         value, step, step, value, torch.zeros_like(index),
@@ -176,7 +176,7 @@ def climb(
     last, marks = 0, checkpoints(steps)
     for k in range(steps):
         if stop_early and bool(best.fooled[s.index].any()):
-            s.keep(~best.fooled[s.index])
+            s.keep(~best.fooled[s.index])  # what has fallen is left alone
             if not len(s.index):
                 break
         move = space.direction(s.slope, generator) * like(s.step, s.point)
@@ -216,7 +216,7 @@ def checkpoints(steps: int) -> frozenset[int]:
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]
     """
-    gap = max(round(0.22 * steps), 1)
+    gap = max(round(0.22 * steps), 1)  # at least one step
     place, marks = gap, set()
     while place <= steps:
         marks.add(place)

@@ -36,7 +36,7 @@ class Best:
         """Take the better ones of ``points``, which belong to the samples ``index``; None compares margins."""
         wrong = misclassified(logits, self._labels[index])
         if loss is None:
-            loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)
+            loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified
         loss = loss.to(self._loss)
         better = (wrong & ~self.fooled[index]) | ((wrong == self.fooled[index]) & (loss > self._loss[index]))
         chosen = index[better]
@@ -100,7 +100,7 @@ def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts
         raise OptionError(f"expected inputs inside the box {box}, got {found}")
     if box is None and not bool(x.isfinite().all()):
         raise OptionError("expected finite inputs, got NaN or infinity")
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
     radius = torch.as_tensor(eps, dtype=wide, device=x.device)
     if radius.ndim and radius.shape != (len(x),):
         raise ShapeError(f"expected one eps or {len(x)} of them, got shape {tuple(radius.shape)}")

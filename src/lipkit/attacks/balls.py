@@ -94,7 +94,7 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
                 break
             held = result != clipped  # entries that the box holds back add nothing more
             slope = (squares * ~held).flatten(1).sum(dim=1).clamp_min(1e-30)
-            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)
+            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step in s^2, from below
             result = torch.addcmul(centre, step, like(square.sqrt(), step))
     return clip(result, box)
 
@@ -118,7 +118,7 @@ def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
         outside = length > radius
         if not bool(outside.any()):
             return result
-        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))
+        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))  # more each time: at last by a tenth
         shrunk = clip(centre + (result - centre) * like(smaller, result), box)
         result = torch.where(like(outside, result), shrunk, result)
     return torch.where(like(norms(result, centre) > radius, result), centre, result)
@@ -146,7 +146,7 @@ def _unit(gradient: Tensor, generator: torch.Generator) -> Tensor:
     length = scaled.norm(dim=1)
     bad = ~length.isfinite()
     if bool(bad.any()):
-        scaled = torch.where(bad[:, None], _normal(flat, generator), scaled)
+        scaled = torch.where(bad[:, None], _normal(flat, generator), scaled)  # any direction is as good
         length = scaled.norm(dim=1)
     return (scaled / length[:, None]).view_as(gradient)
 

@@ -108,7 +108,7 @@ def _search(
     for _ in range(searches):
         free = begin.clone()
         mean, square = torch.zeros_like(free), torch.zeros_like(free)
-        done = torch.zeros_like(distance, dtype=torch.bool)
+        done = torch.zeros_like(distance, dtype=torch.bool)  # any point of this search fooled the model
         for step in range(1, steps + 1):
             with torch.enable_grad():
                 free = free.detach().requires_grad_()
@@ -131,5 +131,5 @@ def _search(
             free = free.detach() - rate * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
         high = torch.where(done, torch.minimum(high, c), high)
         low = torch.where(done, low, torch.maximum(low, c))
-        c = torch.where(high.isfinite(), (low + high) / 2, 10 * c)
+        c = torch.where(high.isfinite(), (low + high) / 2, 10 * c)  # bisection once both ends are known
     return near, distance

@@ -74,19 +74,19 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     """
     # scaled to largest entry 1, so that squares neither overflow nor vanish
     largest = normal.abs().amax(dim=1, keepdim=True)
-    known = (largest > 0) & largest.isfinite()
+    known = (largest > 0) & largest.isfinite()  # no gradient, no hyperplane
     unit = torch.where(known, normal / torch.where(known, largest, 1.0), 0.0)
     aim = torch.where(known, gap[:, None] / torch.where(known, largest, 1.0), 0.0)
     size = unit.abs()
-    rate = size if norm == "l2" else (size > 0).to(size)
-    forward = torch.sign(unit) * torch.sign(aim)
+    rate = size if norm == "l2" else (size > 0).to(size)  # r_j of the docstring
+    forward = torch.sign(unit) * torch.sign(aim)  # the way of each entry towards the hyperplane
     room = torch.full_like(point, torch.inf)
     if box is not None:
-        room = torch.where(forward > 0, box[1] - point, point - box[0]).clamp_min(0)
+        room = torch.where(forward > 0, box[1] - point, point - box[0]).clamp_min(0)  # to the face that lies ahead
     aim = aim.abs()
     length = aim / (size * rate).sum(dim=1, keepdim=True).clamp_min(1e-30)
     for _ in range(_NEWTON_STEPS if box is not None else 0):
-        free = length * rate < room
+        free = length * rate < room  # entries that have not met their face
         reached = (size * torch.where(free, length * rate, room)).sum(dim=1, keepdim=True)
         slope = torch.where(free, size * rate, 0.0).sum(dim=1, keepdim=True)
         missing = (aim - reached).clamp_min(0)
@@ -178,7 +178,7 @@ def fab(
         for start in range(restarts):
             point = centre.clone()
             if start:
-                reach = distance[index] / 2
+                reach = distance[index] / 2  # half of the way that was enough before
                 reach = torch.where(reach.isfinite(), reach, 0.0)
                 point = clip(centre + space.random(centre, generator) * like(reach, centre), box)
             for _ in range(steps):
@@ -200,14 +200,14 @@ def fab(
         if turn < polish:
             value, _, slope = value_and_gradient(model, best[index], label, "margin")
             _, origin = _project(best[index], centre, value, slope, norm, box)
-            ahead = centre + origin * (1 + 1e-4)
+            ahead = centre + origin * (1 + 1e-4)  # a little beyond the face, so that it is misclassified
             keep(clip(torch.where(ahead.isfinite(), ahead, centre), box))
     return best
 
 
 def _project(point: Tensor, centre: Tensor, value: Tensor, slope: Tensor, norm: str, box: Box) -> tuple[Tensor, Tensor]:
     """Steps from the point and from the sample to the hyperplane where the linearised loss at the point is 0."""
-    normal = slope.flatten(1)
+    normal = slope.flatten(1)  # of the linearised loss
     value = value.nan_to_num(posinf=0.0, neginf=0.0).to(normal)
     flat, origin = point.flatten(1), centre.flatten(1)
     here = towards_hyperplane(flat, normal, -value, norm, box)

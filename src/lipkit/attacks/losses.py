@@ -43,7 +43,7 @@ def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None
     if loss == "ce":
         if target is None:
             return F.cross_entropy(logits, labels, reduction="none")
-        return -F.cross_entropy(logits, target, reduction="none")
+        return -F.cross_entropy(logits, target, reduction="none")  # towards a target: its own entropy falls
     own = logits.gather(1, labels[:, None])[:, 0]
     gap = margin_loss(logits, labels) if target is None else logits.gather(1, target[:, None])[:, 0] - own
     if loss == "margin":

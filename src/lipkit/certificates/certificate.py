@@ -158,7 +158,7 @@ class Certificate(Shown):
         """
         ax = axes(ax, "l2 radius", "certified accuracy")
         for radius, style in ((self.radius, "-"), (self.radius_ignored, ":")):
-            end = radius[self.correct].sort().values
+            end = radius[self.correct].sort().values  # steps down at each radius
             left = 1 - torch.arange(1, len(end) + 1) / max(len(end), 1)
             x = torch.cat((torch.zeros(1, dtype=torch.float64), end)).tolist()
             y = (torch.cat((torch.ones(1), left)) * self.clean_accuracy).tolist()
@@ -286,7 +286,7 @@ def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, kn
     with torch.inference_mode(False), inner_products_only(proof.device):
         bounds = Bounds(proof.network, arithmetic, network.input_range)
         at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
-        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()
+        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()  # copies: no inference tensors
 
 
 def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:

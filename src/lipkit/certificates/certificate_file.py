@@ -52,7 +52,7 @@ def data_sha256(x: Samples, y: Samples) -> str:
     digest = hashlib.sha256()
     for values in map(as_tensor, (x, y)):
         flat = values.detach().cpu().contiguous()
-        digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
+        digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())  # equal bytes of other shapes are other data
         digest.update(flat.reshape(-1)[:, None].view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -204,6 +204,7 @@ def _parse(where: str, line: bytes, longest: int) -> dict[str, Any]:
 def _check_header(path: Path, header: dict[str, Any]) -> None:
     version, major = header.get("schema_version"), SCHEMA_VERSION.split(".")[0]
     stated = header.get("kind") == KIND and isinstance(version, str)
+    # Minor versions only add fields.
     if not stated or not re.fullmatch(rf"{major}\.[0-9]{{1,4}}", str(version)):
         raise DataError(
             f"{path}: expected a {KIND} of schema version {SCHEMA_VERSION}, got {str(header.get('kind'))[:40]!r} of "

@@ -126,6 +126,7 @@ class Circuit:
             try:
                 value = self.module(module, value)
             except NoRuleError:
+                # What parts of the module had begun.
                 del self.nodes[before:], self.sources[before:], self.shapes[before + 1 :]
                 value = self._add(Leaf(index), (), shape)
         self.output = value
@@ -173,6 +174,7 @@ class Circuit:
         """Values one behind the other."""
         shapes = [self.shapes[value] for value in values]
         sizes = tuple(shape[dim - 1] for shape in shapes)
+        # Shapes have no batch: the dimension dim is their dim - 1.
         shape = (*shapes[0][: dim - 1], sum(sizes), *shapes[0][dim:])
         return self._add(Stack(dim, sizes), values, shape)
 
@@ -182,7 +184,7 @@ class Circuit:
 
     def maximum(self, a: int, b: int) -> int:
         """``b + relu(a - b)``: the evaluator compares, and computes nothing."""
-        apart = self.total((a, b), (1.0, -1.0))
+        apart = self.total((a, b), (1.0, -1.0))  # not rounded by the machine, which compares
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
 
@@ -225,18 +227,18 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
 
 def _selection(index: Tensor, shape: Shape) -> Linear:
     flat, size = index.flatten(), math.prod(shape)
-    kept = flat[flat > 0] - 1
+    kept = flat[flat > 0] - 1  # 0 is a zero, entries count from 1
     most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
     same = len(flat) == size and bool((flat == torch.arange(1, size + 1, device=flat.device)).all())
     back = torch.zeros(size, dtype=torch.int64, device=flat.device)
-    back[kept] = (flat > 0).nonzero()[:, 0] + 1
+    back[kept] = (flat > 0).nonzero()[:, 0] + 1  # the inverse: where each entry went
 
     def adjoint(a: Tensor) -> Tensor:
         if same:
             return a.reshape(len(a), *shape)
-        if most <= 1:
+        if most <= 1:  # each entry is read once at most, so nothing is added
             return F.pad(a.flatten(1), (1, 0))[:, back].reshape(len(a), *shape)
-        total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))
+        total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))  # column 0 collects what zeros had
         return total[:, 1:].reshape(len(a), *shape)
 
     def forward(h: Tensor) -> Tensor:
@@ -285,8 +287,8 @@ def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, bl
     """The noise of inner products of that many terms and a bias."""
     if arithmetic is None:
         return None
-    depth = arithmetic.depth(terms) if blocked else terms
-    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)
+    depth = arithmetic.depth(terms) if blocked else terms  # only some kernels sum in blocks
+    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # and one for the bias
 
 
 @circuit_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -317,6 +319,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         adjoint = lambda a: gradient((len(a), *into), weight, a, **options)  # noqa: E731
     bias = None if module.bias is None else module.bias.detach().reshape(-1, *[1] * axes).expand(out)
+    # The blocked evaluator sums only these in blocks.
     noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
 
@@ -351,9 +354,10 @@ def _averages(circuit: Circuit, module: Any, value: int) -> int:
 @circuit_rule(Affine)
 def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     shape = circuit.shape(value)
-    rest = (1,) * (len(shape) - module.scale.ndim)
+    rest = (1,) * (len(shape) - module.scale.ndim)  # scales belong to the first dimension, channels
     scale, shift = (t.detach().reshape(*t.shape, *rest) for t in (module.scale, module.shift))
     size = scale.abs()
+    # A product and a sum, with one to spare, and scale and shift as they are stored.
     noise = None if circuit.arithmetic is None else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)
     linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
     return circuit.linear(value, linear)
@@ -405,7 +409,7 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     ratio = abs(share / rest) if rest else 0.0
     if not ratio <= 1e6:
         raise NoRuleError(f"local bounds: expected a share that leaves a rest in a Blend, got {share}")
-    depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))
+    depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))  # 1 - share, two products, one sum
     size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)
     return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))
 
@@ -427,13 +431,14 @@ def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
         raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
     halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
     a, b = (circuit.select(value, half) for half in halves)
+    # With m = relu(a - b) the larger one is b + m, the smaller one a - m.
     more = circuit.scalar(circuit.total((a, b), (1.0, -1.0)), nn.ReLU(), exact=True)
     parts = circuit.total((b, more), (1.0, 1.0), flushed=True), circuit.total((a, more), (1.0, -1.0), flushed=True)
     sorted_ = circuit.stack(parts, 1)
     if isinstance(module, MaxMin):
         return sorted_
     whole = _positions(shape, torch.device("cpu"))[0].long()
-    return circuit.select(sorted_, torch.stack(whole.chunk(2), 1).flatten(0, 1))
+    return circuit.select(sorted_, torch.stack(whole.chunk(2), 1).flatten(0, 1))  # pairs side by side again
 
 
 @circuit_rule(nn.MaxPool2d)
@@ -449,11 +454,11 @@ def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
     for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
         border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries
     grid = F.pad(_positions(shape, torch.device("cpu")).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
-    windows = F.unfold(grid, kernel, dilation, stride=stride)
+    windows = F.unfold(grid, kernel, dilation, stride=stride)  # (C, taps, places)
     # Taps beyond the border repeat one that the window has.
     index = torch.where(windows > 0, windows, windows.amax(1, keepdim=True)).long()
     taps = [circuit.select(value, tap.reshape(out)) for tap in index.unbind(1)]
     while len(taps) > 1:
         pairs = [circuit.maximum(a, b) for a, b in zip(taps[::2], taps[1::2], strict=False)]
-        taps = pairs + taps[len(taps) - len(taps) % 2 :]
+        taps = pairs + taps[len(taps) - len(taps) % 2 :]  # an odd one waits for the next round
     return taps[0]

@@ -107,7 +107,7 @@ def machine(network: modules.Network, name: str) -> modules.Network:
         floats = [known for known in _DTYPES if known != "integer"]
         raise OptionError(f"evaluator: expected one of {', '.join(floats)}, got {name!r}")
     check_underflow()  # small float32 numbers would be lost on their way to float64
-    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])
+    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])  # weights are rounded to the evaluator's format here
     made = blocked(twin) if name.endswith("blocked") else twin
     assert isinstance(made, modules.Network)
     return made

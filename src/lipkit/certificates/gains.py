@@ -185,7 +185,7 @@ class _Run(NamedTuple):
         """The run from input j to output i alone."""
         weights = [(torch.cat((m[:, [j]], m[:, self.inputs :]), 1) for m in part) for part in self.weights]
         parts: list[Part] = [tuple(part) for part in weights]  # type: ignore[misc]
-        parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])
+        parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])  # y reads output i alone
         layers = [self.layers[0][:, [j]], *self.layers[1:]]
         layers[-1] = layers[-1][[i]]
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
@@ -194,26 +194,27 @@ class _Run(NamedTuple):
         """The least gain that the LMI is found to prove, with its multipliers, or the constant."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
-        weights, errors = (list(part) for part in zip(*self.weights, strict=True))
+        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # each weight beside its error
         if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
             return self.constant, []
-        if len(weights) == 1:
+        if len(weights) == 1:  # no activation: the norm of one matrix
             return min(self.constant, gain_bound(weights, [], errors)), []
         norms = [float(torch.linalg.matrix_norm(m, 2)) for m in self.layers]
         scale = math.prod(norms)
+        # The program is divided by their product, which must be a normal number.
         if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
             return self.constant, []
         # mu_k (m^2 z^2 - h^2) for |h| <= m |z| proves the product of the norms, and holds (2 m^2 - 2 a b) mu_k times
         # s (z - s): a start. Gains are divided by that product.
         slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
         for norm, share in zip(reversed(norms[:-1]), reversed(self.shares), strict=True):
-            mu *= slack
+            mu *= slack  # a little inside, so that the start is strictly feasible
             start.insert(0, share * mu)
             mu *= norm**2
         start = [values for values in start if len(values)]
         program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
-        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))
-        if not program.inside(x):
+        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))  # the gain and the multipliers
+        if not program.inside(x):  # rounding can spoil the start: then the constant stays
             return self.constant, []
         x, _ = program.minimum(x, accuracy, 300)
         found = list((x[1:] * scale).split([len(values) for values in start]))
@@ -224,7 +225,7 @@ class _Run(NamedTuple):
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
     """Fewer columns with the same Gram matrix of what reads x: the LMI sees nothing else of them."""
     rows = torch.cat([w[:, :inputs] for w in weights])
-    if inputs > len(rows):
+    if inputs > len(rows):  # a square root of the Gram matrix is smaller
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
         weights = [torch.cat((part, w[:, inputs:]), 1) for part, w in zip(parts, weights, strict=True)]
     return weights
@@ -251,7 +252,7 @@ class _Growing:
         assert self.value is not None
         assert self.jacobian is not None
         assert self.own is not None
-        active = (high > low).nonzero()[:, 0]
+        active = (high > low).nonzero()[:, 0]  # the others are linear on the box
         width = next_up(high - low)[active]  # the upper slope that is proved is low + width
         most = torch.maximum(low.abs(), high.abs())
         self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
@@ -260,12 +261,12 @@ class _Growing:
         if len(active):
             self.weights.append((self.value[0][active], self.value[1][active]))
         fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
-        fresh[active, torch.arange(len(active))] = width
-        value, error = _composed(low, self.value)
+        fresh[active, torch.arange(len(active))] = width  # h = low z + width s
+        value, error = _composed(low, self.value)  # the part that is linear
         self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
-        middle = (low + high) / 2
+        middle = (low + high) / 2  # D as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)
+        old = _moduli(self.jacobian)  # before it is multiplied
         value, error = _composed(middle, self.jacobian)
         self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
         self.own = torch.ones(len(low), dtype=torch.float64)
@@ -309,13 +310,13 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             if run.jacobian is not None:  # the mean value theorem, from the centre of the box
                 width = point[1] + _composed(run.steepest(), (box_radius[:, None], 0 * box_radius[:, None]))[0][:, 0]
                 width = up(width, 2 * len(box_radius) + 8) + 2.0**-1000
-                low = torch.fmax(low, next_down(point[0] - width))
+                low = torch.fmax(low, next_down(point[0] - width))  # the tighter one; NaN gives way
                 high = torch.fmin(high, next_up(point[0] + width))
             (a, b), (low, high) = _slopes(twin, low, high, constant)
             steepest = float(torch.maximum(a.abs(), b.abs()).max())
             count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
             if units is not None and (run.units + count > units or not begun):
-                found += [run.finished(), _Run(steepest)]
+                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by itself
                 run = _Growing(len(a))
             else:
                 if not begun:
@@ -371,8 +372,8 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
     """Centre and radius behind a linear layer, its rounding inside the radius."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], error[:, 0].nan_to_num(nan=math.inf, posinf=math.inf)
-    moved = value + shift
-    return moved, up(error + 2 * UNIT * moved.abs(), 3)
+    moved = value + shift  # what a zero gives is the bias
+    return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
 class _Smooth(NamedTuple):
@@ -407,7 +408,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
     least, most = torch.zeros_like(low), torch.full_like(low, constant, dtype=torch.float64)
     if not slope_restricted(module):
         # gelu'(x) + gelu'(-x) = 1, and the same of SiLU.
-        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))
+        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))  # slopes below 0
     if kind in (nn.ReLU, nn.LeakyReLU):
         slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
         one = torch.ones_like(low)
@@ -427,7 +428,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
     # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
-    found = [row.derivative(x.clamp(-40, 40)) for x in reached(row.slope_turns)]
+    found = [row.derivative(x.clamp(-40, 40)) for x in reached(row.slope_turns)]  # at the ends, and where it turns
     a, b = _outwards(found, 0.0, row.error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)
     return (a, b), _outwards([module(x) for x in reached(row.turns)], row.error, row.error)

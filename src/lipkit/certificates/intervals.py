@@ -80,7 +80,7 @@ def format_radius(eps: float) -> str:
     """
     if not math.isfinite(eps) or eps == int(eps):
         return f"{eps:g}"
-    steps = round(eps * 255)
+    steps = round(eps * 255)  # of 8-bit pixels
     if steps > 0 and abs(eps * 255 - steps) <= 1e-9 * steps:
         return f"{steps}/255"
     return f"{eps:.6g}"

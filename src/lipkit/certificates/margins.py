@@ -40,8 +40,8 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     check_logits(logits, labels)
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
-    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)
-    margin = own[:, 0] - rest
+    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)  # so that the label is no rival
+    margin = own[:, 0] - rest  # for people: radii round their own difference down
     return torch.where(logits.isfinite().all(dim=1), margin, math.nan)
 
 
@@ -66,10 +66,11 @@ def row_distances(weight: Tensor) -> Tensor:
     if weight.ndim != 2:
         raise ShapeError(f"expected a last-layer weight of shape (K, n), got {tuple(weight.shape)}")
     rows = weight.detach().double()
+    # Two units of roundoff for each term: more than its square, sum, root and scaling lose.
     slack = 1.0 + (rows.shape[1] + 8) * torch.finfo(torch.float64).eps
     result = []  # in parts: K^2 n numbers at once would not fit for many classes
     for some in rows.split(max(1, 2**18 // max(1, rows.numel()))):
-        difference = (rows - some[:, None]).abs()
+        difference = (rows - some[:, None]).abs()  # rounded once
         largest = difference.amax(dim=2, keepdim=True)  # scaled, so that the squares cannot underflow to 0
         scaled = difference / torch.where(largest > 0, largest, 1.0)
         result.append(scaled.square().sum(dim=2).sqrt() * largest[:, :, 0] * slack)
@@ -92,7 +93,7 @@ def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
     """`last_layer_constants`, of `row_distances`."""
     check_constant(body_constant)
     if body_constant == 0:
-        return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)
+        return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)  # 0 * inf is unknown, not 0
     # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one
     equal = 0.0 if math.isfinite(body_constant) else math.inf
     return torch.where(result == 0, equal, next_up(result * body_constant)).fill_diagonal_(0.0)
@@ -129,9 +130,10 @@ def nearest(gap: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
     """The smallest ``gap / slope`` (N, K) of the classes other than the label, rounded down, with `radii`'s zeros."""
     positive = (gap > 0) & slope.isfinite()
     moving = positive & (slope > 0)
-    quotient = next_down(gap / torch.where(moving, slope, 1.0))
+    quotient = next_down(gap / torch.where(moving, slope, 1.0))  # 1 only where it is not used
+    # What cannot move keeps its order at every distance.
     pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
-    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)  # the label's own row is no rival
 
 
 def check_logits(logits: Tensor, labels: Tensor | None = None) -> None:
@@ -147,5 +149,5 @@ def check_logits(logits: Tensor, labels: Tensor | None = None) -> None:
 
 def check_constant(constant: float) -> None:
     """Raise unless ``constant`` is a number >= 0 (``inf`` included)."""
-    if not constant >= 0:
+    if not constant >= 0:  # not <: NaN is refused, too
         raise OptionError(f"expected a Lipschitz constant >= 0, got {constant}")

@@ -99,14 +99,14 @@ def _asked(
     network: modules.Network, rounding: str, evaluator: str, device: str | torch.device
 ) -> tuple[torch.device, Evaluator]:
     """Where it is measured, and the evaluator under the present settings of torch."""
-    check_underflow()
-    where = float64_device("cpu" if evaluator == "integer" else device)
+    check_underflow()  # small float32 numbers would be lost on their way to float64
+    where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
     return where, evaluators.named(rounding, evaluator, where, network)
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain values of a module: hashes of the stored form do not see all of them."""
-    plain = (bool, int, float, str, tuple, type(None))
+    plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
     return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
 
 
@@ -168,7 +168,7 @@ def prove(
         chain=chain,
         arithmetic=arithmetic,
         network=exact,
-        stored=[(text, numbers.copy()) for text, numbers in contents(network)],
+        stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
         device=where,
         program=program,
         logits=logits,

@@ -107,9 +107,11 @@ def auroc(
         moved, (centre, machine) = reach(constants, distance), measured.errors(distance)
         return moved if measured.logits is None else grow(moved + (centre + machine).flatten())
 
+    # The lowest score that a positive can get, and the highest of a negative.
     low = next_down(scores - room(0.0 if moves == "negatives" else eps))[:count]
     high = next_up(scores + room(0.0 if moves == "positives" else eps))[count:]
     first, second = scores[:count], scores[count:]
+    # Pairs in order and half of the ties, which are neither above nor below.
     above = (pairs_above(first, second) + 1 - pairs_above(second, first)) / 2
     return AurocCertificate(
         eps=float(eps),
@@ -128,5 +130,5 @@ def pairs_above(left: Tensor, right: Tensor) -> float:
     >>> pairs_above(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     0.75
     """
-    below = torch.searchsorted(right.sort().values, left.contiguous())
+    below = torch.searchsorted(right.sort().values, left.contiguous())  # how many on the right are smaller, strictly
     return int(below.sum()) / (len(left) * len(right))

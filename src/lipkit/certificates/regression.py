@@ -181,7 +181,7 @@ def certify_regression(
         if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
-        delta = float(size(sensors[None]))
+        delta = float(size(sensors[None]))  # the ball around the box that the sensors reach
     delta = check_eps(delta, "delta")
     _check_targets(x, y)
     measured = measure(
@@ -223,7 +223,7 @@ def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tens
     except NoRuleError:
         return otherwise
     terms = grow(matrix * sensors.flatten() * slack).nan_to_num(nan=math.inf, posinf=math.inf)
-    return up(terms.sum(1), terms.shape[1])
+    return up(terms.sum(1), terms.shape[1])  # a sum of that many terms, in any order
 
 
 def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
@@ -237,13 +237,14 @@ def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
     modules = list(network)
     tail = modules[-1] if modules else None
     scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
-    position = len(modules) - (1 if scaling is None else 2)
+    position = len(modules) - (1 if scaling is None else 2)  # of the last layer, behind which a scaling may stand
     last = modules[position] if position >= 0 else None
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
         return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     runs = slope_runs(network) if outputs <= _MOST_LMI_OUTPUTS else []
     run = next((run for run in runs if run.stop == position + 1), None)
+    # Everything before the last layer.
     body, found = proof.prefixes[position], []
     for i, (row, scale) in enumerate(zip(last.weight.detach(), scales, strict=True)):
         best = product(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf

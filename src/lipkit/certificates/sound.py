@@ -102,7 +102,7 @@ class Evaluation:
             return _to_cpu(self._logits(through(self.steps, x)))
         walk, far = by_norms(self.steps, self.factors, x, self._spare)
         found = self._logits(walk)
-        rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]
+        rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]  # also near an overflow
         if len(rows):
             near = self._logits(through(self.steps, x[rows]))
             found = _merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
@@ -119,7 +119,7 @@ class Evaluation:
             return Logits(walk.centre, walk, None, walk.peak)
         features = walk.centre
         at, slope, numbers = self.machine
-        biggest = Line(numbers(features).amax(1) + self.largest, self.norm)
+        biggest = Line(numbers(features).amax(1) + self.largest, self.norm)  # a weight times a feature that moved
         peak = walk.peak.most(biggest.below(walk.spread))
         with torch.no_grad():
             values = self.last(features)
@@ -134,8 +134,9 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
     Both they and the outputs at x' differ by the program's error from the exact ones, wherever x' is.
     """
     values = program(x)
+    # Slope 0: whatever the distance of x', the program clamps and rounds it itself.
     error, zero = flat(values[:, 0], program.body_error), flat(values[:, 0], 0.0)
-    walk = ErrorBound(torch.empty(0), error.at, error, zero, zero)
+    walk = ErrorBound(torch.empty(0), error.at, error, zero, zero)  # the values at x and at x' are both off by it
     if program.own_error is None:
         return Logits(values, walk, None, zero)
     own = program.own_error.expand_as(values)
@@ -151,12 +152,12 @@ def _to_cpu(logits: Logits) -> Logits:
 def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:
     """Radii (N,) of the module docstring, rounded down: 0 where nothing is certified; constants of `pair_constants`."""
     values = logits.values
-    difference = next_down(values.gather(1, labels[:, None]) - values)
+    difference = next_down(values.gather(1, labels[:, None]) - values)  # m, its subtraction rounded down
     at, slope = margin_errors(logits, labels, rows)
     radius = margins.nearest(next_down(difference - at), grown(constants[labels] + slope), labels)
-    room = arithmetic.room - logits.peak.at
+    room = arithmetic.room - logits.peak.at  # how far numbers may still grow
     cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
-    known = values.isfinite().all(dim=1) & (room > 0)
+    known = values.isfinite().all(dim=1) & (room > 0)  # false for NaN, too
     return torch.where(known, torch.minimum(radius, cap), 0.0)
 
 
@@ -171,9 +172,10 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
         slope = torch.full_like(values, grow(two * walk.error.slope), dtype=torch.float64)
     else:
         apart = rows[labels]
-        pair = _both(own.slope, labels)
+        pair = _both(own.slope, labels)  # by how much both rows' own errors grow
         at = grow(_both(own.at64, labels) + _both(own.at, labels))
-        at = grow(at + pair * spread.at[:, None])
+        at = grow(at + pair * spread.at[:, None])  # the machine's features lie up to the spread away
+        # Features that are off move both logits, by the difference of their rows.
         at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
         slope = grown(grown(pair * spread.slope) + grown(apart * walk.error.slope))
     return at, slope
@@ -188,7 +190,7 @@ def output_errors(
     """
     walk, own = logits.walk, logits.own
     peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
-    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]
+    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]  # an infinite error certifies nothing
     body = grow(walk.error.at + walk.error.slope * distance)[:, None]
     if own is None or weight is None:  # the error of the whole vector bounds that of each output
         return walk.centre_error[:, None], body + overflow
@@ -200,7 +202,7 @@ def output_errors(
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
     """Of the label and of every class, added."""
-    return each.gather(1, labels[:, None]) + each
+    return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:

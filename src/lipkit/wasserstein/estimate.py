@@ -165,7 +165,7 @@ def distance(
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
     where = torch.device(device)
     shape = tuple(x.shape[1:])
-    parts = _parts(len(x), len(y), folds if steps else 0, seed)
+    parts = _parts(len(x), len(y), folds if steps else 0, seed)  # untrained: all is held out
 
     exported: list[Network] = []
     constants: list[float] = []
@@ -247,7 +247,7 @@ def fit(
 
 def _rise(curves: Tensor) -> float:
     """Relative rise of the curves (folds, steps) from their second to their last third; 0 within their noise."""
-    third = curves.shape[1] // 3
+    third = curves.shape[1] // 3  # the first third is warming up
     before, after = curves[:, -2 * third : -third], curves[:, -third:]
     rise = (after - before).mean()
     noise = (before.var(1) + after.var(1)).sum().div(third).sqrt() / len(curves)
@@ -277,7 +277,7 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
     if folds == 0:
         nothing = orders[0][:0]
         return [((nothing, nothing), (orders[0], orders[1]))]
-    first, second = (order.tensor_split(max(folds, 2)) for order in orders)
+    first, second = (order.tensor_split(max(folds, 2)) for order in orders)  # one fold still needs two parts
     if min(len(part) for part in (*first, *second)) < 2:
         raise DataError(f"expected at least {2 * max(folds, 2)} samples of each for {folds} folds, got {n} and {m}")
     rest = [[torch.cat(pieces[:k] + pieces[k + 1 :]) for pieces in (first, second)] for k in range(folds)]
@@ -300,5 +300,5 @@ def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:
     first = x[:1].double()
     for name, samples in (("x", x), ("y", y)):
         far = max(float((part.double() - first).flatten(1).norm(dim=1).max()) for part in samples.split(4096))
-        if far > diameter * (1 + 1e-12):
+        if far > diameter * (1 + 1e-12):  # whoever computed it rounded, too
             raise DataError(f"expected samples within the diameter {diameter:g}, got one of {name} at distance {far:g}")

@@ -61,7 +61,7 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
 
 
 def _welch(first: Moments, second: Moments, confidence: float) -> float:
-    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]
+    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]  # and degrees of freedom of each
     total = sum(t for t, _ in terms)
     if total == 0:
         return 0.0
@@ -93,7 +93,7 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     """
     check_confidence(confidence)
     check_positive(width=width)
-    log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))
+    log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))  # union bound: K folds, two means, two sides
     each = (
         math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1))
         for pair in pairs
