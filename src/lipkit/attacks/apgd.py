@@ -59,8 +59,7 @@ def apgd(
         margin loss. Same dtype and device as ``x``.
 
     Raises:
-        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
-        ShapeError: ``y``, ``eps`` or the model does not fit ``x``.
+        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10, stop_early=False)

@@ -61,8 +61,8 @@ def autoattack(
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
 
     Raises:
-        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.apgd`.
-        ShapeError: see `lipkit.attacks.apgd`.
+        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.pgd`.
+        ShapeError: see `lipkit.attacks.pgd`.
 
     References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", ICML 2020.

@@ -56,8 +56,7 @@ def carlini_wagner(
         (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
 
     Raises:
-        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
-        ShapeError: ``y`` or the model does not fit ``x``.
+        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> model, x = lambda x: torch.stack([1 - x[:, 0], x[:, 1]], 1), torch.zeros(1, 2)
     >>> near = carlini_wagner(model, x, torch.tensor([0]), box=None)

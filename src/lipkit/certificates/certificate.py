@@ -148,10 +148,7 @@ class Certificate(Shown):
         return "\n".join([head, *([curve] if eps else []), made])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw certified accuracy against the l2 radius; returns the axes.
-
-        Args:
-            ax: axes of matplotlib; None makes new ones.
+        """Draw certified accuracy against the l2 radius on axes of matplotlib, None for new ones; returns them.
 
         Raises:
             OptionError: matplotlib is not installed.
@@ -221,17 +218,17 @@ def certify(
 
     Cost:
         The bounds of the layers without a ``proof``, a comparison of all numbers with it; and one pass through the
-        network in float64, two for samples with small margins (three for a float32 evaluator).
-        Local radii take about five passes back from each layer of
-        activations, with a row for each unit: 0.2 s for an MLP of 2 x 256, seconds for a convolutional network.
+        network in float64, two for samples with small margins (three for a float32 evaluator). Local radii take about
+        five passes back from each layer of activations, with a row for each unit: 0.2 s for an MLP of 2 x 256,
+        seconds for a convolutional network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
-        OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample, one that is not finite or not in the network's ``input_range``, an unknown ``method``,
-            ``rounding`` or ``evaluator``, local bounds of an integer program, settings of torch under which the
-            evaluator's arithmetic is not IEEE, or a ``proof`` of another network or evaluation.
+        OptionError: no tensors or arrays (a DataLoader, say), labels that are not integers in [0, K), no sample or one
+            that is not finite or not in the network's ``input_range``, an option with another value, local bounds of an
+            integer program, settings of torch under which the evaluator's arithmetic is not IEEE, or a ``proof`` of
+            another network or evaluation.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,

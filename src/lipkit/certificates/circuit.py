@@ -118,7 +118,7 @@ class Circuit:
         self.arithmetic, self.device = arithmetic, _device(network)
         self.nodes: list[Node] = []
         self.sources: list[tuple[int, ...]] = []
-        self.shapes: list[Shape] = [network.input_shape]
+        self.shapes: list[Shape] = [network.input_shape]  # of one sample of each value
         shape, value = network.input_shape, 0
         for index, module in enumerate(network):
             before = len(self.nodes)
@@ -137,10 +137,6 @@ class Circuit:
     def leaves(self) -> bool:
         """True if a module has no rule."""
         return any(isinstance(node, Leaf) for node in self.nodes)
-
-    def shape(self, value: int) -> Shape:
-        """Of one sample of a value."""
-        return self.shapes[value]
 
     def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:
         self.nodes.append(node)
@@ -262,14 +258,14 @@ def _device(module: nn.Module) -> torch.device:
 )
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
     # Numbers of entries, moved as the module moves numbers, are exact.
-    moved = module(_positions(circuit.shape(value), _device(module)))
+    moved = module(_positions(circuit.shapes[value], _device(module)))
     return circuit.select(value, moved[0].long())
 
 
 @circuit_rule(nn.Linear)
 def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
     weight, size = module.weight.detach(), module.weight.detach().abs()
-    shape = (*circuit.shape(value)[:-1], module.out_features)
+    shape = (*circuit.shapes[value][:-1], module.out_features)
     return circuit.linear(
         value,
         Linear(
@@ -296,14 +292,14 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     turned = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
     axes, taps = module.weight.ndim - 2, math.prod(module.weight.shape[2:])
     weight, size, groups = module.weight.detach(), module.weight.detach().abs(), module.groups
-    out = output_shape(module, circuit.shape(value))
+    out = output_shape(module, circuit.shapes[value])
     padding = module.padding
     if not turned and (module.padding_mode != "zeros" or isinstance(padding, str)):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         border = list(module._reversed_padding_repeated_twice)
-        padded = F.pad(_positions(circuit.shape(value), _device(module)), border, mode=mode)
+        padded = F.pad(_positions(circuit.shapes[value], _device(module)), border, mode=mode)
         value, padding = circuit.select(value, padded[0].long()), (0,) * axes
-    into = circuit.shape(value)
+    into = circuit.shapes[value]
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
     plain: Any = (F.conv1d, F.conv2d)[axes - 1]
     turned_back: Any = (F.conv_transpose1d, F.conv_transpose2d)[axes - 1]
@@ -337,7 +333,7 @@ def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
 
 @circuit_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean, EnlargeBilinear, LayerCenter)
 def _averages(circuit: Circuit, module: Any, value: int) -> int:
-    shape = circuit.shape(value)
+    shape = circuit.shapes[value]
     out = output_shape(module, shape)
     centred, most = isinstance(module, LayerCenter), 0
     if isinstance(module, nn.AvgPool2d):
@@ -353,7 +349,7 @@ def _averages(circuit: Circuit, module: Any, value: int) -> int:
 
 @circuit_rule(Affine)
 def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
-    shape = circuit.shape(value)
+    shape = circuit.shapes[value]
     rest = (1,) * (len(shape) - module.scale.ndim)  # scales belong to the first dimension, channels
     scale, shift = (t.detach().reshape(*t.shape, *rest) for t in (module.scale, module.shift))
     size = scale.abs()
@@ -363,9 +359,10 @@ def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     return circuit.linear(value, linear)
 
 
-@circuit_rule(*ACTIVATIONS, HalfAbs)
-def _activation(circuit: Circuit, module: nn.Module, value: int) -> int:
-    return circuit.scalar(value, module)
+# What one call of the circuit makes.
+circuit_rule(*ACTIVATIONS, HalfAbs)(lambda circuit, module, value: circuit.scalar(value, module))
+circuit_rule(Concatenate)(lambda circuit, module, *values: circuit.stack(values, module.dim))
+circuit_rule(Maximum)(lambda circuit, module, *values: functools.reduce(circuit.maximum, values))
 
 
 @circuit_rule(nn.Sequential, Network)
@@ -414,19 +411,9 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))
 
 
-@circuit_rule(Concatenate)
-def _concatenate(circuit: Circuit, module: Concatenate, *values: int) -> int:
-    return circuit.stack(values, module.dim)
-
-
-@circuit_rule(Maximum)
-def _maximum(circuit: Circuit, module: Maximum, *values: int) -> int:
-    return functools.reduce(circuit.maximum, values)
-
-
 @circuit_rule(MaxMin, GroupSort)
 def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
-    shape, grid = circuit.shape(value), _positions(circuit.shape(value), torch.device("cpu"))[0].long()
+    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value], torch.device("cpu"))[0].long()
     if isinstance(module, GroupSort) and (module.group_size or shape[0]) != 2:
         raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
     halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
@@ -443,7 +430,7 @@ def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
 
 @circuit_rule(nn.MaxPool2d)
 def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
-    shape = circuit.shape(value)
+    shape = circuit.shapes[value]
     if module.return_indices:
         raise NoRuleError("local bounds: expected a pooling that returns no indices")
     kernel, stride, padding, dilation = (

@@ -28,6 +28,7 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network
+from lipkit.certificates.relaxation import curve_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
@@ -377,27 +378,24 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
 
 
 class _Smooth(NamedTuple):
-    """A smooth function: its derivative, where that and it turn, and how far both are computed from the truth."""
+    """A smooth function: its derivative, where the function turns, and how far both are computed from the truth.
+
+    The derivative turns at the joints of `lipkit.certificates.relaxation.Curve`.
+    """
 
     derivative: Callable[[Tensor], Tensor]
-    slope_turns: tuple[float, ...] = ()
     turns: tuple[float, ...] = ()
     error: float = 2.0**-44
 
 
 # Places where a function turns need no more digits: its values beside them differ by the square of what is missing.
 _SMOOTH: dict[type[nn.Module], _Smooth] = {
-    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square(), (0.0,)),
-    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid()), (0.0,)),
-    # Beyond its threshold, at least 20, it is the identity.
-    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),
-    nn.SiLU: _Smooth(
-        lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())), (-2.3993572805, 2.3993572805), (-1.2784645428,)
-    ),
+    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square()),
+    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid())),
+    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),  # beyond its threshold, at least 20, it is the identity
+    nn.SiLU: _Smooth(lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())), (-1.2784645428,)),
     nn.GELU: _Smooth(
-        lambda x: torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi),
-        slope_turns=(-math.sqrt(2), math.sqrt(2)),
-        turns=(-0.7517915247,),
+        lambda x: torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi), (-0.7517915247,)
     ),
 }
 
@@ -419,16 +417,16 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)
         return (inside.double(), (~outside).double()), (module(low), module(high))
-    row = _SMOOTH.get(kind)
-    if row is None or (kind is nn.Softplus and module.beta != 1) or getattr(module, "approximate", "none") != "none":
+    row, curve = _SMOOTH.get(kind), curve_of(module)  # None for GELU's approximation by tanh
+    if row is None or curve is None or (kind is nn.Softplus and module.beta != 1):
         return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
 
-    def reached(turns: Sequence[float]) -> list[Tensor]:
-        inside = (torch.full_like(low, turn, dtype=torch.float64) for turn in turns)
+    def reached(turns: Sequence[float | Tensor]) -> list[Tensor]:
+        inside = (torch.as_tensor(turn, dtype=torch.float64).expand_as(low) for turn in turns)
         return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
     # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
-    found = [row.derivative(x.clamp(-40, 40)) for x in reached(row.slope_turns)]  # at the ends, and where it turns
+    found = [row.derivative(x.clamp(-40, 40)) for x in reached(curve.joints(module))]  # at the ends, and where it turns
     a, b = _outwards(found, 0.0, row.error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)
     return (a, b), _outwards([module(x) for x in reached(row.turns)], row.error, row.error)

@@ -103,7 +103,7 @@ class Ball:
         self, value: int, node: object, given: list[Tensor], sources: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """H and E of a node's output, and what underflow may cost a row of it, (N,)."""
-        shape = self.circuit.shape(value)
+        shape = self.circuit.shapes[value]
         outputs = math.prod(shape)
         lost = sum((size.flatten(1).sum(1) for size in given), torch.zeros_like(self.radius))
         if isinstance(node, Linear):
@@ -185,7 +185,7 @@ class Ball:
         return low, high
 
     def _extremes(self, value: int) -> tuple[Tensor, Tensor]:
-        shape = self.circuit.shape(value)
+        shape = self.circuit.shapes[value]
         entries = math.prod(shape)
         low, high = self.x.new_empty(2, len(self.x), entries)
         # All channels of a place after each other: the rows of a block then read the same part of an image.
@@ -336,7 +336,7 @@ class Bounds:
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
         """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
-        outputs = math.prod(self.circuit.shape(self.circuit.output))
+        outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()
         others = torch.arange(outputs - 1, device=x.device)
         others = others + (others >= labels[:, None])  # 0, 1, ... without the label

@@ -209,7 +209,7 @@ def verify_property(
     made_for = evaluator_of(evaluator, "cpu", network)
     bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
-    outputs = math.prod(bounds.circuit.shape(out))
+    outputs = math.prod(bounds.circuit.shapes[out])
     _check_cases(cases, math.prod(shape), outputs)
     dtype = torch.float64 if evaluator == "float64" else torch.float32
     by_box: dict[object, list[Case]] = {}
@@ -236,7 +236,7 @@ def verify_property(
                 boxes += len(now)
                 box = _Box(bounds, now[:, 0], now[:, 1])
                 box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
-                base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shape(out)))
+                base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shapes[out]))
                 base = next_down(base - next_up(box.radius[:, None] * norm))  # of leaves, which know balls alone
                 slack = base - grow(box.sizes[out].flatten(1) @ group.off.mT) - group.limits
                 fails = (slack > 0) & box.fits[:, None]

@@ -99,14 +99,17 @@ class Evaluation:
 
     def __call__(self, x: Tensor) -> Logits:
         if self.factors is None:
-            return _to_cpu(self._logits(through(self.steps, x)))
-        walk, far = by_norms(self.steps, self.factors, x, self._spare)
-        found = self._logits(walk)
-        rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]  # also near an overflow
-        if len(rows):
-            near = self._logits(through(self.steps, x[rows]))
-            found = _merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
-        return _to_cpu(found)
+            found = self._logits(through(self.steps, x))
+        else:
+            walk, far = by_norms(self.steps, self.factors, x, self._spare)
+            found = self._logits(walk)
+            rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]  # also near an overflow
+            if len(rows):
+                near = self._logits(through(self.steps, x[rows]))
+                found = _merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
+        outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # features are read no more
+        on_cpu: Logits = _merged([outputs], lambda tensors: tensors[0].cpu())
+        return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
         """(N,) errors of the features that move the difference of the two largest outputs by 2^-30 of itself."""
@@ -141,12 +144,6 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
         return Logits(values, walk, None, zero)
     own = program.own_error.expand_as(values)
     return Logits(values, walk, Own(own, own, torch.zeros_like(own)), zero)
-
-
-def _to_cpu(logits: Logits) -> Logits:
-    outputs = logits._replace(walk=logits.walk._replace(centre=torch.empty(0)))
-    found: Logits = _merged([outputs], lambda tensors: tensors[0].cpu())
-    return found
 
 
 def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:
