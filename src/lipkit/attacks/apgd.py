@@ -2,7 +2,7 @@ r"""APGD: projected gradient ascent with momentum that halves its steps by itsel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,35 +124,11 @@ def apgd_then_targeted(
     return points
 
 
-@dataclass
-class _State:
-    """The state of the ascent, one row for each sample that is still attacked."""
-
-    index: Tensor
-    centre: Tensor
-    label: Tensor
-    radius: Tensor
-    target: Tensor | None
-    point: Tensor
-    previous: Tensor
-    value: Tensor
-    slope: Tensor
-    top_point: Tensor
-    top_value: Tensor
-    top_slope: Tensor
-    first_value: Tensor  # at the start, and the best loss when hopeless rows were last dropped
-    past_value: Tensor
-    step: Tensor  # the step now, and at the last checkpoint
-    old_step: Tensor
-    old_top: Tensor  # the best loss at the last checkpoint
-    rises: Tensor  # how often the loss rose since
-
-    def keep(self, rows: Tensor) -> None:
-        """Forget the other rows."""
-        for field in fields(self):
-            values = getattr(self, field.name)
-            if values is not None:
-                setattr(self, field.name, values[rows])
+def _keep(state: SimpleNamespace, rows: Tensor) -> None:
+    """Forget the other rows of all tensors."""
+    for name, values in vars(state).items():
+        if values is not None:
+            setattr(state, name, values[rows])
 
 
 def climb(
@@ -167,15 +143,30 @@ def climb(
     """
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)
-    step = 2 * radius  # the diameter
-    s = _State(
-        index, centre, label, radius, target, point, point, value, slope, point, value, slope, value,
-        value, step, step, value, torch.zeros_like(index),
-    )  # fmt: skip
+    s = SimpleNamespace(  # a row for each sample that is still attacked
+        index=index,
+        centre=centre,
+        label=label,
+        radius=radius,
+        target=target,
+        point=point,
+        previous=point,
+        value=value,
+        slope=slope,
+        top_point=point,  # where the loss was best
+        top_value=value,
+        top_slope=slope,
+        first_value=value,  # at the start, and the best loss when hopeless rows were last dropped
+        past_value=value,
+        step=2 * radius,  # the diameter; the step now, and at the last checkpoint
+        old_step=2 * radius,
+        old_top=value,  # the best loss at the last checkpoint
+        rises=torch.zeros_like(index),  # how often the loss rose since
+    )
     last, marks = 0, checkpoints(steps)
     for k in range(steps):
         if stop_early and bool(best.fooled[s.index].any()):
-            s.keep(~best.fooled[s.index])  # what has fallen is left alone
+            _keep(s, ~best.fooled[s.index])  # what has fallen is left alone
             if not len(s.index):
                 break
         move = space.direction(s.slope, generator) * like(s.step, s.point)
@@ -203,10 +194,11 @@ def climb(
         if look and (k + 1) % look == 0:
             gap, rise, lately = -s.top_value, s.top_value - s.first_value, s.top_value - s.past_value
             s.past_value = s.top_value
-            s.keep((gap <= rise / 4) | (gap <= 10 * lately))
+            _keep(s, (gap <= rise / 4) | (gap <= 10 * lately))
             if not len(s.index):
                 break
-    return s.index
+    left: Tensor = s.index
+    return left
 
 
 def checkpoints(steps: int) -> frozenset[int]:

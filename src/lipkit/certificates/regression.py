@@ -49,9 +49,7 @@ class RegressionCertificate(Shown):
         prediction: (N, d) outputs at the samples.
         target: (N, d).
         method: what gave the constants: ``"outputs"`` (each output bounded by itself) or ``"global"`` (all by L).
-        dtype: arithmetic of bounds and outputs.
-        input_shape: shape of one input.
-        network_sha256: fingerprint of the network that was certified.
+        dtype, input_shape, network_sha256: as of `Certificate`.
         rounding: ``"sound"``: deviations and worst errors are those of the machine; ``"ignore"``: of real arithmetic.
         evaluator: the evaluation they hold for, and the settings they were made under.
         prediction_error: (N, d) bounds the rounding error of `prediction`; 0 where rounding is ignored.
@@ -151,16 +149,10 @@ def certify_regression(
     delta is in the input's units, deviations are in the outputs' units.
 
     Args:
-        network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
-        x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
+        network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
         y: (N, d) floating-point targets, as `x`; or (N,) for one output.
         delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, ``input_shape`` or
             ``(C,)`` for the channels of ``(C, ...)``: then entries count, too (`RegressionCertificate.moved`).
-        rounding: ``"sound"`` or ``"ignore"``.
-        evaluator: whose evaluation is meant, as in `lipkit.certify`.
-        batch_size: samples evaluated at once.
-        device: where the outputs are evaluated.
-        proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.

@@ -199,7 +199,8 @@ def attack_samples(
     order = sorted(range(len(radii)), key=radii.__getitem__)  # small radii first
     survived = torch.zeros(len(radii), len(x), dtype=torch.bool)  # False, too, where the prediction was wrong at once
     compared, closest = 0, math.inf
-    parts: list[Examples] = []
+    nothing = x[:0].cpu().double()
+    parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
     ran: dict[str, None] = {}
     for index in chosen.split(batch_size):
         index = index[certificate.correct[index]]  # a wrong prediction is lost already, at any radius
@@ -260,7 +261,7 @@ def attack_samples(
     return Attempt(
         rows=tuple(rows),
         cross_check=CrossCheck(compared, closest),
-        examples=_join(parts, x),
+        examples=Examples(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True))),
         clean=share(certificate.correct[chosen], confidence),
         ran=tuple(ran),
     )
@@ -300,10 +301,3 @@ def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor
         prediction = exact(near).argmax(dim=1) if len(near) else index[found]
     distance = (near - clean).flatten(1)
     return Examples(index[found], near, norms(near, clean), distance.abs().amax(dim=1), prediction)
-
-
-def _join(parts: list[Examples], x: Tensor) -> Examples:
-    if not parts:
-        return Examples(torch.arange(0), x[:0].double(), torch.zeros(0), torch.zeros(0), torch.arange(0))
-    names = [field.name for field in dataclasses.fields(Examples)]
-    return Examples(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

@@ -94,9 +94,8 @@ def evaluate_regression(
         delta: l2 norm of the input deviation that output deviations are certified for.
         restarts: starting points of the search.
         steps: ascent steps of the search.
-        batch_size: samples evaluated at once.
+        batch_size, device: as in `lipkit.certify`.
         seed: of the search.
-        device: where the outputs are evaluated.
 
     Raises:
         CertificateViolation: a slope is above the certified constant: the bound is wrong.
