@@ -329,6 +329,8 @@ def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
 def _distances(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     """Upper bounds (N, d) of the distances of outputs within eps from the targets."""
     outputs, target = with_targets(measured.outputs, y)
+    if not bool(target.isfinite().all()):
+        raise OptionError("expected finite targets, got NaN or infinity")
     moved = reach(output_constants(measured.proof, outputs.shape[1])[0], eps)
     distance = grow((outputs - target).abs() + measured.errors(0.0)[0] + moved)
     return torch.where(outputs.isfinite(), distance, math.inf)

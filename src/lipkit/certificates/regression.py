@@ -264,12 +264,10 @@ def columns(values: Tensor) -> Tensor:
 
 
 def with_targets(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and finite targets of their shape, (N, d) float64."""
+    """Outputs and targets of their shape, (N, d) float64."""
     outputs, target = columns(outputs), columns(y.detach().cpu().double())
     if outputs.shape != target.shape:
         raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
-    if not bool(target.isfinite().all()):
-        raise OptionError("expected finite targets, got NaN or infinity")
     return outputs, target
 
 
@@ -281,3 +279,5 @@ def _check_targets(x: Tensor, y: Tensor) -> None:
         )
     if y.ndim not in (1, 2) or len(y) != len(x):
         raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")
+    if not bool(y.isfinite().all()):
+        raise OptionError("expected finite targets, got NaN or infinity")
