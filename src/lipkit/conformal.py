@@ -29,14 +29,22 @@ from torch import Tensor
 
 from lipkit.certificates import margins, sound
 from lipkit.certificates.certificate import pair_constants
-from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, check_inputs, evaluate, measure_by
-from lipkit.certificates.regression import output_constants
+from lipkit.certificates.measurement import (
+    Measurement,
+    Proof,
+    Samples,
+    as_tensor,
+    check_eps,
+    check_inputs,
+    evaluate,
+    measure_by,
+)
+from lipkit.certificates.regression import columns, output_constants, reach, with_targets
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
 from lipkit.modules.guarding import guard
-from lipkit.proof.roundoff import grow, next_down, next_up, product
+from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown, upper
 
 # Samples evaluated at once.
@@ -68,7 +76,7 @@ class PredictionSets(Shown):
         Raises:
             ShapeError, OptionError: labels that are not (N,) whole numbers from 0 to K - 1.
         """
-        labels = as_tensors(y, y)[1].cpu()
+        labels = as_tensor(y).cpu()
         labels = labels if labels.is_floating_point() else labels.long()
         margins.check_logits(self.sets.double(), labels)
         return float(self.sets.gather(1, labels[:, None]).double().mean())
@@ -100,7 +108,7 @@ class PredictionIntervals(Shown):
 
     def coverage(self, y: Samples) -> float:
         """Fraction of the targets (N,) or (N, d) inside their intervals."""
-        y = _columns(as_tensors(y, y)[1].cpu())
+        y = columns(as_tensor(y).cpu())
         if y.shape != self.low.shape:
             raise ShapeError(f"expected targets of shape {tuple(self.low.shape)}, got {tuple(y.shape)}")
         return float(((self.low <= y) & (y <= self.high)).double().mean())
@@ -175,13 +183,13 @@ class Calibration(Shown):
         least = Fraction(1, len(self) + 1)
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
         # As it is written: 0.3 is three tenths.
-        written = Fraction(repr(float(alpha))) if number and math.isfinite(alpha) else Fraction(0)
+        written = Fraction(repr(float(alpha))) if number and math.isfinite(alpha) else Fraction(0)  # 0 is refused below
         if not least <= written < 1:
             raise OptionError(
                 f"alpha: expected a number from 1/(n + 1) = {float(least):.4g} (of {len(self)} calibration samples) to "
                 f"below 1, got {alpha!r}"
             )
-        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]
+        return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]  # the k-th smallest counts from 0
 
     def predict_set(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionSets:
         r"""Sets of classes for samples that may have moved by eps: see the top of this module.
@@ -201,7 +209,7 @@ class Calibration(Shown):
         self._check(True, eps)
         q, outputs = float(self.quantile(alpha)), _measured(self.proof, x)
         scores = _scores(outputs, eps, lower=True)
-        return PredictionSets(~(scores > q), alpha, float(eps))
+        return PredictionSets(~(scores > q), alpha, float(eps))  # not <=: a NaN leaves the label in
 
     def predict_interval(self, x: Samples, alpha: float = 0.1, eps: float = 0.0) -> PredictionIntervals:
         r"""Intervals :math:`f_j(x') \pm (q_j + K_j \varepsilon)`, rounded outwards; otherwise as `predict_set`.
@@ -210,11 +218,10 @@ class Calibration(Shown):
         """
         self._check(False, eps)
         q, measured = self.quantile(alpha), _measured(self.proof, x)
-        outputs = _columns(measured.outputs)
-        constants, _ = output_constants(self.proof.network, outputs.shape[1], self.proof.chain)
-        moved = [product(k * self.proof.chain.slack, eps) for k in constants.tolist()]
-        half = grow(q + torch.tensor(moved, dtype=torch.float64) + _errors(measured))
-        half = torch.where(outputs.isfinite(), half, math.inf)
+        outputs = columns(measured.outputs)
+        moved = reach(output_constants(self.proof, outputs.shape[1])[0], eps)
+        half = grow(q + moved + measured.errors(0.0)[0])
+        half = torch.where(outputs.isfinite(), half, math.inf)  # what overflowed may be anything
         outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         return PredictionIntervals(next_down(outputs - half), next_up(outputs + half), alpha, float(eps))
 
@@ -239,14 +246,14 @@ class Calibration(Shown):
             raise OptionError(f"delta: expected a number in (0, 0.5], got {delta!r}")
         if not hasattr(eps, "__iter__"):
             raise OptionError(f"eps: expected radii, such as [0, 0.1], got {eps!r}")
-        q, (x, y) = self.quantile(alpha), as_tensors(x, y)
+        q, x, y = self.quantile(alpha), as_tensor(x), as_tensor(y)
         measured = _measured(self.proof, x)
         found = []
         for radius in eps:
             check_eps(radius)
-            worst = _own(measured, y, radius) if self.labels else _distances(self.proof, measured, y, radius)
+            worst = _own(measured, y, radius) if self.labels else _distances(measured, y, radius)
             found.append(float((worst <= q).all(1).double().mean()))
-        room = math.sqrt(math.log(1 / delta) / (2 * len(x)))
+        room = math.sqrt(math.log(1 / delta) / (2 * len(x)))  # Massart's constant for one side
         lower = tuple(max(0.0, value - room) for value in found)
         return CoverageCurve(tuple(map(float, eps)), lower, tuple(found), alpha, delta)
 
@@ -278,38 +285,37 @@ def calibrate(network: Network, x: Samples, y: Samples, *, proof: Proof | None =
     >>> found.predict_set(torch.tensor([[0.3]]), alpha=0.1, eps=0.4).sets.tolist()
     [[True, True]]
     """
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     labels, measured = not y.is_floating_point(), measure_by(network, x, proof)
     if measured.logits is None:
         raise OptionError("proof: expected one with rounding='sound', got rounding='ignore'")
-    scores = _own(measured, y, 0.0) if labels else _distances(measured.proof, measured, y, 0.0)
+    scores = _own(measured, y, 0.0) if labels else _distances(measured, y, 0.0)
     return Calibration(scores.sort(0).values, labels, measured.proof)
 
 
 def _measured(proof: Proof, x: Samples) -> Measurement:
-    x, _ = as_tensors(x, torch.empty(0))
+    x = as_tensor(x)
     check_inputs(proof.network, x, _BATCH)
     proof.evaluator.check(proof.network)
-    for module in proof.network.modules():
-        guard(module)
+    guard(*proof.network.modules())
     return evaluate(proof, x, proof.evaluator, _BATCH)
 
 
 def _scores(measured: Measurement, eps: float, *, lower: bool) -> Tensor:
     """Bounds (N, K) of the scores of all classes, within eps of each sample, from below or from above."""
     outputs, proof, logits = measured.outputs, measured.proof, measured.logits
-    margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64))
+    margins.check_logits(outputs)
     assert logits is not None
     constants, rows = pair_constants(proof.chain, outputs.shape[1])
-    moved = grow(constants * eps)
+    moved = grow(constants * eps)  # K eps, pair by pair
     found = []
     for k in range(outputs.shape[1]):
         label = torch.full((len(outputs),), k, dtype=torch.int64)
         error = grow(sound.margin_errors(logits, label, rows)[0] + moved[k])
-        over = outputs - outputs[:, [k]]
+        over = outputs - outputs[:, [k]]  # 0 at k itself, which is no rival
         ends = next_down(next_down(over) - error) if lower else next_up(next_up(over) + error)
         found.append(ends.scatter(1, label[:, None], -math.inf).amax(1))
-    unknown = -math.inf if lower else math.inf
+    unknown = -math.inf if lower else math.inf  # as if the label surely were in, or never
     return torch.where(outputs.isfinite().all(1, keepdim=True), torch.stack(found, 1), unknown)
 
 
@@ -320,29 +326,14 @@ def _own(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     return _scores(measured, eps, lower=False).gather(1, y[:, None])
 
 
-def _distances(proof: Proof, measured: Measurement, y: Tensor, eps: float) -> Tensor:
+def _distances(measured: Measurement, y: Tensor, eps: float) -> Tensor:
     """Upper bounds (N, d) of the distances of outputs within eps from the targets."""
-    outputs, target = _columns(measured.outputs), _columns(y.detach().cpu().double())
-    if outputs.shape != target.shape:
-        raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
+    outputs, target = with_targets(measured.outputs, y)
     if not bool(target.isfinite().all()):
         raise OptionError("expected finite targets, got NaN or infinity")
-    constants, _ = output_constants(proof.network, outputs.shape[1], proof.chain)
-    moved = torch.tensor([product(k * proof.chain.slack, eps) for k in constants.tolist()], dtype=torch.float64)
-    distance = grow((outputs - target).abs() + _errors(measured) + moved)
+    moved = reach(output_constants(measured.proof, outputs.shape[1])[0], eps)
+    distance = grow((outputs - target).abs() + measured.errors(0.0)[0] + moved)
     return torch.where(outputs.isfinite(), distance, math.inf)
-
-
-def _columns(values: Tensor) -> Tensor:
-    return values[:, None] if values.ndim == 1 else values
-
-
-def _errors(measured: Measurement) -> Tensor:
-    """Bounds (N, d) of the rounding errors of the outputs."""
-    assert measured.logits is not None
-    last = measured.proof.chain.last
-    weight = None if last is None else last.weight.detach().cpu()
-    return sound.output_errors(measured.logits, 0.0, weight, measured.proof.arithmetic)[0]
 
 
 __all__ = ["Calibration", "CoverageCurve", "PredictionIntervals", "PredictionSets", "calibrate"]

@@ -92,6 +92,17 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
     return low, high
 
 
+def check_labels(y: Tensor, count: int, classes: float = math.inf) -> None:
+    """Raise unless ``y`` holds ``count`` integers (int64), from 0 to ``classes - 1`` where that is known."""
+    if y.shape != (count,):
+        raise ShapeError(f"expected {count} labels of shape ({count},), got {tuple(y.shape)}")
+    if str(y.dtype) != "torch.int64":
+        raise OptionError(f"expected integer class labels (int64), got {str(y.dtype).removeprefix('torch.')}")
+    if math.isfinite(classes) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) < classes:
+        found = f"labels from {int(y.min())} to {int(y.max())}"
+        raise OptionError(f"expected labels from 0 to {classes - 1} for {classes} logits, got {found}")
+
+
 def alike(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The names that ``word`` probably means: all that start with it, else the closest one, else none.
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from lipkit.certificates import Certificate, RegressionCertificate, certify, certify_regression, monotone, prove, sound
 from lipkit.certificates.certificate import pair_constants
-from lipkit.certificates.dense_outputs import check_eps
-from lipkit.certificates.measurement import float64_copy, measure_by
+from lipkit.certificates.measurement import check_eps, float64_copy, measure_by
 from lipkit.conformal import Calibration, calibrate
 from lipkit.errors import CertificateViolation, OptionError
 from lipkit.interop import write_onnx

@@ -70,7 +70,7 @@ def ball(m: Any, net: modules.Network, x: Any, radius: float = 0.0, box: Any = N
 def below(found: Any, rows: Any) -> Fraction:
     """The bound of a row on the outputs in the whole ball."""
     circuit = found.circuit
-    rows = torch.as_tensor(rows, dtype=DOUBLE).reshape(1, 1, *circuit.shape(circuit.output))
+    rows = torch.as_tensor(rows, dtype=DOUBLE).reshape(1, 1, *circuit.shapes[circuit.output])
     base, norm = found.below(circuit.output, rows)
     return Fraction(float(base)) - Fraction(float(found.radius)) * Fraction(float(norm))
 
@@ -100,7 +100,7 @@ def map_of(make: Callable[[list[float]], modules.Network], count: int, share: Fr
             net = make(f)
             a, exact = cancelling(count, seed, f)
             found = ball(m, net, torch.eye(math.prod(net.input_shape), dtype=DOUBLE)[:1])
-            rows = torch.zeros(math.prod(found.circuit.shape(found.circuit.output)), dtype=DOUBLE)
+            rows = torch.zeros(math.prod(found.circuit.shapes[found.circuit.output]), dtype=DOUBLE)
             rows[:count] = torch.tensor(a, dtype=DOUBLE)
             if below(found, rows) > exact * (share or 1):
                 return False

@@ -2,7 +2,7 @@ r"""APGD: projected gradient ascent with momentum that halves its steps by itsel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,8 +59,7 @@ def apgd(
         margin loss. Same dtype and device as ``x``.
 
     Raises:
-        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
-        ShapeError: ``y``, ``eps`` or the model does not fit ``x``.
+        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> attacked = apgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10, stop_early=False)
@@ -84,7 +83,7 @@ def apgd(
         index = best.left(stop_early)
         if not len(index):
             break
-        centre = x[index].detach()
+        centre = x[index].detach()  # samples that an earlier start left
         point = space.start(centre, radius[index], box, generator) if start else centre.clone()
         target = order[index, start % order.shape[1]] if targeted else None
         climb(space, model, best, index, centre, y[index], radius[index], point, target, loss, steps, box,
@@ -106,15 +105,7 @@ def apgd_then_targeted(
 ) -> Tensor:
     """One start of `apgd` on the margin loss; then, on the samples that survive it, ``restarts - 1`` targeted ones.
 
-    Args:
-        model, x, y, eps, norm, steps, box, generator: see `apgd`.
-        restarts: None is one start, then one for each of the 9 largest wrong logits.
-
-    Returns:
-        (N, ...), see `apgd`.
-
-    Raises:
-        OptionError, ShapeError: see `apgd`.
+    None is one start, then one for each of the 9 largest wrong logits.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> model = lambda x: x * torch.tensor([1.0, -1.0]) + 0.1
@@ -133,35 +124,11 @@ def apgd_then_targeted(
     return points
 
 
-@dataclass
-class _State:
-    """The state of the ascent, one row for each sample that is still attacked."""
-
-    index: Tensor
-    centre: Tensor
-    label: Tensor
-    radius: Tensor
-    target: Tensor | None
-    point: Tensor
-    previous: Tensor
-    value: Tensor
-    slope: Tensor
-    top_point: Tensor
-    top_value: Tensor
-    top_slope: Tensor
-    first_value: Tensor  # at the start, and the best loss when hopeless rows were last dropped
-    past_value: Tensor
-    step: Tensor  # the step now, and at the last checkpoint
-    old_step: Tensor
-    old_top: Tensor  # the best loss at the last checkpoint
-    rises: Tensor  # how often the loss rose since
-
-    def keep(self, rows: Tensor) -> None:
-        """Forget the other rows."""
-        for field in fields(self):
-            values = getattr(self, field.name)
-            if values is not None:
-                setattr(self, field.name, values[rows])
+def _keep(state: SimpleNamespace, rows: Tensor) -> None:
+    """Forget the other rows of all tensors."""
+    for name, values in vars(state).items():
+        if values is not None:
+            setattr(state, name, values[rows])
 
 
 def climb(
@@ -169,26 +136,37 @@ def climb(
     target: Tensor | None, loss: str, steps: int, box: Box, generator: torch.Generator, stop_early: bool,
     look: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """One start; what it finds goes to ``best``.
+    """One start, whose finds go to ``best``; returns those of ``index`` that stayed to the end.
 
-    Args:
-        look: after so many steps, and again, drop rows without hope: to reach 0, their loss would have to rise by more
-            than a quarter of its rise so far, and by ten times its rise since the last look.
-
-    Returns:
-        Those of ``index`` that stayed to the end.
+    After every ``look`` steps it drops rows without hope: to reach 0, their loss would have to rise by more than a
+    quarter of its rise so far, and by ten times its rise since the last look.
     """
     value, logits, slope = value_and_gradient(model, point, label, loss, target)
     best.update(index, point, logits)
-    step = 2 * radius
-    s = _State(
-        index, centre, label, radius, target, point, point, value, slope, point, value, slope, value,
-        value, step, step, value, torch.zeros_like(index),
-    )  # fmt: skip
+    s = SimpleNamespace(  # a row for each sample that is still attacked
+        index=index,
+        centre=centre,
+        label=label,
+        radius=radius,
+        target=target,
+        point=point,
+        previous=point,
+        value=value,
+        slope=slope,
+        top_point=point,  # where the loss was best
+        top_value=value,
+        top_slope=slope,
+        first_value=value,  # at the start, and the best loss when hopeless rows were last dropped
+        past_value=value,
+        step=2 * radius,  # the diameter; the step now, and at the last checkpoint
+        old_step=2 * radius,
+        old_top=value,  # the best loss at the last checkpoint
+        rises=torch.zeros_like(index),  # how often the loss rose since
+    )
     last, marks = 0, checkpoints(steps)
     for k in range(steps):
         if stop_early and bool(best.fooled[s.index].any()):
-            s.keep(~best.fooled[s.index])
+            _keep(s, ~best.fooled[s.index])  # what has fallen is left alone
             if not len(s.index):
                 break
         move = space.direction(s.slope, generator) * like(s.step, s.point)
@@ -216,10 +194,11 @@ def climb(
         if look and (k + 1) % look == 0:
             gap, rise, lately = -s.top_value, s.top_value - s.first_value, s.top_value - s.past_value
             s.past_value = s.top_value
-            s.keep((gap <= rise / 4) | (gap <= 10 * lately))
+            _keep(s, (gap <= rise / 4) | (gap <= 10 * lately))
             if not len(s.index):
                 break
-    return s.index
+    left: Tensor = s.index
+    return left
 
 
 def checkpoints(steps: int) -> frozenset[int]:
@@ -228,7 +207,7 @@ def checkpoints(steps: int) -> frozenset[int]:
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]
     """
-    gap = max(round(0.22 * steps), 1)
+    gap = max(round(0.22 * steps), 1)  # at least one step
     place, marks = gap, set()
     while place <= steps:
         marks.add(place)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lipkit.errors import OptionError, ShapeError, interval
+from lipkit.errors import OptionError, ShapeError, check_labels, interval
 
 Model = Callable[[Tensor], Tensor]
 Box = tuple[float, float] | None
@@ -36,7 +36,7 @@ class Best:
         """Take the better ones of ``points``, which belong to the samples ``index``; None compares margins."""
         wrong = misclassified(logits, self._labels[index])
         if loss is None:
-            loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)
+            loss = margin_loss(logits, self._labels[index]).nan_to_num(nan=math.inf)  # NaN counts as misclassified
         loss = loss.to(self._loss)
         better = (wrong & ~self.fooled[index]) | ((wrong == self.fooled[index]) & (loss > self._loss[index]))
         chosen = index[better]
@@ -88,18 +88,10 @@ def seeded(generator: torch.Generator | None) -> torch.Generator:
 
 
 def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts: int, box: Box) -> Tensor:
-    """Check the arguments of an attack; the radius of each sample, (N,) float64.
-
-    Raises:
-        OptionError: a value outside its range, or samples outside the box.
-        ShapeError: ``y`` or ``eps`` does not fit ``x``.
-    """
+    """Refuse arguments of an attack that are out of range, samples outside the box; the radii (N,) in float64."""
     if x.dtype not in (torch.float32, torch.float64) or x.ndim < 2:
         raise OptionError(f"expected float32 or float64 inputs of shape (N, ...), got {x.dtype} {tuple(x.shape)}")
-    if y.shape != x.shape[:1]:
-        raise ShapeError(f"expected {len(x)} labels of shape ({len(x)},), got {tuple(y.shape)}")
-    if y.dtype != torch.int64:
-        raise OptionError(f"expected integer class labels (int64), got {str(y.dtype).removeprefix('torch.')}")
+    check_labels(y, len(x))
     if steps < 1 or restarts < 1:
         raise OptionError(f"expected steps >= 1 and restarts >= 1, got steps={steps}, restarts={restarts}")
     low, high = (-math.inf, math.inf) if box is None else interval("box", box, finite=False)
@@ -108,7 +100,7 @@ def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts
         raise OptionError(f"expected inputs inside the box {box}, got {found}")
     if box is None and not bool(x.isfinite().all()):
         raise OptionError("expected finite inputs, got NaN or infinity")
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
     radius = torch.as_tensor(eps, dtype=wide, device=x.device)
     if radius.ndim and radius.shape != (len(x),):
         raise ShapeError(f"expected one eps or {len(x)} of them, got shape {tuple(radius.shape)}")
@@ -117,17 +109,11 @@ def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts
     return radius.expand(len(x))
 
 
-def check_logits(logits: Tensor, count: int) -> None:
-    """Raise unless ``logits`` is (count, K >= 2)."""
-    if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != count:
-        raise ShapeError(f"expected logits of shape ({count}, K >= 2), got {tuple(logits.shape)}")
-
-
-def check_labels(y: Tensor, classes: int) -> None:
-    """Raise unless every label is in [0, classes)."""
-    if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < classes:
-        found = f"labels from {int(y.min())} to {int(y.max())}"
-        raise OptionError(f"expected labels from 0 to {classes - 1} for {classes} logits, got {found}")
+def check_logits(logits: Tensor, y: Tensor) -> None:
+    """Raise unless ``logits`` is (N, K >= 2) for N labels in [0, K)."""
+    if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(y):
+        raise ShapeError(f"expected logits of shape ({len(y)}, K >= 2), got {tuple(logits.shape)}")
+    check_labels(y, len(y), logits.shape[1])
 
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:

@@ -61,8 +61,8 @@ def autoattack(
         (N, ...): an adversarial example where one was found, else the sample. Same dtype and device as ``x``.
 
     Raises:
-        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.apgd`.
-        ShapeError: see `lipkit.attacks.apgd`.
+        OptionError: it cannot run on these inputs, or pyautoattack is not installed; or see `lipkit.attacks.pgd`.
+        ShapeError: see `lipkit.attacks.pgd`.
 
     References: Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
     attacks", ICML 2020.
@@ -85,12 +85,12 @@ def autoattack(
         found[index], wrong = _searched(
             model, x[index].detach(), y[index], radius[index], logits, norm, box, generator, batch_size
         )
-        index, parts = index[~wrong], ("square",)
+        index, parts = index[~wrong], ("square",)  # what survived ours
     if len(index):
         seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
         centre = x[index].detach()
         points = _run(parts, model, centre, y[index], float(radius[0]), norm, seed, logits.shape[1], batch_size)
-        points = space.project(points, centre, radius[index], box)
+        points = space.project(points, centre, radius[index], box)  # float32 overshoots eps a little
         with torch.no_grad():
             wrong = misclassified(model(points), y[index])
         found[index] = torch.where(like(wrong, points), points, found[index])
@@ -107,7 +107,7 @@ class _Rows(Best):
     def update(self, index: Tensor, points: Tensor, logits: Tensor, loss: Tensor | None = None) -> None:
         super().update(index, points, logits, loss)
         self.won[index] |= misclassified(logits, self._labels[index])
-        self.fooled = torch.isin(self.owner, self.owner[self.won])
+        self.fooled = torch.isin(self.owner, self.owner[self.won])  # one start that wins ends all of its sample's
 
 
 def _searched(
@@ -129,12 +129,12 @@ def _searched(
                 True, _LOOK,
             )  # fmt: skip
             found[owner[rows.won]], wrong[owner[rows.won]] = rows.points[rows.won], True
-            near.append(owner[stayed])
+            near.append(owner[stayed])  # for FAB, which is dear
     index = torch.cat(near).unique() if near else order.new_empty(0)
     for part in index[~wrong[index]].split(batch_size):
         points = fab(model, x[part], y[part], norm=norm, box=box, generator=generator, polish=0, steps=20, targets=3)
         size = space.distance(points, x[part])
-        hit = (size > 0) & (size <= radius[part])
+        hit = (size > 0) & (size <= radius[part])  # 0: FAB found nothing and returned the sample
         found[part[hit]], wrong[part[hit]] = points[hit], True
     return found, wrong
 
@@ -204,7 +204,7 @@ def _run(
     silent = logging.Logger("lipkit.autoattack")
     silent.addHandler(logging.NullHandler())
     attack.logger = attack.apgd.logger = attack.apgd_targeted.logger = silent
-    trace = sys.gettrace()
+    trace = sys.gettrace()  # it removes the trace function
     try:
         with torch.random.fork_rng():
             points, _ = attack.run_standard_evaluation(x.float(), y, batch_size=batch_size)

@@ -58,18 +58,14 @@ def norms(point: Tensor, centre: Tensor, order: float = 2) -> Tensor:
     """
     if point.device.type == "mps":
         return norms(point.cpu(), centre.cpu(), order).float().to(point.device)
-    return torch.linalg.vector_norm((point.double() - centre.double()).flatten(1), order, dim=1)
+    return _lengths(point.double() - centre.double(), order)
 
 
-# Two or three usually suffice.
-_PASSES = 12
-
-
-def _lengths(difference: Tensor) -> Tensor:
-    """(N,) l2 norms, computed in float64."""
+def _lengths(difference: Tensor, order: float = 2) -> Tensor:
+    """(N,) norms, computed in float64."""
     if difference.device.type == "mps":
-        return _lengths(difference.cpu()).float().to(difference.device)
-    return torch.linalg.vector_norm(difference.flatten(1), dim=1, dtype=torch.float64)
+        return _lengths(difference.cpu(), order).float().to(difference.device)
+    return torch.linalg.vector_norm(difference.flatten(1), order, dim=1, dtype=torch.float64)
 
 
 def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
@@ -79,53 +75,42 @@ def nearest_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
     ``sum_j min(s^2 d_j^2, room_j^2)`` is concave and piecewise linear in ``s^2``, so Newton's method from the scaling
     without box grows towards it and never passes it.
 
-    It ends when what is missing is below 1e-6 of the squared radius.
-
-    Args:
-        point, centre: (N, ...); ``centre`` lies in ``box``.
-        radius: (N,) float64.
-        box: (low, high) or None.
+    It ends when what is missing is below 1e-6 of the squared radius. ``centre`` (N, ...) lies in ``box``.
 
     >>> inside = nearest_l2(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.8]).double(), (0, 0.7))
     >>> [round(value, 4) for value in inside[0].tolist()]
     [0.3873, 0.7]
     """
-    # Usually keeps the rounded sum inside.
-    aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)
+    aim = radius * (1 - 4 * torch.finfo(point.dtype).eps)  # usually keeps the rounded sum inside
     step = point - centre
     scale = (aim / _lengths(step).clamp_min(1e-30)).clamp_max(1.0)
     result = torch.addcmul(centre, step, like(scale, step))
     if box is not None and bool((scale < 1).any()):
         square, size, squares = scale.square(), aim.square(), step.square()
-        for _ in range(_PASSES):
+        for _ in range(12):  # two or three usually suffice
             clipped = result.clamp(*box)
             missing = size - _lengths(clipped - centre).square()
             if not bool(((missing > 1e-6 * size) & (square < 1)).any()):
                 break
-            # Entries that the box holds back add nothing more.
-            slope = (squares * (result == clipped)).flatten(1).sum(dim=1).clamp_min(1e-30)
-            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)
+            held = result != clipped  # entries that the box holds back add nothing more
+            slope = (squares * ~held).flatten(1).sum(dim=1).clamp_min(1e-30)
+            square = (square + missing.clamp_min(0) / slope).clamp_max(1.0)  # Newton's step in s^2, from below
             result = torch.addcmul(centre, step, like(square.sqrt(), step))
     return clip(result, box)
 
 
 def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """`nearest_l2`, inside ball and box also after rounding.
+    """`nearest_l2`, inside the box and with ``||result - centre|| <= radius`` in float64, also after rounding.
 
-    Args:
-        point, centre, radius, box: see `nearest_l2`.
-
-    Returns:
-        (N, ...) with ``||result - centre|| <= radius`` in float64; ``centre`` itself where the radius is too small for
-        any other number of this dtype.
+    It is ``centre`` itself where the radius is too small for any other number of this dtype.
 
     >>> centre = torch.full((1, 3), 0.1)
     >>> bool(norms(project_l2(9 * centre, centre, torch.tensor([0.8]).double(), None), centre) <= 0.8)
     True
     """
     result = nearest_l2(point, centre, radius, box)
-    # A difference of two numbers is rounded once.
-    if not bool((_lengths(result - centre) * (1 + torch.finfo(result.dtype).eps) > radius).any()):
+    once = 1 + torch.finfo(result.dtype).eps  # a difference of two numbers is rounded once
+    if not bool((_lengths(result - centre) * once > radius).any()):
         return result
     # shrinking towards a centre inside the box never leaves it; the extra part covers the rounding of the sum
     for attempt in range(8):
@@ -133,25 +118,19 @@ def project_l2(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tenso
         outside = length > radius
         if not bool(outside.any()):
             return result
-        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))
+        smaller = radius / length.clamp_min(1e-30) * (1 - 10.0 ** (attempt - 8))  # more each time: at last by a tenth
         shrunk = clip(centre + (result - centre) * like(smaller, result), box)
         result = torch.where(like(outside, result), shrunk, result)
     return torch.where(like(norms(result, centre) > radius, result), centre, result)
 
 
 def project_linf(point: Tensor, centre: Tensor, radius: Tensor, box: Box) -> Tensor:
-    """Clip to the cube around ``centre`` and to the box, which is the Euclidean projection.
-
-    Args:
-        point, centre, radius, box: see `project_l2`.
-
-    Returns:
-        (N, ...) with ``|result - centre| <= radius`` in float64, entry by entry.
+    """Clip to the cube around ``centre`` and to the box, which is the Euclidean projection, inside also after rounding.
 
     >>> project_linf(torch.tensor([[0.5, 4.0]]), torch.zeros(1, 2), torch.tensor([0.75]).double(), (0, 0.7)).tolist()
     [[0.5, 0.699999988079071]]
     """
-    wide = centre.to(radius.dtype)
+    wide = centre.to(radius.dtype)  # float64: the sums below are exact enough to be rounded to a face
     size = like(radius, wide)
     result = torch.minimum(torch.maximum(point, (wide - size).to(point)), (wide + size).to(point))
     # The faces were rounded to this dtype: one number towards the centre is inside.
@@ -167,7 +146,7 @@ def _unit(gradient: Tensor, generator: torch.Generator) -> Tensor:
     length = scaled.norm(dim=1)
     bad = ~length.isfinite()
     if bool(bad.any()):
-        scaled = torch.where(bad[:, None], _normal(flat, generator), scaled)
+        scaled = torch.where(bad[:, None], _normal(flat, generator), scaled)  # any direction is as good
         length = scaled.norm(dim=1)
     return (scaled / length[:, None]).view_as(gradient)
 

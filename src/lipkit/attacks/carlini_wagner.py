@@ -56,8 +56,7 @@ def carlini_wagner(
         (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
 
     Raises:
-        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
-        ShapeError: ``y`` or the model does not fit ``x``.
+        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> model, x = lambda x: torch.stack([1 - x[:, 0], x[:, 1]], 1), torch.zeros(1, 2)
     >>> near = carlini_wagner(model, x, torch.tensor([0]), box=None)
@@ -108,7 +107,7 @@ def _search(
     for _ in range(searches):
         free = begin.clone()
         mean, square = torch.zeros_like(free), torch.zeros_like(free)
-        done = torch.zeros_like(distance, dtype=torch.bool)
+        done = torch.zeros_like(distance, dtype=torch.bool)  # any point of this search fooled the model
         for step in range(1, steps + 1):
             with torch.enable_grad():
                 free = free.detach().requires_grad_()
@@ -131,5 +130,5 @@ def _search(
             free = free.detach() - rate * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
         high = torch.where(done, torch.minimum(high, c), high)
         low = torch.where(done, low, torch.maximum(low, c))
-        c = torch.where(high.isfinite(), (low + high) / 2, 10 * c)
+        c = torch.where(high.isfinite(), (low + high) / 2, 10 * c)  # bisection once both ends are known
     return near, distance

@@ -64,17 +64,7 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     The solution is ``d_j = sign(w_j gap) min(s r_j, room_j)`` with ``r_j = |w_j|`` for l2 and 1 for l_inf. The length
     ``s`` solves ``sum_j |w_j| min(s r_j, room_j) = |gap|``, whose left side is concave and piecewise linear: Newton's
     method from below grows towards the root and never passes it. Where the hyperplane does not meet the box, the step
-    goes to the corner nearest to it.
-
-    Args:
-        point: (N, d), in the box.
-        normal: (N, d), the vectors w.
-        gap: (N,).
-        norm: ``"l2"`` or ``"linf"``.
-        box: (low, high) or None.
-
-    Returns:
-        (N, d) steps; 0 where ``normal`` is 0.
+    goes to the corner nearest to it. Points, ``normal`` w and steps are (N, d); the step is 0 where ``normal`` is.
 
     >>> w = torch.tensor([[3.0, 4.0]])
     >>> towards_hyperplane(torch.zeros(1, 2), w, torch.tensor([5.0]), "l2", None).tolist()
@@ -84,19 +74,19 @@ def towards_hyperplane(point: Tensor, normal: Tensor, gap: Tensor, norm: str, bo
     """
     # scaled to largest entry 1, so that squares neither overflow nor vanish
     largest = normal.abs().amax(dim=1, keepdim=True)
-    known = (largest > 0) & largest.isfinite()
+    known = (largest > 0) & largest.isfinite()  # no gradient, no hyperplane
     unit = torch.where(known, normal / torch.where(known, largest, 1.0), 0.0)
     aim = torch.where(known, gap[:, None] / torch.where(known, largest, 1.0), 0.0)
     size = unit.abs()
-    rate = size if norm == "l2" else (size > 0).to(size)
-    forward = torch.sign(unit) * torch.sign(aim)
+    rate = size if norm == "l2" else (size > 0).to(size)  # r_j of the docstring
+    forward = torch.sign(unit) * torch.sign(aim)  # the way of each entry towards the hyperplane
     room = torch.full_like(point, torch.inf)
     if box is not None:
-        room = torch.where(forward > 0, box[1] - point, point - box[0]).clamp_min(0)
+        room = torch.where(forward > 0, box[1] - point, point - box[0]).clamp_min(0)  # to the face that lies ahead
     aim = aim.abs()
     length = aim / (size * rate).sum(dim=1, keepdim=True).clamp_min(1e-30)
     for _ in range(_NEWTON_STEPS if box is not None else 0):
-        free = length * rate < room
+        free = length * rate < room  # entries that have not met their face
         reached = (size * torch.where(free, length * rate, room)).sum(dim=1, keepdim=True)
         slope = torch.where(free, size * rate, 0.0).sum(dim=1, keepdim=True)
         missing = (aim - reached).clamp_min(0)
@@ -150,8 +140,7 @@ def fab(
         (N, ...): the sample itself where it is misclassified already or nothing was found. Same dtype and device.
 
     Raises:
-        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
-        ShapeError: ``y`` or the model does not fit ``x``.
+        OptionError, ShapeError: see `lipkit.attacks.pgd`.
 
     >>> model, x = lambda x: torch.stack([1 - x[:, 0], x[:, 1]], 1), torch.zeros(1, 2)
     >>> near = fab(model, x, torch.tensor([0]), box=None)
@@ -188,7 +177,7 @@ def fab(
         for start in range(restarts):
             point = centre.clone()
             if start:
-                reach = distance[index] / 2
+                reach = distance[index] / 2  # half of the way that was enough before
                 reach = torch.where(reach.isfinite(), reach, 0.0)
                 point = clip(centre + space.random(centre, generator) * like(reach, centre), box)
             for _ in range(steps):
@@ -210,14 +199,14 @@ def fab(
         if turn < polish:
             value, _, slope = value_and_gradient(model, best[index], label, "margin")
             _, origin = _project(best[index], centre, value, slope, norm, box)
-            ahead = centre + origin * (1 + 1e-4)
+            ahead = centre + origin * (1 + 1e-4)  # a little beyond the face, so that it is misclassified
             keep(clip(torch.where(ahead.isfinite(), ahead, centre), box))
     return best
 
 
 def _project(point: Tensor, centre: Tensor, value: Tensor, slope: Tensor, norm: str, box: Box) -> tuple[Tensor, Tensor]:
     """Steps from the point and from the sample to the hyperplane where the linearised loss at the point is 0."""
-    normal = slope.flatten(1)
+    normal = slope.flatten(1)  # of the linearised loss
     value = value.nan_to_num(posinf=0.0, neginf=0.0).to(normal)
     flat, origin = point.flatten(1), centre.flatten(1)
     here = towards_hyperplane(flat, normal, -value, norm, box)

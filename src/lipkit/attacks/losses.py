@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipkit.attacks.ascent import Model, check_choice, check_labels, check_logits, margin_loss, misclassified
+from lipkit.attacks.ascent import Model, check_choice, check_logits, margin_loss, misclassified
 from lipkit.errors import LipkitError, OptionError, ShapeError, first_line, lacks_memory
 
 LOSSES = ("margin", "dlr", "ce")
@@ -43,7 +43,7 @@ def rise(logits: Tensor, labels: Tensor, loss: str, target: Tensor | None = None
     if loss == "ce":
         if target is None:
             return F.cross_entropy(logits, labels, reduction="none")
-        return -F.cross_entropy(logits, target, reduction="none")
+        return -F.cross_entropy(logits, target, reduction="none")  # towards a target: its own entropy falls
     own = logits.gather(1, labels[:, None])[:, 0]
     gap = margin_loss(logits, labels) if target is None else logits.gather(1, target[:, None])[:, 0] - own
     if loss == "margin":
@@ -69,12 +69,7 @@ def check_loss(loss: str, classes: int, *, targeted: bool) -> None:
 
 
 def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    """(N, K) logits of the samples, without gradients; and a check that model, samples and labels fit together.
-
-    Raises:
-        ShapeError: the model does not take inputs of this shape and dtype, or returns no logits.
-        OptionError: a label is outside [0, K).
-    """
+    """(N, K) logits of the samples, without gradients; and a check that model, samples and labels fit together."""
     with torch.no_grad():
         try:
             logits = model(x)
@@ -85,16 +80,12 @@ def first_logits(model: Model, x: Tensor, y: Tensor) -> Tensor:
                 raise
             what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
             raise ShapeError(f"expected inputs that the model accepts, got {what}: {first_line(error)}") from error
-    check_logits(logits, len(x))
-    check_labels(y, logits.shape[1])
+    check_logits(logits, y)
     return logits.detach()
 
 
 def correct_samples(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """(M,) the samples that the model gets right, which are left to attack, and their logits (M, K).
-
-    Raises:
-        ShapeError, OptionError: see `first_logits`.
 
     >>> index, logits = correct_samples(torch.neg, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
     >>> index.tolist(), logits.tolist()
@@ -130,11 +121,7 @@ def nearest_rivals(
 ) -> Tensor:
     """(N, min(count, K - 1)) wrong classes, the nearest boundary first, estimated by the gradients at the samples.
 
-    Args:
-        model, x, y: as in the attacks.
-        logits: (N, K) of the samples.
-        size: dual norm of a gradient, as a distance (gradient, 0) -> (N,).
-        count: how many classes are compared, the largest wrong logits.
+    Compares the ``count`` largest wrong logits; ``size`` is the dual norm, as a distance (gradient, 0) -> (N,).
     """
     order = rivals(logits, y, count)
     distance = []
@@ -155,8 +142,7 @@ def value_and_gradient(
     with torch.set_grad_enabled(gradient):
         point = point.detach().requires_grad_(gradient)
         logits = model(point)
-        check_logits(logits, len(point))
-        check_labels(labels, logits.shape[1])
+        check_logits(logits, labels)
         value = rise(logits, labels, loss, target)
         slope = torch.autograd.grad(value.sum(), point)[0] if value.requires_grad else torch.zeros_like(point)
     return value.detach().nan_to_num(nan=torch.inf), logits.detach(), slope

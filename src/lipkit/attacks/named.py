@@ -128,7 +128,7 @@ def run_attack(
     if eps is None and not attack.minimum_norm:
         raise OptionError(f"expected a radius eps for the attack {name!r}, got None")
     radius = check_inputs(x, y, 0.0 if eps is None else eps, 1, 1, box)
-    first_logits(model, x[:1], y[:1])
+    first_logits(model, x[:1], y[:1])  # a misfit of model and samples is told before a long attack
     given = {"eps": eps, "norm": norm, "steps": steps, "restarts": restarts, "generator": generator}
     options = {key: value for key, value in given.items() if key in attack.takes and value is not None}
     points = attack.function(model, x, y, box=box, **options)

@@ -72,8 +72,8 @@ def pgd(
         loss. Same dtype and device as ``x``.
 
     Raises:
-        OptionError: an option outside the documented values, or ``x`` outside ``box``.
-        ShapeError: ``y`` or ``eps`` does not fit ``x``.
+        OptionError: an option outside the documented values, ``x`` outside ``box``, or labels out of range.
+        ShapeError: ``y``, ``eps`` or the model does not fit ``x``.
 
     >>> x, y = torch.tensor([[0.5, 0.5]]), torch.tensor([0])
     >>> attacked = pgd(lambda x: x * torch.tensor([1.0, -1.0]) + 0.1, x, y, eps=0.3, steps=10)

@@ -16,7 +16,7 @@ from lipkit.certificates import margins, sound
 from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
 from lipkit.certificates.intervals import check_radii, format_radius
 from lipkit.certificates.local import Bounds
-from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, dtype_name, measure
 from lipkit.errors import OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules.chains import ChainProof
@@ -148,17 +148,14 @@ class Certificate(Shown):
         return "\n".join([head, *([curve] if eps else []), made])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw certified accuracy against the l2 radius; returns the axes.
-
-        Args:
-            ax: axes of matplotlib; None makes new ones.
+        """Draw certified accuracy against the l2 radius on axes of matplotlib, None for new ones; returns them.
 
         Raises:
             OptionError: matplotlib is not installed.
         """
         ax = axes(ax, "l2 radius", "certified accuracy")
         for radius, style in ((self.radius, "-"), (self.radius_ignored, ":")):
-            end = radius[self.correct].sort().values
+            end = radius[self.correct].sort().values  # steps down at each radius
             left = 1 - torch.arange(1, len(end) + 1) / max(len(end), 1)
             x = torch.cat((torch.zeros(1, dtype=torch.float64), end)).tolist()
             y = (torch.cat((torch.ones(1), left)) * self.clean_accuracy).tolist()
@@ -221,17 +218,17 @@ def certify(
 
     Cost:
         The bounds of the layers without a ``proof``, a comparison of all numbers with it; and one pass through the
-        network in float64, two for samples with small margins (three for a float32 evaluator).
-        Local radii take about five passes back from each layer of
-        activations, with a row for each unit: 0.2 s for an MLP of 2 x 256, seconds for a convolutional network.
+        network in float64, two for samples with small margins (three for a float32 evaluator). Local radii take about
+        five passes back from each layer of activations, with a row for each unit: 0.2 s for an MLP of 2 x 256,
+        seconds for a convolutional network.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
         ShapeError: ``x`` does not fit the network, or ``y`` does not fit ``x``.
-        OptionError: `x` or `y` is no tensor or array (a DataLoader, say), labels are not integers in [0, K), there is
-            no sample, one that is not finite or not in the network's ``input_range``, an unknown ``method``,
-            ``rounding`` or ``evaluator``, local bounds of an integer program, settings of torch under which the
-            evaluator's arithmetic is not IEEE, or a ``proof`` of another network or evaluation.
+        OptionError: no tensors or arrays (a DataLoader, say), labels that are not integers in [0, K), no sample or one
+            that is not finite or not in the network's ``input_range``, an option with another value, local bounds of an
+            integer program, settings of torch under which the evaluator's arithmetic is not IEEE, or a ``proof`` of
+            another network or evaluation.
 
     References: Tsuzuku, Sato, Sugiyama, "Lipschitz-Margin Training", NeurIPS 2018, Prop. 1 (global); Singla, Singla,
     Feizi, "Improved deterministic l2 robustness on CIFAR-10 and CIFAR-100", ICLR 2022, Sec. 4 (last layer); Higham,
@@ -241,12 +238,12 @@ def certify(
     if method not in METHODS or (method != "global" and evaluator == "integer"):
         wanted = "'global' for an integer program" if method in METHODS else f"one of {', '.join(METHODS)}"
         raise OptionError(f"method: expected {wanted}, got {method!r}")
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     seen = check_inputs(network, x, batch_size)
     _check_labels(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof,
-        check=lambda outputs: margins.check_logits(outputs, torch.zeros(len(outputs), dtype=torch.int64)),
+        check=margins.check_logits,
     )  # fmt: skip
     proof, outputs, labels = measured.proof, measured.outputs, y.cpu()
     margins.check_logits(outputs, labels)
@@ -286,7 +283,7 @@ def _local(network: modules.Network, proof: Proof, x: Tensor, labels: Tensor, kn
     with torch.inference_mode(False), inner_products_only(proof.device):
         bounds = Bounds(proof.network, arithmetic, network.input_range)
         at, starts = (t.to(proof.device, torch.float64, copy=True) for t in (x, known))
-        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()
+        return bounds.radii(at, labels.to(proof.device, copy=True), starts).cpu()  # copies: no inference tensors
 
 
 def pair_constants(proof: ChainProof, classes: int) -> tuple[Tensor, Tensor | None]:

@@ -29,7 +29,7 @@ import lipkit
 from lipkit import modules
 from lipkit.certificates.certificate import Certificate, certify
 from lipkit.certificates.evaluators import Evaluator
-from lipkit.certificates.measurement import Samples, as_tensors
+from lipkit.certificates.measurement import Samples, as_tensor
 from lipkit.errors import CertificateViolation, DataError, OptionError
 from lipkit.files import open_regular, parse_json, write_atomic
 from lipkit.text import printable
@@ -50,9 +50,9 @@ def data_sha256(x: Samples, y: Samples) -> str:
     '6817504a'
     """
     digest = hashlib.sha256()
-    for values in as_tensors(x, y):
+    for values in map(as_tensor, (x, y)):
         flat = values.detach().cpu().contiguous()
-        digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
+        digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())  # equal bytes of other shapes are other data
         digest.update(flat.reshape(-1)[:, None].view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -79,8 +79,7 @@ class CertificateFile:
 def describe(certificate: Certificate, network: modules.Network, x: Samples, y: Samples, name: str) -> CertificateFile:
     """The file of a certificate that ``certify(network, x, y)`` returned, for samples called ``name``.
 
-    Raises:
-        OptionError: a certificate of another network, or of another number of samples.
+    A certificate of another network, or of another number of samples, is refused.
     """
     if modules.sha256(network) != certificate.network_sha256 or len(x) != len(certificate):
         raise OptionError("expected the network and the samples that the certificate was made for, got others")
@@ -153,7 +152,7 @@ def read_certificate(path: str | Path) -> CertificateFile:
     path = Path(path)
     try:
         with _opened(path) as stream:
-            header = _parse(path, 1, stream.readline(_LONGEST_HEADER + 1), _LONGEST_HEADER)
+            header = _parse(f"{path}, line 1", stream.readline(_LONGEST_HEADER + 1), _LONGEST_HEADER)
             _check_header(path, header)
             rows = _rows(path, stream, header["data"]["samples"])
             columns = list(zip(*rows, strict=True))
@@ -190,109 +189,101 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield unpacked  # type: ignore[misc]
 
 
-def _parse(path: Path, number: int, line: bytes, longest: int) -> dict[str, Any]:
+def _parse(where: str, line: bytes, longest: int) -> dict[str, Any]:
     if len(line) > longest or not line.endswith(b"\n"):
-        raise DataError(f"{path}, line {number}: expected a whole line of at most {longest} bytes, got {len(line)}")
+        raise DataError(f"{where}: expected a whole line of at most {longest} bytes, got {len(line)}")
     try:
         values = parse_json(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {number}: expected JSON, got: {error}") from None
+        raise DataError(f"{where}: expected JSON, got: {error}") from None
     if not isinstance(values, dict):
-        raise DataError(f"{path}, line {number}: expected an object, got {type(values).__name__}")
+        raise DataError(f"{where}: expected an object, got {type(values).__name__}")
     return values
 
 
 def _check_header(path: Path, header: dict[str, Any]) -> None:
-    version = header.get("schema_version")
-    major = SCHEMA_VERSION.split(".")[0]
-    if (
-        header.get("kind") != KIND
-        or not isinstance(version, str)
-        or not re.fullmatch(rf"{major}\.[0-9]{{1,4}}", version)
-    ):
+    version, major = header.get("schema_version"), SCHEMA_VERSION.split(".")[0]
+    stated = header.get("kind") == KIND and isinstance(version, str)
+    # Minor versions only add fields.
+    if not stated or not re.fullmatch(rf"{major}\.[0-9]{{1,4}}", str(version)):
         raise DataError(
             f"{path}: expected a {KIND} of schema version {SCHEMA_VERSION}, got {str(header.get('kind'))[:40]!r} of "
-            f"{str(header.get('schema_version'))[:40]!r}"
+            f"{str(version)[:40]!r}"
         )
     local = header.get("method") == "local"
     for key, statement in (*STATEMENTS.items(), ("proof", LOCAL_PROOF if local else PROOF)):
-        if header.get(key, statement) != statement:
-            raise DataError(f"{path}: expected {key} {statement!r}, got {str(header[key])[:40]!r}")
-    for key in ("constant", "body_constant"):
-        value = header.get(key)
-        if isinstance(value, str):
-            value = _WORDS.get(value)
-        if not (value is None and key == "body_constant"):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise DataError(f"{path}: expected {key} as a number >= 0, got {str(header.get(key))[:40]!r}")
-            value = _float(path, value)
-        header[key] = value
+        _expect(path, header.get(key, statement) == statement, f"{key} {statement!r}", header.get(key))
+    header["constant"] = _number(path, "constant", header.get("constant"), least=0)
+    body = header.setdefault("body_constant", None)
+    header["body_constant"] = None if body is None else _number(path, "body_constant", body, least=0)
     data, shape = header.get("data"), header.get("input_shape")
-    good = isinstance(data, dict) and isinstance(data.get("sha256"), str) and isinstance(data.get("name"), str)
-    if not good or not isinstance(data, dict) or type(data.get("samples")) is not int or data["samples"] < 1:
-        raise DataError(f"{path}: expected data with a name, a sha256 and samples >= 1, got {str(data)[:80]!r}")
-    if not isinstance(shape, list) or not shape or not all(type(n) is int and n > 0 for n in shape):
-        raise DataError(f"{path}: expected input_shape as positive integers, got {str(shape)[:80]!r}")
+    named = isinstance(data, dict) and all(isinstance(data.get(key), str) for key in ("sha256", "name"))
+    counted = isinstance(data, dict) and type(data.get("samples")) is int and data["samples"] >= 1
+    _expect(path, named and counted, "data with a name, a sha256 and samples >= 1", data)
+    whole = isinstance(shape, list) and len(shape) > 0 and all(type(n) is int and n > 0 for n in shape)
+    _expect(path, whole, "input_shape as positive integers", shape)
     for key in ("method", "dtype", "network_sha256", "rounding"):
-        if not isinstance(header.get(key), str):
-            raise DataError(f"{path}: expected {key} as a string, got {str(header.get(key))[:40]!r}")
-    if header["rounding"] not in ("sound", "ignore"):
-        raise DataError(f"{path}: expected rounding 'sound' or 'ignore', got {header['rounding'][:40]!r}")
+        _expect(path, isinstance(header.get(key), str), f"{key} as a string", header.get(key))
+    _expect(path, header["rounding"] in ("sound", "ignore"), "rounding 'sound' or 'ignore'", header["rounding"])
     limits = header.setdefault("input_range", None) if local else None
     if limits is not None:
         ends: list[Any] = [_WORDS.get(str(value), value) for value in limits] if isinstance(limits, list) else []
-        if len(ends) != 2 or not all(type(value) in (int, float) for value in ends) or not ends[0] < ends[1]:
-            raise DataError(f"{path}: expected input_range as two rising numbers, got {str(limits)[:80]!r}")
-        header["input_range"] = [_float(path, value) for value in ends]
+        rising = len(ends) == 2 and all(type(value) in (int, float) for value in ends) and ends[0] < ends[1]
+        _expect(path, rising, "input_range as two rising numbers", limits)
+        header["input_range"] = [_number(path, "input_range", value) for value in ends]
     for key, kind, empty in (("architecture", list, []), ("versions", dict, {})):
-        if not isinstance(header.setdefault(key, empty), kind):
-            raise DataError(f"{path}: expected {key} as a {kind.__name__}, got {str(header[key])[:40]!r}")
+        _expect(path, isinstance(header.setdefault(key, empty), kind), f"{key} as a {kind.__name__}", header[key])
 
 
 def _evaluator(path: Path, values: Any) -> Evaluator:
     kinds = {"name": str, "dtype": str, "block": (int, type(None)), "device": str, "torch": str, "settings": dict}
     known = {field.name for field in dataclasses.fields(Evaluator)}
-    if not isinstance(values, dict) or not kinds.keys() <= values.keys() <= known:
-        raise DataError(f"{path}: expected an evaluator with {', '.join(kinds)}, got {str(values)[:80]!r}")
+    whole = isinstance(values, dict) and kinds.keys() <= values.keys() <= known
+    _expect(path, whole, f"an evaluator with {', '.join(kinds)}", values)
     for key, kind in kinds.items():
-        if not isinstance(values[key], kind) or isinstance(values[key], bool):  # type: ignore[arg-type]
-            raise DataError(f"{path}: expected another {key} of the evaluator, got {str(values[key])[:40]!r}")
+        good = isinstance(values[key], kind) and not isinstance(values[key], bool)  # type: ignore[arg-type]
+        _expect(path, good, f"another {key} of the evaluator", values[key])
     return Evaluator(**values)
 
 
-def _float(path: Path, value: int | float) -> float:
+def _expect(where: object, good: bool, what: str, got: object) -> None:
+    if not good:
+        raise DataError(f"{where}: expected {what}, got {str(got)[:80]!r}")
+
+
+def _number(where: object, key: str, value: Any, least: float | None = None) -> float:
+    """A number of a file, which may be a word, as a float; not below ``least``, if one is given."""
+    number: Any = _WORDS.get(value) if isinstance(value, str) else value
+    good = isinstance(number, int | float) and not isinstance(number, bool)
+    _expect(
+        where,
+        good and (least is None or number >= least),
+        f"{key} as a number" + (" >= 0" if least == 0 else ""),
+        value,
+    )
     try:
-        return float(value)
+        return float(number)
     except OverflowError:
-        raise DataError(f"{path}: expected a number that float64 holds, got {str(value)[:20]}...") from None
+        raise DataError(f"{where}: expected a number that float64 holds, got {str(number)[:20]}...") from None
 
 
 def _rows(path: Path, stream: Any, samples: int) -> Iterator[list[float]]:
     """The numbers of each line, in the order of the columns."""
     count = 0
     while line := stream.readline(_LONGEST_LINE + 1):
+        where = f"{path}, line {count + 2}"
         if count == samples:
             raise DataError(f"{path}: expected {samples} lines of samples, got more")
-        values = _parse(path, count + 2, line, _LONGEST_LINE)
+        values = _parse(where, line, _LONGEST_LINE)
         if further := set(values) - set(COLUMNS):
-            raise DataError(
-                f"{path}, line {count + 2}: expected {', '.join(COLUMNS)}, got {str(min(further))[:40]!r} too"
-            )
-        row = []
-        for key in COLUMNS:
-            value = values.get(key)
-            value = _WORDS.get(value) if isinstance(value, str) else value
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise DataError(
-                    f"{path}, line {count + 2}: expected {key} as a number, got {str(values.get(key))[:40]!r}"
-                )
-            row.append(_float(path, value))
+            raise DataError(f"{where}: expected {', '.join(COLUMNS)}, got {str(min(further))[:40]!r} too")
+        row = [_number(where, key, values.get(key)) for key in COLUMNS]
         index, label, prediction, radius, ignored = row[:5]
-        whole = all(number == int(number) if math.isfinite(number) else False for number in (label, prediction))
+        whole = all(number.is_integer() for number in (label, prediction))  # no infinity or NaN is
         if index != count or not whole or not 0 <= label < 2**31 or not -1 <= prediction < 2**31:
-            raise DataError(f"{path}, line {count + 2}: expected index {count} and whole labels, got {line[:80]!r}")
-        if not radius >= 0 or not ignored >= 0:
-            raise DataError(f"{path}, line {count + 2}: expected radii >= 0, got {radius} and {ignored}")
+            raise DataError(f"{where}: expected index {count} and whole labels, got {line[:80]!r}")
+        if not radius >= 0 or not ignored >= 0:  # not <: NaN is refused, too
+            raise DataError(f"{where}: expected radii >= 0, got {radius} and {ignored}")
         count += 1
         yield row
     if count != samples:
@@ -329,7 +320,7 @@ def verify(
         CertificateViolation: the file says something else than is found here: larger radii or smaller constants, or
             other margins, by more than a relative 1e-9; another prediction, method, architecture, input shape, ...
     """
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     claimed = file.certificate
     if modules.sha256(network) != claimed.network_sha256:
         raise DataError(

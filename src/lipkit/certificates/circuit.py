@@ -10,7 +10,6 @@ inner products of a known number of terms, in any order.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -119,7 +118,7 @@ class Circuit:
         self.arithmetic, self.device = arithmetic, _device(network)
         self.nodes: list[Node] = []
         self.sources: list[tuple[int, ...]] = []
-        self.shapes: list[Shape] = [network.input_shape]
+        self.shapes: list[Shape] = [network.input_shape]  # of one sample of each value
         shape, value = network.input_shape, 0
         for index, module in enumerate(network):
             before = len(self.nodes)
@@ -127,6 +126,7 @@ class Circuit:
             try:
                 value = self.module(module, value)
             except NoRuleError:
+                # What parts of the module had begun.
                 del self.nodes[before:], self.sources[before:], self.shapes[before + 1 :]
                 value = self._add(Leaf(index), (), shape)
         self.output = value
@@ -138,10 +138,6 @@ class Circuit:
         """True if a module has no rule."""
         return any(isinstance(node, Leaf) for node in self.nodes)
 
-    def shape(self, value: int) -> Shape:
-        """Of one sample of a value."""
-        return self.shapes[value]
-
     def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:
         self.nodes.append(node)
         self.sources.append(tuple(sources))
@@ -149,11 +145,7 @@ class Circuit:
         return len(self.nodes)
 
     def module(self, module: nn.Module, *values: int) -> int:
-        """The value that a module makes of values.
-
-        Raises:
-            NoRuleError: it, or a part of it, has no rule.
-        """
+        """The value that a module makes of values; ``NoRuleError`` where it, or a part of it, has no rule."""
         guard(module)
         if type(module) not in _RULES:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
@@ -178,6 +170,7 @@ class Circuit:
         """Values one behind the other."""
         shapes = [self.shapes[value] for value in values]
         sizes = tuple(shape[dim - 1] for shape in shapes)
+        # Shapes have no batch: the dimension dim is their dim - 1.
         shape = (*shapes[0][: dim - 1], sum(sizes), *shapes[0][dim:])
         return self._add(Stack(dim, sizes), values, shape)
 
@@ -187,7 +180,7 @@ class Circuit:
 
     def maximum(self, a: int, b: int) -> int:
         """``b + relu(a - b)``: the evaluator compares, and computes nothing."""
-        apart = self.total((a, b), (1.0, -1.0))
+        apart = self.total((a, b), (1.0, -1.0))  # not rounded by the machine, which compares
         return self.total((b, self.scalar(apart, nn.ReLU(), exact=True)), (1.0, 1.0), flushed=True)
 
 
@@ -230,18 +223,18 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
 
 def _selection(index: Tensor, shape: Shape) -> Linear:
     flat, size = index.flatten(), math.prod(shape)
-    kept = flat[flat > 0] - 1
+    kept = flat[flat > 0] - 1  # 0 is a zero, entries count from 1
     most = int(torch.bincount(kept, minlength=1).amax()) if len(kept) else 0
     same = len(flat) == size and bool((flat == torch.arange(1, size + 1, device=flat.device)).all())
     back = torch.zeros(size, dtype=torch.int64, device=flat.device)
-    back[kept] = (flat > 0).nonzero()[:, 0] + 1
+    back[kept] = (flat > 0).nonzero()[:, 0] + 1  # the inverse: where each entry went
 
     def adjoint(a: Tensor) -> Tensor:
         if same:
             return a.reshape(len(a), *shape)
-        if most <= 1:
+        if most <= 1:  # each entry is read once at most, so nothing is added
             return F.pad(a.flatten(1), (1, 0))[:, back].reshape(len(a), *shape)
-        total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))
+        total = a.new_zeros(len(a), size + 1).index_add_(1, flat, a.flatten(1))  # column 0 collects what zeros had
         return total[:, 1:].reshape(len(a), *shape)
 
     def forward(h: Tensor) -> Tensor:
@@ -265,14 +258,14 @@ def _device(module: nn.Module) -> torch.device:
 )
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
     # Numbers of entries, moved as the module moves numbers, are exact.
-    moved = module(_positions(circuit.shape(value), _device(module)))
+    moved = module(_positions(circuit.shapes[value], _device(module)))
     return circuit.select(value, moved[0].long())
 
 
 @circuit_rule(nn.Linear)
 def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
     weight, size = module.weight.detach(), module.weight.detach().abs()
-    shape = (*circuit.shape(value)[:-1], module.out_features)
+    shape = (*circuit.shapes[value][:-1], module.out_features)
     return circuit.linear(
         value,
         Linear(
@@ -290,8 +283,8 @@ def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, bl
     """The noise of inner products of that many terms and a bias."""
     if arithmetic is None:
         return None
-    depth = arithmetic.depth(terms) if blocked else terms
-    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)
+    depth = arithmetic.depth(terms) if blocked else terms  # only some kernels sum in blocks
+    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # and one for the bias
 
 
 @circuit_rule(nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -299,14 +292,14 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     turned = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
     axes, taps = module.weight.ndim - 2, math.prod(module.weight.shape[2:])
     weight, size, groups = module.weight.detach(), module.weight.detach().abs(), module.groups
-    out = output_shape(module, circuit.shape(value))
+    out = output_shape(module, circuit.shapes[value])
     padding = module.padding
     if not turned and (module.padding_mode != "zeros" or isinstance(padding, str)):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         border = list(module._reversed_padding_repeated_twice)
-        padded = F.pad(_positions(circuit.shape(value), _device(module)), border, mode=mode)
+        padded = F.pad(_positions(circuit.shapes[value], _device(module)), border, mode=mode)
         value, padding = circuit.select(value, padded[0].long()), (0,) * axes
-    into = circuit.shape(value)
+    into = circuit.shapes[value]
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
     plain: Any = (F.conv1d, F.conv2d)[axes - 1]
     turned_back: Any = (F.conv_transpose1d, F.conv_transpose2d)[axes - 1]
@@ -322,6 +315,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         counts = module.in_channels // groups * taps, module.out_channels // groups * taps
         adjoint = lambda a: gradient((len(a), *into), weight, a, **options)  # noqa: E731
     bias = None if module.bias is None else module.bias.detach().reshape(-1, *[1] * axes).expand(out)
+    # The blocked evaluator sums only these in blocks.
     noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
 
@@ -339,7 +333,7 @@ def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
 
 @circuit_rule(nn.AvgPool2d, nn.AdaptiveAvgPool2d, Mean, EnlargeBilinear, LayerCenter)
 def _averages(circuit: Circuit, module: Any, value: int) -> int:
-    shape = circuit.shape(value)
+    shape = circuit.shapes[value]
     out = output_shape(module, shape)
     centred, most = isinstance(module, LayerCenter), 0
     if isinstance(module, nn.AvgPool2d):
@@ -355,18 +349,20 @@ def _averages(circuit: Circuit, module: Any, value: int) -> int:
 
 @circuit_rule(Affine)
 def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
-    shape = circuit.shape(value)
-    rest = (1,) * (len(shape) - module.scale.ndim)
+    shape = circuit.shapes[value]
+    rest = (1,) * (len(shape) - module.scale.ndim)  # scales belong to the first dimension, channels
     scale, shift = (t.detach().reshape(*t.shape, *rest) for t in (module.scale, module.shift))
     size = scale.abs()
+    # A product and a sum, with one to spare, and scale and shift as they are stored.
     noise = None if circuit.arithmetic is None else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)
     linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
     return circuit.linear(value, linear)
 
 
-@circuit_rule(*ACTIVATIONS, HalfAbs)
-def _activation(circuit: Circuit, module: nn.Module, value: int) -> int:
-    return circuit.scalar(value, module)
+# What one call of the circuit makes.
+circuit_rule(*ACTIVATIONS, HalfAbs)(lambda circuit, module, value: circuit.scalar(value, module))
+circuit_rule(Concatenate)(lambda circuit, module, *values: circuit.stack(values, module.dim))
+circuit_rule(Maximum)(lambda circuit, module, *values: functools.reduce(circuit.maximum, values))
 
 
 @circuit_rule(nn.Sequential, Network)
@@ -410,64 +406,46 @@ def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     ratio = abs(share / rest) if rest else 0.0
     if not ratio <= 1e6:
         raise NoRuleError(f"local bounds: expected a share that leaves a rest in a Blend, got {share}")
-    depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))
+    depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))  # 1 - share, two products, one sum
     size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)
     return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))
 
 
-@circuit_rule(Concatenate)
-def _concatenate(circuit: Circuit, module: Concatenate, *values: int) -> int:
-    return circuit.stack(values, module.dim)
-
-
-@circuit_rule(Maximum)
-def _maximum(circuit: Circuit, module: Maximum, *values: int) -> int:
-    return functools.reduce(circuit.maximum, values)
-
-
 @circuit_rule(MaxMin, GroupSort)
 def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
-    shape, grid = circuit.shape(value), _positions(circuit.shape(value), torch.device("cpu"))[0].long()
+    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value], torch.device("cpu"))[0].long()
     if isinstance(module, GroupSort) and (module.group_size or shape[0]) != 2:
         raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
     halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
     a, b = (circuit.select(value, half) for half in halves)
+    # With m = relu(a - b) the larger one is b + m, the smaller one a - m.
     more = circuit.scalar(circuit.total((a, b), (1.0, -1.0)), nn.ReLU(), exact=True)
     parts = circuit.total((b, more), (1.0, 1.0), flushed=True), circuit.total((a, more), (1.0, -1.0), flushed=True)
     sorted_ = circuit.stack(parts, 1)
     if isinstance(module, MaxMin):
         return sorted_
     whole = _positions(shape, torch.device("cpu"))[0].long()
-    return circuit.select(sorted_, torch.stack(whole.chunk(2), 1).flatten(0, 1))
+    return circuit.select(sorted_, torch.stack(whole.chunk(2), 1).flatten(0, 1))  # pairs side by side again
 
 
 @circuit_rule(nn.MaxPool2d)
 def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
-    shape = circuit.shape(value)
+    shape = circuit.shapes[value]
     if module.return_indices:
         raise NoRuleError("local bounds: expected a pooling that returns no indices")
-    # The windows' taps: each by a pooling of numbers in another order would do, but one window at a time is simplest.
-    one = copy.deepcopy(module)
-    one.return_indices = True
-    grid = _positions(shape, torch.device("cpu"))
-    _, first = one(grid)
     kernel, stride, padding, dilation = (
         (n, n) if isinstance(n, int) else tuple(n)
         for n in (module.kernel_size, module.stride, module.padding, module.dilation)
     )
-    rows, cols = first.shape[-2:]
-    at = [
-        torch.arange(n)[:, None] * s - p + torch.arange(k)[None] * d
-        for n, s, p, k, d in zip((rows, cols), stride, padding, kernel, dilation, strict=True)
-    ]
-    inside = [(i >= 0) & (i < n) for i, n in zip(at, shape[-2:], strict=True)]
-    places = at[0][:, None, :, None] * shape[-1] + at[1][None, :, None, :]
-    inside_both = (inside[0][:, None, :, None] & inside[1][None, :, None, :]).flatten(2)
+    out, border = output_shape(module, shape), list[int]()
+    for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
+        border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries
+    grid = F.pad(_positions(shape, torch.device("cpu")).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
+    windows = F.unfold(grid, kernel, dilation, stride=stride)  # (C, taps, places)
     # Taps beyond the border repeat one that the window has.
-    places = torch.where(inside_both, places.flatten(2), first[0].reshape(-1, rows, cols)[0][..., None])
-    index = torch.arange(math.prod(shape[:-2])).reshape(-1, 1, 1, 1) * math.prod(shape[-2:]) + places + 1
-    taps = [circuit.select(value, tap) for tap in index.reshape(*shape[:-2], rows, cols, -1).unbind(-1)]
+    index = torch.where(windows > 0, windows, windows.amax(1, keepdim=True)).long()
+    taps = [circuit.select(value, tap.reshape(out)) for tap in index.unbind(1)]
     while len(taps) > 1:
         pairs = [circuit.maximum(a, b) for a, b in zip(taps[::2], taps[1::2], strict=False)]
-        taps = pairs + taps[len(taps) - len(taps) % 2 :]
+        taps = pairs + taps[len(taps) - len(taps) % 2 :]  # an odd one waits for the next round
     return taps[0]

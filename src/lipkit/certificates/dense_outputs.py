@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lipkit.certificates import sound
 from lipkit.certificates.intervals import format_radius
 from lipkit.certificates.margins import last_layer_constants
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensors, dtype_name, measure_by
+from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, check_eps, dtype_name, measure_by
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
+from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root
 from lipkit.shown import Shown
 
@@ -133,7 +134,7 @@ def dense(
     check_eps(eps)
     if proof is not None and proof.program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     measured = measure_by(network, x, proof)
     outputs, labels = measured.outputs, y.cpu()
     if not -outputs.ndim <= dim < outputs.ndim or outputs.ndim < 2 or dim % outputs.ndim == 0:
@@ -148,16 +149,19 @@ def dense(
     labels = labels.reshape(outputs.shape if several else (len(outputs), -1))
     found = [decide(outputs, labels, ignore_index, b) for b in budgets]
     first = found[0]
+
+    def best(bound: Callable[[_Decisions, Tensor], Tensor]) -> Tensor:
+        """The larger one of what the budgets prove."""
+        return torch.stack([bound(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0)
+
     return DenseCertificate(
         eps=float(eps),
         positions=first.counts,
         right=first.right.sum((1, 2)),
-        worst=torch.stack([_kept(d.right, d.turn, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
-        alone=torch.stack(
-            [(d.right & (d.turn > b.square[:, None, None])).sum((1, 2)) for d, b in zip(found, budgets, strict=True)]
-        ).amax(0),
+        worst=best(_kept),
+        alone=best(lambda d, square: (d.right & (d.turn > square[:, None, None])).sum((1, 2))),
         iou=first.intersection.sum(0).double() / first.union.sum(0),
-        worst_iou=torch.stack([_worst_iou(d, b.square) for d, b in zip(found, budgets, strict=True)]).amax(0),
+        worst_iou=best(_worst_iou),
         proof=measured.proof,
     )
 
@@ -196,19 +200,20 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
     proof, chain, classes = measured.proof, measured.proof.chain, measured.outputs.shape[dim]
     error = torch.zeros(len(measured.outputs), dtype=torch.float64)
     if measured.logits is not None:
-        weight = None if chain.last is None else chain.last.weight.detach().cpu()
-        error = sound.total_error(measured.logits, eps, weight, proof.arithmetic)
-    both = torch.full((classes, classes), root(2), dtype=torch.float64)
+        centre, machine = measured.errors(eps)
+        error = grow(size(centre) + size(machine))  # of all outputs of a sample together
+    both = torch.full((classes, classes), root(2), dtype=torch.float64)  # two logits that move towards each other
     one = torch.ones(classes, dtype=torch.float64)
     moved = grow(product(chain.constant * chain.slack, eps) + error)
     found = [_Budget(grow(moved * moved), both, one, torch.zeros_like(error), False)]
     last = proof.network[-1]
     pointwise = type(last) is nn.Conv2d and {*last.kernel_size, *last.stride, last.groups} == {1}
-    pointwise = pointwise and last.padding in ("valid", (0, 0))
+    pointwise = pointwise and last.padding in ("valid", (0, 0))  # no border: each position reads its own features
     made = 1 if pointwise else measured.outputs.ndim - 1 if type(last) is nn.Linear else None
     if dim == made and last.weight.shape[0] == classes:
         rows = last.weight.detach().cpu().flatten(1)
         reach = torch.full_like(error, product(chain.prefixes[-2] * chain.slack, eps), dtype=torch.float64)
+        # Distances from a row of zeros are the norms of the rows.
         alone = last_layer_constants(torch.cat((rows, torch.zeros_like(rows[:1]))), 1.0)
         found.append(_Budget(grow(reach * reach), alone[:-1, :-1], alone[-1, :-1], error, True))
     return found
@@ -216,16 +221,17 @@ def _budgets(measured: Measurement, dim: int, eps: float) -> list[_Budget]:
 
 def _energy(margin: Tensor, error: Tensor, norm: Tensor) -> Tensor:
     """Squares of margins less the errors of two outputs, by what moves them; rounded down, inf where nothing does."""
-    left = next_down(margin - grow(root(2) * error)).clamp_min(0)
+    left = next_down(margin - grow(root(2) * error)).clamp_min(0)  # two outputs of a vector that is off by the error
     quotient = next_down(left / torch.where(norm > 0, norm, 1.0))
     energy = next_down(quotient * quotient).clamp_min(0)
+    # What no input moves stays right at any price, or was never right.
     return torch.where(norm > 0, energy, torch.where(left > 0, math.inf, 0.0))
 
 
 def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _Decisions:
     """One class for each position: (N, K, P) outputs, (N, P) labels."""
     counts = labels != ignored
-    labels = torch.where(counts, labels, 0)
+    labels = torch.where(counts, labels, 0)  # any class: ignored positions count nowhere
     known = outputs.isfinite().all(1)
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     classes = outputs.shape[1]
@@ -241,7 +247,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
         energy = _energy(margin, budget.error[:, None, None], norm)
         return torch.where(known[:, None], energy, 0.0)
 
-    turn = over(labels).scatter(1, labels[:, None], math.inf).amin(1)
+    turn = over(labels).scatter(1, labels[:, None], math.inf).amin(1)  # the cheapest rival
     margin = outputs.gather(1, labels[:, None])[:, 0] - outputs.scatter(1, labels[:, None], -math.inf).amax(1)
     right = counts & known & (margin > 0)
     turn = torch.where(right, turn, math.inf)
@@ -250,7 +256,7 @@ def _classes(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> 
         counts=counts.sum(1),
         right=right[:, None],
         turn=turn[:, None],
-        leave=torch.where(inside, turn[:, None], math.inf),
+        leave=torch.where(inside, turn[:, None], math.inf),  # only what is in can leave
         join=torch.where(counts[:, None] & ~labelled & ~chosen, over(predicted), math.inf),
         intersection=inside.sum(2),
         union=(labelled | chosen).sum(2),
@@ -263,7 +269,7 @@ def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _D
     outputs = outputs.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     right = counts & torch.where(yes, outputs > 0, outputs < 0)
     norm = budget.single[None, :, None].expand_as(outputs)
-    energy = _energy(outputs.abs(), budget.error[:, None, None], norm)
+    energy = _energy(outputs.abs(), budget.error[:, None, None], norm)  # one output against the threshold 0
     turn = torch.where(right, energy, math.inf)
     inside, groups = right & yes, outputs.shape[1] if budget.together else 1
     return _Decisions(
@@ -279,14 +285,15 @@ def _signs(outputs: Tensor, labels: Tensor, ignored: int, budget: _Budget) -> _D
 
 def _sums(energies: Tensor) -> Tensor:
     """Smallest sums of 0, 1, 2, ... of the last dimension, rounded down."""
-    total = energies.sort(-1).values.cumsum(-1) * (1 - gamma(energies.shape[-1] + 8))
+    total = energies.sort(-1).values.cumsum(-1) * (1 - gamma(energies.shape[-1] + 8))  # the cheapest first
     return torch.cat((torch.zeros_like(total[..., :1]), total), -1)
 
 
-def _kept(right: Tensor, turn: Tensor, square: Tensor) -> Tensor:
+def _kept(decisions: _Decisions, square: Tensor) -> Tensor:
     """How many of the right decisions are left in the worst case, (N,)."""
-    turned = (_sums(turn)[..., 1:] <= square[:, None, None]).sum(2)
-    return (right.sum(2) - torch.minimum(turned, right.sum(2))).sum(1)
+    # Prefix sums that the budget pays; an infinite price is never paid.
+    turned, right = (_sums(decisions.turn)[..., 1:] <= square[:, None, None]).sum(2), decisions.right.sum(2)
+    return (right - torch.minimum(turned, right)).sum(1)
 
 
 def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
@@ -296,8 +303,9 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         away, more = _sums(decisions.leave[:, k]), _sums(decisions.join[:, k])
         rest = square[:, None] - away  # what is left after i decisions left the intersection
         possible = away <= square[:, None]
+        # How many decisions the rest can add.
         joined = torch.searchsorted(more.contiguous(), grow(rest.clamp_min(0)).contiguous(), right=True) - 1
-        joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)
+        joined = torch.minimum(joined, more.isfinite().sum(1)[:, None] - 1)  # an infinite price is none
         left, joined = torch.arange(away.shape[1], dtype=torch.float64).expand_as(away), joined.double()
         inside, union = decisions.intersection[:, k], decisions.union[:, k]
         if int(union.sum() + joined[possible].sum()) == 0:  # nobody ever sees this class
@@ -306,18 +314,13 @@ def _worst_iou(decisions: _Decisions, square: Tensor) -> Tensor:
         best, value = math.inf, 1.0
         while value < best:  # value(ratio) is 0 at the smallest ratio, and the iteration falls to it in a few steps
             best = value
+            # The attack that makes inside - left - best (union + joined) least, sample by sample.
             gain = torch.where(possible, left + best * joined, -1.0).argmax(1, keepdim=True)
             top = int((inside - left.gather(1, gain)[:, 0]).sum())
             bottom = int((union + joined.gather(1, gain)[:, 0]).sum())
             value = min(best, top / bottom) if bottom else best
-        found.append(best * (1 - 2.0**-40))
+        found.append(best * (1 - 2.0**-40))  # the quotients were rounded
     return torch.tensor(found, dtype=torch.float64)
-
-
-def check_eps(eps: float) -> None:
-    """Raise ``OptionError`` unless eps is a finite number >= 0."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
-        raise OptionError(f"eps: expected a finite number >= 0 (int or float), got {eps!r}")
 
 
 def _check_labels(outputs: Tensor, labels: Tensor, ignored: int) -> None:

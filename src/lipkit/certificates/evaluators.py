@@ -54,9 +54,6 @@ class Evaluator:
         """Raise unless an evaluation under the present settings of torch is one that the certificate speaks about.
 
         ``network`` is what is evaluated; None takes one with convolutions.
-
-        Raises:
-            OptionError: another version of torch, or settings that break the model; the message names them.
         """
         if self.name in ("real", "integer"):  # exact integers are the same on every machine
             return
@@ -68,11 +65,7 @@ class Evaluator:
 
 
 def evaluator(name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
-    """The evaluator of this name under the present settings.
-
-    Raises:
-        OptionError: an unknown name, or settings that break its model of arithmetic.
-    """
+    """The evaluator of this name under the present settings, unless they break its model of arithmetic."""
     if name not in _DTYPES:
         raise OptionError(f"evaluator: expected one of {', '.join(_DTYPES)}, got {name!r}")
     kind = torch.device(device).type
@@ -82,11 +75,7 @@ def evaluator(name: str, device: str | torch.device, network: nn.Module | None =
 
 
 def named(rounding: str, name: str, device: str | torch.device, network: nn.Module | None = None) -> Evaluator:
-    """The evaluator of a certificate: the machine of this name, or none where rounding is ignored.
-
-    Raises:
-        OptionError: as `evaluator`, or an unknown ``rounding``.
-    """
+    """The evaluator of a certificate: the machine of this name, or none where rounding is ignored."""
     if check_rounding(rounding) == "sound":
         return evaluator(name, device, network)
     if name != "float64":
@@ -118,7 +107,7 @@ def machine(network: modules.Network, name: str) -> modules.Network:
         floats = [known for known in _DTYPES if known != "integer"]
         raise OptionError(f"evaluator: expected one of {', '.join(floats)}, got {name!r}")
     check_underflow()  # small float32 numbers would be lost on their way to float64
-    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])
+    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])  # weights are rounded to the evaluator's format here
     made = blocked(twin) if name.endswith("blocked") else twin
     assert isinstance(made, modules.Network)
     return made
@@ -129,28 +118,25 @@ def settings(kind: str) -> dict[str, str]:
 
     `violations` names what breaks the model of arithmetic; the rest is for the record.
     """
-    found = product_settings(kind) | {
-        "autocast": str(torch.is_autocast_enabled(kind)),
-        "flush_denormal": str(flushes()),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "threads": str(torch.get_num_threads()),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
     backends = torch.backends
-    if kind != "cuda":
-        return found | {"nnpack": str(nnpack_enabled()), "mkldnn": str(backends.mkldnn.enabled)}
-    names = ("enabled", "allow_tf32", "benchmark", "deterministic")
-    sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    return (
-        found
-        | {f"cudnn.{name}": str(getattr(backends.cudnn, name)) for name in names}
-        | {f"cuda.matmul.{name}": str(getattr(backends.cuda.matmul, name)) for name in sums}
-        | {
-            "cuda.blas": str(backends.cuda.preferred_blas_library()).split(".")[-1],
-            "cuda.linalg": str(backends.cuda.preferred_linalg_library()).split(".")[-1],
-        }
-    )
+    found: dict[str, object] = {
+        "autocast": torch.is_autocast_enabled(kind),
+        "flush_denormal": flushes(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": backends.cpu.get_cpu_capability(),
+    }
+    if kind == "cuda":
+        sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+        for name in ("enabled", "allow_tf32", "benchmark", "deterministic"):
+            found[f"cudnn.{name}"] = getattr(backends.cudnn, name)
+        found |= {f"cuda.matmul.{name}": getattr(backends.cuda.matmul, name) for name in sums}
+        found["cuda.blas"] = str(backends.cuda.preferred_blas_library()).split(".")[-1]
+        found["cuda.linalg"] = str(backends.cuda.preferred_linalg_library()).split(".")[-1]
+    else:
+        found |= {"nnpack": nnpack_enabled(), "mkldnn": backends.mkldnn.enabled}
+    return product_settings(kind) | {name: str(value) for name, value in found.items()}
 
 
 def violations(name: str, kind: str, network: nn.Module | None = None) -> list[str]:

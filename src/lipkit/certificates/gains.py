@@ -28,6 +28,7 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, balance, repaired
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network
+from lipkit.certificates.relaxation import curve_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
@@ -185,7 +186,7 @@ class _Run(NamedTuple):
         """The run from input j to output i alone."""
         weights = [(torch.cat((m[:, [j]], m[:, self.inputs :]), 1) for m in part) for part in self.weights]
         parts: list[Part] = [tuple(part) for part in weights]  # type: ignore[misc]
-        parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])
+        parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])  # y reads output i alone
         layers = [self.layers[0][:, [j]], *self.layers[1:]]
         layers[-1] = layers[-1][[i]]
         return self._replace(constant=math.inf, inputs=1, weights=parts, layers=layers)
@@ -194,26 +195,27 @@ class _Run(NamedTuple):
         """The least gain that the LMI is found to prove, with its multipliers, or the constant."""
         if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
             return self.constant, []
-        weights, errors = (list(part) for part in zip(*self.weights, strict=True))
+        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # each weight beside its error
         if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
             return self.constant, []
-        if len(weights) == 1:
+        if len(weights) == 1:  # no activation: the norm of one matrix
             return min(self.constant, gain_bound(weights, [], errors)), []
         norms = [float(torch.linalg.matrix_norm(m, 2)) for m in self.layers]
         scale = math.prod(norms)
+        # The program is divided by their product, which must be a normal number.
         if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
             return self.constant, []
         # mu_k (m^2 z^2 - h^2) for |h| <= m |z| proves the product of the norms, and holds (2 m^2 - 2 a b) mu_k times
         # s (z - s): a start. Gains are divided by that product.
         slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
         for norm, share in zip(reversed(norms[:-1]), reversed(self.shares), strict=True):
-            mu *= slack
+            mu *= slack  # a little inside, so that the start is strictly feasible
             start.insert(0, share * mu)
             mu *= norm**2
         start = [values for values in start if len(values)]
         program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
-        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))
-        if not program.inside(x):
+        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))  # the gain and the multipliers
+        if not program.inside(x):  # rounding can spoil the start: then the constant stays
             return self.constant, []
         x, _ = program.minimum(x, accuracy, 300)
         found = list((x[1:] * scale).split([len(values) for values in start]))
@@ -224,7 +226,7 @@ class _Run(NamedTuple):
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
     """Fewer columns with the same Gram matrix of what reads x: the LMI sees nothing else of them."""
     rows = torch.cat([w[:, :inputs] for w in weights])
-    if inputs > len(rows):
+    if inputs > len(rows):  # a square root of the Gram matrix is smaller
         parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
         weights = [torch.cat((part, w[:, inputs:]), 1) for part, w in zip(parts, weights, strict=True)]
     return weights
@@ -251,7 +253,7 @@ class _Growing:
         assert self.value is not None
         assert self.jacobian is not None
         assert self.own is not None
-        active = (high > low).nonzero()[:, 0]
+        active = (high > low).nonzero()[:, 0]  # the others are linear on the box
         width = next_up(high - low)[active]  # the upper slope that is proved is low + width
         most = torch.maximum(low.abs(), high.abs())
         self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
@@ -260,12 +262,12 @@ class _Growing:
         if len(active):
             self.weights.append((self.value[0][active], self.value[1][active]))
         fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
-        fresh[active, torch.arange(len(active))] = width
-        value, error = _composed(low, self.value)
+        fresh[active, torch.arange(len(active))] = width  # h = low z + width s
+        value, error = _composed(low, self.value)  # the part that is linear
         self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
-        middle = (low + high) / 2
+        middle = (low + high) / 2  # D as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)
+        old = _moduli(self.jacobian)  # before it is multiplied
         value, error = _composed(middle, self.jacobian)
         self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
         self.own = torch.ones(len(low), dtype=torch.float64)
@@ -295,7 +297,9 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
         if type(module) in _SAME:
             continue
         constant = float(lipschitz(module, before))
-        weight = _matrix(twin, before)
+        on_vectors = type(module) is nn.Linear and math.prod(before) == before[-1]
+        # A matrix, or the diagonal of a scaling.
+        weight = _linear_map(twin, before, True) if on_vectors or type(module) is Affine else None
         if weight is not None:
             run.linear(weight)
             run.constant = product(run.constant, constant)
@@ -307,13 +311,13 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
             if run.jacobian is not None:  # the mean value theorem, from the centre of the box
                 width = point[1] + _composed(run.steepest(), (box_radius[:, None], 0 * box_radius[:, None]))[0][:, 0]
                 width = up(width, 2 * len(box_radius) + 8) + 2.0**-1000
-                low = torch.fmax(low, next_down(point[0] - width))
+                low = torch.fmax(low, next_down(point[0] - width))  # the tighter one; NaN gives way
                 high = torch.fmin(high, next_up(point[0] + width))
             (a, b), (low, high) = _slopes(twin, low, high, constant)
             steepest = float(torch.maximum(a.abs(), b.abs()).max())
             count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
             if units is not None and (run.units + count > units or not begun):
-                found += [run.finished(), _Run(steepest)]
+                found += [run.finished(), _Run(steepest)]  # too many units: the activation counts by itself
                 run = _Growing(len(a))
             else:
                 if not begun:
@@ -335,19 +339,8 @@ def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
 
 
-def _matrix(module: nn.Module, shape: Shape) -> Tensor | None:
-    """A dense layer, on vectors, or a scaling as a matrix or a diagonal."""
-    if type(module) is nn.Linear:
-        return _linear_map(module, shape, True) if math.prod(shape) == shape[-1] else None
-    return _linear_map(module, shape, True) if type(module) is Affine else None
-
-
 def box_ends(box: Box, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Lowest and highest inputs, each of this shape, float64: a box as `local_gain` takes it.
-
-    Raises:
-        OptionError, ShapeError: a box that does not fit, or is empty.
-    """
+    """Lowest and highest inputs, each of this shape, float64: a box as `local_gain` takes it, unless it is empty."""
     try:
         given = [torch.as_tensor(end, dtype=torch.float64).detach().cpu() for end in box]
     except (TypeError, ValueError, RuntimeError):
@@ -380,36 +373,30 @@ def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tup
     """Centre and radius behind a linear layer, its rounding inside the radius."""
     value, error = _composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], error[:, 0].nan_to_num(nan=math.inf, posinf=math.inf)
-    moved = value + shift
-    return moved, up(error + 2 * UNIT * moved.abs(), 3)
+    moved = value + shift  # what a zero gives is the bias
+    return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
 class _Smooth(NamedTuple):
-    """A smooth function: its derivative, where that and it turn, and how far both are computed from the truth."""
+    """A smooth function: its derivative, where the function turns, and how far both are computed from the truth.
+
+    The derivative turns at the joints of `lipkit.certificates.relaxation.Curve`.
+    """
 
     derivative: Callable[[Tensor], Tensor]
-    slope_turns: tuple[float, ...] = ()
     turns: tuple[float, ...] = ()
     error: float = 2.0**-44
 
 
-def _silu_slope(x: Tensor) -> Tensor:
-    s = x.sigmoid()
-    return s * (1 + x * (1 - s))
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    return torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
 # Places where a function turns need no more digits: its values beside them differ by the square of what is missing.
 _SMOOTH: dict[type[nn.Module], _Smooth] = {
-    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square(), (0.0,)),
-    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid()), (0.0,)),
-    # Beyond its threshold, at least 20, it is the identity.
-    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),
-    nn.SiLU: _Smooth(_silu_slope, (-2.3993572805, 2.3993572805), (-1.2784645428,)),
-    nn.GELU: _Smooth(_gelu_slope, (-math.sqrt(2), math.sqrt(2)), (-0.7517915247,)),
+    nn.Tanh: _Smooth(lambda x: 1 - x.tanh().square()),
+    nn.Sigmoid: _Smooth(lambda x: x.sigmoid() * (1 - x.sigmoid())),
+    nn.Softplus: _Smooth(torch.sigmoid, error=2.0**-27),  # beyond its threshold, at least 20, it is the identity
+    nn.SiLU: _Smooth(lambda x: x.sigmoid() * (1 + x * (1 - x.sigmoid())), (-1.2784645428,)),
+    nn.GELU: _Smooth(
+        lambda x: torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi), (-0.7517915247,)
+    ),
 }
 
 
@@ -419,7 +406,7 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
     least, most = torch.zeros_like(low), torch.full_like(low, constant, dtype=torch.float64)
     if not slope_restricted(module):
         # gelu'(x) + gelu'(-x) = 1, and the same of SiLU.
-        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))
+        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))  # slopes below 0
     if kind in (nn.ReLU, nn.LeakyReLU):
         slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
         one = torch.ones_like(low)
@@ -430,16 +417,16 @@ def _slopes(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tu
         inside = (low >= module.min_val) & (high <= module.max_val)
         outside = (high <= module.min_val) | (low >= module.max_val)
         return (inside.double(), (~outside).double()), (module(low), module(high))
-    row = _SMOOTH.get(kind)
-    if row is None or (kind is nn.Softplus and module.beta != 1) or getattr(module, "approximate", "none") != "none":
+    row, curve = _SMOOTH.get(kind), curve_of(module)  # None for GELU's approximation by tanh
+    if row is None or curve is None or (kind is nn.Softplus and module.beta != 1):
         return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
 
-    def reached(turns: Sequence[float]) -> list[Tensor]:
-        inside = (torch.full_like(low, turn, dtype=torch.float64) for turn in turns)
+    def reached(turns: Sequence[float | Tensor]) -> list[Tensor]:
+        inside = (torch.as_tensor(turn, dtype=torch.float64).expand_as(low) for turn in turns)
         return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
 
     # Beyond 40 all of the derivatives are 0 or 1 within far less than their error.
-    found = [row.derivative(x.clamp(-40, 40)) for x in reached(row.slope_turns)]
+    found = [row.derivative(x.clamp(-40, 40)) for x in reached(curve.joints(module))]  # at the ends, and where it turns
     a, b = _outwards(found, 0.0, row.error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)
     return (a, b), _outwards([module(x) for x in reached(row.turns)], row.error, row.error)

@@ -45,9 +45,6 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     The ends are the ``a/2`` and ``1 - a/2`` quantiles (``a = 1 - confidence``) of ``Beta(k, n - k + 1)`` and
     ``Beta(k + 1, n - k)``, for k = ``count`` of n = ``total`` independent samples; 0 and 1 where k is 0 or n.
 
-    Raises:
-        OptionError: not ``0 <= count <= total``, or ``confidence`` outside (0, 1).
-
     >>> [round(end, 4) for end in clopper_pearson(95, 100)]
     [0.8872, 0.9836]
 
@@ -56,12 +53,17 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     """
     if not 0 <= count <= total:
         raise OptionError(f"expected 0 <= count <= total, got count={count}, total={total}")
-    if not 0 < confidence < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
+    check_confidence(confidence)
     tail = (1 - confidence) / 2
     low = float(betaincinv(count, total - count + 1, tail)) if count > 0 else 0.0
     high = float(betaincinv(count + 1, total - count, 1 - tail)) if count < total else 1.0
     return low, high
+
+
+def check_confidence(confidence: float) -> None:
+    """Raise `OptionError` unless it is above 0 and below 1."""
+    if not 0 < confidence < 1:
+        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")
 
 
 LARGE = 8.0
@@ -69,10 +71,7 @@ LARGE = 8.0
 
 
 def format_radius(eps: float) -> str:
-    r"""A radius as people write it: ``36/255`` where it is a whole number of 255ths, else a decimal.
-
-    Args:
-        eps: l2 radius in units of the input (pixels in [0, 1]).
+    r"""A radius as people write it: ``36/255`` where it is a whole number of 255ths of a pixel's range, else a decimal.
 
     >>> format_radius(36 / 255), format_radius(0.15), format_radius(1.0), format_radius(0.0)
     ('36/255', '0.15', '1', '0')
@@ -81,7 +80,7 @@ def format_radius(eps: float) -> str:
     """
     if not math.isfinite(eps) or eps == int(eps):
         return f"{eps:g}"
-    steps = round(eps * 255)
+    steps = round(eps * 255)  # of 8-bit pixels
     if steps > 0 and abs(eps * 255 - steps) <= 1e-9 * steps:
         return f"{steps}/255"
     return f"{eps:.6g}"
@@ -99,16 +98,9 @@ def check_radii(
 ) -> None:
     r"""Refuse radii that nobody means: above the diameter of the inputs' domain, and large ones not asked for by name.
 
-    The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf.
-
-    Args:
-        radii: in units of the input. name: what a message calls them.
-        input_range: (low, high) of every entry; None for inputs without limits, of which nothing is known.
-        seen: (low, high) of the samples: without an ``input_range``, large radii beside it are warned of.
-        large: whether a radius above LARGE (times ``high - low``) is meant.
-
-    Raises:
-        OptionError: such a radius; the message asks for the quotient that was probably meant.
+    The diameter of the box ``[low, high]^n`` is ``sqrt(n) (high - low)`` in l2 and ``high - low`` in linf. Without an
+    ``input_range``, radii that are large beside the samples (``seen``) are warned of. ``large`` allows radii above
+    LARGE (times ``high - low``); ``name`` is what a message calls them.
 
     >>> check_radii([36 / 255, 1.0], (1, 28, 28), (0.0, 1.0))
     >>> check_radii([36], (1, 28, 28), (0.0, 1.0))

@@ -102,7 +102,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
             raise ShapeError(f"expected L multipliers for {len(places)} activations in runs, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))
     proved = attach(network, multipliers)
-    runs = slope_runs(proved)
+    runs = slope_runs(proved)  # with the multipliers that it carries
     if len(runs) != 1:
         return bool(lipschitz(proved) <= gamma)
     factors = [float(c) for c in constants(proved, proved.input_shape)]
@@ -123,7 +123,7 @@ def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
             if end > begin:
                 inner, part = slice(begin, end), slice(begin, end + 1)
                 yield run._replace(weights=run.weights[part], errors=run.errors[part], places=run.places[inner])
-            begin, used = end + 1, 0
+            begin, used = end + 1, 0  # the activation between two pieces counts by its own constant
         else:
             used += len(weight)
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -60,19 +59,14 @@ def dot(rows: Tensor, vector: Tensor) -> Tensor:
     """Rows (N or 1, R, ...) times vectors (N or 1, ...): (N or 1, R)."""
     a, v = rows.reshape(*rows.shape[:2], -1), vector.reshape(len(vector), -1)
     if len(a) == 1:
-        return (a[0] @ v.mT).mT
+        return (a[0] @ v.mT).mT  # rows that all samples share: one product of matrices
     return a @ v[0] if len(v) == 1 else (a @ v[:, :, None])[:, :, 0]
 
 
 class Ball:
-    """Bounds that hold for all inputs within ``radius`` of N samples.
+    """Bounds that hold for all inputs within ``radius`` (N,), finite, of N samples x, and in ``box``; all in float64.
 
-    Args:
-        circuit: of the network.
-        x: (N, *input_shape) float64.
-        radius: (N,) float64, finite.
-        box: limits of every input, or of each, or None.
-        walks: of the leaves' modules, see `Bounds`.
+    ``walks`` are those of the leaves' modules, see `Bounds`.
     """
 
     def __init__(
@@ -85,12 +79,12 @@ class Ball:
     ) -> None:
         self.circuit, self.x, self.radius, self.walks = circuit, x, radius, walks
         self.wide = radius.reshape(-1, *[1] * (x.ndim - 1))
-        low, high = next_down(x - self.wide), next_up(x + self.wide)
+        low, high = next_down(x - self.wide), next_up(x + self.wide)  # the cube around the ball
         self.moves: tuple[Tensor, Tensor] | None = None
         if box is not None:
-            low, high = low.clamp_min(box[0]), high.clamp_max(box[1])
+            low, high = low.clamp_min(box[0]), high.clamp_max(box[1])  # no input lies outside
             self.moves = next_down(low - x), next_up(high - x)
-        self.fits = radius.isfinite()
+        self.fits = radius.isfinite()  # samples for which every bound so far is finite and in range
         self.sizes: list[Tensor] = [torch.maximum(low.abs(), high.abs())]
         self.errors: list[Tensor] = []
         self.lost: list[Tensor] = []
@@ -102,38 +96,38 @@ class Ball:
             self.sizes.append(size)
             self.errors.append(error)
             self.lost.append(lost)
-            if value in circuit.read:
+            if value in circuit.read:  # only activations need both ends: rows of their own are dear
                 self.ranges[value] = self._range(value)
 
     def _node(
         self, value: int, node: object, given: list[Tensor], sources: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """H and E of a node's output, and what underflow may cost a row of it, (N,)."""
-        shape = self.circuit.shape(value)
+        shape = self.circuit.shapes[value]
         outputs = math.prod(shape)
         lost = sum((size.flatten(1).sum(1) for size in given), torch.zeros_like(self.radius))
         if isinstance(node, Linear):
-            sums = grow(node.moduli(given[0]) * _UP)
-            error = (FLOAT64.gamma(node.terms + 2) if node.terms else 0.0) * sums
+            sums = grow(node.moduli(given[0]) * _UP)  # |W| H
+            error = (FLOAT64.gamma(node.terms + 2) if node.terms else 0.0) * sums  # of rows times W, by the adjoint
             lost = node.terms * lost
             if node.bias is not None:
-                error = error + FLOAT64.gamma(outputs + 2) * node.bias.abs()
-                sums = sums + node.bias.abs()
+                error = error + FLOAT64.gamma(outputs + 2) * node.bias.abs()  # of rows times k
+                sums = sums + node.bias.abs()  # |W| H + |k|, what the machine rounds
             size, noise = sums, self._noise(sums, node.noise, given)
         elif isinstance(node, Total):
             parts = zip(node.factors, given, strict=True)
             sums = size = grow(torch.stack([abs(factor) * part for factor, part in parts]).sum(0) * _UP)
-            exact = all(abs(factor) in (0.0, 1.0) for factor in node.factors)
+            exact = all(abs(factor) in (0.0, 1.0) for factor in node.factors)  # signs round nothing
             error = torch.zeros_like(sums) if exact else FLOAT64.gamma(4) * sums
             noise = self._noise(sums, node.noise, given)
             if node.flushed and self.circuit.arithmetic is not None:
-                noise = noise + 8 * self.circuit.arithmetic.tiny
+                noise = noise + 8 * self.circuit.arithmetic.tiny  # numbers that are compared may be flushed
         elif isinstance(node, Scalar):
             lines = self.lines[value] = node.lines(*self.ranges[sources[0]])
             steep = torch.maximum(lines.low_slope.abs(), lines.high_slope.abs())
             high = torch.maximum(lines.low.abs(), lines.high.abs())
             error = 2 * _UNIT * steep * given[0] + FLOAT64.gamma(2 * outputs + 4) * high
-            size = torch.maximum(lines.least.abs(), lines.most.abs())
+            size = torch.maximum(lines.least.abs(), lines.most.abs())  # the range, tighter than the lines
             noise = torch.zeros_like(size)
             if node.noise is not None:
                 noise, peak = node.noise(given[0])
@@ -157,9 +151,10 @@ class Ball:
         floor = torch.zeros_like(self.radius)
         biggest = 0.0
         if noise.weight is not None and noise.weight.numel():
-            biggest = float(noise.weight.amax())
+            biggest = float(noise.weight.amax())  # the stored numbers must not overflow either
             floor = floor + biggest * noise.terms  # inputs below the normal range may count as 0
             if bool(((noise.weight > 0) & (noise.weight < machine.tiny)).any()):
+                # Weights below the normal range may count as 0, too.
                 floor = floor + sum(part.flatten(1).sum(1) for part in given)
         floor = grow(machine.tiny * (floor + 2 * noise.terms + 2 * noise.depth + 2))
         gamma = machine.gamma(noise.depth)
@@ -181,56 +176,54 @@ class Ball:
         """Bounds of the machine's number in every entry of a value; H becomes no larger than they are."""
         low, high = self._extremes(value)
         size = self.sizes[value]
+        # The cheap bound by moduli is sometimes the tighter one.
         low, high = torch.maximum(low, -size), torch.minimum(high, size)
         self.fits &= (low <= high).flatten(1).all(1)  # false for NaN
-        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))
+        known = self.fits.reshape(-1, *[1] * (low.ndim - 1))  # 0 where nothing is known: finite, and fits says it
         low, high = torch.where(known, low, 0.0), torch.where(known, high, 0.0)
         self.sizes[value] = torch.maximum(low.abs(), high.abs())
         return low, high
 
     def _extremes(self, value: int) -> tuple[Tensor, Tensor]:
-        shape = self.circuit.shape(value)
+        shape = self.circuit.shapes[value]
         entries = math.prod(shape)
         low, high = self.x.new_empty(2, len(self.x), entries)
         # All channels of a place after each other: the rows of a block then read the same part of an image.
         order = torch.arange(entries, device=self.x.device).reshape(shape[0], -1).T.flatten()
-        for units in order.split(self._step(shape)):
+        widest = max(math.prod(shape) for shape in self.circuit.shapes)
+        line = entries // (shape[1] if len(shape) == 3 else 1)  # of an image
+        for units in order.split(max(1, min(_BLOCK // (2 * widest * len(self.x)), line))):
             rows = torch.zeros(len(units), entries, dtype=torch.float64, device=self.x.device)
             rows[torch.arange(len(units), device=self.x.device), units] = 1.0
             base, norm = self.below(value, rows.reshape(1, -1, *shape), mirrored=True)
-            found = next_down(base - next_up(self.radius[:, None] * norm))
+            found = next_down(base - next_up(self.radius[:, None] * norm))  # least of rows v, and of minus them
             low[:, units], negative = found.expand(len(self.x), -1).chunk(2, 1)
-            high[:, units] = -negative
+            high[:, units] = -negative  # the most of v is minus the least of -v
         return low.reshape(-1, *shape), high.reshape(-1, *shape)
-
-    def _step(self, shape: tuple[int, ...]) -> int:
-        widest = max(math.prod(shape) for shape in self.circuit.shapes)
-        lines = math.prod(shape) // (shape[1] if len(shape) == 3 else 1)  # one of an image
-        return max(1, min(_BLOCK // (2 * widest * len(self.x)), lines))
 
     def below(self, value: int, rows: Tensor, mirrored: bool = False) -> tuple[Tensor, Tensor]:
         r"""Base and norm (N or 1, R) with ``rows v >= base - r norm`` for the machine's v within any r of the samples.
 
-        Args:
-            value: v. rows: (N or 1, R, *shape of v).
-            mirrored: for the rows and then for their negatives, which are carried along from the first activation on.
+        ``mirrored``: for the rows (N or 1, R, *shape of v) and then for their negatives, which are carried along from
+        the first activation on.
         """
-        pending = {value: rows}
-        zero = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
-        const, moduli, error, norm = zero, zero, zero, zero
-        for at in range(value, 0, -1):
-            if at not in pending:
-                continue
-            node, sources = self.circuit.nodes[at - 1], self.circuit.sources[at - 1]
-            if mirrored and isinstance(node, Scalar):
+        pending = {value: rows}  # rows that wait at a value until all its readers are done
+        const = moduli = error = norm = torch.zeros(1, rows.shape[1], dtype=torch.float64, device=rows.device)
+        for at in range(value, -1, -1):  # backwards, so readers come before what they read
+            node = self.circuit.nodes[at - 1] if at else None
+            # Up to here all was linear: the rows' negatives would only have mirrored them.
+            if mirrored and (node is None or (at in pending and isinstance(node, Scalar))):
                 mirrored = False
                 pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
-                const = torch.cat((const, -const), 1)
-                zero, moduli, error, norm = (torch.cat((t, t), 1) for t in (zero, moduli, error, norm))
+                const = torch.cat((const, -const), 1)  # a constant changes sign, errors do not
+                moduli, error, norm = (torch.cat((t, t), 1) for t in (moduli, error, norm))
+            if at not in pending or node is None:
+                continue
+            sources = self.circuit.sources[at - 1]
             a = pending.pop(at)
             size = a.abs()
-            error = error + dot(size, self.errors[at - 1]) + self.lost[at - 1][:, None]
-            term, parts = zero, list[Tensor]()
+            error = error + dot(size, self.errors[at - 1]) + self.lost[at - 1][:, None]  # |A| E
+            term, parts = torch.zeros_like(const), list[Tensor]()
             if isinstance(node, Linear):
                 if node.bias is not None:
                     term = dot(a, node.bias[None])
@@ -239,6 +232,7 @@ class Ball:
                 parts = [a if factor == 1 else a * factor for factor in node.factors]
             elif isinstance(node, Scalar):
                 lines = self.lines[at]
+                # From below: positive entries take the lower line, negative ones the upper.
                 up, down = a.clamp_min(0.0), a.clamp_max(0.0)
                 term = dot(up, lines.low) + dot(down, lines.high)
                 parts = [up * lines.low_slope[:, None] + down * lines.high_slope[:, None]]
@@ -249,17 +243,13 @@ class Ball:
                 term = dot(a, walk.centre)
                 length = _norm(a)
                 error = error + grow(length * walk.spread.at[:, None])
-                norm = norm + grow(length * walk.spread.slope)
+                norm = norm + grow(length * walk.spread.slope)  # the part of a leaf's ball that grows with r
             const, moduli = const + term, moduli + term.abs()
             for source, part in zip(sources, parts, strict=True):
                 if source in pending:
                     part = pending[source] + part
-                    error = error + 2 * _UNIT * dot(part.abs(), self.sizes[source])
+                    error = error + 2 * _UNIT * dot(part.abs(), self.sizes[source])  # the sum of two rows is rounded
                 pending[source] = part
-        if mirrored:
-            pending = {v: torch.cat((a, -a), 1) for v, a in pending.items()}
-            const = torch.cat((const, -const), 1)
-            moduli, error, norm = (torch.cat((t, t), 1) for t in (moduli, error, norm))
         if 0 in pending:
             a = pending[0]
             term = dot(a, self.x)
@@ -270,7 +260,7 @@ class Ball:
             norm = norm + length
         nodes = len(self.circuit.nodes)
         error = grow((error + FLOAT64.gamma(2 * nodes + 16) * (moduli + const.abs())) * _UP)
-        return next_down(const - error), grow(norm)
+        return next_down(const - error), grow(norm)  # c - e, rounded down
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""The least ``a d`` over ball and box, d the move of the input.
@@ -285,8 +275,8 @@ class Ball:
         rows, radius = a.flatten(2), self.radius[:, None]
         live = (rows != 0).flatten(0, 1).any(0).nonzero()[:, 0]  # entries that no row reads add nothing
         rows, low, high = rows[..., live], *(move.flatten(1)[:, None, live] for move in self.moves)
-        far = _norm(torch.maximum(low.abs(), high.abs()))
-        best, worst = -radius * norm, torch.zeros_like(radius * norm)
+        far = _norm(torch.maximum(low.abs(), high.abs()))  # |d| at most
+        best, worst = -radius * norm, torch.zeros_like(radius * norm)  # the split P = A: the ball alone
         chosen = norm.expand(len(self.x), -1)
         steep = (norm / radius.clamp_min(_TINY)).clamp_min(2.0**-500)
         # The rows of the logits are few: there more is tried.
@@ -294,9 +284,10 @@ class Ball:
         for left in range(tries, -1 if tries > 1 else 0, -1):
             p = torch.clamp(-rows / steep[..., None], low, high) * -steep[..., None] if left else torch.zeros_like(rows)
             length, q = _norm(p).expand(len(self.x), -1), rows - p
-            inside = torch.minimum(q * low, q * high).sum(2)
+            inside = torch.minimum(q * low, q * high).sum(2)  # the least of Q d, entry by entry
+            # Rounding of that sum and of Q = A - P.
             off = FLOAT64.gamma(rows.shape[2] + 4) * _norm(q) * far + 4 * _TINY * rows.shape[2]
-            better = inside - off - radius * length > best
+            better = inside - off - radius * length > best  # false for NaN
             best = torch.where(better, inside - off - radius * length, best)
             worst = torch.where(better, off - inside, worst)
             chosen = torch.where(better, length, chosen)
@@ -311,20 +302,11 @@ def _norm(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=2) * (1 + FLOAT64.gamma(n + 8)) + math.sqrt(n) * 2.0**-500
 
 
-def _blocks(entries: int, step: int) -> Iterator[range]:
-    return (range(i, min(i + step, entries)) for i in range(0, entries, step))
-
-
 class Bounds:
-    """Local radii of one network, batch by batch.
+    """Local radii of one network in float64, batch by batch.
 
-    Args:
-        network: exported, in float64.
-        arithmetic: of the evaluator; None ignores its rounding (the computation's own is still taken off).
-        box: limits of the inputs, outside of which nothing is said; None for none.
-
-    Raises:
-        NoRuleError: a value with more than 2^22 entries.
+    ``arithmetic`` None ignores the evaluator's rounding (the computation's own is still taken off). Nothing is said
+    about inputs outside of ``box``.
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
@@ -340,37 +322,32 @@ class Bounds:
         self.steps: list[ProvedModule] = []
         if self.circuit.leaves:
             self.steps = prepare(list(self.network), network.input_shape, arithmetic or FLOAT64)[0]
-        self.samples = max(1, min(32, (1 << 20) // largest))
+        self.samples = max(1, min(32, (1 << 20) // largest))  # so that rows and values fit in memory
         self.classes = max(1, _BLOCK // (largest * self.samples))
 
     def walks(self, x: Tensor) -> dict[int, ErrorBound]:
         """Errors and moves behind each module of the network, by the constants of those before it."""
         walks, walk = {}, start(x)
-        for index, step in enumerate(self.steps):
+        for index, step in enumerate(self.steps):  # walks up to each module
             walk = advance(walk, step)
             walks[index] = walk
         return walks
 
     def proved(self, x: Tensor, labels: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign.
-
-        Args:
-            x: (N, *input_shape) float64. labels: (N,). radius: (N,) float64, finite.
-        """
+        """One pass: proved radii (N,), at most ``radius``, and those that its lines would allow, of any sign."""
         ball = Ball(self.circuit, x, radius, self.box, self.walks(x))
-        outputs = math.prod(self.circuit.shape(self.circuit.output))
+        outputs = math.prod(self.circuit.shapes[self.circuit.output])
         own = torch.nn.functional.one_hot(labels, outputs).double()
         others = torch.arange(outputs - 1, device=x.device)
-        others = others + (others >= labels[:, None])
+        others = others + (others >= labels[:, None])  # 0, 1, ... without the label
         found = torch.full_like(radius, math.inf)
-        for block in _blocks(outputs - 1, self.classes):
-            other = others[:, block.start : block.stop]
+        for other in others.split(self.classes, 1):
             rows = own[:, None] - torch.nn.functional.one_hot(other, outputs).double()
             base, norm = ball.below(self.circuit.output, rows)
             # Below 0 where an inequality fails at any distance: a search learns from how much.
             reach = torch.where(norm > 0, next_down(base / torch.where(norm > 0, norm, 1.0)), base * math.inf)
             found = torch.minimum(found, torch.where(reach.isnan(), -math.inf, reach).amin(1))
-        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)
+        found = torch.where(ball.fits & ~found.isneginf(), found, -radius)  # a pass that failed says: search below
         return torch.minimum(found, radius).clamp_min(0.0), found
 
     def guess(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -381,11 +358,11 @@ class Bounds:
         with torch.enable_grad():
             point = x.detach().requires_grad_()
             values = self.network(point)
-            margins = values.gather(1, labels[:, None]) - values
+            margins = values.gather(1, labels[:, None]) - values  # 0 for the label, which counts as inf below
             order = margins.detach().scatter(1, labels[:, None], math.inf).argsort(1)
             right = margins.detach().scatter(1, labels[:, None], math.inf).amin(1) > 0
             nearest = torch.full((len(x),), math.inf, dtype=torch.float64, device=x.device)
-            for i in range(min(3, values.shape[1] - 1)):
+            for i in range(min(3, values.shape[1] - 1)):  # the nearest boundary is mostly among the smallest margins
                 margin = margins.gather(1, order[:, i : i + 1])[:, 0]
                 if not margin.requires_grad:
                     break
@@ -397,11 +374,7 @@ class Bounds:
         r"""Radii (N,) of the open balls in which the machine gives the label, 0 where nothing is proved.
 
         A pass at R proves min(R, p(R)), p falling with R: the fixed point is searched for by secants, and the largest
-        radius that a pass has proved counts.
-
-        Args:
-            x: (N, *input_shape) float64, on the network's device. labels: (N,) int64.
-            start: (N,) radii known from elsewhere.
+        radius that a pass has proved counts. ``start`` (N,) are radii known from elsewhere.
         """
         parts = zip(x.split(self.samples), labels.split(self.samples), start.split(self.samples), strict=True)
         with torch.no_grad():
@@ -412,6 +385,7 @@ class Bounds:
         # p(R) - R at the ends: positive at the lower one. The upper end is not known at first.
         low, at_low = torch.zeros_like(best), guess
         high, at_high = torch.full_like(best, math.inf), torch.full_like(best, -math.inf)
+        # Lines are looser than the network itself, so it begins at less than the guess.
         radius = torch.maximum(0.4 * guess, torch.where(start.isfinite(), start, 0.0)).clamp_max(_LARGEST)
         active, side = guess > 0, torch.zeros_like(best)
         for _ in range(_MOST_PASSES):
@@ -422,7 +396,7 @@ class Bounds:
             proved, allowed = self.proved(x[index], labels[index], at)
             best[index] = torch.maximum(best[index], proved)
             gap = allowed - at
-            fine = gap >= 0
+            fine = gap >= 0  # all of the radius was proved
             # The end that stays twice loses half of its weight (the Illinois rule).
             kept_high = torch.where(side[index] > 0, at_high[index] / 2, at_high[index])
             kept_low = torch.where(side[index] < 0, at_low[index] / 2, at_low[index])
@@ -434,8 +408,9 @@ class Bounds:
             # A hair beyond the root of the secant: p is nearly straight there, and both ends close in.
             share = (at_low / (at_low - at_high)).nan_to_num(0.5) + _TOLERANCE / 4 * low / width
             closed = low + width * share.nan_to_num(0.5).clamp(0.01, 0.99)
+            # Without an upper end: on by what p allows, but at most to the double of the lower one.
             open_ = torch.maximum(low * 1.5, low + 0.5 * torch.minimum(at_low, 2 * low))
             radius = torch.where(high.isfinite(), closed, open_.clamp_max(_LARGEST))
             active = active & (torch.minimum(high, _LARGEST * torch.ones_like(high)) - best > _TOLERANCE * best)
-            active = active & (low < _LARGEST) & (high > 1e-12 * guess)
+            active = active & (low < _LARGEST) & (high > 1e-12 * guess)  # too large, or too small, to matter
         return best

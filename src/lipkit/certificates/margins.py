@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, check_labels
 from lipkit.proof.roundoff import next_down, next_up, product, root
 
 
@@ -34,18 +34,14 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 
     (N,) float64 of logits (N, K) and labels (N,); NaN where a logit is NaN or infinite.
 
-    Raises:
-        ShapeError: the shapes are not (N, K >= 2) and (N,).
-        OptionError: a label is not an integer in [0, K).
-
     >>> margins(torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([0, 1])).tolist()
     [-2.0, 0.0]
     """
     check_logits(logits, labels)
     logits = logits.double()
     own = logits.gather(1, labels[:, None])
-    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)
-    margin = own[:, 0] - rest
+    rest = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1)  # so that the label is no rival
+    margin = own[:, 0] - rest  # for people: radii round their own difference down
     return torch.where(logits.isfinite().all(dim=1), margin, math.nan)
 
 
@@ -54,18 +50,11 @@ def global_constants(constant: float, classes: int) -> Tensor:
 
     L is a proved upper bound; with ``inf`` (nothing is known) radii are 0.
 
-    Raises:
-        OptionError: ``constant`` is negative or NaN.
-
     >>> global_constants(1.0, 2)[0, 1].item() >= 2**0.5
     True
     """
     check_constant(constant)
     return torch.full((classes, classes), product(root(2), constant), dtype=torch.float64).fill_diagonal_(0.0)
-
-
-# Numbers: K^2 n at once would not fit for many classes.
-_AT_ONCE = 2**18
 
 
 def row_distances(weight: Tensor) -> Tensor:
@@ -77,10 +66,11 @@ def row_distances(weight: Tensor) -> Tensor:
     if weight.ndim != 2:
         raise ShapeError(f"expected a last-layer weight of shape (K, n), got {tuple(weight.shape)}")
     rows = weight.detach().double()
+    # Two units of roundoff for each term: more than its square, sum, root and scaling lose.
     slack = 1.0 + (rows.shape[1] + 8) * torch.finfo(torch.float64).eps
-    result = []
-    for some in rows.split(max(1, _AT_ONCE // max(1, rows.numel()))):
-        difference = (rows - some[:, None]).abs()
+    result = []  # in parts: K^2 n numbers at once would not fit for many classes
+    for some in rows.split(max(1, 2**18 // max(1, rows.numel()))):
+        difference = (rows - some[:, None]).abs()  # rounded once
         largest = difference.amax(dim=2, keepdim=True)  # scaled, so that the squares cannot underflow to 0
         scaled = difference / torch.where(largest > 0, largest, 1.0)
         result.append(scaled.square().sum(dim=2).sqrt() * largest[:, :, 0] * slack)
@@ -93,10 +83,6 @@ def last_layer_constants(weight: Tensor, body_constant: float) -> Tensor:
     ``w_i`` are the rows of the last layer's ``weight`` and L_b a proved upper bound for everything before it. 0 on the
     diagonal, and where two rows are equal: then the difference of the two logits is the same for every input.
 
-    Raises:
-        ShapeError: ``weight`` is not a matrix.
-        OptionError: ``body_constant`` is negative or NaN.
-
     >>> last_layer_constants(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), 2.0)[0, 1].item() >= 10.0
     True
     """
@@ -107,7 +93,7 @@ def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
     """`last_layer_constants`, of `row_distances`."""
     check_constant(body_constant)
     if body_constant == 0:
-        return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)
+        return torch.where(result.isfinite(), 0.0, math.inf).fill_diagonal_(0.0)  # 0 * inf is unknown, not 0
     # equal rows stay a proved 0, but only after a finite body: 0 * inf must not become one
     equal = 0.0 if math.isfinite(body_constant) else math.inf
     return torch.where(result == 0, equal, next_up(result * body_constant)).fill_diagonal_(0.0)
@@ -116,6 +102,8 @@ def scaled_distances(result: Tensor, body_constant: float) -> Tensor:
 def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     r"""Certified radii ``min_{i != t} (y_t - y_i) / K_ti``, (N,) float64 in units of the input's l2 norm.
 
+    ``constants`` K (K, K) are from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
+
     **Guarantee.** A lower bound of the distance to the nearest input that is classified differently, if ``K_ti`` are
     proved Lipschitz constants of the logit differences and the logits are exact: the prediction is constant on the
     open ball. Subtraction and division are rounded down.
@@ -123,13 +111,6 @@ def radii(logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
     Radius 0: a wrong prediction, a tie, a NaN or infinite logit, a NaN or infinite constant. Where ``K_ti`` is 0 (a
     constant network, two equal last-layer rows) the pair never changes order: it allows every radius (``inf``) if
     ``y_t - y_i`` is positive, and none otherwise; 0/0 does not occur.
-
-    Args:
-        constants: (K, K), from `global_constants`, `last_layer_constants` or the elementwise minimum of both.
-
-    Raises:
-        ShapeError: the shapes do not fit together.
-        OptionError: a label is not an integer in [0, K).
 
     >>> y = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     >>> radii(y, torch.tensor([0, 0]), global_constants(1.0, 3))  # 2 / sqrt(2), and a tie
@@ -149,28 +130,24 @@ def nearest(gap: Tensor, slope: Tensor, labels: Tensor) -> Tensor:
     """The smallest ``gap / slope`` (N, K) of the classes other than the label, rounded down, with `radii`'s zeros."""
     positive = (gap > 0) & slope.isfinite()
     moving = positive & (slope > 0)
-    quotient = next_down(gap / torch.where(moving, slope, 1.0))
+    quotient = next_down(gap / torch.where(moving, slope, 1.0))  # 1 only where it is not used
+    # What cannot move keeps its order at every distance.
     pair = torch.where(moving, quotient, torch.where(positive, math.inf, 0.0)).clamp_min(0.0)
-    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)
+    return pair.scatter(1, labels[:, None], math.inf).amin(dim=1)  # the label's own row is no rival
 
 
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """Raise unless ``logits`` is (N, K >= 2) and ``labels`` holds N integers in [0, K)."""
+def check_logits(logits: Tensor, labels: Tensor | None = None) -> None:
+    """Raise unless ``logits`` is (N, K >= 2), and ``labels``, if given, N integers in [0, K)."""
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ShapeError(
             f"expected logits of shape (N, K) with K >= 2 classes, got {tuple(logits.shape)}: numbers are certified by "
             "lipkit.certificates.certify_regression"
         )
-    if labels.shape != logits.shape[:1]:
-        raise ShapeError(f"expected {len(logits)} labels of shape ({len(logits)},), got {tuple(labels.shape)}")
-    if labels.dtype != torch.int64:
-        raise OptionError(f"expected integer class labels (int64), got {str(labels.dtype).removeprefix('torch.')}")
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
-        found = f"labels from {int(labels.min())} to {int(labels.max())}"
-        raise OptionError(f"expected labels from 0 to {logits.shape[1] - 1} for {logits.shape[1]} logits, got {found}")
+    if labels is not None:
+        check_labels(labels, len(logits), logits.shape[1])
 
 
 def check_constant(constant: float) -> None:
     """Raise unless ``constant`` is a number >= 0 (``inf`` included)."""
-    if not constant >= 0:
+    if not constant >= 0:  # not <: NaN is refused, too
         raise OptionError(f"expected a Lipschitz constant >= 0, got {constant}")

@@ -70,24 +70,15 @@ class Proof(Shown):
         )
 
     def check(self, network: modules.Network, rounding: str, made_for: Evaluator) -> None:
-        """Raise unless this is the proof of exactly this network and evaluation.
-
-        Args:
-            network: exported. rounding: of the certificate that is wanted. made_for: its evaluator.
-
-        Raises:
-            OptionError: other numbers, another structure, rounding, evaluator or device; other switches of a module
-                (`training`, `inplace`), or for the integer program another ``input_range``.
-            NoRuleError: a module whose forward pass may not be that of its type.
-        """
+        """Raise unless this is the proof of exactly this network, its switches included, and of this evaluation."""
         guard(*network.modules())
         wanted = (rounding, made_for.name, made_for.device)
         got = (self.rounding, self.evaluator.name, self.evaluator.device)
         if wanted != got or not same_contents(contents(network), self.stored):
-            found = modules.sha256(network)
+            asked, made = ("rounding={!r}, evaluator={!r} on {}".format(*each) for each in (wanted, got))
             raise OptionError(
-                f"proof: expected one of the network with sha256 {found} for {_words(*wanted)}, got one of "
-                f"{self.network_sha256} for {_words(*got)}: prove this network with lipkit.prove"
+                f"proof: expected one of the network with sha256 {modules.sha256(network)} for {asked}, got one of "
+                f"{self.network_sha256} for {made}: prove this network with lipkit.prove"
             )
         if self.program is not None and network.input_range != self.network.input_range:
             raise OptionError(
@@ -108,18 +99,14 @@ def _asked(
     network: modules.Network, rounding: str, evaluator: str, device: str | torch.device
 ) -> tuple[torch.device, Evaluator]:
     """Where it is measured, and the evaluator under the present settings of torch."""
-    check_underflow()
-    where = float64_device("cpu" if evaluator == "integer" else device)
+    check_underflow()  # small float32 numbers would be lost on their way to float64
+    where = float64_device("cpu" if evaluator == "integer" else device)  # an integer program runs on the CPU
     return where, evaluators.named(rounding, evaluator, where, network)
-
-
-def _words(rounding: str, evaluator: str, device: str) -> str:
-    return f"rounding={rounding!r}, evaluator={evaluator!r} on {device}"
 
 
 def _switches(module: torch.nn.Module) -> dict[str, Any]:
     """Plain values of a module: hashes of the stored form do not see all of them."""
-    plain = (bool, int, float, str, tuple, type(None))
+    plain = (bool, int, float, str, tuple, type(None))  # what a forward pass may depend on
     return {key: value for key, value in vars(module).items() if isinstance(value, plain) and key != "input_range"}
 
 
@@ -181,7 +168,7 @@ def prove(
         chain=chain,
         arithmetic=arithmetic,
         network=exact,
-        stored=[(text, numbers.copy()) for text, numbers in contents(network)],
+        stored=[(text, numbers.copy()) for text, numbers in contents(network)],  # a copy: the caller may go on training
         device=where,
         program=program,
         logits=logits,
@@ -204,6 +191,15 @@ class Measurement:
     logits: sound.Logits | None
     evaluator: Evaluator
 
+    def errors(self, distance: float) -> tuple[Tensor, Tensor]:
+        """Errors (N, 1 or K) of each output: of `outputs`, and of the machine within ``distance``; 0 where ignored."""
+        if self.logits is None:
+            zero = torch.zeros(len(self.outputs), 1, dtype=torch.float64)
+            return zero, zero
+        last = self.proof.chain.last
+        weight = None if last is None else last.weight.detach().cpu()
+        return sound.output_errors(self.logits, distance, weight, self.proof.arithmetic)
+
 
 def measure(
     network: modules.Network,
@@ -216,15 +212,9 @@ def measure(
     proof: Proof | None,
     check: Callable[[Tensor], None] | None = None,
 ) -> Measurement:
-    """Evaluate a network in float64, batch by batch, with its proof or with one that is made here.
+    """Evaluate a network in float64 at inputs that `check_inputs` took, with its proof or with one that is made here.
 
-    Args:
-        network: exported; ``x`` (N, *input_shape) fits it, see `lipkit.certificates.measurement.check_inputs`.
-        rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
-        check: called with the outputs of each batch, to refuse them before the next one is evaluated.
-
-    Raises:
-        NoRuleError, OptionError: see `prove` and `Proof.check`.
+    ``check`` is called with the outputs of each batch, to refuse them before the next one; else as `lipkit.certify`.
 
     >>> net = modules.Network([torch.nn.Linear(2, 2, bias=False)], (2,))
     >>> _ = net[0].weight.copy_(torch.diag(torch.tensor([3.0, 1.0])))
@@ -286,21 +276,13 @@ def float64_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def as_tensors(x: object, y: object) -> tuple[Tensor, Tensor]:
-    """Samples and labels as tensors; numpy arrays are copied.
+def as_tensor(values: object) -> Tensor:
+    """Samples or labels as a tensor; numpy arrays are copied, and anything else, such as a DataLoader, is refused.
 
-    Raises:
-        OptionError: anything else, such as a DataLoader.
-
-    >>> [t.dtype for t in as_tensors(np.zeros((1, 2), np.float32), np.zeros(1, np.int32))]
-    [torch.float32, torch.int32]
+    >>> as_tensor(np.zeros((1, 2), np.float32)).dtype, as_tensor(np.zeros(1, np.int32)).dtype
+    (torch.float32, torch.int32)
     """
-    return _as_tensor(x), _as_tensor(y)
-
-
-def _as_tensor(values: object) -> Tensor:
-    if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":
-        # In the machine's byte order, with rows in order: torch takes no others.
+    if isinstance(values, np.ndarray) and values.dtype.kind in "fiub":  # torch takes only the machine's byte order
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
         return values
@@ -348,6 +330,13 @@ def check_inputs(network: modules.Network, x: Tensor, batch_size: int) -> tuple[
     if batch_size < 1:
         raise OptionError(f"expected batch_size >= 1, got {batch_size}")
     return least, most
+
+
+def check_eps(eps: object, name: str = "eps") -> float:
+    """The number, if it is a finite one >= 0."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not (eps >= 0 and math.isfinite(eps)):
+        raise OptionError(f"{name}: expected a finite number >= 0 (int or float), got {eps!r}")
+    return float(eps)
 
 
 def dtype_name(values: Tensor) -> str:

@@ -58,13 +58,14 @@ def monotone(network: Network) -> Tensor:
             raise NoRuleError(f"monotone: expected finite numbers, got NaN or infinity in {module}")
         if type(module) is nn.Linear:
             rising, falling = (module.weight > 0).double(), (module.weight < 0).double()
+            # Paths that would break it: rising through what may fall, falling through what may rise.
             spoilt = [rising @ (~a).double() + falling @ (~b).double() for a, b in ((up, down), (down, up))]
             up, down = spoilt[0] == 0, spoilt[1] == 0
         elif type(module) is Affine:
             scale = module.scale.expand(len(up))[:, None]
             up, down = ((scale == 0) | torch.where(scale > 0, a, b) for a, b in ((up, down), (down, up)))
         elif type(module) is MaxMin:
-            up, down = (a.view(2, -1, count).all(0).repeat(2, 1) for a in (up, down))
+            up, down = (a.view(2, -1, count).all(0).repeat(2, 1) for a in (up, down))  # max and min rise if both do
         elif type(module) is GroupSort:
             size = module.group_size or len(up)
             up, down = (a.view(-1, size, count).all(1).repeat_interleave(size, 0) for a in (up, down))

@@ -73,9 +73,9 @@ class _Box(Ball):
     """Bounds that hold in boxes (N, *input_shape), float64; `rows` are those that came to the input last."""
 
     def __init__(self, bounds: Bounds, low: Tensor, high: Tensor) -> None:
-        centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)
-        reach = next_up(torch.maximum(high - centre, centre - low))
-        self.rows = torch.zeros(0)
+        centre = torch.minimum(torch.maximum(low / 2 + high / 2, low), high)  # halves first: a sum could overflow
+        reach = next_up(torch.maximum(high - centre, centre - low))  # half widths, rounded up
+        self.rows = torch.zeros(0)  # before the bounds of the activations call _inside
         super().__init__(bounds.circuit, centre, _norm(reach[:, None])[:, 0], (low, high), bounds.walks(centre))
 
     def _inside(self, a: Tensor, const: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ class _Box(Ball):
         self.rows = a
         low, high = (move.flatten(1)[:, None] for move in self.moves)
         rows = a.flatten(2)
-        lost = -torch.minimum(rows * low, rows * high).sum(2)
+        lost = -torch.minimum(rows * low, rows * high).sum(2)  # the most that the box takes off, entry by entry
         most, entries = grow(lost * (1 + FLOAT64.gamma(rows.shape[2] + 4))), rows.shape[2]
         return const, error + most + 4 * FLOAT64.tiny * entries, torch.zeros_like(lost)
 
@@ -96,6 +96,7 @@ def _rounded(exact: Sequence[Fraction], up: bool, dtype: torch.dtype = torch.flo
     except OverflowError:
         raise OptionError(f"expected numbers in the range of {dtype}, got one beyond") from None
     beyond = numbers.nextafter(torch.full_like(numbers, math.inf if up else -math.inf))
+    # One number further where rounding went the wrong way.
     return torch.where(torch.tensor(wrong, dtype=torch.bool), beyond, numbers)
 
 
@@ -120,9 +121,10 @@ class _Group:
         """A point that meets a case exactly, with its outputs, if there is one among those near x."""
         points = torch.minimum(torch.maximum(x.to(self.dtype), self.inner[0]), self.inner[1])
         y = self.network(points).flatten(1)
+        # Floating point finds what is nearly met; fractions decide.
         room = 2.0**-40 * (y.double().abs() @ self.rows.mT.abs() + self.limits.abs())
         near = (y.double() @ self.rows.mT - self.limits <= room) & y.isfinite().all(1, keepdim=True)
-        for i, k in (near[:, None] | ~self.has).all(2).nonzero()[:64].tolist():
+        for i, k in (near[:, None] | ~self.has).all(2).nonzero()[:64].tolist():  # points with all conditions of a case
             both = {"X": points[i].flatten().tolist(), "Y": y[i].tolist()}
             if all(atom.met(both) for atom in (*self.cases[k].inputs, *self.cases[k].outputs)):
                 return points[i], y[i]
@@ -133,14 +135,14 @@ class _Group:
         low, width = self.ends[0], self.ends[1] - self.ends[0]
         random = torch.rand(_STARTS, *low.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         x, cases = low + width * random, torch.arange(_STARTS) % len(self.cases)
-        scale = self.rows.abs().sum(1).clamp_min(1e-300)
+        scale = self.rows.abs().sum(1).clamp_min(1e-300)  # so that conditions of all sizes compare
         for step in range(_STEPS):
             if (found := self.among(x)) is not None or time.monotonic() > end or not len(self.rows):
                 return found
             with torch.enable_grad():
                 x.requires_grad_()
                 values = (network(x).flatten(1) @ self.rows.mT - self.limits) / scale
-                worst = torch.where(self.has[cases], values, -math.inf).amax(1)
+                worst = torch.where(self.has[cases], values, -math.inf).amax(1)  # of the point's own case
                 (slope,) = torch.autograd.grad(worst.sum(), x)
             x = x.detach() - width * slope.sign() * 0.25 * 0.85**step
             x = torch.minimum(torch.maximum(x, low), low + width)
@@ -207,12 +209,12 @@ def verify_property(
     made_for = evaluator_of(evaluator, "cpu", network)
     bounds = Bounds(float64_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
-    outputs = math.prod(bounds.circuit.shape(out))
+    outputs = math.prod(bounds.circuit.shapes[out])
     _check_cases(cases, math.prod(shape), outputs)
     dtype = torch.float64 if evaluator == "float64" else torch.float32
     by_box: dict[object, list[Case]] = {}
     for case in cases:
-        by_box.setdefault(case.box, []).append(case)
+        by_box.setdefault(case.box, []).append(case)  # one bound of a box serves all its cases
     groups = [_Group(each, run, dtype, outputs) for each in by_box.values()]
     boxes, volume = 0, 0.0
 
@@ -234,19 +236,20 @@ def verify_property(
                 boxes += len(now)
                 box = _Box(bounds, now[:, 0], now[:, 1])
                 box.rows = torch.zeros(1, len(group.rows), *shape, dtype=torch.float64)
-                base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shape(out)))
+                base, norm = box.below(out, group.rows.reshape(1, -1, *bounds.circuit.shapes[out]))
                 base = next_down(base - next_up(box.radius[:, None] * norm))  # of leaves, which know balls alone
                 slack = base - grow(box.sizes[out].flatten(1) @ group.off.mT) - group.limits
                 fails = (slack > 0) & box.fits[:, None]
-                still = ~(fails[:, None] & group.has).any(2).all(1)
+                still = ~(fails[:, None] & group.has).any(2).all(1)  # boxes where some case has no condition that fails
                 volume += float(part[~still].sum())
                 rows = box.rows.expand(len(now), -1, *shape)[still]
                 now, part, slack = now[still], part[still], slack.masked_fill(fails, -math.inf)[still]
+                # The corners where linear bounds are least.
                 lowest = torch.where(rows > 0, now[:, :1], now[:, 1:]).flatten(0, 1)
                 if (found := group.among(torch.cat((box.x[still], lowest)))) is not None:
                     return answer("violated", found)
                 middle = now[:, 0] / 2 + now[:, 1] / 2
-                can = ((middle > now[:, 0]) & (middle < now[:, 1])).flatten(1)
+                can = ((middle > now[:, 0]) & (middle < now[:, 1])).flatten(1)  # neighbouring numbers have no middle
                 if not bool(can.any(1).all()):  # a point that stays open cannot be cut
                     return answer("unknown")
                 # Along the input that moves most the condition that is nearest to failing.
@@ -254,6 +257,7 @@ def verify_property(
                 nearest = (slack / steep.sum(2).clamp_min(1e-300)).argmax(1)
                 at = torch.where(can, steep[torch.arange(len(now)), nearest], -1.0).argmax(1)
                 each, halves = torch.arange(len(now)), now.flatten(2).repeat(2, 1, 1)
+                # The upper end of one half is the lower end of the other.
                 halves[each, 1, at] = halves[len(now) + each, 0, at] = middle.flatten(1)[each, at]
                 left, parts = torch.cat((left, halves.unflatten(2, shape))), torch.cat((parts, part / 2, part / 2))
     return answer("holds")

@@ -12,14 +12,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lipkit.certificates import sound
-from lipkit.certificates.dense_outputs import check_eps
 from lipkit.certificates.intervals import format_radius
-from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, measure_by
-from lipkit.certificates.regression import output_constants
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_eps, check_inputs, measure_by
+from lipkit.certificates.regression import output_constants, reach
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
-from lipkit.proof.roundoff import grow, next_down, next_up, product
+from lipkit.proof.roundoff import grow, next_down, next_up
 from lipkit.shown import Shown
 
 MOVES = ("both", "positives", "negatives")
@@ -92,7 +90,7 @@ def auroc(
     check_eps(eps)
     if moves not in MOVES:
         raise OptionError(f"moves: expected one of {', '.join(MOVES)}, got {moves!r}")
-    given = as_tensors(positives, negatives)
+    given = as_tensor(positives), as_tensor(negatives)
     for x in given:
         check_inputs(network, x, 1)
     measured = measure_by(network, torch.cat([x.cpu().double() for x in given]), proof)
@@ -102,20 +100,18 @@ def auroc(
     scores = scores.flatten()
     if not bool(scores.isfinite().all()):
         raise OptionError("expected finite scores, got NaN or infinity")
-    constant = float(output_constants(proof.network, 1, proof.chain)[0]) * proof.chain.slack
-    count, last = len(given[0]), proof.chain.last
+    constants, count = output_constants(proof, 1)[0], len(given[0])
 
     def room(distance: float) -> Tensor:
         """How far a score can be from the measured one."""
-        if measured.logits is None:
-            return torch.full_like(scores, product(constant, distance), dtype=torch.float64)
-        weight = None if last is None else last.weight.detach().cpu()
-        centre, machine = sound.output_errors(measured.logits, distance, weight, proof.arithmetic)
-        return grow(product(constant, distance) + (centre + machine).flatten())
+        moved, (centre, machine) = reach(constants, distance), measured.errors(distance)
+        return moved if measured.logits is None else grow(moved + (centre + machine).flatten())
 
+    # The lowest score that a positive can get, and the highest of a negative.
     low = next_down(scores - room(0.0 if moves == "negatives" else eps))[:count]
     high = next_up(scores + room(0.0 if moves == "positives" else eps))[count:]
     first, second = scores[:count], scores[count:]
+    # Pairs in order and half of the ties, which are neither above nor below.
     above = (pairs_above(first, second) + 1 - pairs_above(second, first)) / 2
     return AurocCertificate(
         eps=float(eps),
@@ -134,5 +130,5 @@ def pairs_above(left: Tensor, right: Tensor) -> float:
     >>> pairs_above(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     0.75
     """
-    below = torch.searchsorted(right.sort().values, left.contiguous())
+    below = torch.searchsorted(right.sort().values, left.contiguous())  # how many on the right are smaller, strictly
     return int(below.sum()) / (len(left) * len(right))

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +21,11 @@ from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates import sound
 from lipkit.certificates.evaluators import Evaluator
 from lipkit.certificates.gains import box_ends, gain_matrix
-from lipkit.certificates.measurement import Proof, Samples, as_tensors, check_inputs, dtype_name, float64_copy, measure
+from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_eps, check_inputs, dtype_name, measure
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
-from lipkit.modules.chains import ChainProof, SlopeRun, slope_runs
+from lipkit.modules.chains import SlopeRun, slope_runs
 from lipkit.proof.arithmetic import size
 from lipkit.proof.roundoff import grow, product, up
 from lipkit.shown import Shown, upper
@@ -50,9 +49,7 @@ class RegressionCertificate(Shown):
         prediction: (N, d) outputs at the samples.
         target: (N, d).
         method: what gave the constants: ``"outputs"`` (each output bounded by itself) or ``"global"`` (all by L).
-        dtype: arithmetic of bounds and outputs.
-        input_shape: shape of one input.
-        network_sha256: fingerprint of the network that was certified.
+        dtype, input_shape, network_sha256: as of `Certificate`.
         rounding: ``"sound"``: deviations and worst errors are those of the machine; ``"ignore"``: of real arithmetic.
         evaluator: the evaluation they hold for, and the settings they were made under.
         prediction_error: (N, d) bounds the rounding error of `prediction`; 0 where rounding is ignored.
@@ -152,16 +149,10 @@ def certify_regression(
     delta is in the input's units, deviations are in the outputs' units.
 
     Args:
-        network: a `lipkit.modules.Network`, from `lipkit.export` or `lipkit.modules.load`.
-        x: (N, *input_shape), floating point, a tensor on any device or a numpy array.
+        network, x, rounding, evaluator, batch_size, device, proof: as in `lipkit.certify`.
         y: (N, d) floating-point targets, as `x`; or (N,) for one output.
         delta: l2 norm of the input deviation, >= 0 and finite; or the most that each input moves, ``input_shape`` or
             ``(C,)`` for the channels of ``(C, ...)``: then entries count, too (`RegressionCertificate.moved`).
-        rounding: ``"sound"`` or ``"ignore"``.
-        evaluator: whose evaluation is meant, as in `lipkit.certify`.
-        batch_size: samples evaluated at once.
-        device: where the outputs are evaluated.
-        proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.
 
     Raises:
         NoRuleError: ``network`` is not an exported network, or holds a module without a rule.
@@ -175,38 +166,32 @@ def certify_regression(
     >>> [round(value, 6) for value in found.output_deviation.tolist()]  # 5 delta and 1 delta
     [0.5, 0.1]
     """
-    x, y = as_tensors(x, y)
+    x, y = as_tensor(x), as_tensor(y)
     check_inputs(network, x, batch_size)
     sensors = None
     if isinstance(delta, Tensor | np.ndarray) and delta.ndim:
         if not bool((torch.as_tensor(delta, dtype=torch.float64) >= 0).all()):
             raise OptionError("expected delta as numbers >= 0, one for each input or channel, got another one")
         sensors = box_ends((0.0, delta), network.input_shape)[1].clone()
-        delta = float(size(sensors[None]))
-    delta = _check_targets(x, y, delta)
+        delta = float(size(sensors[None]))  # the ball around the box that the sensors reach
+    delta = check_eps(delta, "delta")
+    _check_targets(x, y)
     measured = measure(
         network, x, rounding=rounding, evaluator=evaluator, batch_size=batch_size, device=device, proof=proof
     )
-    # Outputs and targets (N,) are vectors of one entry.
-    prediction, target = (t[:, None] if t.ndim == 1 else t for t in (measured.outputs, y.detach().cpu().double()))
-    if prediction.shape != target.shape:
-        raise ShapeError(f"expected targets of shape {tuple(prediction.shape)} as the outputs, got {tuple(y.shape)}")
+    prediction, target = with_targets(measured.outputs, y)
     if not bool(prediction.isfinite().all()):
         raise OptionError("expected finite outputs, got NaN or infinity")
     chain = measured.proof.chain
-    constants, method = output_constants(float64_copy(network), target.shape[1], chain)
-    constant, constants = chain.constant * chain.slack, constants * chain.slack
-    moved = torch.tensor([product(k, delta) for k in constants.tolist()], dtype=torch.float64)
+    constants, method = output_constants(measured.proof, target.shape[1])
+    moved = reach(constants, delta)
     if sensors is not None:
         moved = torch.minimum(moved, _by_entries(measured.proof.network, sensors, chain.slack, moved))
-    centre = machine = torch.zeros_like(prediction)
-    if measured.logits is not None:
-        weight = None if chain.last is None else chain.last.weight.detach().cpu()
-        centre, machine = sound.output_errors(measured.logits, delta, weight, measured.proof.arithmetic)
-    # The root of the sum of squares bounds the whole network too.
+    centre, machine = (error.expand_as(prediction) for error in measured.errors(delta))
     return RegressionCertificate(
         delta=delta,
-        constant=min(constant, float(size(constants[None]))),
+        # The root of the sum of squares bounds the whole network, too.
+        constant=min(chain.constant * chain.slack, float(size(constants[None]))),
         output_constants=constants,
         prediction=prediction,
         target=target,
@@ -230,36 +215,40 @@ def _by_entries(network: Network, sensors: Tensor, slack: float, otherwise: Tens
     except NoRuleError:
         return otherwise
     terms = grow(matrix * sensors.flatten() * slack).nan_to_num(nan=math.inf, posinf=math.inf)
-    return up(terms.sum(1), terms.shape[1])
+    return up(terms.sum(1), terms.shape[1])  # a sum of that many terms, in any order
 
 
-def output_constants(network: Network, outputs: int, proof: ChainProof) -> tuple[Tensor, str]:
-    """Constants of the d outputs one by one, for networks that end in ``nn.Linear``, with or without an output scaling.
+def output_constants(proved: Proof, outputs: int) -> tuple[Tensor, str]:
+    """Constants (d,) of the outputs one by one and ``"outputs"``, or the whole network's and ``"global"``.
 
-    Output j alone is the network with row j of the last layer only; its bound, by the LMI where the network carries
-    multipliers, by the product of norms (``L_body ||w_j||``) otherwise, times the scale of the output. None is above
-    that of the whole network, whose ``proof`` it is.
-
-    Returns:
-        ``((d,) float64, "outputs")``, or all the whole's constant and ``"global"`` for other networks.
+    Of networks that end in ``nn.Linear``, with or without an output scaling: output j alone is the network with row j
+    of the last layer only; its bound, by the LMI where the network carries multipliers, by the product of norms
+    (``L_body ||w_j||``) otherwise, times the scale of the output. None is above that of the whole network.
     """
+    network, proof = proved.network, proved.chain
     modules = list(network)
     tail = modules[-1] if modules else None
     scaling = tail if isinstance(tail, Affine) and type(tail) is Affine else None
-    position = len(modules) - (1 if scaling is None else 2)
+    position = len(modules) - (1 if scaling is None else 2)  # of the last layer, behind which a scaling may stand
     last = modules[position] if position >= 0 else None
     if not isinstance(last, nn.Linear) or type(last) is not nn.Linear or last.out_features != outputs:
-        return torch.full((outputs,), proof.constant, dtype=torch.float64), "global"
+        return torch.full((outputs,), proof.constant, dtype=torch.float64) * proof.slack, "global"
     scales = [1.0] * outputs if scaling is None else scaling.scale.detach().abs().expand(outputs).tolist()
     runs = slope_runs(network) if outputs <= _MOST_LMI_OUTPUTS else []
     run = next((run for run in runs if run.stop == position + 1), None)
+    # Everything before the last layer.
     body, found = proof.prefixes[position], []
     for i, (row, scale) in enumerate(zip(last.weight.detach(), scales, strict=True)):
         best = product(body, float(spectral_norm(row[None]))) if math.isfinite(body) else math.inf
         if run:
             best = min(best, product(proof.prefixes[run.start], _by_multipliers(run, i)))
         found.append(min(proof.constant, product(best, scale)))
-    return torch.tensor(found, dtype=torch.float64), "outputs"
+    return torch.tensor(found, dtype=torch.float64) * proof.slack, "outputs"
+
+
+def reach(constants: Tensor, distance: float) -> Tensor:
+    """How far outputs of these constants (d,) can move within a distance, rounded up."""
+    return torch.tensor([product(k, distance) for k in constants.tolist()], dtype=torch.float64)
 
 
 def _by_multipliers(run: SlopeRun, row: int) -> float:
@@ -269,9 +258,20 @@ def _by_multipliers(run: SlopeRun, row: int) -> float:
     return min(gain_bound(weights, [m * t for m in run.multipliers], errors) for t in (1.0, factor))
 
 
-def _check_targets(x: Tensor, y: Tensor, delta: Any) -> float:
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not (delta >= 0 and math.isfinite(delta)):
-        raise OptionError(f"expected delta as a finite number >= 0, got {delta!r}")
+def columns(values: Tensor) -> Tensor:
+    """Outputs or targets (N, d); those of shape (N,) are vectors of one entry."""
+    return values[:, None] if values.ndim == 1 else values
+
+
+def with_targets(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of their shape, (N, d) float64."""
+    outputs, target = columns(outputs), columns(y.detach().cpu().double())
+    if outputs.shape != target.shape:
+        raise ShapeError(f"expected targets of shape {tuple(outputs.shape)} as the outputs, got {tuple(y.shape)}")
+    return outputs, target
+
+
+def _check_targets(x: Tensor, y: Tensor) -> None:
     if not y.is_floating_point():
         raise OptionError(
             f"expected floating-point targets for an output deviation, got {dtype_name(y)}: class labels are "
@@ -281,4 +281,3 @@ def _check_targets(x: Tensor, y: Tensor, delta: Any) -> float:
         raise ShapeError(f"expected targets of shape ({len(x)}, d), got {tuple(y.shape)}")
     if not bool(y.isfinite().all()):
         raise OptionError("expected finite targets, got NaN or infinity")
-    return float(delta)

@@ -30,7 +30,7 @@ from lipkit.proof.arithmetic import FLOAT64, grow
 
 # Of a slope in float64, absolutely: derivatives are of size 1, by library functions of 16 units.
 _SLOPE_ERROR = 2.0**-40
-_STEPS = 40
+_STEPS = 40  # halvings: touching points need not be exact, tangents hold anywhere
 
 
 class Curve(NamedTuple):
@@ -86,11 +86,7 @@ class Lines(NamedTuple):
 
 
 def curve_of(module: Any) -> Curve | None:
-    """The curve of an activation; None where its slopes alone are known.
-
-    Raises:
-        NoRuleError: a module that is no scalar activation.
-    """
+    """The curve of a scalar activation; None where its slopes alone are known."""
     if type(module) is nn.GELU and module.approximate == "none":
         return Curve(_at(-math.sqrt(2.0), math.sqrt(2.0)), (-1, 1, -1))
     if type(module) is nn.ELU:
@@ -105,7 +101,7 @@ class Relaxation:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.curve = module, curve_of(module)
-        constant = float(lipschitz(module))
+        constant = float(lipschitz(module))  # s has slopes from -constant on
         if not constant < math.inf:
             raise NoRuleError(f"expected an activation with a finite slope, got {module}")
         self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
@@ -120,7 +116,7 @@ class Relaxation:
     def __call__(self, low: Tensor, high: Tensor) -> Lines:
         """Lines on [low, high], which are finite."""
         largest = torch.maximum(low.abs(), high.abs())
-        wrong = grow(self.error[0] + self.error[1] * largest)
+        wrong = grow(self.error[0] + self.error[1] * largest)  # values of torch's own function are off by this
         with torch.no_grad():
             return self._by_slopes(low, high, wrong) if self.curve is None else self._by_pieces(low, high, wrong)
 
@@ -128,7 +124,7 @@ class Relaxation:
         (p, q), middle, width = self.slopes, (low + high) / 2, high - low
         value, slope = self.module(middle), (p + q) / 2
         size = value.abs() + (abs(slope) + q - p) * (middle.abs() + width)
-        slack = grow((q - p) / 4 * width * (1 + 2.0**-40)) + wrong + grow(2.0**-49 * size)
+        slack = grow((q - p) / 4 * width * (1 + 2.0**-40)) + wrong + grow(2.0**-49 * size)  # the formula above
         a, b = torch.full_like(low, slope, dtype=torch.float64), value - slope * middle
         reach = grow(max(abs(p), abs(q)) * width / 2 * (1 + 2.0**-40)) + wrong + grow(2.0**-49 * size)
         return Lines(a, b - slack, a, b + slack, value - reach, value + reach)
@@ -139,10 +135,12 @@ class Relaxation:
         for joint in self.curve.joints(self.module):
             point = torch.as_tensor(joint, dtype=torch.float64, device=low.device)
             point = point.reshape(-1, *[1] * (low.ndim - 2)) if point.ndim == 1 else point
+            # A joint outside of the interval gives an empty piece.
             edges.append(torch.minimum(torch.maximum(point.expand_as(low), low), high))
         edges.append(high)
         values = [self.module(edge) for edge in edges]
         flat = torch.zeros_like(low)
+        # Candidates: the chord of the whole interval, a flat line, then chords and tangents of each piece.
         slopes = [_chord(edges[0], edges[-1], values[0], values[-1]), flat]
         pieces = zip(edges[:-1], edges[1:], values[:-1], values[1:], self.curve.bends, strict=True)
         for c, d, at_c, at_d, bend in pieces:
@@ -158,6 +156,7 @@ class Relaxation:
         wrong, *both = many
         below, above = self._intercepts(a, both[: len(edges)], both[len(edges) :], wrong)
         a, below, above = (part.unflatten(0, (count, -1)) for part in (a, below, above))
+        # The highest of the lower lines and the lowest of the upper ones; NaN is never chosen.
         low_at = (a * middle + below).nan_to_num(-math.inf, math.inf, -math.inf).argmax(0, keepdim=True)
         high_at = (a * middle + above).nan_to_num(math.inf, math.inf, -math.inf).argmin(0, keepdim=True)
         chosen = ((a, low_at), (below, low_at), (a, high_at), (above, high_at))
@@ -168,11 +167,12 @@ class Relaxation:
         """Bounds of s(z) - a z on the interval."""
         assert self.curve is not None
         gaps = [value - a * edge for edge, value in zip(edges, values, strict=True)]
+        # On straight pieces the extremes of the gap are at edges; a convex one can only dip lower, a concave one rise.
         below, above = torch.stack(gaps).amin(0), torch.stack(gaps).amax(0)
         for c, d, bend in zip(edges[:-1], edges[1:], self.curve.bends, strict=True):
             if bend:
                 z = self._touching(a, c, d, bend)
-                slope = bend * (self._slope(z) - a)
+                slope = bend * (self._slope(z) - a)  # of the gap s - a z; 0 where z touches exactly
                 off = self.slope_error
                 slack = torch.maximum((slope + off) * (z - c), (off - slope) * (d - z)).clamp_min(0)
                 extreme = self.module(z) - a * z - bend * grow(slack * (1 + 2.0**-40))
@@ -187,7 +187,7 @@ class Relaxation:
         """Where s has slope a between c and d, nearly: its slope is monotone there."""
         for _ in range(_STEPS):
             z = (c + d) / 2
-            beyond = bend * (self._slope(z) - a) > 0
+            beyond = bend * (self._slope(z) - a) > 0  # the slope rises on a convex piece, falls on a concave one
             c, d = torch.where(beyond, c, z), torch.where(beyond, z, d)
         return (c + d) / 2
 

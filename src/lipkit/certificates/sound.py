@@ -32,29 +32,36 @@ from lipkit.proof.arithmetic import FLOAT64, Arithmetic, Line, flat, size
 from lipkit.proof.roundoff import grow, next_down
 
 
+class Own(NamedTuple):
+    """Errors (N, K) of the last layer for each output: in float64 at the sample, of the machine there, and what that
+    grows by per distance.
+    """
+
+    at64: Tensor
+    at: Tensor
+    slope: Tensor
+
+
 class Logits(NamedTuple):
     r"""Outputs at N samples, and the rounding errors around them.
 
     Attributes:
         values: (N, K) computed in float64.
         walk: of everything before the last dense layer, or of the whole network without one (without its outputs).
-        own64: (N, K) error of the last layer in float64 at the sample, for each output; None without a last layer.
-        own_at, own_slope: (N, K) and (K,): the same for the machine, and what it grows by per distance.
+        own: of the last dense layer; None without one.
         peak: bounds every number on the way.
     """
 
     values: Tensor
     walk: ErrorBound
-    own64: Tensor | None
-    own_at: Tensor | None
-    own_slope: Tensor | None
+    own: Own | None
     peak: Line
 
     @staticmethod
     def join(parts: Sequence[Logits]) -> Logits:
         """The logits of several batches."""
         joined: Logits = parts[0] if len(parts) == 1 else _merged(parts, torch.cat)
-        return joined._replace(own_slope=parts[0].own_slope)
+        return joined
 
 
 def _merged(parts: Sequence[Any], merge: Callable[[Any], Tensor]) -> Any:
@@ -92,16 +99,17 @@ class Evaluation:
 
     def __call__(self, x: Tensor) -> Logits:
         if self.factors is None:
-            return _to_cpu(self._logits(through(self.steps, x)))
-        walk, far = by_norms(self.steps, self.factors, x, self._spare)
-        found = self._logits(walk)
-        rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]
-        if len(rows):
-            near = self._logits(through(self.steps, x[rows]))
-            apart = [logits._replace(own_slope=None) for logits in (found, near)]
-            merged: Logits = _merged(apart, lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
-            found = merged._replace(own_slope=found.own_slope)
-        return _to_cpu(found)
+            found = self._logits(through(self.steps, x))
+        else:
+            walk, far = by_norms(self.steps, self.factors, x, self._spare)
+            found = self._logits(walk)
+            rows = (far | ~(found.peak.at < FLOAT64.room * 2.0**-40)).nonzero()[:, 0]  # also near an overflow
+            if len(rows):
+                near = self._logits(through(self.steps, x[rows]))
+                found = _merged([found, near], lambda tensors: tensors[0].index_copy(0, rows, tensors[1]))
+        outputs = found._replace(walk=found.walk._replace(centre=torch.empty(0)))  # features are read no more
+        on_cpu: Logits = _merged([outputs], lambda tensors: tensors[0].cpu())
+        return on_cpu
 
     def _spare(self, features: Tensor) -> Tensor:
         """(N,) errors of the features that move the difference of the two largest outputs by 2^-30 of itself."""
@@ -111,16 +119,16 @@ class Evaluation:
 
     def _logits(self, walk: ErrorBound) -> Logits:
         if self.last is None:
-            return Logits(walk.centre, walk, None, None, None, walk.peak)
+            return Logits(walk.centre, walk, None, walk.peak)
         features = walk.centre
         at, slope, numbers = self.machine
-        biggest = Line(numbers(features).amax(1) + self.largest, self.norm)
+        biggest = Line(numbers(features).amax(1) + self.largest, self.norm)  # a weight times a feature that moved
         peak = walk.peak.most(biggest.below(walk.spread))
         with torch.no_grad():
             values = self.last(features)
         own = at(features)
         own64 = own if self.double is self.machine else self.double[0](features)
-        return Logits(values, walk, own64, own, slope, peak)
+        return Logits(values, walk, Own(own64, own, slope.expand_as(own)), peak)
 
 
 def integer_logits(program: Program, x: Tensor) -> Logits:
@@ -129,51 +137,42 @@ def integer_logits(program: Program, x: Tensor) -> Logits:
     Both they and the outputs at x' differ by the program's error from the exact ones, wherever x' is.
     """
     values = program(x)
+    # Slope 0: whatever the distance of x', the program clamps and rounds it itself.
     error, zero = flat(values[:, 0], program.body_error), flat(values[:, 0], 0.0)
-    walk = ErrorBound(torch.empty(0), error.at, error, zero, zero)
+    walk = ErrorBound(torch.empty(0), error.at, error, zero, zero)  # the values at x and at x' are both off by it
     if program.own_error is None:
-        return Logits(values, walk, None, None, None, zero)
+        return Logits(values, walk, None, zero)
     own = program.own_error.expand_as(values)
-    return Logits(values, walk, own, own, torch.zeros_like(program.own_error), zero)
-
-
-def _to_cpu(logits: Logits) -> Logits:
-    outputs = logits._replace(walk=logits.walk._replace(centre=torch.empty(0)))
-    found: Logits = _merged([outputs], lambda tensors: tensors[0].cpu())
-    return found
+    return Logits(values, walk, Own(own, own, torch.zeros_like(own)), zero)
 
 
 def radii(logits: Logits, labels: Tensor, constants: Tensor, rows: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Radii of the module docstring, (N,) float64, rounded down; 0 where nothing is certified.
-
-    Args:
-        constants: (K, K) proved constants of the differences.
-        rows: (K, K) norms of the differences of the last layer's rows, rounded up; None without such a layer.
-    """
+    """Radii (N,) of the module docstring, rounded down: 0 where nothing is certified; constants of `pair_constants`."""
     values = logits.values
-    difference = next_down(values.gather(1, labels[:, None]) - values)
+    difference = next_down(values.gather(1, labels[:, None]) - values)  # m, its subtraction rounded down
     at, slope = margin_errors(logits, labels, rows)
     radius = margins.nearest(next_down(difference - at), grown(constants[labels] + slope), labels)
-    room = arithmetic.room - logits.peak.at
+    room = arithmetic.room - logits.peak.at  # how far numbers may still grow
     cap = room * (1 - 2.0**-40) / logits.peak.slope if logits.peak.slope > 0 else torch.full_like(room, math.inf)
-    known = values.isfinite().all(dim=1) & (room > 0)
+    known = values.isfinite().all(dim=1) & (room > 0)  # false for NaN, too
     return torch.where(known, torch.minimum(radius, cap), 0.0)
 
 
 def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Errors of the label's margin over each class: (N, K) at the samples, and what they grow by per distance."""
-    values, walk = logits.values, logits.walk
+    values, walk, own = logits.values, logits.walk, logits.own
     spread = walk.spread
-    if logits.own64 is None or logits.own_at is None or logits.own_slope is None or rows is None:
+    if own is None or rows is None:
         # Two outputs of a vector that is off by E: their difference is off by at most sqrt(2) E.
         two = grow(math.sqrt(2.0))
         at = grow(two * (walk.centre_error + walk.error.at))[:, None].expand_as(values)
         slope = torch.full_like(values, grow(two * walk.error.slope), dtype=torch.float64)
     else:
         apart = rows[labels]
-        pair = _both(logits.own_slope.expand(len(labels), -1), labels)
-        at = grow(_both(logits.own64, labels) + _both(logits.own_at, labels))
-        at = grow(at + pair * spread.at[:, None])
+        pair = _both(own.slope, labels)  # by how much both rows' own errors grow
+        at = grow(_both(own.at64, labels) + _both(own.at, labels))
+        at = grow(at + pair * spread.at[:, None])  # the machine's features lie up to the spread away
+        # Features that are off move both logits, by the difference of their rows.
         at = grow(at + apart * (walk.centre_error + walk.error.at)[:, None])
         slope = grown(grown(pair * spread.slope) + grown(apart * walk.error.slope))
     return at, slope
@@ -182,36 +181,25 @@ def margin_errors(logits: Logits, labels: Tensor, rows: Tensor | None) -> tuple[
 def output_errors(
     logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Errors (N, K) of each output: of the float64 values at the samples, and of the machine within ``distance``."""
-    walk = logits.walk
+    """Errors (N, 1 or K) of each output: of the float64 values at the samples, and of the machine within ``distance``.
+
+    ``weight`` is that of the last dense layer.
+    """
+    walk, own = logits.walk, logits.own
     peak = logits.peak.at + (logits.peak.slope * distance if logits.peak.slope > 0 else 0.0)
-    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]
-    if logits.own64 is None or logits.own_at is None or logits.own_slope is None or weight is None:
-        shape = logits.values.shape if logits.values.ndim > 1 else (-1, 1)
-        centre = walk.centre_error[:, None].expand(shape)
-        machine = grow(walk.error.at + walk.error.slope * distance)[:, None].expand(shape)
-        return centre, machine + overflow
-    norms, spread = size(weight), walk.spread
-    centre = grow(logits.own64 + norms * walk.centre_error[:, None])
-    reached = grow(spread.at + spread.slope * distance)[:, None]
+    overflow = torch.where(peak < arithmetic.room, 0.0, math.inf)[:, None]  # an infinite error certifies nothing
     body = grow(walk.error.at + walk.error.slope * distance)[:, None]
-    return centre, grow(logits.own_at + grow(logits.own_slope * reached) + grow(norms * body)) + overflow
-
-
-def total_error(logits: Logits, distance: float, weight: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """The l2 norm (N,) of all those errors of one sample together, as `output_errors` takes them."""
-    if logits.own64 is None:
-        centre, machine = output_errors(
-            logits._replace(values=logits.values[:, :1].flatten(1)[:, :1]), distance, None, arithmetic
-        )
-    else:
-        centre, machine = output_errors(logits, distance, weight, arithmetic)
-    return grow(size(centre) + size(machine))
+    if own is None or weight is None:  # the error of the whole vector bounds that of each output
+        return walk.centre_error[:, None], body + overflow
+    norms, spread = size(weight), walk.spread
+    centre = grow(own.at64 + norms * walk.centre_error[:, None])
+    reached = grow(spread.at + spread.slope * distance)[:, None]
+    return centre, grow(own.at + grow(own.slope * reached) + grow(norms * body)) + overflow
 
 
 def _both(each: Tensor, labels: Tensor) -> Tensor:
     """Of the label and of every class, added."""
-    return each.gather(1, labels[:, None]) + each
+    return each.gather(1, labels[:, None]) + each  # twice the label's own at the label, which `nearest` leaves out
 
 
 def grown(values: Tensor) -> Tensor:

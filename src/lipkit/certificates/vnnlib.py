@@ -100,7 +100,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
         return _normal(rest[0], not negated, sizes)
     if head in ("and", "or"):
         parts = [_normal(part, negated, sizes) for part in rest]
-        if (head == "or") != negated:
+        if (head == "or") != negated:  # De Morgan: a negated and is an or
             return [clause for part in parts for clause in part]
         if math.prod(len(part) for part in parts) > _MOST_CASES:
             raise OptionError(f"expected a formula of at most {_MOST_CASES} cases, got more")

@@ -48,7 +48,7 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
         CertificateViolation: a distance is below the radius.
     """
     radius = certificate.radius[index]
-    ratio = torch.where(radius > 0, distance / radius, math.inf)
+    ratio = torch.where(radius > 0, distance / radius, math.inf)  # a radius of 0 promises nothing
     inside = distance < radius
     if bool(inside.any()):
         worst = int(ratio.argmin())
@@ -196,10 +196,11 @@ def attack_samples(
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = choose_samples(len(x), attack.samples, attack.seed)
-    order = sorted(range(len(radii)), key=radii.__getitem__)
-    survived = torch.zeros(len(radii), len(x), dtype=torch.bool)
+    order = sorted(range(len(radii)), key=radii.__getitem__)  # small radii first
+    survived = torch.zeros(len(radii), len(x), dtype=torch.bool)  # False, too, where the prediction was wrong at once
     compared, closest = 0, math.inf
-    parts: list[Examples] = []
+    nothing = x[:0].cpu().double()
+    parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
     ran: dict[str, None] = {}
     for index in chosen.split(batch_size):
         index = index[certificate.correct[index]]  # a wrong prediction is lost already, at any radius
@@ -208,8 +209,8 @@ def attack_samples(
         clean, labels = x[index].cpu(), y[index].cpu()
         reached: list[float | Tensor] = [radii[row] for row in order]
         if attack.norm == "l2" and not minimum_norm:
-            own = certificate.radius[index]
-            reached.append(torch.where(own.isfinite(), own, max(radii)))
+            own = certificate.radius[index]  # just inside which no example may be
+            reached.append(torch.where(own.isfinite(), own, max(radii)))  # an infinite radius cannot be attacked
         alive = torch.ones(len(index), dtype=torch.bool)
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)
@@ -231,7 +232,7 @@ def attack_samples(
                 )  # fmt: skip
                 points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
                 ran[found.ran] = None
-                nearest = points if minimum_norm else None
+                nearest = points if minimum_norm else None  # found once, for all radii
             else:
                 points = nearest[active]
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
@@ -260,7 +261,7 @@ def attack_samples(
     return Attempt(
         rows=tuple(rows),
         cross_check=CrossCheck(compared, closest),
-        examples=_join(parts, x),
+        examples=Examples(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True))),
         clean=share(certificate.correct[chosen], confidence),
         ran=tuple(ran),
     )
@@ -284,7 +285,7 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
     """The points in float64. A point that the float64 network still classifies right moves outward by up to 1e-4."""
     clean, points = clean.double(), points.double()
     result = points
-    for further in (0.0, 1e-6, 1e-5, 1e-4):
+    for further in (0.0, 1e-6, 1e-5, 1e-4):  # float32 may see the boundary a little nearer
         ahead = clip(clean + (points - clean) * (1 + further) if further else points, box)
         with torch.no_grad():
             right = ~misclassified(exact(result), labels)
@@ -300,10 +301,3 @@ def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor
         prediction = exact(near).argmax(dim=1) if len(near) else index[found]
     distance = (near - clean).flatten(1)
     return Examples(index[found], near, norms(near, clean), distance.abs().amax(dim=1), prediction)
-
-
-def _join(parts: list[Examples], x: Tensor) -> Examples:
-    if not parts:
-        return Examples(torch.arange(0), x[:0].double(), torch.zeros(0), torch.zeros(0), torch.arange(0))
-    names = [field.name for field in dataclasses.fields(Examples)]
-    return Examples(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

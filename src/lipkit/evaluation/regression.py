@@ -94,9 +94,8 @@ def evaluate_regression(
         delta: l2 norm of the input deviation that output deviations are certified for.
         restarts: starting points of the search.
         steps: ascent steps of the search.
-        batch_size: samples evaluated at once.
+        batch_size, device: as in `lipkit.certify`.
         seed: of the search.
-        device: where the outputs are evaluated.
 
     Raises:
         CertificateViolation: a slope is above the certified constant: the bound is wrong.
@@ -120,17 +119,10 @@ def evaluate_regression(
 
 
 def check_slopes(certificate: RegressionCertificate, lower: float, slopes: Tensor) -> None:
-    """Compare slopes that were seen, of the whole network and of each output (d,), with the constants that were proved.
-
-    Raises:
-        CertificateViolation: one is above its constant by more than rounding.
-    """
-    rows = [("the network", lower, certificate.constant)]
-    rows += [
-        (f"output {j}", *pair)
-        for j, pair in enumerate(zip(slopes.tolist(), certificate.output_constants.tolist(), strict=True))
-    ]
-    for name, slope, constant in rows:
+    """Refuse seen slopes, of the network and of each output (d,), above their constants by more than rounding."""
+    names = ["the network", *(f"output {j}" for j in range(len(slopes)))]
+    seen, proved = [lower, *slopes.tolist()], [certificate.constant, *certificate.output_constants.tolist()]
+    for name, slope, constant in zip(names, seen, proved, strict=True):
         if slope > constant * (1 + _ROUNDING):
             raise CertificateViolation(
                 f"{name}: expected no slope above the certified constant {constant:.9g}, got {slope:.9g} between two "

@@ -47,7 +47,7 @@ def critic(input_shape: Shape, family: str = "cayley", **options: Any) -> nn.Seq
         made.conv(wide, deep, second, stride=2, **options),
         *(kind() for kind in between),
         nn.Flatten(),
-        made.linear(deep * height * width // 4, UNITS),
+        made.linear(deep * height * width // 4, UNITS),  # the stride halved both sides
         *(kind() for kind in between),
         made.last(UNITS, 1),
     )

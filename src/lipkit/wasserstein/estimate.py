@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipkit.certificates.intervals import check_confidence
 from lipkit.certificates.measurement import float64_copy
 from lipkit.errors import DataError, OptionError
 from lipkit.layers import after_step
@@ -25,7 +26,7 @@ from lipkit.modules.chains import prove_chain
 from lipkit.shown import Shown, upper
 from lipkit.training.sources import derived_seed, own_random_state
 from lipkit.wasserstein import critics
-from lipkit.wasserstein.intervals import Moments, bernstein, check_confidence, moments, student
+from lipkit.wasserstein.intervals import Moments, bernstein, moments, student
 from lipkit.wasserstein.losses import kr_loss
 from lipkit.wasserstein.samples import as_pair, check_counts, check_positive
 
@@ -164,7 +165,7 @@ def distance(
         raise OptionError("expected steps >= 1 for a new critic, got 0 (a module given as critic needs none)")
     where = torch.device(device)
     shape = tuple(x.shape[1:])
-    parts = _parts(len(x), len(y), folds if steps else 0, seed)
+    parts = _parts(len(x), len(y), folds if steps else 0, seed)  # untrained: all is held out
 
     exported: list[Network] = []
     constants: list[float] = []
@@ -221,17 +222,7 @@ def fit(
 ) -> list[float]:
     """Train a critic in place: Adam, its rate falling linearly to zero, on batches drawn with replacement.
 
-    Returns the differences of its means on each batch.
-
-    Args:
-        model: with one output for each sample.
-        x, y: samples of P and Q.
-        steps, batch_size, lr, loss: see `distance`.
-        generator: on the CPU, draws the batches.
-        device: of the model.
-
-    Raises:
-        OptionError: the model does not have one output, or the loss becomes NaN or infinite.
+    Returns the differences of its means on each batch. ``generator``, on the CPU, draws them.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -256,7 +247,7 @@ def fit(
 
 def _rise(curves: Tensor) -> float:
     """Relative rise of the curves (folds, steps) from their second to their last third; 0 within their noise."""
-    third = curves.shape[1] // 3
+    third = curves.shape[1] // 3  # the first third is warming up
     before, after = curves[:, -2 * third : -third], curves[:, -third:]
     rise = (after - before).mean()
     noise = (before.var(1) + after.var(1)).sum().div(third).sqrt() / len(curves)
@@ -273,11 +264,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
 
 
 def one_output(values: Tensor, count: int) -> Tensor:
-    """The outputs (n, 1) or (n,) of a critic as (n,).
-
-    Raises:
-        OptionError: another shape.
-    """
+    """The outputs (n, 1) or (n,) of a critic as (n,); others are refused."""
     if values.shape not in ((count, 1), (count,)):
         raise OptionError(f"expected a critic of one output, {count} values, got the shape {tuple(values.shape)}")
     return values.reshape(count)
@@ -290,14 +277,11 @@ def _parts(n: int, m: int, folds: int, seed: int) -> list[tuple[Pair, Pair]]:
     if folds == 0:
         nothing = orders[0][:0]
         return [((nothing, nothing), (orders[0], orders[1]))]
-    first, second = (order.tensor_split(max(folds, 2)) for order in orders)
+    first, second = (order.tensor_split(max(folds, 2)) for order in orders)  # one fold still needs two parts
     if min(len(part) for part in (*first, *second)) < 2:
         raise DataError(f"expected at least {2 * max(folds, 2)} samples of each for {folds} folds, got {n} and {m}")
-    return [((_without(first, k), _without(second, k)), (first[k], second[k])) for k in range(folds)]
-
-
-def _without(pieces: Sequence[Tensor], k: int) -> Tensor:
-    return torch.cat([piece for j, piece in enumerate(pieces) if j != k])
+    rest = [[torch.cat(pieces[:k] + pieces[k + 1 :]) for pieces in (first, second)] for k in range(folds)]
+    return [((rest[k][0], rest[k][1]), (first[k], second[k])) for k in range(folds)]
 
 
 def _evaluate(network: nn.Module, samples: Tensor, batch_size: int) -> Tensor:
@@ -316,5 +300,5 @@ def _check_diameter(x: Tensor, y: Tensor, diameter: float) -> None:
     first = x[:1].double()
     for name, samples in (("x", x), ("y", y)):
         far = max(float((part.double() - first).flatten(1).norm(dim=1).max()) for part in samples.split(4096))
-        if far > diameter * (1 + 1e-12):
+        if far > diameter * (1 + 1e-12):  # whoever computed it rounded, too
             raise DataError(f"expected samples within the diameter {diameter:g}, got one of {name} at distance {far:g}")

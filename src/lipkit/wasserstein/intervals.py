@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 from torch import Tensor
 
+from lipkit.certificates.intervals import check_confidence
 from lipkit.errors import OptionError
 from lipkit.wasserstein.samples import check_positive
 
@@ -22,10 +23,7 @@ class Moments:
 
 
 def moments(values: Tensor) -> Moments:
-    """The moments of an (n,) tensor, in float64.
-
-    Raises:
-        OptionError: fewer than two values.
+    """The moments of an (n,) tensor of two values or more, in float64.
 
     >>> import torch
     >>> moments(torch.tensor([1.0, 3.0]))
@@ -38,7 +36,7 @@ def moments(values: Tensor) -> Moments:
 
 
 def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
-    r"""Half the width of Welch's interval for the average of the differences of means of all pairs.
+    r"""Half the width of Welch's interval for the average of the differences of means of all K pairs (of folds).
 
     .. math:: \frac1K \sum_k t_{\nu_k,(1 + c)/2} \sqrt{\frac{v_k}{n_k} + \frac{w_k}{m_k}}
 
@@ -50,10 +48,6 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
     Guarantee:
         None for a finite sample: the coverage is at least c in the limit of large samples (central limit theorem), if
         g has a finite variance.
-
-    Args:
-        pairs: for each of K folds, the moments of g on held-out samples of P and of Q.
-        confidence: c, in (0, 1).
 
     >>> round(student([(Moments(100, 1.0, 1.0), Moments(100, 0.0, 1.0))], 0.95), 4)
     0.2789
@@ -67,7 +61,7 @@ def student(pairs: list[tuple[Moments, Moments]], confidence: float) -> float:
 
 
 def _welch(first: Moments, second: Moments, confidence: float) -> float:
-    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]
+    terms = [(m.variance / m.count, m.count - 1) for m in (first, second)]  # and degrees of freedom of each
     total = sum(t for t, _ in terms)
     if total == 0:
         return 0.0
@@ -88,12 +82,8 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
 
     Guarantee:
         Covers :math:`E\,g(x) - E\,g(y)`, averaged over the folds, with probability at least c, whatever the
-        distributions, if the held-out samples are independent draws and g takes values in an interval of length D.
-
-    Args:
-        pairs: for each of K folds, the moments of g on held-out samples of P and of Q.
-        confidence: c, in (0, 1).
-        width: D.
+        distributions, if the held-out samples are independent draws and g takes values in an interval of length D
+        (``width``).
 
     >>> round(bernstein([(Moments(100, 1.0, 0.0), Moments(100, 0.0, 0.0))], 0.95, 1.0), 4)
     0.2392
@@ -103,16 +93,10 @@ def bernstein(pairs: list[tuple[Moments, Moments]], confidence: float, width: fl
     """
     check_confidence(confidence)
     check_positive(width=width)
-    log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))
+    log = math.log(2 / ((1 - confidence) / (4 * len(pairs))))  # union bound: K folds, two means, two sides
     each = (
         math.sqrt(2 * m.variance * log / m.count) + 7 * width * log / (3 * (m.count - 1))
         for pair in pairs
         for m in pair
     )
     return sum(each) / len(pairs)
-
-
-def check_confidence(confidence: float) -> None:
-    """Raise `OptionError` unless it is above 0 and below 1."""
-    if not 0 < confidence < 1:
-        raise OptionError(f"expected a confidence between 0 and 1, got {confidence}")

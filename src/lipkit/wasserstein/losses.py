@@ -22,8 +22,7 @@ def kr_loss(fx: Tensor, fy: Tensor) -> Tensor:
     Over all L-Lipschitz f the infimum of its expectation is :math:`-L\, W_1(P, Q)`.
 
     Args:
-        fx: f on samples of P, any shape.
-        fy: f on samples of Q, any shape.
+        fx, fy: of any shape.
 
     >>> import torch
     >>> kr_loss(torch.tensor([2.0, 4.0]), torch.tensor([1.0])).item()
@@ -44,8 +43,7 @@ def hinge_kr_loss(fx: Tensor, fy: Tensor, *, alpha: float = 10.0, margin: float 
     With ``alpha = 0`` it is `kr_loss`. P and Q have the weight 1/2 each in the hinge, however many samples there are.
 
     Args:
-        fx: f on samples of P, any shape.
-        fy: f on samples of Q, any shape.
+        fx, fy: of any shape.
         alpha: weight of the hinge; not negative.
         margin: m, in units of f; positive.
 

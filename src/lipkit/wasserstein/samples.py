@@ -18,10 +18,6 @@ from lipkit.errors import DataError, OptionError, ShapeError
 def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
     """Samples as a floating-point tensor (n, *shape): uint8 images are divided by 255, vectors may come as (n,).
 
-    Raises:
-        DataError: not an array of finite floating-point numbers or uint8, or fewer than ``least`` samples.
-        ShapeError: a 0-d array.
-
     >>> as_samples(np.zeros(5), "x").shape
     torch.Size([5, 1])
     """
@@ -46,11 +42,7 @@ def as_samples(values: Any, name: str, least: int = 4) -> Tensor:
 
 
 def as_pair(x: Any, y: Any, least: int = 4) -> tuple[Tensor, Tensor]:
-    """Both samples, whose shapes must agree except for the number of samples.
-
-    Raises:
-        ShapeError: they differ. DataError: see `as_samples`.
-    """
+    """Both samples, whose shapes must agree except for the number of samples."""
     first, second = as_samples(x, "x", least), as_samples(y, "y", least)
     if first.shape[1:] != second.shape[1:]:
         raise ShapeError(f"expected x and y of one shape, got {tuple(first.shape[1:])} and {tuple(second.shape[1:])}")

@@ -141,10 +141,10 @@ def train(
                 real = data[torch.randint(len(data), (batch_size,), generator=drawn)].to(where, torch.float32)
                 with torch.no_grad():
                     fake = made()
-                both = values(torch.cat([real, fake]))
+                both = values(torch.cat([real, fake]))  # one pass for both
                 loss = kr_loss(both[:batch_size], both[batch_size:])
                 descend(judging, loss, critic_lr * left)
-                number = step * critic_steps + inner + 1
+                number = step * critic_steps + inner + 1  # of all critic steps, for layers with a schedule
                 after_step(judge, shape, number if number < steps * critic_steps else None)
                 found = -float(loss.detach())
             loss = -values(made()).mean()
