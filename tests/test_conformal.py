@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lipkit import conformal, export, load, models
+from lipkit import conformal, export, load, models, prove
 from lipkit.data import load as load_data
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules import Network
@@ -143,6 +143,14 @@ def test_what_does_not_fit_is_refused() -> None:
     assert intervals.coverage(intervals.low.numpy()) == 1.0
     with pytest.raises(ShapeError, match="expected targets of shape"):
         intervals.coverage(intervals.low.T)
+
+
+def test_a_proof_that_ignores_rounding_is_refused() -> None:
+    net = Network([nn.Linear(1, 2)], (1,))
+    with pytest.raises(OptionError, match="expected one with rounding='sound', got rounding='ignore'"):
+        conformal.calibrate(
+            net, torch.rand(5, 1), torch.zeros(5, dtype=torch.int64), proof=prove(net, rounding="ignore")
+        )
 
 
 def test_samples_stay_as_they_are_where_a_module_works_in_place() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import lipkit
 from lipkit.certificates import auroc, monotone
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.modules import Affine, GroupSort, MaxMin, Network
@@ -57,6 +58,15 @@ def test_monotone_says_what_derivatives_do(sorting: nn.Module) -> None:
     (slope,) = torch.autograd.grad(net(x).sum(), x)
     assert bool((slope[:, :2] >= 0).all())
     assert bool((slope[:, 2] < 0).any())
+
+
+def test_a_proof_that_ignores_rounding_counts_scores_as_exact() -> None:
+    net = Network([nn.Linear(1, 1, bias=False)], (1,))
+    net[0].weight.data.fill_(1.0)
+    found = auroc(net, torch.ones(1, 1), torch.zeros(1, 1), 0.25, proof=lipkit.prove(net, rounding="ignore"))
+    assert (found.worst_auroc, found.proof.rounding) == (1.0, "ignore")
+    found = auroc(net, torch.ones(1, 1), torch.zeros(1, 1), 0.5, moves="both", proof=found.proof)
+    assert found.worst_auroc == 0.0
 
 
 def test_one_wrong_sign_is_seen() -> None:

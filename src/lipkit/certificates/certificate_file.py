@@ -332,7 +332,7 @@ def verify(
             f"expected the {len(claimed)} samples of {printable(repr(file.data['name']), 80)} with sha256 "
             f"{printable(file.data['sha256'], 80)}, got {len(x)} samples with {data_sha256(x, y)}"
         )
-    name = "float64" if claimed.evaluator.name == "real" else claimed.evaluator.name
+    name = claimed.evaluator.option
     method = "local" if claimed.method == "local" else "global"
     proved = certify(network, x, y, method=method, rounding=claimed.rounding, evaluator=name, batch_size=batch_size)
     ours, theirs = proved.evaluator, claimed.evaluator

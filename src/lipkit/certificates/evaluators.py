@@ -50,6 +50,11 @@ class Evaluator:
     torch: str
     settings: dict[str, str]
 
+    @property
+    def option(self) -> str:
+        """The argument ``evaluator`` of `lipkit.certify` that makes it."""
+        return "float64" if self.name == "real" else self.name
+
     def check(self, network: nn.Module | None = None) -> None:
         """Raise unless an evaluation under the present settings of torch is one that the certificate speaks about.
 

@@ -253,7 +253,7 @@ def measure_by(network: modules.Network, x: Tensor, proof: Proof | None, batch_s
     """`measure` for the rounding, evaluator and device of a proof; None proves the network for its default ones."""
     check_inputs(network, x, batch_size)
     proof = prove(network) if proof is None else proof
-    made = {"rounding": proof.rounding, "evaluator": proof.evaluator.name, "device": proof.device}
+    made = {"rounding": proof.rounding, "evaluator": proof.evaluator.option, "device": proof.device}
     return measure(network, x, batch_size=batch_size, proof=proof, **made)  # type: ignore[arg-type]
 
 
