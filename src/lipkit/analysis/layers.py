@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.bounds import METHODS, symbol_sup
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.build import Bounded
 from lipkit.lowering.interpreter import Interpreter
@@ -30,17 +30,8 @@ from lipkit.modules.products import Limited, limited
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import gamma, up
 
-
-def check_method(method: str) -> str:
-    """``method`` if it is ``"auto"``, ``"best"`` or a name in ``lipkit.bounds.METHODS``.
-
-    Raises:
-        OptionError: another name.
-    """
-    names = ("auto", "best", *METHODS)
-    if method not in names:
-        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
-    return method
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR = (*CONVOLUTIONS, nn.Linear)
 
 
 def layer_bound(
@@ -74,10 +65,6 @@ def _default(module: nn.Module) -> str:
     if type(module) in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d):
         return "circular" if module.padding_mode == "circular" else "symbol_sup"
     return "rule"
-
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LINEAR = (*CONVOLUTIONS, nn.Linear)
 
 
 def _searched(module: nn.Module) -> TypeGuard[nn.Conv2d]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipkit.analysis.layers import Constants, LayerBound, check_method
+from lipkit.analysis.layers import Constants, LayerBound
 from lipkit.analysis.lipschitz_search import Box, lipschitz_lower_bound
+from lipkit.bounds import METHODS
 from lipkit.certificates import gains
 from lipkit.errors import CertificateViolation, NoRuleError, OptionError, interval
 from lipkit.linalg.precision import check_underflow, without_autocast
@@ -200,7 +201,8 @@ def analyze(
     References:
         Szegedy et al., ICLR 2014, section 4.3 (products of layer norms); [LipBound] section 6 (whole networks).
     """
-    check_method(method)
+    if method not in (names := ("auto", "best", *METHODS)):
+        raise OptionError(f"method: expected one of {', '.join(names)}, got {method!r}")
     if not 1e-4 <= tolerance <= 1:
         raise OptionError(f"tolerance: expected a number in [1e-4, 1], got {tolerance}")
     check_underflow()
@@ -235,16 +237,18 @@ def analyze(
 
 def _lowered(model: nn.Module, input_shape: Shape, hull: Hull) -> tuple[Root, Interpreter, Operand | None]:
     """The network as constants; on a box that has none without it, as modules, whose products get limits."""
-    root = Root(constant_copy(model))
-    try:
-        lowering = Interpreter(root, input_shape, root, bounding=True)
+
+    def lowered(bounding: bool) -> tuple[Root, Interpreter, Operand | None]:
+        root = Root(constant_copy(model))
+        lowering = Interpreter(root, input_shape, root, bounding)
         return root, lowering, lowering.output()
+
+    try:
+        return lowered(True)
     except NoRuleError:
         if hull is None:
             raise
-    root = Root(constant_copy(model))
-    lowering = Interpreter(root, input_shape, root)
-    return root, lowering, lowering.output()
+    return lowered(False)
 
 
 def _tight(
@@ -269,19 +273,15 @@ def _tight(
 
 
 def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int, steps: int, seed: int) -> float:
+    own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
+    dtype = torch.float32 if own <= {torch.float32} else torch.float64  # float32 is several times as fast
     try:
         return lipschitz_lower_bound(
-            model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=_search_dtype(model)
+            model, box, input_shape=input_shape, restarts=restarts, steps=steps, seed=seed, dtype=dtype
         ).lower
     except RuntimeError:
         # Some in-place calls cannot be differentiated. Secants between random points need no derivatives.
         return _random_secants(model.double(), input_shape, box, restarts * steps)
-
-
-def _search_dtype(model: nn.Module) -> torch.dtype:
-    """Dtype of the search: float32, several times as fast, if it is the network's dtype; else float64."""
-    own = {value.dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()}
-    return torch.float32 if own <= {torch.float32} else torch.float64
 
 
 def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
@@ -300,12 +300,8 @@ def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count
     return best
 
 
-class _Copied(nn.Module):
+class _Copied(Root):
     """The network on a copy of its input, which in-place calls would overwrite."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x.clone())

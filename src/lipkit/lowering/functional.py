@@ -80,23 +80,19 @@ _activation(nn.AvgPool1d, F.avg_pool1d)
 _activation(nn.AvgPool2d, F.avg_pool2d)
 
 
-def _max_pool(make: Callable[..., nn.Module], *targets: Callable[..., Any]) -> None:
-    @function_module(*targets)
-    def made(
-        call: Build,
-        input: Operand,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> nn.Module:
-        return make(kernel_size, stride or None, padding, dilation, return_indices, ceil_mode)
+def _max_pool(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False: kind(
+        kernel_size,
+        stride or None,
+        padding,
+        dilation,
+        return_indices,
+        ceil_mode,  # the module has the last two swapped
+    )
 
 
-_max_pool(nn.MaxPool1d, F.max_pool1d, torch.max_pool1d)
-_max_pool(nn.MaxPool2d, F.max_pool2d, torch.max_pool2d)
+_activation(_max_pool(nn.MaxPool1d), F.max_pool1d, torch.max_pool1d)
+_activation(_max_pool(nn.MaxPool2d), F.max_pool2d, torch.max_pool2d)
 
 
 @function_module(F.normalize, place=along(2, default=1))

@@ -345,9 +345,7 @@ def _clamp(call: Build, x: Operand, min: Any = None, max: Any = None) -> int:
     return call.add(Affine(sign[None], limit[None]), turned)
 
 
-@plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)
-def _clamp_max(call: Build, x: Operand, max: Any) -> Value:
-    return _clamp(call, x, None, max)
+plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, max: _clamp(call, x, None, max))
 
 
 # Functions with a Lipschitz constant but without a plain form.

@@ -284,7 +284,7 @@ def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | No
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
     with Path(root) as symbolic:
-        graph = trace(root, (sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])))
+        graph = trace(root, (sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])), symbolic)
     return graph, direct.other(symbolic)
 
 

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partialmethod
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -160,6 +160,7 @@ class Path:
         homes = {one.__module__ for m in root.modules() for one in (*type(m).__mro__, type(m).forward)}
         self._own = {name for name in homes if not _foreign(name)}
         self._taken: dict[CodeType, list[int]] = {}
+        self.paused = False  # inside, nothing is recorded
 
     if sys.version_info >= (3, 12):  # there, the first call of a function under settrace may miss instructions
 
@@ -184,7 +185,7 @@ class Path:
         def _executed(self, code: CodeType, offset: int) -> Any:
             if code not in self._taken and not self._follows(sys._getframe(1)):
                 return sys.monitoring.DISABLE
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread and not self.paused:
                 self._taken.setdefault(code, []).append(offset)
             return None
 
@@ -199,13 +200,13 @@ class Path:
             sys.settrace(self._before)
 
         def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-            if not self._follows(frame):
+            if self.paused or not self._follows(frame):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return self._stepped
 
         def _stepped(self, frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "opcode":
+            if event == "opcode" and not self.paused:
                 self._taken.setdefault(frame.f_code, []).append(frame.f_lasti)
             return self._stepped
 
@@ -218,27 +219,6 @@ class Path:
         """Name of the first function that both paths enter but execute differently; None if they agree."""
         both = (code for code in self._taken if code in path._taken)
         return next((code.co_qualname for code in both if self._taken[code] != path._taken[code]), None)
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Pause an active `Path` inside the block."""
-    if sys.version_info >= (3, 12):
-        event = sys.monitoring.events.INSTRUCTION
-        tools = [i for i in range(6) if sys.monitoring.get_tool(i) == "lipkit"]
-        callbacks = [sys.monitoring.register_callback(i, event, None) for i in tools]
-        try:
-            yield
-        finally:
-            for tool, callback in zip(tools, callbacks, strict=True):
-                sys.monitoring.register_callback(tool, event, callback)
-    else:
-        watch = sys.gettrace()
-        sys.settrace(None)
-        try:
-            yield
-        finally:
-            sys.settrace(watch)
 
 
 def _foreign(name: str) -> bool:
@@ -257,8 +237,8 @@ def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | Non
     return found[0], few[found[0]] // BATCHES[0]
 
 
-def trace(root: Root, x: tuple[Tensor, Tensor]) -> fx.Graph:
-    """The graph of ``root``, traced for the two sample batches ``x``, of the sizes `BATCHES`.
+def trace(root: Root, x: tuple[Tensor, Tensor], path: Path) -> fx.Graph:
+    """The graph of ``root``, traced for the two sample batches ``x``, of the sizes `BATCHES`; ``path`` records it.
 
     Every node has the path of the module that made it in ``meta["where"]``.
 
@@ -267,7 +247,7 @@ def trace(root: Root, x: tuple[Tensor, Tensor]) -> fx.Graph:
     """
     try:
         with torch.no_grad():
-            tracer = _Tracer(x)
+            tracer = _Tracer(x, path)
             graph = tracer.trace(root)
             if tracer.refusal is not None:  # caught by the forward pass
                 raise tracer.refusal
@@ -341,9 +321,9 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, x: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, x: tuple[Tensor, Tensor], watch: Path) -> None:
         super().__init__()
-        self._x = x
+        self._x, self._watch = x, watch
         self._values: dict[fx.Node, tuple[Any, Any]] = {}
         self._static: set[fx.Node] = set()
         self.how: dict[fx.Node, str] = {}
@@ -401,9 +381,10 @@ class _Tracer(fx.Tracer):
             self._values[node] = (self._x[0].clone(), self._x[1].clone())
         elif node.op != "output":
             found, more = self._evaluated(node, 0), None
-            # A `Path` goes through the network once; what fails for another batch is refused when the graph runs.
-            with _unwatched(), suppress(Exception):
+            self._watch.paused = True  # a `Path` goes through the network once
+            with suppress(Exception):  # what fails for another batch is refused when the graph runs
                 more = self._evaluated(node, 1)
+            self._watch.paused = False
             self._values[node] = found, more
         return proxy
 
