@@ -20,21 +20,8 @@ from torch import Tensor, nn
 
 from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.files import open_regular, read_bytes
-from lipkit.interop.onnx_operators import (
-    BATCH,
-    BORDERS,
-    ENDS,
-    FLOATS,
-    GATES,
-    OPERATORS,
-    Call,
-    Node,
-    Row,
-    activation,
-    holds_batch,
-    pads_of,
-    takes_over,
-)  # fmt: skip
+from lipkit.interop.onnx_layers import BATCH, FLOATS, Call, Node, Row, holds_batch, takes_over
+from lipkit.interop.onnx_operators import BORDERS, ENDS, GATES, OPERATORS, activation, pads_of
 from lipkit.interop.reading import LARGEST, Budget, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
 from lipkit.modules import Network
