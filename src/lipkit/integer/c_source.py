@@ -278,7 +278,12 @@ class Radii(NamedTuple):
 
 def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix: str) -> tuple[str, str]:
     """The C file and its header; ``prefix`` starts the names that the header declares."""
-    tables, calls, work = _calls(program)
+    places, work = _memory(program)
+    tables: list[str] = []
+    calls: list[str] = []
+    for i, (operation, reads) in enumerate(program.operations):
+        x = ", ".join(places[value] for value in reads)
+        calls.append(f"    {_call(operation, i, x, places[i + 1], tables)}")
     low, high = program.ends
     values = {
         "p": f"{prefix.lower()}_",
@@ -311,18 +316,8 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
     return "\n".join(parts), _HEADER.format(**values)
 
 
-def _calls(program: Program) -> tuple[list[str], list[str], int]:
-    """Tables, calls, and the size of ``work``: the memory of all intermediate values, in numbers."""
-    places, work = _memory(program)
-    tables: list[str] = []
-    calls: list[str] = []
-    for i, (operation, reads) in enumerate(program.operations):
-        x, y = (", ".join(places[value] for value in reads), places[i + 1])
-        calls.append(f"    {_call(operation, i, x, y, tables)}")
-    return tables, calls, work
-
-
 def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> str:
+    """The call of operation i from the places x to the place y; what it reads besides is added to ``tables``."""
     match operation:
         case Move():
             tables.append(_table("int32_t", f"index{i}", operation.index.tolist()))
@@ -350,7 +345,10 @@ def _call(operation: Operation, i: int, x: str, y: str, tables: list[str]) -> st
 
 
 def _memory(program: Program) -> tuple[list[str], int]:
-    """The C expression of each value's place, and the size of ``work``. Places are reused after a value's last use."""
+    """The C expression of each value's place, and the size of ``work``, the memory of all values in between.
+
+    Places are reused after a value's last use.
+    """
     last = {value: i for i, (_, reads) in enumerate(program.operations) for value in reads}
     places, most = ["x"], 0
     taken: dict[int, tuple[int, int]] = {}

@@ -59,8 +59,8 @@ class IntValue:
     centre: Tensor
     error: float
     reach: float
-    largest: float
-    norm: float
+    largest: float = math.inf
+    norm: float = math.inf
 
     @property
     def spread(self) -> float:
@@ -106,8 +106,7 @@ class Builder:
         """
         index = self.put(operation, value.index)
         assert not isinstance(operation, IntBlend)
-        centre = operation(value.centre)
-        return _value(index, shape, value.fraction, centre, value.error, value.reach, value.largest, value.norm)
+        return _bounded(replace(value, index=index, shape=shape, centre=operation(value.centre)))
 
     def linear(
         self,
@@ -186,7 +185,7 @@ class Builder:
             centre = rounded(sums, places - fraction)
             largest = float(centre.abs().amax()) * 2.0**-fraction + min(gain, entry) * value.reach + 2 * error
             try:
-                found = _value(0, shape, fraction, centre, error, grow(gain * value.reach), grow(largest))
+                found = _bounded(IntValue(0, shape, fraction, centre, error, grow(gain * value.reach), grow(largest)))
             except OverflowError:
                 fraction -= 1
                 continue
@@ -237,26 +236,16 @@ class Builder:
         return self.chain(modules, replace(value, error=0.0, reach=value.spread), [None] * len(modules))
 
 
-def _value(
-    index: int,
-    shape: Shape,
-    fraction: int,
-    centre: Tensor,
-    error: float,
-    reach: float,
-    largest: float = math.inf,
-    norm: float = math.inf,
-) -> IntValue:
-    """The bounds of a value from its centre, :math:`L R + 2 E`, or the given ones if they are smaller."""
-    spread = grow(reach + 2 * error)
-    scale = 2.0**-fraction
-    entry = grow(float(centre.abs().amax()) * scale + spread)
-    whole = grow(float(size(centre.double())) * scale + spread)
-    largest = min(largest, entry)
-    norm = min(norm, whole, grow(math.sqrt(centre.shape[1]) * largest))
-    if not largest * 2.0**fraction < WORD:
-        raise OverflowError(f"expected entries within 32 bits, got {largest} with {fraction} binary places")
-    return IntValue(index, shape, fraction, centre, error, reach, largest, norm)
+def _bounded(value: IntValue) -> IntValue:
+    """A value with the bounds from its centre and spread, or its own if they are smaller."""
+    scale = 2.0**-value.fraction
+    entry = grow(float(value.centre.abs().amax()) * scale + value.spread)
+    whole = grow(float(size(value.centre.double())) * scale + value.spread)
+    largest = min(value.largest, entry)
+    norm = min(value.norm, whole, grow(math.sqrt(value.centre.shape[1]) * largest))
+    if not largest * 2.0**value.fraction < WORD:
+        raise OverflowError(f"expected entries within 32 bits, got {largest} with {value.fraction} binary places")
+    return replace(value, largest=largest, norm=norm)
 
 
 def _places(number: float) -> int:
@@ -303,7 +292,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
     largest = grow(max(map(abs, program.ends)) * 2.0**-fraction)
     error = grow(math.sqrt(n) * 2.0 ** -(fraction + 1))
     centre = program.quantise(torch.full((1, *shape), middle, dtype=torch.float64))
-    value = _value(0, shape, fraction, centre, error, half, largest)
+    value = _bounded(IntValue(0, shape, fraction, centre, error, half, largest))
     body = list(network)[: len(network) - (proof.last is not None)]
     own: Tensor | None = None
     try:
