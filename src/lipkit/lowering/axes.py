@@ -125,11 +125,7 @@ def multiplied(call: Build) -> Build:
 
 
 def batch_first(call: Build) -> Build:
-    """The call that does the same to values whose batch comes first.
-
-    Raises:
-        NoRuleError: the batch of the result does not follow from those of the arguments.
-    """
+    """The call that does the same to values whose batch comes first; it must follow from those of the arguments."""
     moved = any(
         isinstance(v, Rows) or (isinstance(v, Operand) and v.place[:2] != (0, 1))
         for v in [*flat((call.args, call.kwargs)), *call.results]

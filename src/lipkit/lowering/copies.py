@@ -23,14 +23,10 @@ from lipkit.modules.parametrised import settled
 
 
 def constant_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parametrised weights are the numbers that its forward pass uses now.
+    """A copy of ``model`` on the CPU whose parametrised weights are the numbers that its forward pass uses now.
 
-    Hook-based spectral and weight normalisation are carried out, too; ``model`` is left as it is. The copy is on the
-    CPU.
-
-    Raises:
-        NoRuleError: a wrapper such as DataParallel; any other hook, or method replaced on an instance; a weight that
-            each forward pass changes, as spectral normalisation does in training mode; a module that cannot be copied.
+    Hook-based spectral and weight normalisation are carried out, too; wrappers, other hooks, replaced methods and
+    weights that each forward pass changes are refused.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     >>> type(constant_copy(layer))
@@ -132,9 +128,8 @@ def contents_of(root: nn.Module, known: Iterable[nn.Module] = ()) -> dict[str, A
 def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     """All numbers, strings and tensors (not copied) inside a value (container, object, function), in nested lists.
 
-    Args:
-        seen: by id, the values met before, with what they hold; inside themselves they are their type. A value that two
-            places share holds the same in both, as its copies do.
+    ``seen``: by id, the values met before, and what they hold. Inside itself a value is its type; one that two places
+    share holds the same in both, as its copies do.
     """
     if isinstance(value, Tensor):
         return value.detach()

@@ -31,23 +31,16 @@ FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Label:
-    """The origin of a module in a wiring, named as the user knows it.
+    """The origin of a module in a wiring, named as the user knows it."""
 
-    Attributes:
-        name: path of the module, or of the one that calls the function.
-        type: class of the module, or name of the function.
-        what: how a message names it.
-        own: whether it is a module of the network.
-    """
-
-    name: str
-    type: str
-    what: str
-    own: bool
+    name: str  # path of the module, or of the one that calls the function
+    type: str  # class of the module, or name of the function
+    what: str  # for messages
+    own: bool  # a module of the network
 
 
 class Interpreter:
-    """A network as a wiring of modules: every operand is the number of a value in it.
+    """A network as a wiring of modules (``wiring``, with ``labels``): every operand is the number of a value in it.
 
     Args:
         root: an independent copy with constant weights, which is traced and run.
@@ -55,10 +48,6 @@ class Interpreter:
         bound_to: holds the modules that are wired, ``root`` or the network itself.
         bounding: True if only Lipschitz constants are needed: leaves may be `Bounded`, shifts are left out, and factors
             are float64.
-
-    Attributes:
-        graph, observed: as left by `lipkit.lowering.observe.observe`.
-        wiring, labels: the modules and what they were made from.
     """
 
     def __init__(self, root: Root, input_shape: Shape, bound_to: Root, bounding: bool = False) -> None:
@@ -78,11 +67,7 @@ class Interpreter:
         return {x.number: x.shape or (1,) for x in operands}
 
     def output(self) -> Operand | None:
-        """The network's output; None if it does not depend on the input.
-
-        Raises:
-            NoRuleError: what has no rule, by the name of the node; an output that is no tensor.
-        """
+        """The network's output; None if it does not depend on the input. Refuses by name whatever has no rule."""
         for node in self.graph.nodes:
             if node.target is operator.getitem and not node.users and isinstance(self._known[node.args[0]], tuple):
                 continue  # one of several results that nobody reads; a slice is checked, read or not

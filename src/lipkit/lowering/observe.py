@@ -116,12 +116,11 @@ class Observed:
     """Values and outputs of a graph, merged from the runs for both batch sizes.
 
     Attributes:
-        values: by node. One that depends on the input has an :class:`Operand` without number, a tuple of them, or the
-            name of another type; any other has its value, :class:`Rows` or :data:`VARIES`.
+        values: by node: an :class:`Operand` without number, a tuple of them, or the name of another type if it depends
+            on the input; else its value, :class:`Rows` or :data:`VARIES`.
         how: of `lipkit.lowering.tracing.dependence`.
         outputs: of both runs.
-        calls: of the second run (`lipkit.lowering.calls`).
-        axes: for each of these calls, the dimension of the batch in each tensor of its result, if it has one.
+        calls, axes: of the second run (`lipkit.lowering.calls`), and the batch's dimension in each tensor of a result.
     """
 
     values: dict[fx.Node, Any]
@@ -149,11 +148,8 @@ class _Run:
 def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observed:
     """Run the graph for two batch sizes and put the result of each in-place call where its tensor is read later.
 
-    Changes ``graph``: afterwards every node stands for its value before any later in-place call.
-
-    Raises:
-        NoRuleError: an in-place call changes the parameters, or a tensor that is read later in another form than the
-            one that the call returns; the output is no tensor with one row per sample.
+    Changes ``graph``: afterwards every node stands for its value before any later in-place call. Refuses calls that
+    change parameters, or a tensor that is read later in another form than the call returns.
     """
     try:
         runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
@@ -267,12 +263,7 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
 
 
 def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
-    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
-
-    Raises:
-        ShapeError: inputs that the network does not accept.
-        NoRuleError: it takes not one tensor, or cannot be traced.
-    """
+    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None)."""
     name = type(root.net).__qualname__
     try:
         with torch.no_grad(), Path(root) as direct:
@@ -293,14 +284,9 @@ def check_outputs(
 ) -> None:
     """Compare the runs of the graph with the network itself, for other batches and in the other modes of torch.
 
-    Args:
-        root: the copy that was traced; ``model`` is its original. It runs once, and only after everything that could
-            change it was refused.
-        observed, other_way: the runs of its graph; of `traced`.
-
-    Raises:
-        NoRuleError: the network draws random numbers, changes what it keeps, mixes samples, asks for the size of the
-            batch or the mode, or is not the function of the graph.
+    Refused are networks that draw random numbers, change what they keep, mix samples, ask for the size of the batch or
+    the mode, or are not the function of the graph. The original ``model`` runs once, after everything that could change
+    it was refused.
     """
     x = sample(root, input_shape, BATCHES[1])
     more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])

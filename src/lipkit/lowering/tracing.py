@@ -149,11 +149,8 @@ class Path:
     """Records the bytecode instructions that the network's own code executes inside the ``with`` block.
 
     Tracing does not see a condition such as ``isinstance(n, int) and len(range(n)) == 64`` on the batch size n. While
-    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it.
-
-    Args:
-        root: its code is that of the Python modules in which its classes and their ``forward`` stand, and all code that
-            is not installed; torch and lipkit apart.
+    tracing, n is a symbol, so the code takes another branch than in a run; comparing the two records shows it. Its own
+    are the Python modules of its classes and their ``forward``, and all code that is not installed.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -241,9 +238,6 @@ def trace(root: Root, x: tuple[Tensor, Tensor], path: Path) -> fx.Graph:
     """The graph of ``root``, traced for the two sample batches ``x``, of the sizes `BATCHES`; ``path`` records it.
 
     Every node has the path of the module that made it in ``meta["where"]``.
-
-    Raises:
-        NoRuleError: the forward pass has control flow on values, or other code that torch.fx cannot record.
     """
     try:
         with torch.no_grad():
