@@ -95,11 +95,9 @@ def _roll(call: Build, x: Operand, shifts: Any, dims: Any = None) -> int:
 def _getitem(call: Build, x: Any, index: Any) -> Value:
     if isinstance(x, (tuple, list)):
         picked = x[call.constant(index, "index")]
-        return (
-            tuple(call.operand(t).number for t in picked)
-            if isinstance(picked, (tuple, list))
-            else call.operand(picked).number
-        )
+        if isinstance(picked, (tuple, list)):
+            return tuple(call.operand(t).number for t in picked)
+        return call.operand(picked).number
     operand, shape = call.same_format(x), list(x.shape)
     for dim, item in enumerate((i for i in index[1:] if i is not None), 1):
         every = range(shape[dim - 1])
@@ -148,9 +146,8 @@ def _add(call: Build, x: Any, y: Any, *, alpha: Any = 1) -> int:
     sign = -1 if "sub" in call.name else 1
     weight = call.number(alpha, "alpha")
     if isinstance(x, Operand) and isinstance(y, Operand):
-        if float(weight) == 1:
-            return call.add(Add(1, sign), call.broadcast(x), call.broadcast(y))
-        return call.add(Add(1, sign), call.broadcast(x), call.elementwise(y, scale=weight))
+        other = call.broadcast(y) if float(weight) == 1 else call.elementwise(y, scale=weight)
+        return call.add(Add(1, sign), call.broadcast(x), other)
     if isinstance(x, Operand):
         return call.elementwise(x, shift=sign * weight * call.shift(y))
     return call.elementwise(y, scale=sign * weight, shift=call.shift(x))
