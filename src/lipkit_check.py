@@ -699,7 +699,7 @@ def unary(name, slope, function, exact=False, scale=1):
         s = Fraction(slope(config, get) if callable(slope) else slope)
         factor = Fraction(scale(config) if callable(scale) else scale)
         lost = Fraction(0) if exact else ops.rounding(64) * max(factor, 1)
-        b = lost * root(Fraction(math.prod(shape))) if lost else Fraction(0)
+        b = lost * root(Fraction(math.prod(shape)))
         function(np.zeros(1), config)  # asks for its arguments
         return Node(shape, s, lambda c: function(c, config), lost, b)
 
@@ -711,11 +711,8 @@ def leaky(config, get, shape):
     need(len(stored) in (1, shape[0]), f"{len(stored)} slopes, got {shape}")
     slope, error = ops.of(np.asarray(stored, np.float64).reshape(-1, *(1,) * (len(shape) - 1)))
     norm = max(Fraction(1), largest(slope) + error)
-
-    def forward(c):
-        return np.where(c > 0, c, ops.scale(c, slope))
-
-    node = Node(shape, norm, forward, ops.rounding(1) * norm + error, ops.unit * root(Fraction(math.prod(shape))))
+    a, b = ops.rounding(1) * norm + error, ops.unit * root(Fraction(math.prod(shape)))
+    node = Node(shape, norm, lambda c: np.where(c > 0, c, ops.scale(c, slope)), a, b)
     node.restricted = bool((slope >= 0).all()) and norm == 1
     return node
 
@@ -1015,12 +1012,8 @@ def max_pool(config, get, shape):
         shared *= int(np.bincount(index[inside]).max())
         # A place outside takes the value of one inside: the maximum stays.
         axes.append(np.where(inside, index, np.where(inside, index, -1).max(1)[:, None]))
-
-    def forward(c):
-        return c[:, :, axes[0]].max(3)[:, :, :, axes[1]].max(4)
-
-    room = shape[0] * axes[0].size * max(shape[2], axes[1].size)
-    return Node((shape[0], len(axes[0]), len(axes[1])), root(Fraction(shared)), forward, room=room)
+    room, out = shape[0] * axes[0].size * max(shape[2], axes[1].size), (shape[0], len(axes[0]), len(axes[1]))
+    return Node(out, root(Fraction(shared)), lambda c: c[:, :, axes[0]].max(3)[:, :, :, axes[1]].max(4), room=room)
 
 
 def average_pool(config, get, shape):
@@ -1343,11 +1336,12 @@ def _parts(config, get, shape):
     second = build(config["second"], get.at("second"), middle.shape)
     multiplier = get("multiplier", (config["channels"],))
     usable = first.blocks and second.blocks and restricted(config["activation"], middle) and (multiplier > 0).all()
-    if not usable or len(first.blocks[0]) != len(second.blocks[0]):
+    if not usable:
         return first, middle, second, None
     (w1, error1, each, kind1), (w2, error2, _, kind2) = first.blocks, second.blocks
     same = kind1 == kind2 != "window" or (kind1, kind2) == ("window", "point")
-    if not same or w1.shape[1] != w2.shape[2] or w1.shape[1] != each * len(multiplier):
+    fits = len(w1) == len(w2) and w1.shape[1] == w2.shape[2] == each * len(multiplier)
+    if not same or not fits:
         return first, middle, second, None
     s = np.tile(ops.sqrt(ops.of(multiplier)[0]), each)
     # Entries of s W1, s any positive numbers: their rounding is an error of the entries.

@@ -131,7 +131,7 @@ MUTATIONS = [(first, old, new) for first, changes in {
     # the LMI
     "arithmetic runs: multipliers or positive": [
     ("    if not all((v > 0).all() for v in values):\n        return None\n", ""),
-    ("if not usable or len(first", "if len(first"),
+    ("    if not usable:\n        return first, middle, second, None\n", ""),
     ("scaled(2 * value, s, s)", "scaled(4 * value, s, s)"),
     ("    while dense[i] and i + 2 < len(dense)", "    while i + 2 < len(dense)"),
     ("ops.rowsum(rest) + lost + error <= ops.number(c)", "ops.rowsum(rest) + lost + error >= 0"),

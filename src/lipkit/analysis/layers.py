@@ -112,15 +112,10 @@ def foldable(linear: nn.Module, norm: nn.Module, linear_shape: tuple[int, ...]) 
 def folded_bound(
     linear: nn.Module, norm: nn.Module, *, norm_first: bool, bound: Callable[[nn.Module], Tensor]
 ) -> Tensor:
-    """Lipschitz bound of a linear layer W and a batch normalisation D: ``bound(D W)`` or ``bound(W D)`` plus rounding.
-
-    Args:
-        linear: convolution, transposed convolution or linear layer. norm: in evaluation mode, D its scales.
-        norm_first: whether the normalisation comes before the linear layer (W D).
-        bound: Lipschitz bound of one module.
+    """Lipschitz bound of a linear layer W and a batch normalisation of scales D: ``bound(D W)``, or ``bound(W D)``.
 
     Guarantee:
-        Upper, including rounding.
+        Upper, including rounding. ``bound`` is the Lipschitz bound of one module.
 
     >>> import torch; from lipkit import lipschitz
     >>> norm = nn.BatchNorm1d(2, eps=0.0).eval()
@@ -164,14 +159,9 @@ class LayerBound:
 
 
 class Constants:
-    """The Lipschitz constants of a network and of the modules that its output depends on.
+    """The Lipschitz constants of a network, whose ``output`` is a value of ``lowering``, and of the modules below it.
 
-    Args:
-        lowering: of the network, its output made.
-        output: number of that value.
-        method: of convolutions.
-        tolerance: of those by `symbol_sup`, on average.
-        box: of the inputs, for the limits of products; None where there are none.
+    ``method`` is that of convolutions, ``tolerance`` that of `symbol_sup` on average; ``box`` limits products.
     """
 
     def __init__(

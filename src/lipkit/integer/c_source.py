@@ -376,11 +376,11 @@ def _table(kind: str, name: str, numbers: Sequence[int]) -> str:
 
 
 class Answers(NamedTuple):
-    """The outputs of a compiled program for N inputs: classes (N,), radii (N,) float64 and integer logits (N, K)."""
+    """The outputs of a compiled program for N inputs."""
 
-    label: Tensor
-    radius: Tensor
-    logits: Tensor
+    label: Tensor  # (N,) classes
+    radius: Tensor  # (N,) float64
+    logits: Tensor  # (N, K) integers
 
 
 def compiler() -> str | None:
@@ -389,11 +389,7 @@ def compiler() -> str | None:
 
 
 def compile_c(source: str | Path, target: str | Path, flags: Iterable[str] = ("-O3",), cc: str | None = None) -> Path:
-    """Compile a file of `write_c` to a program with ``main``.
-
-    Raises:
-        OptionError: no C compiler. RunError: it refuses the file.
-    """
+    """Compile a file of `write_c` to a program with ``main``; raises RunError where the compiler refuses it."""
     cc = cc or compiler()
     if cc is None:
         raise OptionError("expected a C compiler called cc, gcc or clang, found none")
@@ -407,11 +403,7 @@ def compile_c(source: str | Path, target: str | Path, flags: Iterable[str] = ("-
 def run_c(program: str | Path, q: Tensor, emulator: Sequence[str] = ()) -> Answers:
     """The answers of a compiled program to integer inputs (N, n), as `Program.quantise` makes them.
 
-    Args:
-        emulator: the command that runs programs of another processor, such as ``["qemu-arm"]``.
-
-    Raises:
-        RunError: it ends with an error.
+    ``emulator`` is a command that runs programs of another processor, such as ``["qemu-arm"]``.
     """
     with tempfile.NamedTemporaryFile(suffix=".i32") as file:
         file.write(q.numpy().astype("<i4").tobytes())

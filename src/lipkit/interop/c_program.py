@@ -25,7 +25,7 @@ def integer_program(network: modules.Network) -> tuple[Program, ChainProof]:
     """The integer program of an exported network, and the proof in float64 of its constants.
 
     Raises:
-        NoRuleError, OptionError: see `lipkit.integer.quantisation.quantise`.
+        NoRuleError, OptionError: as `lipkit.integer.quantise`.
 
     >>> net = modules.Network([torch.nn.Linear(2, 3)], (2,))
     >>> net.input_range = (0.0, 1.0)

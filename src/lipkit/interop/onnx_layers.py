@@ -46,50 +46,30 @@ class Node(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All that is known of an operator.
-
-    Attributes:
-        rule: the module, or the values, that a call computes.
-        versions: of the operator's definition, as ONNX counts them, that the rule implements.
-        moves: whether operands may depend on the input.
-        copies: whether every number of the result is copied from an operand; then operands may hold the batch size.
-        rowwise: whether an operand may be a constant row that is repeated for each sample.
-    """
+    """All that is known of an operator; ``rule`` makes the module, or computes the values, of a call."""
 
     rule: Callable[[Call], Any]
-    versions: tuple[int, ...]
-    moves: bool = True
-    copies: bool = False
-    rowwise: bool = False
+    versions: tuple[int, ...]  # of the operator's definition, as ONNX counts them, that the rule implements
+    moves: bool = True  # operands may depend on the input
+    copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
+    rowwise: bool = False  # an operand may be a constant row that is repeated for each sample
 
 
 @dataclass
 class Call:
-    """One node and its operands.
-
-    Attributes:
-        opset: version of the operators.
-        one: whether the file is for one sample, so that a first size of 1 is the batch.
-        dtype: of the network.
-        moving: indices of operands that depend on the input.
-        sized: indices of operands that hold the batch size as a number.
-        rows: indices of constant operands that are repeated for each sample; one row is kept.
-        operands: stored tensors, and values of the network or their sizes.
-        source: the input of the network.
-        used, read: attributes that the rule read, and operands that it computed with.
-    """
+    """One node and its operands."""
 
     node: Node
-    opset: int
-    one: bool
-    dtype: torch.dtype
-    moving: frozenset[int]
-    sized: frozenset[int]
-    rows: frozenset[int]
-    operands: list[Any]
-    source: Any
-    used: set[str] = field(default_factory=lambda: set(_HARMLESS))
-    read: set[int] = field(default_factory=set)
+    opset: int  # version of the operators
+    one: bool  # the file is for one sample, so that a first size of 1 is the batch
+    dtype: torch.dtype  # of the network
+    moving: frozenset[int]  # indices of operands that depend on the input
+    sized: frozenset[int]  # of operands that hold the batch size as a number
+    rows: frozenset[int]  # of constant operands that are repeated for each sample; one row is kept
+    operands: list[Any]  # stored tensors, and values of the network or their sizes
+    source: Any  # the input of the network
+    used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
+    read: set[int] = field(default_factory=set)  # operands that it computed with
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""

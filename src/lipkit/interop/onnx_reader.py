@@ -31,22 +31,16 @@ _DOMAIN = ("", "ai.onnx")
 
 
 class OnnxNetwork(nn.Module):
-    """The graph of an ONNX file as modules and functions, in topological order.
+    """The graph of an ONNX file as modules and functions, in topological order."""
 
-    Attributes:
-        input_shape: of one sample.
-    """
-
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # of one sample
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
         self.steps: list[Call] = []
-        # Sizes, axes and limits. Tensors that enter a computation are buffers.
-        self.numbers: dict[str, Tensor] = {}
-        self.source = ""
-        self.result = ""
+        self.numbers: dict[str, Tensor] = {}  # sizes, axes and limits; tensors that are computed with are buffers
+        self.source = self.result = ""
 
     def forward(self, x: Tensor) -> Tensor:
         values: dict[str, Any] = {self.source: x}
@@ -79,35 +73,25 @@ def load_onnx(
     """The exported network of an ONNX file: to be bounded, certified, attacked and saved like any other.
 
     Args:
-        path: the file.
+        path: the file. Nothing in it is executed.
         input_shape: of one sample, where the file leaves it open.
         box: the range of the inputs, see `lipkit.export`.
 
     Raises:
-        DataError, NoRuleError, ShapeError: see `read_onnx`, and `lipkit.export` for what its graph has no plain form
-            of.
+        DataError: a file that is missing, not well-formed, too large, or has several inputs or outputs; no package
+            ``onnx``.
+        NoRuleError: operators without a rule, all of them by name; versions, attributes or formats that a rule does not
+            cover; a graph without a plain form.
+        ShapeError: no ``input_shape``, or another one than the file says.
     """
     return load(read_onnx(path, input_shape), path, input_shape, box)
 
 
 def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> OnnxNetwork | Network:
-    """The network of an ONNX file, in evaluation mode. Nothing in the file is executed.
+    """The network of an ONNX file, in evaluation mode; what it refuses, `load_onnx` says.
 
     A file of `lipkit.interop.write_onnx` gives back the network that it was written from, if the installed torch writes
     the same file again.
-
-    Args:
-        path: the file.
-        input_shape: of one sample, where the file leaves it open.
-
-    Raises:
-        DataError: the file or its weights are missing, no ONNX or not well-formed, its graph does not have one input
-            and one output, it stores more than ``LARGEST`` numbers or makes more than `lipkit.interop.reading.VALUES`,
-            or a format that torch cannot read, or the package ``onnx`` is not installed.
-        NoRuleError: operators outside the list, all of them by name, or a version or attributes that a rule does not
-            cover; functions of the file; a name that is defined twice; an input that is no floating-point tensor; sizes
-            computed from that of the batch.
-        ShapeError: no ``input_shape``, or another one than the file says.
     """
     try:
         import onnx
@@ -420,10 +404,7 @@ class _Reader:
         self.sized.update(holds)
 
     def finish(self) -> None:
-        """Keep the stored tensors that the steps read, including steps that the result needs only for their sizes.
-
-        Paddings that a convolution has taken over are dropped.
-        """
+        """Keep the stored tensors that the steps read; drop paddings that a convolution has taken over."""
         network, steps = self.network, self.network.steps
         read = {network.result, *(name for step in steps for name in step.node.input)}
         network.steps = []

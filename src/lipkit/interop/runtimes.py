@@ -69,11 +69,7 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
 
 
 def onnx_model(network: modules.Network) -> Any:
-    """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models.
-
-    Raises:
-        OptionError: onnx or onnxscript is not installed.
-    """
+    """The model that :func:`write_onnx` writes, without the claim. Equal networks give equal models."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401  what torch writes ONNX with
@@ -99,7 +95,7 @@ def onnx_model(network: modules.Network) -> Any:
 
 
 def claim(network: modules.Network, stored: Mapping[str, Tensor]) -> str:
-    """A file's claim as text: the network's configuration, and its tensors that the file does not store by name."""
+    """The claim of a file as text: the network's configuration, and the tensors that the file itself does not hold."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     names = [n for n, t in tensors.items() if n in stored and t.dtype == stored[n].dtype and torch.equal(t, stored[n])]
     more = save_safetensors({name: t for name, t in tensors.items() if name not in names})

@@ -206,17 +206,14 @@ class Build:
 
 
 class Function(NamedTuple):
-    """A row: a function, or a tensor method by its name, and its rules.
+    """The row of a function, or of a tensor method by its name.
 
-    Attributes:
-        rule: ``rule(call, *arguments) -> number of the value``; a tuple for several.
-        place: the call for values whose batch comes first (`lipkit.lowering.axes`); without it, it has to come first.
-        exported: whether the modules compute the same; otherwise only their constant is right.
+    ``place`` gives the call for values whose batch comes first (`lipkit.lowering.axes`); without it, it has to.
     """
 
-    rule: Rule | None = None
+    rule: Rule | None = None  # rule(call, *arguments) -> number of the value; a tuple for several
     place: Callable[[Build], Build] | None = None
-    exported: bool = True
+    exported: bool = True  # the modules compute the same; otherwise only their constant is right
 
 
 FUNCTIONS: dict[Any, Function] = {}

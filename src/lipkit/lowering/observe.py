@@ -115,19 +115,15 @@ class Operand:
 class Observed:
     """Values and outputs of a graph, merged from the runs for both batch sizes.
 
-    Attributes:
-        values: by node: an :class:`Operand` without number, a tuple of them, or the name of another type if it depends
-            on the input; else its value, :class:`Rows` or :data:`VARIES`.
-        how: of `lipkit.lowering.tracing.dependence`.
-        outputs: of both runs.
-        calls, axes: of the second run (`lipkit.lowering.calls`), and the batch's dimension in each tensor of a result.
+    A value that depends on the input is an :class:`Operand` without number, a tuple of them, or the name of another
+    type; any other is its value, :class:`Rows` or :data:`VARIES`.
     """
 
     values: dict[fx.Node, Any]
-    how: dict[fx.Node, str]
-    outputs: tuple[Any, Any]
-    calls: list[tuple[Any, ...]]
-    axes: list[list[int | None]]
+    how: dict[fx.Node, str]  # of `dependence`
+    outputs: tuple[Any, Any]  # of both runs
+    calls: list[tuple[Any, ...]]  # of the second run
+    axes: list[list[int | None]]  # for each call, the dimension of the batch in each tensor of its result
 
 
 def _changes_state(name: str, root: nn.Module) -> NoRuleError:
