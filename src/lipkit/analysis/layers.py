@@ -94,7 +94,7 @@ def shared_tolerances(prices: list[float], mean: float) -> list[float]:
     [0.005, 0.015, 0.01]
     """
     roots = [math.sqrt(p) for p in prices if p > 0]
-    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]
+    shares = [len(roots) * math.sqrt(p) / sum(roots) if p > 0 else 1.0 for p in prices]  # of mean 1
     return [min(max(mean * min(share, 10.0), 1e-4), 1.0) for share in shares]
 
 
@@ -295,7 +295,7 @@ class Constants:
         # Factors of many layers leave the range of float64 together.
         rest = math.log(float(total.detach())) - sum(math.log(layer.factor) for layer in layers) if finite else 0.0
         if abs(rest) > 1e-9:
-            factor = math.exp(rest) if rest < 700 else math.inf
+            factor = math.exp(rest) if rest < 700 else math.inf  # exp overflows at 709.8
             layers.append(LayerBound("", "skip connections", "sums", factor, factor))
         return tuple(layers)
 

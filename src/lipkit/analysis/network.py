@@ -19,8 +19,8 @@ from lipkit.linalg.precision import check_underflow, without_autocast
 from lipkit.lowering import export, lipschitz
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
-from lipkit.lowering.observe import Operand, sample, stays_float64
-from lipkit.lowering.tracing import Root
+from lipkit.lowering.observe import Operand, stays_float64
+from lipkit.lowering.tracing import Root, sample
 from lipkit.modules.network import checked_shape
 from lipkit.modules.registry import Shape
 from lipkit.shown import Shown, axes, upper
@@ -86,7 +86,7 @@ class NetworkBound(Shown):
         rows = [["factor", "", "bound", "type", "method", "layer"]]
         for x in shown:
             factor = f"x {x.factor:.3g}" if x.factor >= 1 or not x.factor else f"/ {1 / x.factor:.3g}"
-            size = abs(math.log(x.factor)) / most if most and 0 < x.factor < math.inf else 1.0
+            size = abs(math.log(x.factor)) / most if most and 0 < x.factor < math.inf else 1.0  # bars are logarithmic
             bar = ("#" if x.factor >= 1 else "-") * max(1, round(_BAR * size))
             rows.append([factor, bar.ljust(_BAR), f"{x.bound:.6g}", x.type, x.method, x.name])
         head = f"L <= {upper(self.upper)} (proved)"
@@ -109,7 +109,7 @@ class NetworkBound(Shown):
         """Every figure as JSON; null where a number is not finite."""
         words, following = self.verdict
         text = json.dumps(asdict(self) | {"verdict": words, "next": following}, default=Tensor.tolist)
-        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)  # inf and NaN are no JSON
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the bounds of the twenty layers that raise the bound most, in the network's order; returns the axes.
@@ -225,7 +225,7 @@ def analyze(
             lower = _search(_Copied(root), input_shape, ends, restarts, steps, seed)
         elif restarts:
             lower = _random_secants(_Copied(root), input_shape, ends, restarts * steps)
-    if lower > bound * (1 + 1e-6):
+    if lower > bound * (1 + 1e-6):  # the search measures in floating point
         raise CertificateViolation(
             f"analyze: expected no secant steeper than the upper bound {bound:.9g}, got one of slope {lower:.9g}: a "
             "rule is wrong"
@@ -286,7 +286,7 @@ def _search(model: nn.Module, input_shape: Shape, box: Box | None, restarts: int
 
 def _random_secants(model: nn.Module, input_shape: Shape, box: Box | None, count: int) -> float:
     """Largest slope of secants between random points, in the network's dtype, less its possible rounding error."""
-    ends = 3 * sample(model, input_shape, 2 * count)
+    ends = 3 * sample(model, input_shape, 2 * count)  # two ends of each secant
     if box is not None:
         # The normal distribution's own function takes its numbers to uniform ones.
         ends = (box[0] + (box[1] - box[0]) * torch.special.ndtr(ends / 3)).to(ends)

@@ -148,11 +148,11 @@ _HEADER = """\
 #include <stdint.h>
 
 #define {P}INPUTS {inputs} /* numbers of an input, in the order {shape} */
-#define {P}INPUT_FRACTION {input_fraction} /* an input number q stands for q / 2^{input_fraction} */
-#define {P}INPUT_LOW ({low}) /* {box[0]!r} */
-#define {P}INPUT_HIGH ({high}) /* {box[1]!r} */
-#define {P}CLASSES {classes}
-#define {P}LOGIT_FRACTION {fraction} /* a logit q stands for q / 2^{fraction} */
+#define {P}INPUT_FRACTION {program.input_fraction} /* an input number q stands for q / 2^{program.input_fraction} */
+#define {P}INPUT_LOW ({low}) /* {program.box[0]!r} */
+#define {P}INPUT_HIGH ({high}) /* {program.box[1]!r} */
+#define {P}CLASSES {radii.classes}
+#define {P}LOGIT_FRACTION {program.fraction} /* a logit q stands for q / 2^{program.fraction} */
 #define {P}WORK {work} /* numbers of the memory that the caller lends */
 #define {P}RADIUS_FRACTION {radius_fraction} /* a radius q stands for q / 2^{radius_fraction}, in units of the input */
 
@@ -203,8 +203,8 @@ int64_t {p}radius(const int32_t *logits, int label)
             continue;
         if (margin <= 0)
             return 0;
-        if (rate[pair] >= 0 && (margin * rate[pair]) >> {rate_fraction} < radius)
-            radius = (margin * rate[pair]) >> {rate_fraction};
+        if (rate[pair] >= 0 && (margin * rate[pair]) >> {radii.fraction} < radius)
+            radius = (margin * rate[pair]) >> {radii.fraction};
     }}
     return radius;
 }}
@@ -291,15 +291,12 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
         "guard": f"{prefix.upper()}_NETWORK_H",
         "sha": sha256,
         "shape": " x ".join(map(str, program.input_shape)),
-        "box": program.box,
         "low": low,
         "high": high,
         "inputs": entries(program.input_shape),
-        "input_fraction": program.input_fraction,
-        "classes": radii.classes,
-        "fraction": program.fraction,
+        "program": program,
+        "radii": radii,
         "radius_fraction": RADIUS_FRACTION,
-        "rate_fraction": radii.fraction,
         "work": max(work, 1),
         "calls": "\n".join(calls),
     }
@@ -353,13 +350,13 @@ def _memory(program: Program) -> tuple[list[str], int]:
     places, most = ["x"], 0
     taken: dict[int, tuple[int, int]] = {}
     for i, (operation, _) in enumerate(program.operations):
-        taken = {value: span for value, span in taken.items() if last.get(value, -1) >= i}
+        taken = {value: span for value, span in taken.items() if last.get(value, -1) >= i}  # read now or later
         if i == len(program.operations) - 1:
             places.append("logits")
             break
         start = 0
         for begin, end in sorted(taken.values()):
-            if begin - start >= operation.size:
+            if begin - start >= operation.size:  # the first gap that is large enough
                 break
             start = max(start, end)
         taken[i + 1] = (start, start + operation.size)
@@ -406,7 +403,7 @@ def run_c(program: str | Path, q: Tensor, emulator: Sequence[str] = ()) -> Answe
     ``emulator`` is a command that runs programs of another processor, such as ``["qemu-arm"]``.
     """
     with tempfile.NamedTemporaryFile(suffix=".i32") as file:
-        file.write(q.numpy().astype("<i4").tobytes())
+        file.write(q.numpy().astype("<i4").tobytes())  # the lowest byte first, as `main` reads
         file.flush()
         done = subprocess.run([*emulator, str(program), file.name], capture_output=True, text=True)
     if done.returncode or done.stderr:

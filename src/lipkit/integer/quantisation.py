@@ -92,7 +92,7 @@ class Builder:
                 return reads[0]
             before, first = self.operations[reads[0] - 1] if reads[0] else (None, reads)
             if isinstance(before, Move):  # two moves are one
-                found = F.pad(before.index, (0, 1), value=-1)[operation.index]
+                found = F.pad(before.index, (0, 1), value=-1)[operation.index]  # -1 stays padding
                 operation, reads = Move(found), first
         self.operations.append((operation, reads))
         self.sizes.append(operation.size)
@@ -178,8 +178,8 @@ class Builder:
             own: error that the operation adds before it rounds. operation: maps a shift to the operation.
             entry: Lipschitz constant of one output (the largest norm of a row), if known.
         """
-        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))
-        fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)
+        moved = grow(min(gain, entry) * value.reach + 2 * (gain * value.error + own))  # of an entry, from the centre
+        fraction = min(_places(float(sums.abs().amax()) * 2.0**-places + moved), places - 1)  # a shift of 1 at least
         while fraction >= places - 62:
             error = grow(gain * value.error + own + math.sqrt(sums.shape[1]) * 2.0 ** -(fraction + 1))
             centre = rounded(sums, places - fraction)
@@ -212,7 +212,7 @@ class Builder:
             lost.append(abs(factor) * part.error + off * part.norm)
         own = 0.0
         for one in lost:
-            own = grow(math.hypot(own, one) if apart else own + one)
+            own = grow(math.hypot(own, one) if apart else own + one)  # disjoint errors are orthogonal
         made, shape = IntBlend(whole, 0, parts[0].centre.shape[1]), parts[0].shape
         sums, reads = made.sums(*(part.centre for part in parts)), [part.index for part in parts]
         return self.finish(value, gain, shape, own, sums, places, lambda s: replace(made, shift=s), reads)
@@ -250,7 +250,7 @@ def _bounded(value: IntValue) -> IntValue:
 
 def _places(number: float) -> int:
     """The most f for which ``number 2^f`` is below 2^31."""
-    return min(31 - math.frexp(number)[1], 62) if number > 0 else 31
+    return min(31 - math.frexp(number)[1], 62) if number > 0 else 31  # number < 2^e, e = frexp(number)[1]
 
 
 def gain_of(module: nn.Module, shape: Shape) -> float:
@@ -309,7 +309,7 @@ def quantise(network: Network, proof: ChainProof) -> Program:
 
 def _alive(operations: Sequence[tuple[Operation, tuple[int, ...]]]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
     """The operations that the last one depends on, itself included, renumbered."""
-    wanted = {len(operations)}
+    wanted = {len(operations)}  # value i + 1 is that of operation i
     for i in range(len(operations), 0, -1):
         if i in wanted:
             wanted.update(operations[i - 1][1])

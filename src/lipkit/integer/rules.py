@@ -57,7 +57,7 @@ def _indices(shape: Shape) -> Tensor:
 
 
 def _move(moved: Tensor) -> Move:
-    return Move(moved.flatten().long() - 1)
+    return Move(moved.flatten().long() - 1)  # -1: padding
 
 
 @integer_rule(nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle)
@@ -90,7 +90,7 @@ def _fold(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> 
 def _leaky(builder: Builder, module: nn.LeakyReLU, value: IntValue, gain: float) -> IntValue:
     slope = float(module.negative_slope)
     parts = builder.branch([nn.ReLU()], value), builder.branch([], value)
-    return builder.blend(value, gain, parts, (1 - slope, slope))
+    return builder.blend(value, gain, parts, (1 - slope, slope))  # (1 - a) relu(x) + a x
 
 
 @integer_rule(nn.Linear)
@@ -174,8 +174,8 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntVa
     impulses = torch.zeros(channels, channels, h, w).double()
     impulses[range(channels), range(channels), 0, 0] = 1
     response, off = _responses(module, impulses)
-    padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")
-    kernel = response.transpose(0, 1).flip(2, 3)
+    padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")  # the response reaches one image back
+    kernel = response.transpose(0, 1).flip(2, 3)  # a convolution of torch is a correlation
     # The error of a kernel as a map: at each frequency at most the sum of its moduli, for each pair of channels.
     inexact = grow(float(off.square().sum().sqrt()) * math.sqrt(h * w))
     return _convolve(
@@ -189,7 +189,7 @@ def _taylor(builder: Builder, module: TaylorConv2d, value: IntValue, gain: float
     if n * entries(shape) > MAX_PRODUCTS:
         raise _refuse(module, f"at most {MAX_PRODUCTS} products as a matrix", n * entries(shape))
     response, off = _responses(module, torch.eye(n).double().view(n, *value.shape))
-    bias = None if module.bias is None else module.bias.repeat_interleave(entries(shape[1:]))
+    bias = None if module.bias is None else module.bias.repeat_interleave(entries(shape[1:]))  # one for each pixel
     inexact = grow(float(off.square().sum().sqrt()))  # the Frobenius norm of an error by entry
     return builder.linear(value, gain, shape, response.flatten(1).T, bias, _matrix_norm, inexact=inexact)
 
@@ -282,5 +282,5 @@ def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: li
     if kind is Concatenate:
         return found
     n = entries(parts[0].shape)
-    largest = builder.exact(Sort(1, len(parts), n), found, shape)
+    largest = builder.exact(Sort(1, len(parts), n), found, shape)  # the largest of each entry comes first
     return builder.exact(Move(torch.arange(n)), largest, parts[0].shape)

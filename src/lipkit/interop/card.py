@@ -77,7 +77,7 @@ def model_card(
         "",
         "## Recipe",
         "```yaml",
-        printable_lines(_yaml(_plain(record.recipe))).replace("```", "` ` `"),
+        printable_lines(_yaml(_plain(record.recipe))).replace("```", "` ` `"),  # it would end the block
         "```",
         "",
         f"Software: {', '.join(f'{_text(k)} {_text(v)}' for k, v in record.versions.items())}. "
@@ -119,7 +119,7 @@ def _text(value: object) -> str:
     >>> _text("a|b <c>")
     'a\\\\|b &lt;c&gt;'
     """
-    flat = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    flat = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # & first
     for sign in "\\`*_[]|#":
         flat = flat.replace(sign, f"\\{sign}")
     return flat

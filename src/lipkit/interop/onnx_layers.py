@@ -142,7 +142,7 @@ class Call:
             raise self.refuse(f"stored numbers as operand {index}", "a tensor that is computed")
         if index in self.sized and not batch:
             raise self.refuse("no size made from that of the batch", f"one as operand {index}")
-        if self.operands[index].numel() > 2**16:
+        if self.operands[index].numel() > 2**16:  # as a list of Python numbers
             raise self.refuse(f"at most {2**16} numbers as operand {index}", f"{self.operands[index].numel()}")
         return self.operands[index].tolist()
 
@@ -184,7 +184,7 @@ class Call:
             whole = zip(sizes, shape, strides, dilations, strict=True)
             total = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0) for n, k, s, d in whole]
             less, more = [n // 2 for n in total], [n - n // 2 for n in total]
-            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)
+            before, after = (less, more) if auto == b"SAME_UPPER" else (more, less)  # UPPER: the odd one behind
         elif auto not in (b"NOTSET", b"VALID"):
             raise self.refuse("auto_pad of ONNX", f"{auto!r}")
         if min(*before, *after, 0) < 0:
@@ -285,7 +285,7 @@ def _gemm(c: Call) -> nn.Module:
     weight = float(c.get("alpha", 1.0)) * (weight if c.get("transB", 0) else weight.mT.contiguous())
     beta = float(c.get("beta", 1.0))
     if bias is not None:
-        flat = bias.squeeze(0) if bias.ndim == 2 else bias
+        flat = bias.squeeze(0) if bias.ndim == 2 else bias  # ONNX broadcasts a row
         bias = (beta * flat).expand(len(weight)).contiguous()
     return filled(nn.Linear(weight.shape[1], weight.shape[0], device="meta"), weight=weight, bias=bias)
 
@@ -305,7 +305,7 @@ def _batch_norm(c: Call) -> nn.Module:
     scale, shift, mean, var = (c.needed(i) for i in (1, 2, 3, 4))
     make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
     module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
-    module.num_batches_tracked = None
+    module.num_batches_tracked = None  # it counts batches and enters no output
     return filled(module, weight=scale, bias=shift, running_mean=mean, running_var=var)
 
 
@@ -338,7 +338,7 @@ def _instance_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
 def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
     window = c.window()
     if c.rank == 3:
-        window = Window(*([one, *n] for one, n in zip((1, 1, 1, 0, 0), window, strict=True)))
+        window = Window(*([one, *n] for one, n in zip((1, 1, 1, 0, 0), window, strict=True)))  # an image of one row
     x = c.x.unsqueeze(2) if c.rank == 3 else c.x
     # Windows that do not fit: ceil_mode asks for more of them.
     reach = zip(range(2, 4), *window, strict=True)
@@ -376,7 +376,7 @@ def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
     if counted:
         return y
     inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), window.around)
-    return y * (1 / F.avg_pool2d(inside, kernel, strides))
+    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # the part of each window that lies inside
 
 
 def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
@@ -386,7 +386,7 @@ def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
         raise ValueError(f"{before} and {after} entries of {n} copied around them")
     from_ = [*range(-before, 0), *range(n, n + after)]
     if mode == "replicate":
-        from_ = [min(max(i, 0), n - 1) for i in from_]
+        from_ = [min(max(i, 0), n - 1) for i in from_]  # the border itself
     else:
         from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in from_]
     parts = [x[(slice(None),) * axis + (slice(i, i + 1),)] for i in from_]

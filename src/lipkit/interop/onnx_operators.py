@@ -82,13 +82,13 @@ def _elementwise(function: Callable[[Any, Any], Any], c: Call) -> Any:
 
 
 def _divided(a: Any, b: Any) -> Any:
-    return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")
+    return a / b if a.dtype.is_floating_point else torch.div(a, b, rounding_mode="trunc")  # as in C
 
 
 def _larger(function: Callable[[Any, Any], Any], sign: int, c: Call) -> Any:
     """The maximum (sign 1) or minimum (-1) of the operands; of a value and a constant, by a ReLU."""
     values = [(c.tensors()[i], i in c.moving) for i in range(len(c.operands))]
-    (found, moves), *rest = sorted(values, key=lambda pair: not pair[1])
+    (found, moves), *rest = sorted(values, key=lambda pair: not pair[1])  # those that move come first
     for value, moving in rest:
         found = sign * F.relu(sign * (found - value)) + value if moves and not moving else function(found, value)
     return found
@@ -96,7 +96,7 @@ def _larger(function: Callable[[Any, Any], Any], sign: int, c: Call) -> Any:
 
 def _power(c: Call) -> Any:
     if not c.moving:
-        return torch.pow(c.x, c.needed(1)).to(c.x.dtype)
+        return torch.pow(c.x, c.needed(1)).to(c.x.dtype)  # ONNX keeps the format of the base
     exponent = c.numbers("", 1)
     if 0 not in c.moving or exponent not in (1, 2, 3):
         raise c.refuse("the first, second or third power", f"{exponent}")
@@ -141,7 +141,7 @@ def _shape(c: Call) -> Tensor:
     if any(n != BATCH and n % BATCH == 0 and n for n in c.operands[0].shape):
         raise c.refuse("no size made from that of the batch", "one")
     sizes = torch.tensor(list(c.operands[0].shape), dtype=torch.int64)
-    return sizes[c.get("start", 0) : c.get("end", None)]
+    return sizes[c.get("start", 0) : c.get("end", None)]  # ends are cut and negative ones count, as in Python
 
 
 def _flatten(c: Call) -> Any:
@@ -218,7 +218,7 @@ def _pad(c: Call) -> Any:
     if kind == b"constant":
         if value not in (None, 0, [], [0]):
             raise c.refuse("zeros around all dimensions", f"{value}")
-        first = 1 if c.moving else 0
+        first = 1 if c.moving else 0  # torch pads from the last axis on: the batch is left out
         return F.pad(c.x, around(before[first:], after[first:]))
     x = c.x
     for axis in range(1, c.rank):
@@ -244,7 +244,7 @@ def _gather(c: Call) -> Any:
         n, which = x.shape[axis], c.tensor(1)
         if which.numel() and not -n <= int(which.min()) <= int(which.max()) < n:
             raise c.refuse(f"entries of {n}", f"{which.tolist()}")
-        flat = x.index_select(axis, (which % max(n, 1)).long().flatten())
+        flat = x.index_select(axis, (which % max(n, 1)).long().flatten())  # which % n: negative ones count from the end
         return flat.reshape((*x.shape[:axis], *which.shape, *x.shape[axis + 1 :]))
     if axis == 0:
         raise c.refuse("entries of another axis than the batch", "0")
@@ -256,12 +256,12 @@ def _gather(c: Call) -> Any:
     wanted = [i % n for i in wanted]
     if single:
         return x[(slice(None),) * axis + (wanted[0],)]
-    step = wanted[1] - wanted[0] if len(wanted) > 1 else 1
+    step = wanted[1] - wanted[0] if len(wanted) > 1 else 1  # evenly spaced entries are a slice, which copies none
     if step > 0 and wanted == list(range(wanted[0], wanted[-1] + 1, step)):
         return x[(slice(None),) * axis + (slice(wanted[0], wanted[-1] + 1, step),)]
     # As a product, because its norm is that of the most copies of one entry.
     matrix = torch.zeros(n, len(wanted), dtype=c.dtype)
-    matrix[wanted, list(range(len(wanted)))] = 1
+    matrix[wanted, list(range(len(wanted)))] = 1  # column j picks entry wanted[j]
     return torch.matmul(x.transpose(axis, -1), matrix).transpose(axis, -1)
 
 
@@ -301,7 +301,7 @@ def _concat(c: Call) -> Any:
     first, last = places[0], places[-1] + 1
     x = torch.cat(values[first:last], axis) if last > first + 1 else values[first]
     blank = [0, 0] * (x.ndim - 1 - axis)
-    around = [*blank, sum(sizes[:first]), sum(sizes[last:])]
+    around = [*blank, sum(sizes[:first]), sum(sizes[last:])]  # torch pads the last axis first
     shapes = [[1, *(t.size(i) for i in range(1, t.ndim))] for t in values]
     filled = [torch.zeros(shapes[i], dtype=c.dtype) if i in c.moving else t for i, t in enumerate(values)]
     return F.pad(x, around) + torch.cat(filled, axis)

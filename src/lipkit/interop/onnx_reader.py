@@ -136,7 +136,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
         got = onnx.TensorProto.DataType.Name(kind.elem_type)  # type: ignore[attr-defined]
         raise NoRuleError(f"{path}: expected a floating-point input, got {network.source!r} of type {got}")
     opset, nodes = _nodes(file, path, {network.source, *stored})
-    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]
+    batch, *declared = [max(d.dim_value, 0) for d in kind.shape.dim] or [0]  # 0: open
     given = tuple(declared) if input_shape is None else tuple(input_shape)
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
@@ -168,7 +168,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> O
 
 def _written_alike(network: Network, file: Any) -> bool:
     """True if writing the network gives exactly the graph of this file."""
-    alone = type(file).FromString(file.SerializeToString())
+    alone = type(file).FromString(file.SerializeToString())  # a copy
     alone.ClearField("metadata_props")
     return bool(onnx_model(network) == alone)
 
@@ -252,11 +252,11 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
         wanted = parts.pop() if isinstance(parts[-1], dict) else {}
         if node is None or node.kind != kind or len(node.input) != len(parts) or node.attributes.keys() - wanted:
             return False
-        given = {"alpha": 0.2, "beta": 0.5} | node.attributes
+        given = {"alpha": 0.2, "beta": 0.5} | node.attributes  # defaults of HardSigmoid
         if any(not math.isclose(given[key], value, rel_tol=2e-7) for key, value in wanted.items()):
             return False
-        for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:
-            trial = {key: list(names) for key, names in found.items()}
+        for order in (parts, parts[::-1])[: 1 + (kind in ("Add", "Mul"))]:  # these two commute
+            trial = {key: list(names) for key, names in found.items()}  # a failed order leaves no trace
             if all(fits(part, one, trial) for part, one in zip(order, node.input, strict=True)):
                 found.update(trial)
                 found["inside"].append(name)
@@ -265,13 +265,13 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
 
     kept: list[Node] = []
     gone: set[str] = set()
-    for node in reversed(nodes):
+    for node in reversed(nodes):  # the largest pattern ends last
         if gone.issuperset(node.output):
             continue
         for pattern, make in GATES if node.kind in ENDS else ():
             found: dict[str, list[str]] = {"x": [], "inside": []}
             if fits(pattern, node.output[0], found):
-                inside = found["inside"][:-1]
+                inside = found["inside"][:-1]  # the last is the result itself
                 if all(readers[name] == inside.count(name) for name in inside):
                     node = node._replace(input=found["x"], attributes={}, row=Row(activation(make), ()))
                     gone.update(inside)
@@ -304,7 +304,7 @@ def _numbers(tensor: Any, name: str, path: str | Path) -> Tensor:
 def _beside(tensor: Any, path: str | Path, size: int) -> bytearray:
     """The ``size`` bytes of a tensor in a regular file inside the folder of ``path``; nothing more is read."""
     part, folder = {entry.key: entry.value for entry in tensor.external_data}, Path(path).parent.resolve()
-    beside, offset = (folder / part["location"]).resolve(), int(part.get("offset", 0))
+    beside, offset = (folder / part["location"]).resolve(), int(part.get("offset", 0))  # resolve: links, too
     if not beside.is_relative_to(folder):
         raise DataError(f"{path}: expected weights within the folder of the file, got {part['location']!r}")
     with open_regular(beside) as file:
@@ -356,7 +356,7 @@ class _Reader:
         kinds: Any = (self.values, self.sized, self.rows)
         moving, sized, rows = (frozenset(i for i, n in enumerate(node.input) if n in names) for names in kinds)
         given = [self.values.get(n, self.stored.get(n)) if n else None for n in node.input]
-        while given and given[-1] is None:
+        while given and given[-1] is None:  # operands left out at the end
             given.pop()
         x = self.values[self.network.source]
         call = Call(node, self.opset, self.one, self.dtype, moving, sized, rows, given, x)
@@ -380,7 +380,7 @@ class _Reader:
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
         found = dict(_named(node, made))
-        if all(not value.is_meta for value in found.values()):
+        if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self._keep(call, row, found)
             return
         self.values.update(found)
@@ -416,4 +416,4 @@ class _Reader:
                     network._buffers[_buffer(name)] = self.stored[name]
                 elif name in self.stored:
                     network.numbers[name] = self.stored[name]
-            network.steps.append(step.on([], None))
+            network.steps.append(step.on([], None))  # a node without operands: forward puts them in

@@ -221,7 +221,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
     meta = graph["tensor_values"][network.source]
     if not _DTYPES[meta["dtype"]].is_floating_point:
         raise NoRuleError(f"{path}: expected a floating-point input, got {_DTYPES[meta['dtype']]}")
-    sizes = [size.get("as_int", 0) for size in meta["sizes"][1:]]
+    sizes = [size.get("as_int", 0) for size in meta["sizes"][1:]]  # 0: a symbol
     network.input_shape = tuple(sizes) if sizes and min(sizes) > 0 else None
     for node in graph["nodes"]:
         name = node["target"].removeprefix("torch.ops.aten.")
@@ -240,7 +240,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         kind, made = next(iter(node["outputs"][0].items())) if len(node["outputs"]) == 1 else ("several", None)
         if kind not in ("as_tensor", "as_tensors", "as_sym_int"):
             raise NoRuleError(f"{path}: expected one value of {node['target']}, got {len(node['outputs'])}")
-        several = kind == "as_tensors"
+        several = kind == "as_tensors"  # a list, as split gives it
         names = [one["name"] for one in made] if several else [made.get("name") or made["as_name"]]
         network.steps.append((function, *_bound(name, arguments, path), names, several))
     return network.eval()
@@ -295,10 +295,10 @@ def _tensors(archive: zipfile.ZipFile, kind: str, path: str | Path) -> dict[str,
         folder = next(n for n in archive.namelist() if f"/data/{kind}/" in n).partition("/data/")[0]
         content, dtype = _entry(archive, f"{folder}/data/{kind}/{entry['path_name']}", path), _DTYPES[meta["dtype"]]
         offset = meta["storage_offset"]["as_int"]
-        if min([*sizes, *strides, offset, 0]) < 0 or meta["layout"] != 7:
+        if min([*sizes, *strides, offset, 0]) < 0 or meta["layout"] != 7:  # 7: torch.strided
             raise DataError(f"{path}: expected a dense tensor with sizes from 0 on, got {name!r}: {sizes}, {strides}")
         flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.zeros(0, dtype=dtype)
-        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        last = offset + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))  # place of the last number
         if (wanted := max(math.prod(sizes), last + 1 if math.prod(sizes) else 0)) > len(flat):
             raise DataError(f"{path}: expected {wanted} numbers for {name!r} of sizes {sizes}, got {len(flat)}")
         found[name] = flat.as_strided(sizes, strides, offset).clone()

@@ -139,7 +139,7 @@ def _without_divisor(pool: nn.AvgPool2d, dtype: torch.dtype) -> nn.Module:
     """The pooling as padding, plain average and factor, because torch.onnx drops ``divisor_override``."""
     size, strides, paddings = (_pair(n) for n in (pool.kernel_size, pool.stride, pool.padding))
     ends = [min(p + s - 1, k - 1) if pool.ceil_mode else p for k, s, p in zip(size, strides, paddings, strict=True)]
-    pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))
+    pad = nn.ZeroPad2d((paddings[1], ends[1], paddings[0], ends[0]))  # left, right, top, bottom
     factor = torch.tensor([math.prod(size) / (pool.divisor_override or 1)], dtype=dtype)
     mean = nn.AvgPool2d((size[0], size[1]), (strides[0], strides[1]))
     return nn.Sequential(pad, mean, modules.Affine(factor, torch.zeros_like(factor)))
@@ -153,7 +153,7 @@ class _PatchProduct(nn.Module):
         self.stride, self.weight, self.bias = conv.stride[0], conv.weight, conv.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        patches = F.pixel_unshuffle(x, self.stride).movedim(1, -1)
+        patches = F.pixel_unshuffle(x, self.stride).movedim(1, -1)  # channels last: in the order of the flat kernel
         return F.linear(patches, self.weight.flatten(1), self.bias).movedim(-1, 1)
 
 
@@ -214,7 +214,7 @@ def onnx_runtime(path: str | Path, threads: int = 1) -> Runtime:
         raise OptionError('expected onnxruntime to run ONNX: pip install "lipkit[onnx]"') from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 3  # errors alone
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has a class of its own for each kind of failure

@@ -119,7 +119,7 @@ class Build:
         value = to_double(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if value.is_complex():
             raise self.refuse(f"expected real numbers as {name}, got {value.dtype}")
-        if value.ndim == axes + 1 and len(value) == 1:
+        if value.ndim == axes + 1 and len(value) == 1:  # one row for all samples
             value = value[0]
         if value.ndim > axes:
             raise self.refuse(f"expected a {name} without a batch, got shape {tuple(value.shape)}")
@@ -178,8 +178,8 @@ class Build:
         given = self.broadcast(x)
         numbers = [self.like + 1 if scale is None else scale, self.like if shift is None else shift]
         axes = len(given.shape) or 1
-        full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]
-        if all(t.shape[1:].numel() == 1 for t in full):
+        full = [t.reshape((1,) * (axes - t.ndim) + tuple(t.shape)) for t in numbers]  # broadcasting adds them in front
+        if all(t.shape[1:].numel() == 1 for t in full):  # one number for each channel
             channels = max(t.shape[0] for t in full)
             full = [t.reshape(-1).expand(channels) for t in full]
         return self.add(Affine(*full), given)

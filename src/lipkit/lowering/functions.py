@@ -101,7 +101,7 @@ def _getitem(call: Build, x: Any, index: Any) -> Value:
     operand, shape = call.same_format(x), list(x.shape)
     for dim, item in enumerate((i for i in index[1:] if i is not None), 1):
         every = range(shape[dim - 1])
-        taken = every[item] if isinstance(item, slice) else every[every[item] :][:1]
+        taken = every[item] if isinstance(item, slice) else every[every[item] :][:1]  # every[-1] is the last entry
         shape[dim - 1] = len(taken)
         operand = replace(operand, shape=tuple(shape), number=call.piece(operand, dim, taken))
     return call.reshaped(operand.number, operand.shape, call.shape)
@@ -164,7 +164,7 @@ def _mul(call: Build, x: Any, y: Any) -> int:
 @plain(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_", place=joined)
 def _div(call: Build, x: Any, y: Any) -> int:
     if call.bounding:
-        smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()
+        smallest = call.number(y, "divisor").abs().nan_to_num(nan=0.0).amin()  # 0 gives no bound, and so does NaN
         return call.scale(call.broadcast(x), reciprocal_up(float(smallest)))
     return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
 
@@ -186,12 +186,12 @@ def _matmul(call: Build, x: Any, y: Any) -> int:
     # From the left, a matrix mixes dimension -2, which is the batch of a tensor (B, n).
     if matrix.ndim != 2 or call.operand(moving).ndim < (3 if left else 2):
         raise call.refuse(f"expected a matrix that leaves the batch alone, got {tuple(matrix.shape)}")
-    matrix = matrix.clone() if left else matrix.T.contiguous()
+    matrix = matrix.clone() if left else matrix.T.contiguous()  # nn.Linear multiplies by the transpose
     layer = with_tensors(call, nn.Linear(matrix.shape[1], matrix.shape[0], device="meta"), weight=matrix, bias=None)
     if not left:
         return call.add(layer, moving)
     order = list(range(1, moving.ndim))
-    order[-2:] = order[:-3:-1]
+    order[-2:] = order[:-3:-1]  # the last two swapped
     turned = call.add(layer, call.add(Permute(*order), moving))
     return call.add(Permute(*order), turned)
 
@@ -201,7 +201,7 @@ def _attention(call: Build, query: Any, key: Any, value: Any, *masks: Any, scale
     if any(isinstance(given, Tensor) or given for given in flat((masks, options))):
         raise call.refuse("expected no mask, dropout or grouped heads, and is_causal=False, got one: -inf has no range")
     n, d = call.operand(query).shape[-2:]
-    turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))
+    turned = call.add(Permute(*range(1, key.ndim - 2), key.ndim - 1, key.ndim - 2), call.operand(key))  # k transposed
     scaled = call.add(Affine(call.like[None] + (d**-0.5 if scale is None else scale), call.like[None]), query)
     products = call.add(call.named(MatrixProduct(n, d, key.shape[-2])), scaled, turned)
     weights = call.add(nn.Softmax(-1), products)
@@ -265,7 +265,7 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     if not all(here[first:stop]):
         raise call.refuse("expected constants before or behind what depends on the input, got some in between")
     joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
-    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))
+    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch pads the last first
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
     padded = replace(call.results[0], number=call.add(Pad(*padding), joined))
     return call.elementwise(padded, shift=torch.cat(numbers, at - 1))
@@ -296,7 +296,7 @@ def _maximum(call: Build, x: Any, y: Any) -> int:
 
 @plain(torch.minimum, torch.fmin, "minimum", torch.min, place=joined)
 def _minimum(call: Build, x: Any, y: Any) -> int:
-    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]
+    minus = [call.elementwise(t, scale=-1 - call.like) for t in call.moving(x, y)]  # min(x, y) = -max(-x, -y)
     return call.add(Affine(-1 - call.like[None], call.like[None]), call.add(Maximum(), *minus))
 
 
@@ -306,7 +306,7 @@ def _sort(call: Build, x: Operand, dim: int = -1, descending: bool = False, stab
     (at,) = call.dims(call.operand(x), dim)
     if descending:
         return _along(call, GroupSort(None), x.number, at, x.ndim), -1
-    minus = Affine(-1 - call.like[None], call.like[None])
+    minus = Affine(-1 - call.like[None], call.like[None])  # GroupSort sorts downwards
     return call.add(minus, _along(call, GroupSort(None), call.add(minus, x.number), at, x.ndim)), -1
 
 
@@ -321,7 +321,7 @@ def _mean(call: Build, x: Operand, dim: Any = None, keepdim: bool = False) -> in
         mean = call.reshaped(mean, (1,) * len(x.shape), ())
     if not call.name.endswith("sum"):
         return mean
-    return call.add(Affine(call.like[None] + count, call.like[None]), mean)
+    return call.add(Affine(call.like[None] + count, call.like[None]), mean)  # a sum is a mean times its count
 
 
 @plain(torch.clamp, torch.clip, torch.clamp_min, "clamp", "clamp_", "clip", "clamp_min", "clamp_min_", place=joined)
@@ -350,7 +350,7 @@ plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, 
 
 @function_rule("repeat")
 def _repeat(call: Build, x: Operand, *sizes: Any) -> int:
-    return call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
+    return call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))  # sqrt of the copies
 
 
 @function_rule(torch.flip, "flip")

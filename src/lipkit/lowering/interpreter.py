@@ -14,8 +14,8 @@ from lipkit.errors import NoRuleError
 from lipkit.lowering.axes import batch_first, keeps_place
 from lipkit.lowering.build import MIXED, Build, Function, function_name
 from lipkit.lowering.functions import FUNCTIONS
-from lipkit.lowering.observe import Operand, Varies, check_outputs, observe, traced
-from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, where
+from lipkit.lowering.observe import Operand, Varies, check_outputs, observe
+from lipkit.lowering.tracing import BATCH, SIZE, Root, fetch, flat, trace, where
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Wiring
 from lipkit.modules.parametrised import settled
@@ -51,7 +51,7 @@ class Interpreter:
     """
 
     def __init__(self, root: Root, input_shape: Shape, bound_to: Root, bounding: bool = False) -> None:
-        self.graph, self._other_way = traced(root, input_shape)
+        self.graph, self._other_way = trace(root, input_shape)
         self.observed = observe(root, self.graph, input_shape)
         self.wiring, self.labels = Wiring(), list[Label]()
         self._root, self._input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
@@ -146,14 +146,14 @@ class Interpreter:
             )
         value = call.covered(row.rule, *call.args, **call.kwargs)
         label = Label(str(node.meta.get("where", "")), name, what, own=False)
-        self.labels += [label] * (len(self.wiring.modules) - len(self.labels))
+        self.labels += [label] * (len(self.wiring.modules) - len(self.labels))  # one for each new module
         return value
 
     def _refuse_batch(self, node: fx.Node, axis: int) -> None:
         """Refuse arguments computed from the batch size, except the batch size itself in the result's shape."""
         how = self.observed.how
         made = [n for n in node.all_input_nodes if how.get(n) in (SIZE, BATCH)]
-        _, *sizes = flat((node.args, node.kwargs))
+        _, *sizes = flat((node.args, node.kwargs))  # the first is the tensor
         there = made and made == sizes[axis : axis + 1] and sizes.count(made[0]) == 1 and node.target in SHAPES
         if made and not (there and (how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in {*sizes} - {*made}))):
             raise self._refuse(
@@ -179,7 +179,7 @@ class Interpreter:
 
     def _check_dtype(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Refuse dtypes other than floating-point ones that represent every number of the network's dtype."""
-        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:
+        if dtype in FORMATS and torch.promote_types(dtype, self._format) == dtype:  # it holds all numbers
             return
         if dtype.is_complex:
             why = "complex numbers have no rules: use real and imaginary parts as channels"

@@ -23,31 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.errors import LipkitError, NoRuleError, first_line
 from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.copies import contents, contents_of, equal
-from lipkit.lowering.tracing import (
-    BATCHES,
-    ROWS,
-    VALUES,
-    Path,
-    Root,
-    batch_axis,
-    dependence,
-    evaluate,
-    flat,
-    trace,
-    where,
-)
-
-
-def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
-    """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
-    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.zeros(())
-    x = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
-    return x.to(like.dtype)
-
+from lipkit.lowering.tracing import BATCHES, ROWS, VALUES, Root, batch_axis, dependence, evaluate, flat, sample, where
 
 # The network itself runs for all of these batch sizes, its graph for `BATCHES` only.
 SAMPLES = (1, 2, 3, 8, 65)
@@ -179,10 +158,10 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
 def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(graph.nodes):
-        last.update(dict.fromkeys(node.all_input_nodes, i))
+        last.update(dict.fromkeys(node.all_input_nodes, i))  # the last reader wins
     how = dependence(graph)
     live: dict[fx.Node, Any] = {}
-    x = x.clone()
+    x = x.clone()  # in-place calls may overwrite it
     run = _Run({}, [], None, Calls(x))
     with torch.no_grad(), run.calls.leaves(root):
         for i, node in enumerate(graph.nodes):
@@ -202,7 +181,7 @@ def _run(root: Root, graph: fx.Graph, x: Tensor) -> _Run:
                             raise _changes_state(str(n.target), root)
                         run.rewrites += [(old, node) for old in _overwritten(node, n, live, last, i)]
             run.values[node] = _summary(live[node], how.get(node) == VALUES)
-            live = {n: v for n, v in live.items() if last.get(n, -1) > i or n is node}
+            live = {n: v for n, v in live.items() if last.get(n, -1) > i or n is node}  # the rest is not read again
     return run
 
 
@@ -232,7 +211,7 @@ def _summary(value: Any, dependent: bool) -> Any:
     if not dependent:
         return value.clone() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor):
-        return Operand(tuple(value.shape), value.dtype, -1)
+        return Operand(tuple(value.shape), value.dtype, -1)  # two runs will say where its batch is
     if isinstance(value, (tuple, list)):
         return [_summary(item, dependent) for item in value]
     return type(value).__name__
@@ -258,23 +237,6 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
     return a if equal(contents(a, {}), contents(b, {})) else VARIES
 
 
-def traced(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
-    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None)."""
-    name = type(root.net).__qualname__
-    try:
-        with torch.no_grad(), Path(root) as direct:
-            root(sample(root, input_shape, BATCHES[0]))
-    except LipkitError:
-        raise
-    except TypeError as error:
-        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
-    except Exception as error:  # the forward pass is the user's and may raise anything
-        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
-    with Path(root) as symbolic:
-        graph = trace(root, (sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])), symbolic)
-    return graph, direct.other(symbolic)
-
-
 def check_outputs(
     root: Root, observed: Observed, input_shape: tuple[int, ...], model: nn.Module, other_way: str | None
 ) -> None:
@@ -285,11 +247,11 @@ def check_outputs(
     it was refused.
     """
     x = sample(root, input_shape, BATCHES[1])
-    more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])
+    more = torch.cat([x, sample(root, input_shape, SAMPLES[-1])])  # its first rows are x, whose outputs are known
     sizes = [n for n in SAMPLES if n < SAMPLES[-1] or n * math.prod(input_shape) <= LARGEST]
     before = _random_states()
     inference = _recorded(root, x, torch.inference_mode(), observed)
-    kept = copy.deepcopy(contents_of(root))
+    kept = copy.deepcopy(contents_of(root))  # after one run, which may fill what is made on first use
     derivatives = _recorded(root, x, torch.enable_grad(), observed)
     batches: dict[int, Any] = {n: _alone(root, more[:n]) for n in sizes if n != len(x)}
     direct, calls = _recorded(root, x, torch.no_grad(), observed) or (None, [])
@@ -340,7 +302,7 @@ def check_outputs(
             "analyze: expected the same output for an input that is not contiguous, got a forward pass that writes "
             "into what is a copy for some inputs and the input itself for others, as contiguous() is"
         )
-    at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)
+    at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)  # the copy is on the CPU
     try:
         with torch.no_grad():
             own = model(x.to(device=at))
@@ -383,7 +345,7 @@ def _recorded(
             warnings.simplefilter("ignore")  # of numbers taken from weights that require a gradient
             for p in root.parameters():
                 p.requires_grad_(torch.is_grad_enabled() and p.is_floating_point())
-            given = x.clone().requires_grad_(torch.is_grad_enabled()).clone()
+            given = x.clone().requires_grad_(torch.is_grad_enabled()).clone()  # no leaf: in-place calls may change it
             calls = Calls(given, observed.axes)
             with calls.leaves(root), calls:
                 return root(given), list(calls.made)

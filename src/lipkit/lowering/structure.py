@@ -15,8 +15,8 @@ from lipkit.errors import NoRuleError
 from lipkit.linalg.precision import without_autocast
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.interpreter import Interpreter
-from lipkit.lowering.observe import close, sample
-from lipkit.lowering.tracing import BATCHES, Root
+from lipkit.lowering.observe import close
+from lipkit.lowering.tracing import BATCHES, Root, sample
 from lipkit.modules.guarding import type_name
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import _TRACED, export_plain, lipschitz
@@ -33,7 +33,7 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
             normalised weights (spectral, weight, orthogonal) are plain numbers.
 
     Returns:
-        The chain, and the outputs of ``model`` at `lipkit.lowering.observe.sample` of ``BATCHES[1]``.
+        The chain, and the outputs of ``model`` at `lipkit.lowering.tracing.sample` of ``BATCHES[1]``.
 
     Raises:
         NoRuleError: a node has no plain form (the message names it and its module), or `lipkit.analyze` refuses it.

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.modules.network import Network
 from lipkit.modules.plain import bounded
 
@@ -69,7 +69,7 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
     given = flat((node.args, node.kwargs))
     hows = [found.get(a) if isinstance(a, fx.Node) else None for a in given] or [None]
     # x.new_tensor(y) holds the values of y.
-    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:
+    if node.op == "placeholder" or VALUES in hows[reads_metadata_only(node) :]:  # True drops the first argument
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
@@ -164,7 +164,7 @@ class Path:
         def __enter__(self) -> Path:
             monitoring = sys.monitoring
             self._thread = threading.get_ident()  # the events are those of all threads
-            free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]
+            free = [i for i in (4, 3, 5, 2, 1, 0) if monitoring.get_tool(i) is None]  # 0 to 2 are those of debuggers
             if not free:
                 raise NoRuleError("expected a free tool of sys.monitoring to watch the forward pass, got none of six")
             self._tool = free[0]
@@ -180,7 +180,7 @@ class Path:
             sys.monitoring.free_tool_id(self._tool)
 
         def _executed(self, code: CodeType, offset: int) -> Any:
-            if code not in self._taken and not self._follows(sys._getframe(1)):
+            if code not in self._taken and not self._follows(sys._getframe(1)):  # 1: the frame that executes ``code``
                 return sys.monitoring.DISABLE
             if threading.get_ident() == self._thread and not self.paused:
                 self._taken.setdefault(code, []).append(offset)
@@ -231,31 +231,50 @@ def batch_axis(few: Sequence[int], many: Sequence[int]) -> tuple[int, int] | Non
     found = [i for i, (m, n) in enumerate(zip(few, many, strict=False)) if m != n]
     if len(few) != len(many) or len(found) != 1 or few[found[0]] * BATCHES[1] != many[found[0]] * BATCHES[0]:
         return None
-    return found[0], few[found[0]] // BATCHES[0]
+    return found[0], few[found[0]] // BATCHES[0]  # B inner entries for B samples
 
 
-def trace(root: Root, x: tuple[Tensor, Tensor], path: Path) -> fx.Graph:
-    """The graph of ``root``, traced for the two sample batches ``x``, of the sizes `BATCHES`; ``path`` records it.
+def sample(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> Tensor:
+    """Normal random inputs ``(batch, *input_shape)`` in the dtype of ``model``, always the same."""
+    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    like = floating[0] if floating else torch.zeros(())
+    x = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
+    return x.to(like.dtype)
+
+
+def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | None]:
+    """The graph of a network for inputs of this shape, and the function that runs differently when traced (or None).
 
     Every node has the path of the module that made it in ``meta["where"]``.
     """
+    name = type(root.net).__qualname__
+    x = sample(root, input_shape, BATCHES[0]), sample(root, input_shape, BATCHES[1])
     try:
-        with torch.no_grad():
-            tracer = _Tracer(x, path)
+        with torch.no_grad(), Path(root) as direct:
+            root(x[0].clone())
+    except LipkitError:
+        raise
+    except TypeError as error:
+        raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {error}") from error
+    except Exception as error:  # the forward pass is the user's and may raise anything
+        raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {first_line(error)}") from error
+    try:
+        with torch.no_grad(), Path(root) as symbolic:
+            tracer = _Tracer(x, symbolic)
             graph = tracer.trace(root)
-            if tracer.refusal is not None:  # caught by the forward pass
-                raise tracer.refusal
-            return graph
+        if tracer.refusal is not None:  # caught by the forward pass
+            raise tracer.refusal
+        return graph, direct.other(symbolic)
     except LipkitError:
         raise
     except fx.proxy.TraceError as error:
         raise NoRuleError(
             f"analyze: expected a forward pass without control flow on values or on the size of the batch, got "
-            f"{type(root.net).__qualname__}, in which {first_line(error)}"
+            f"{name}, in which {first_line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
         raise NoRuleError(
-            f"analyze: expected a forward pass that torch.fx can record, got {type(root.net).__qualname__}, which "
+            f"analyze: expected a forward pass that torch.fx can record, got {name}, which "
             f"raises {type(error).__name__}: {first_line(error)}"
         ) from error
 
@@ -385,7 +404,7 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._evaluating:
             return forward(*args, **kwargs)
-        self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))
+        self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))  # "net": of `Root`
         try:
             if type(m) is Network and not is_leaf(m):
                 # Its own forward pass checks the input shape, which runs of the whole network do too.
