@@ -50,9 +50,6 @@ def lipschitz_lower_bound(
         seed: of the starting points and directions.
         dtype: of the search, float64 or float32. The final slopes are float64 in both cases.
 
-    Returns:
-        :class:`SecantSearch`; ``lower`` is the tightness numerator (lower / certified upper).
-
     Guarantee:
         LOWER, up to the rounding of one float64 evaluation: never a certificate.
 

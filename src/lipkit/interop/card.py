@@ -28,12 +28,10 @@ def model_card(
     """README.md of a model folder: YAML front matter, then figures, proof method, recipe and how to load it.
 
     Args:
-        record: of the run that made the model.
+        record: of the run that made the model: all figures are its own, and its names stay text.
         folder: how the loading example names the folder.
         licence: SPDX identifier of the weights' licence; left out if the owner does not name one.
         load: the loading example, Markdown, in place of the one for ``folder``.
-
-    Every figure comes from the record; names in it are written so that they stay text.
     """
     rows = _rows(record)
     results = [

@@ -35,6 +35,18 @@ OPSET, CEIL_OPSET = 19, 22
 CLAIM = "lipkit.json"
 
 
+def _write(path: str | Path, content: bytes, check: Callable[[Path], None]) -> Path:
+    """Write a file after ``check`` has accepted a draft of it."""
+    path = Path(path)
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder, path.name)
+        draft.write_bytes(content)
+        check(draft)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
+    return path
+
+
 def write_onnx(network: modules.Network, path: str | Path) -> Path:
     """Write an exported network as one ONNX file with a dynamic batch: real arithmetic and standard operators only.
 
@@ -52,10 +64,8 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
 
     stored = {t.name: torch.from_numpy(onnx.numpy_helper.to_array(t).copy()) for t in model.graph.initializer}
     model.metadata_props.add(key=CLAIM, value=claim(network, stored))
-    path, content = Path(path), model.SerializeToString()
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(content)
+
+    def check(draft: Path) -> None:
         try:
             onnx.checker.check_model(model, full_check=True)
             check_runtime(network, _evaluator(draft), batch_size=3)
@@ -63,9 +73,8 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
             raise
         except Exception as error:  # onnx has a class of its own for each kind of failure
             raise DataError(f"{path}: expected torch to write a valid ONNX model, got {first_line(error)}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, content)
-    return path
+
+    return _write(path, model.SerializeToString(), check)
 
 
 def onnx_model(network: modules.Network) -> Any:
@@ -181,14 +190,11 @@ def write_program(network: modules.Network, path: str | Path) -> Path:
         OptionError: the network is not an exported one. CertificateViolation: torch wrote another function.
     """
     _check_network(network)
-    path = Path(path)
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(program_bytes(network))
+
+    def check(draft: Path) -> None:
         check_runtime(network, program_runtime(draft), batch_size=3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, draft.read_bytes())
-    return path
+
+    return _write(path, program_bytes(network), check)
 
 
 def program_bytes(network: modules.Network) -> bytes:

@@ -29,14 +29,10 @@ _OPERATORS = {name for name in _OPERATORS if callable(getattr(int, name))}
 
 
 class Calls(TorchFunctionMode):
-    """The calls with an argument that depends on ``x``, while the mode is on: ``made``, in order.
+    """The calls with an argument that depends on the input ``x``, while the mode is on: ``made``, in order.
 
-    Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls.
-
-    Args:
-        x: the input.
-        axes: for each call, the dimension of the batch in each tensor of its result; None treats every size as the
-            batch size.
+    Python's own operations on the batch size (arithmetic, comparisons, look-ups) count as calls. ``axes`` gives for
+    each call the dimension of the batch in each tensor of its result; without it every size is taken for the batch's.
 
     >>> x = torch.ones(2)
     >>> with Calls(x) as calls:

@@ -42,17 +42,11 @@ def structure(model: nn.Module, input_shape: Shape, *, own: bool = False) -> tup
     >>> class Residual(nn.Module):
     ...     def __init__(self): super().__init__(); self.body = nn.Linear(2, 2)
     ...     def forward(self, x): return torch.relu(x + self.body(x))
-    >>> structure(Residual(), (2,))[0]
-    Sequential(
-      (0): Graph(
-        sources=[[0], [0, 1]]
-        (nodes): ModuleList(
-          (0): Linear(in_features=2, out_features=2, bias=True)
-          (1): Add(1, 1)
-        )
-      )
-      (1): ReLU()
-    )
+    >>> graph, last = structure(Residual(), (2,))[0]
+    >>> list(graph.nodes), last
+    ([Linear(in_features=2, out_features=2, bias=True), Add(1, 1)], ReLU())
+    >>> [list(read) for read in graph.sources]
+    [[0], [0, 1]]
     """
     function = "lipschitz" if own else "export"
     with torch.inference_mode(False), without_autocast(), torch.random.fork_rng(devices=[]):
