@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def model_card(
     }
     if licence is not None:
         front = {"license": licence, **front}
-    bound = record.lipschitz
+    recipe, bound = _yaml(json.loads(json.dumps(record.recipe, default=str))), record.lipschitz
     lines = [
         "---",
         _yaml(front),
@@ -75,7 +76,7 @@ def model_card(
         "",
         "## Recipe",
         "```yaml",
-        printable_lines(_yaml(_plain(record.recipe))).replace("```", "` ` `"),  # it would end the block
+        printable_lines(recipe).replace("```", "` ` `"),  # it would end the block
         "```",
         "",
         f"Software: {', '.join(f'{_text(k)} {_text(v)}' for k, v in record.versions.items())}. "
@@ -130,15 +131,6 @@ def _line(value: object) -> str:
 
 def _yaml(content: Mapping[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of plain values, as YAML's safe writer wants them."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 class RobustBenchModel(nn.Module):
