@@ -61,21 +61,13 @@ def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     return _moved(call, x)
 
 
-@plain("expand", "expand_as", torch.broadcast_to, place=joined)
-def _expand(call: Build, x: Operand, *sizes: Any) -> int:
-    return call.broadcast(call.same_format(x)).number
-
-
-@plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)
-def _cast(call: Build, x: Operand, *format: Any, **options: Any) -> int:
-    return call.operand(x).number
-
-
-@plain("permute", place=ordered)
-def _permute(call: Build, x: Operand, *dims: Any) -> int:
-    return call.add(Permute(*dims[1:]), call.same_format(x))
-
-
+plain("expand", "expand_as", torch.broadcast_to, place=joined)(
+    lambda call, x, *sizes: call.broadcast(call.same_format(x)).number
+)
+plain("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", place=viewed)(
+    lambda call, x, *format, **options: call.operand(x).number
+)
+plain("permute", place=ordered)(lambda call, x, *dims: call.add(Permute(*dims[1:]), call.same_format(x)))
 # `ordered` turns each of these into ``contiguous`` or ``permute``.
 _moves: Any = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t")
 _moves = (*_moves, *(getattr(torch, name) for name in _moves), torch.permute, getattr)
@@ -169,9 +161,9 @@ def _div(call: Build, x: Any, y: Any) -> int:
     return call.elementwise(x, scale=call.number(y, "divisor", lambda divisor: 1 / divisor))
 
 
-@plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)
-def _neg(call: Build, x: Operand, *, out: Any = None) -> int:
-    return call.elementwise(x, scale=-1 - call.like)
+plain(operator.neg, torch.neg, "neg", "neg_", place=viewed)(
+    lambda call, x, *, out=None: call.elementwise(x, scale=-1 - call.like)
+)
 
 
 @plain(operator.matmul, torch.matmul, "matmul", torch.mm, "mm", torch.bmm, "bmm", place=multiplied)
@@ -348,9 +340,9 @@ plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, 
 # Functions with a Lipschitz constant but without a plain form.
 
 
-@function_rule("repeat")
-def _repeat(call: Build, x: Operand, *sizes: Any) -> int:
-    return call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))  # sqrt of the copies
+function_rule("repeat")(  # the root of the number of copies
+    lambda call, x, *sizes: call.scale(x, root(math.prod(call.shape) // max(math.prod(call.operand(x).shape), 1)))
+)
 
 
 @function_rule(torch.flip, "flip")
@@ -366,6 +358,7 @@ def _extreme(call: Build, x: Operand, dim: Any = (), keepdim: bool = False) -> i
     return call.keep(x)
 
 
-@function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")
-def _slope_one(call: Build, x: Operand) -> int:
-    return call.keep(x)
+# Slopes of at most 1.
+function_rule(torch.abs, operator.abs, "abs", "abs_", torch.sin, torch.cos, "sin", "cos", torch.atan, "atan")(
+    lambda call, x: call.keep(x)
+)
