@@ -1366,8 +1366,7 @@ def sandwich(config, get, shape):
         more = error2 * largest(inverse) + ops.rounding(2) * largest(right) + ops.unit * (1 + largest(w2))
         both = spectral(np.concatenate((left, right), 2), max(error, more))
         # Stages lose what they lose alone; only the constant is better.
-        node.gain = min(node.norm, up(both * both / 2))
-        node = improved(node, node.gain)
+        node = improved(node, min(node.norm, up(both * both / 2)))
     return node
 
 
@@ -1898,42 +1897,20 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
         say(f"refused  {key}: claimed {float(value):.9g}, proved here {float(own):.9g}")
     count = len(rows) if count is None else min(count, len(rows))
     constants, batch = network.constants(), max(1, (1 << 23) // max(node.room for node in network.nodes))
-    confirmed, full, lost, place, unchecked = 0, 0, Fraction(0), 0, 0
-    local = header.get("method") == "local"
-    for c, e in network.logits(x[:count], batch):
-        for logits in c:
-            row, reason = rows[place], None
-            own, gap, near = radius(logits, int(y[place]), constants, e)
-            values = [ops.number(v) for v in logits]
-            top = max(values)
-            slack = near + MARGIN * (1 + max(abs(v) for v in values))
-            if row["label"] != y[place]:
-                reason = f"label {row['label']}, the sample has {y[place]}"
-            elif row["prediction"] >= len(values) or values[row["prediction"]] < top - slack:
-                reason = f"prediction {row['prediction']}, the network has {values.index(top)}"
-            elif math.isinf(row["margin"]) or abs(Fraction(row["margin"]) - gap) > slack:
-                reason = f"margin {row['margin']:.9g}, the network has {float(gap):.9g}"
-            else:
-                for key in ("radius", "radius_ignored"):
-                    value = row[key]
-                    if own is not None and (math.isinf(value) or own < Fraction(value) * (1 - TOLERANCE)):
-                        share = 1 if math.isinf(value) else 1 - float(own / Fraction(value))
-                        if local:  # from linear bounds, which nothing here proves
-                            reason = "claimed, not checked"
-                            break
-                        reason = f"{key} {value:.9g}, proved here {float(own):.9g}: {100 * share:.4g} % lost"
-                        break
-            if reason is None:
-                confirmed += 1
-                full += own is None or own >= row["radius"]
-                if own is not None and row["radius"]:
-                    lost = max(lost, 1 - own / Fraction(row["radius"]))
-            elif reason == "claimed, not checked":
-                unchecked += 1
-            elif place + 1 - confirmed - unchecked <= 20:
-                say(f"refused  sample {place}: {reason}")
-            place += 1
-    refused = place - confirmed - unchecked
+    confirmed, full, lost, checked, unchecked = 0, 0, Fraction(0), 0, 0
+    samples = ((logits, e) for c, e in network.logits(x[:count], batch) for logits in c)
+    for checked, (row, label, (logits, e)) in enumerate(zip(rows, y.tolist(), samples, strict=False), 1):
+        own, reason = objection(row, label, logits, constants, e)
+        if reason is None:
+            confirmed += 1
+            full += own is None or own >= row["radius"]
+            if own is not None and row["radius"]:
+                lost = max(lost, 1 - own / Fraction(row["radius"]))
+        elif reason.startswith("radius") and header.get("method") == "local":
+            unchecked += 1  # from linear bounds, which nothing here proves
+        elif checked - confirmed - unchecked <= 20:
+            say(f"refused  sample {checked - 1}: {reason}")
+    refused = checked - confirmed - unchecked
     word = "REFUSED" if refused or short else "UNCHECKED" if unchecked else "confirmed"
     if unchecked:
         say(f"claimed, not checked: {unchecked} local radii, which no constant proves (lipkit check does)")
@@ -1942,7 +1919,27 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
         f"{full} reached in full, at most {float(lost):.1e} lost; constant {float(network.gain):.9g}, "
         f"network {digest[:16]}"
     )
-    return confirmed, place - confirmed + len(short)
+    return confirmed, checked - confirmed + len(short)
+
+
+def objection(row, label, logits, constants, e):
+    """The radius proved here (None: every radius), and why the line of a sample is not confirmed, or None."""
+    own, gap, near = radius(logits, label, constants, e)
+    values = [ops.number(v) for v in logits]
+    top = max(values)
+    slack = near + MARGIN * (1 + max(abs(v) for v in values))
+    if row["label"] != label:
+        return own, f"label {row['label']}, the sample has {label}"
+    if row["prediction"] >= len(values) or values[row["prediction"]] < top - slack:
+        return own, f"prediction {row['prediction']}, the network has {values.index(top)}"
+    if math.isinf(row["margin"]) or abs(Fraction(row["margin"]) - gap) > slack:
+        return own, f"margin {row['margin']:.9g}, the network has {float(gap):.9g}"
+    for key in ("radius", "radius_ignored"):
+        value = row[key]
+        if own is not None and (math.isinf(value) or own < Fraction(value) * (1 - TOLERANCE)):
+            share = 1 if math.isinf(value) else 1 - float(own / Fraction(value))
+            return own, f"{key} {value:.9g}, proved here {float(own):.9g}: {100 * share:.4g} % lost"
+    return own, None
 
 
 def radius(logits, label, constants, e):

@@ -74,14 +74,11 @@ def computed_tensors(model: nn.Module) -> dict[int, object]:
 
 
 def _same_numbers(model: nn.Module, twin: nn.Module) -> bool:
-    first, second = (
-        {
-            **{f"type of {name}": type_name(type(module)) for name, module in one.named_modules()},
-            **contents_of(one, (*model.modules(), *twin.modules())),
-        }
-        for one in (model, twin)
-    )
-    return first.keys() == second.keys() and all(equal(value, second[name]) for name, value in first.items())
+    known = (*model.modules(), *twin.modules())
+    types = [{name: type_name(type(module)) for name, module in one.named_modules()} for one in (model, twin)]
+    first, second = (contents_of(one, known) for one in (model, twin))
+    same = types[0] == types[1] and first.keys() == second.keys()
+    return same and all(equal(value, second[name]) for name, value in first.items())
 
 
 def _materialise(module: nn.Module) -> None:
