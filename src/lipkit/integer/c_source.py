@@ -149,8 +149,8 @@ _HEADER = """\
 
 #define {P}INPUTS {inputs} /* numbers of an input, in the order {shape} */
 #define {P}INPUT_FRACTION {program.input_fraction} /* an input number q stands for q / 2^{program.input_fraction} */
-#define {P}INPUT_LOW ({low}) /* {program.box[0]!r} */
-#define {P}INPUT_HIGH ({high}) /* {program.box[1]!r} */
+#define {P}INPUT_LOW ({program.ends[0]}) /* {program.box[0]!r} */
+#define {P}INPUT_HIGH ({program.ends[1]}) /* {program.box[1]!r} */
 #define {P}CLASSES {radii.classes}
 #define {P}LOGIT_FRACTION {program.fraction} /* a logit q stands for q / 2^{program.fraction} */
 #define {P}WORK {work} /* numbers of the memory that the caller lends */
@@ -236,7 +236,7 @@ int main(int argc, char **argv)
         n = 0;
         label = {p}classify(image, logits, work);
         if (label < 0) {{
-            fprintf(stderr, "expected numbers from {low} to {high}\\n");
+            fprintf(stderr, "expected numbers from {program.ends[0]} to {program.ends[1]}\\n");
             fclose(file);
             return 3;
         }}
@@ -284,15 +284,12 @@ def c_files(program: Program, radii: Radii, *, sha256: str, header: str, prefix:
     for i, (operation, reads) in enumerate(program.operations):
         x = ", ".join(places[value] for value in reads)
         calls.append(f"    {_call(operation, i, x, places[i + 1], tables)}")
-    low, high = program.ends
     values = {
         "p": f"{prefix.lower()}_",
         "P": f"{prefix.upper()}_",
         "guard": f"{prefix.upper()}_NETWORK_H",
         "sha": sha256,
         "shape": " x ".join(map(str, program.input_shape)),
-        "low": low,
-        "high": high,
         "inputs": entries(program.input_shape),
         "program": program,
         "radii": radii,
